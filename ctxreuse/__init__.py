@@ -1,0 +1,1 @@
+"""Compute a context once; then keep, fork, move and reuse it."""

@@ -1,0 +1,294 @@
+"""The bytes of a block or state, alike on disk and on the wire.
+
+::
+
+    offset  size  field (all integers little-endian)
+    0       8     magic "CTXRBLK\\0"
+    8       2     version (1)
+    10      2     flags, 0
+    12      4     header length h
+    16      8     total length, padding included
+    24      8     xxh3-64 of the header bytes, seeded with the low 32 bits of the total length
+    32      h     header: MessagePack array, see Header; at most 1 MiB
+    ...           zeros up to the first plane
+    planes        each at a multiple of 64 bytes, in layer order, K before V, so that a layer is read and checked alone
+    ...           zeros up to the total length
+
+A **block** holds K and V of a run of tokens for the layers that keep all tokens: planes ``k`` and ``v`` of shape
+[heads, tokens, dim]. A **state** holds what is valid at one position only: ``k``/``v`` of a sliding window (the last
+``tokens`` positions before ``end``), and ``conv0``, ``recurrent0``, … of linear layers with the layer's own shape. K is
+stored as the engine keeps it: rotated at each token's own position (``rope_at`` = position of the first token) or not
+at all (-1).
+
+Padding rounds the total to ``k * 4096 - 16`` bytes: LMDB puts a 16-byte header before a large value, so a value of
+exact pages would waste one page each. The parser trusts no number before it has checked it; each plane has its xxh3-64,
+compared when the plane is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ctxreuse.errors import FormatError
+from ctxreuse.keys import KEY_BYTES, Tokens
+from ctxreuse.model import DTYPE_BYTES
+
+__all__ = ["MAX_HEADER", "MAX_PLANES", "VERSION", "BlockView", "BlockWriter", "Header", "Layout", "Plane", "parse"]
+
+MAGIC = b"CTXRBLK\0"
+VERSION = 1
+MAX_HEADER = 1 << 20
+MAX_PLANES = 8192
+MAX_TOKENS = 4096
+MAX_TOTAL = 1 << 34
+ALIGN = 64
+_PRELUDE = struct.Struct("<8sHHIQQ")
+_PAGE, _LMDB_PAGE_HEADER = 4096, 16
+
+Kind = Literal["block", "state"]
+
+
+class Plane(NamedTuple):
+    """One plane: its layer, role (``k``, ``v``, ``conv0``, …), numeric type and row-major shape."""
+
+    layer: int
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What a block says about itself.
+
+    ``tokens`` are the ids it covers (int32 little-endian) and ``end`` the position after the last. ``planes``
+    is the layout (MessagePack list of planes, equal in all blocks of a space, so it is parsed once) and ``checksums``
+    one xxh3-64 a plane. ``extra`` holds an engine's small whole numbers.
+    """
+
+    kind: Kind
+    space: bytes
+    key: bytes
+    parent: bytes
+    end: int
+    tokens: bytes
+    level: str
+    rope_at: int
+    planes: bytes
+    checksums: bytes
+    extra: dict[str, int] = {}
+
+
+_header_decoder = msgspec.msgpack.Decoder(Header)
+_planes_decoder = msgspec.msgpack.Decoder(tuple[Plane, ...])
+_encode = msgspec.msgpack.encode
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN
+
+
+class Layout:
+    """The planes of a block and their offsets from the first plane; immutable, shared by all blocks that look alike."""
+
+    def __init__(self, planes: tuple[Plane, ...]) -> None:
+        self.planes = planes
+        self.index = {(plane.layer, plane.role): i for i, plane in enumerate(planes)}
+        self.offsets, at = [], 0
+        for plane in planes:
+            self.offsets.append(at)
+            at = _aligned(at + plane.nbytes)
+        self.nbytes = at
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The canonical bytes that stand in the header."""
+        return _encode(self.planes)
+
+
+@lru_cache(maxsize=256)
+def _layout(raw: bytes) -> Layout:
+    try:
+        planes = _planes_decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FormatError(f"block layout is malformed: {error}") from None
+    if not 0 < len(planes) <= MAX_PLANES:
+        raise FormatError(f"block with {len(planes)} planes")
+    for plane in planes:
+        if plane.dtype not in DTYPE_BYTES or len(plane.role) > 32 or not 0 <= plane.layer < 1 << 16:
+            raise FormatError(f"plane {plane.role[:32]!r} of layer {plane.layer} and type {plane.dtype[:16]!r}")
+        if len(plane.shape) > 8 or any(not 0 <= n <= MAX_TOTAL for n in plane.shape) or plane.nbytes > MAX_TOTAL:
+            raise FormatError(f"plane of shape {plane.shape[:8]}")
+    layout = Layout(planes)
+    if len(layout.index) != len(planes):
+        raise FormatError("a plane is there twice")
+    return layout
+
+
+@lru_cache(maxsize=256)
+def layout_of(planes: tuple[Plane, ...]) -> Layout:
+    """The layout of these planes; made once for each tuple."""
+    return Layout(planes)
+
+
+class BlockWriter:
+    """Lays out a block in one buffer; planes are filled in place, then ``seal`` makes it a value.
+
+    Not thread-safe. ``buffer`` (uint8 [total bytes]) is new memory, or ``into`` if that has at least the size, so that
+    a caller who exports many blocks faults its pages once.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        kind: Kind,
+        space: bytes,
+        key: bytes,
+        parent: bytes,
+        end: int,
+        tokens: Tokens,
+        level: str = "exact",
+        rope_at: int = -1,
+        extra: dict[str, int] | None = None,
+        into: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.layout = layout
+        ids = np.ascontiguousarray(tokens, "<i4").tobytes()
+        blank = bytes(8 * len(layout.planes))
+        fields = (kind, space, key, parent, end, ids, level, rope_at, layout.encoded)
+        self._header = Header(*fields, blank, extra or {})
+        # Checksums have a fixed width, so the header's length is known before they are.
+        self._start = _aligned(_PRELUDE.size + len(_encode(self._header)))
+        body = self._start + layout.nbytes
+        total = -(-(body + _LMDB_PAGE_HEADER) // _PAGE) * _PAGE - _LMDB_PAGE_HEADER
+        self.buffer = np.empty(total, np.uint8) if into is None or into.nbytes < total else into[:total]
+        self.buffer[: self._start] = 0
+        self.buffer[body:] = 0
+
+    def offset(self, layer: int, role: str) -> int:
+        """Byte offset of a plane in ``buffer``."""
+        return self._start + self.layout.offsets[self.layout.index[layer, role]]
+
+    def plane(self, layer: int, role: str) -> npt.NDArray[np.uint8]:
+        """A writable view [nbytes] of one plane."""
+        at = self.offset(layer, role)
+        return self.buffer[at : at + self.layout.planes[self.layout.index[layer, role]].nbytes]
+
+    def seal(self) -> npt.NDArray[np.uint8]:
+        """Compute the checksums, write the header, return the finished bytes (the buffer itself, not a copy)."""
+        layout, buffer = self.layout, self.buffer
+        sums = np.empty(len(layout.planes), "<u8")
+        for i, plane in enumerate(layout.planes):
+            at = self._start + layout.offsets[i]
+            end = at + plane.nbytes
+            buffer[end : self._start + _aligned(layout.offsets[i] + plane.nbytes)] = 0
+            sums[i] = xxhash.xxh3_64_intdigest(buffer[at:end].data)
+        header = _encode(msgspec.structs.replace(self._header, checksums=sums.tobytes()))
+        check = xxhash.xxh3_64_intdigest(header, buffer.nbytes & 0xFFFFFFFF)
+        prelude = _PRELUDE.pack(MAGIC, VERSION, 0, len(header), buffer.nbytes, check)
+        buffer[: _PRELUDE.size + len(header)] = np.frombuffer(prelude + header, np.uint8)
+        return buffer
+
+
+class BlockView:
+    """A parsed block over somebody else's buffer: valid as long as that buffer is. Safe for concurrent readers."""
+
+    __slots__ = ("_start", "_sums", "buffer", "header", "layout")
+
+    def __init__(self, header: Header, layout: Layout, start: int, buffer: memoryview) -> None:
+        self.header, self.layout, self.buffer, self._start = header, layout, buffer, start
+        self._sums = np.frombuffer(header.checksums, "<u8").tolist()
+
+    @property
+    def tokens(self) -> Tokens:
+        """Token ids [n], int32."""
+        return np.frombuffer(self.header.tokens, "<i4")
+
+    def covers(self, key: bytes, tokens: Tokens) -> bool:
+        """True if this is the block of ``key`` and its token ids are these: the proof behind a hash hit."""
+        return self.header.key == key and self.header.tokens == tokens.tobytes()
+
+    def offset(self, layer: int, role: str) -> int:
+        """Byte offset of a plane in ``buffer``; KeyError if the block has no such plane."""
+        return self._start + self.layout.offsets[self.layout.index[layer, role]]
+
+    def plane(self, layer: int, role: str, *, verify: bool = True) -> memoryview:
+        """The bytes of one plane, zero-copy; raises FormatError if it is missing or its checksum differs."""
+        i = self.layout.index.get((layer, role))
+        if i is None:
+            raise FormatError(f"block has no plane {role!r} of layer {layer}", where=self.header.key.hex()[:16])
+        at = self._start + self.layout.offsets[i]
+        data = self.buffer[at : at + self.layout.planes[i].nbytes]
+        if verify and xxhash.xxh3_64_intdigest(data) != self._sums[i]:
+            raise FormatError(
+                f"plane {role!r} of layer {layer} is corrupt", where=self.header.key.hex()[:16], fix="It is recomputed"
+            )
+        return data
+
+    def array(self, layer: int, role: str, *, verify: bool = True) -> npt.NDArray[np.generic]:
+        """One plane as an array of its shape, zero-copy; bfloat16 comes as its bits in uint16."""
+        data = self.plane(layer, role, verify=verify)
+        plane = self.layout.planes[self.layout.index[layer, role]]
+        dtype = "uint16" if plane.dtype == "bfloat16" else plane.dtype
+        return np.frombuffer(data, np.dtype(dtype)).reshape(plane.shape)
+
+    def verify(self) -> None:
+        """Compare the checksum of every plane; raises FormatError at the first that differs."""
+        for plane in self.layout.planes:
+            self.plane(plane.layer, plane.role)
+
+
+def parse(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], *, space: bytes | None = None) -> BlockView:
+    """Read a block's header, checking every number against the buffer; planes are checked when read.
+
+    ``space``: the digest that the block must belong to. Raises FormatError with the reason; never reads out of bounds.
+    About 10 µs for 60 planes once their layout has been seen.
+    """
+    view = (data.data if isinstance(data, np.ndarray) else memoryview(data)).cast("B").toreadonly()
+    if len(view) < _PRELUDE.size:
+        raise FormatError(f"{len(view)} bytes are too few for a block")
+    magic, version, flags, header_len, total, check = _PRELUDE.unpack_from(view)
+    if magic != MAGIC:
+        raise FormatError("bytes are not a ctxreuse block", where=f"magic {bytes(magic)!r}")
+    if version != VERSION or flags:
+        age = "newer" if version > VERSION or flags else "older"
+        raise FormatError(f"block has {age} format {version}.{flags}, this is {VERSION}.0", fix="It is recomputed")
+    if total != len(view) or total > MAX_TOTAL:
+        raise FormatError(f"block says {total} bytes and has {len(view)}")
+    if not 0 < header_len <= min(MAX_HEADER, total - _PRELUDE.size):
+        raise FormatError(f"header of {header_len} bytes in a block of {total}")
+    raw = view[_PRELUDE.size : _PRELUDE.size + header_len]
+    if xxhash.xxh3_64_intdigest(raw, total & 0xFFFFFFFF) != check:
+        raise FormatError("block header is corrupt")
+    try:
+        header = _header_decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FormatError(f"block header is malformed: {error}") from None
+    if not len(header.space) == len(header.key) == len(header.parent) == KEY_BYTES:
+        raise FormatError("space, key and parent must have 32 bytes each")
+    count = len(header.tokens) // 4
+    if len(header.tokens) % 4 or not 0 < count <= MAX_TOKENS or not count <= header.end < 1 << 40:
+        raise FormatError(f"block of {len(header.tokens)} token bytes ends at position {header.end}")
+    if len(header.level) > 64 or not -1 <= header.rope_at < 1 << 40 or len(header.extra) > MAX_PLANES:
+        raise FormatError(f"block of level {header.level[:64]!r}, rotated at {header.rope_at}")
+    layout = _layout(header.planes)
+    start = _aligned(_PRELUDE.size + header_len)
+    if len(header.checksums) != 8 * len(layout.planes) or start + layout.nbytes > total + ALIGN:
+        raise FormatError(f"planes of {layout.nbytes} bytes do not fit a block of {total}")
+    if layout.planes and start + layout.offsets[-1] + layout.planes[-1].nbytes > total:
+        raise FormatError(f"planes of {layout.nbytes} bytes do not fit a block of {total}")
+    if space is not None and header.space != space:
+        raise FormatError("block belongs to another model space", where=header.space.hex()[:16])
+    return BlockView(header, layout, start, view)

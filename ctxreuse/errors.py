@@ -1,0 +1,97 @@
+"""Every error that ctxreuse raises, as one tree.
+
+::
+
+    CtxReuseError
+    ├── ConfigError                 a setting, flag or file that the user can change is wrong
+    ├── FormatError                 bytes (from disk or wire) are not a block of this version
+    ├── StoreError                  the store on disk cannot do what was asked
+    │   ├── StoreOwnedError         another process owns the store for writing
+    │   ├── StoreFullError          the disk or the map has no room left
+    │   ├── StoreReadOnlyError      a write on a store that was opened for reading
+    │   └── StoreClosedError        use after close()
+    ├── SessionError                a session, turn or fork that does not exist or cannot be changed so
+    └── EngineError                 the model or its engine cannot do what was asked
+        ├── ContextTooLongError     more tokens than the model has positions for
+        └── TokenRangeError         a token id outside the vocabulary
+
+A miss is never an error: it is a value, and it costs time only.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "ContextTooLongError",
+    "CtxReuseError",
+    "EngineError",
+    "FormatError",
+    "SessionError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreOwnedError",
+    "StoreReadOnlyError",
+    "TokenRangeError",
+]
+
+
+class CtxReuseError(Exception):
+    """Base of all. Says *what* went wrong, *where*, and how to *fix* it; each part is kept as an attribute."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        self.what, self.where, self.fix = what, where, fix
+        text = what if not where else f"{what} ({where})"
+        super().__init__(text if not fix else f"{text}. {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only fields would be lost by the default pickling of exceptions.
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+
+def _rebuild(kind: type[CtxReuseError], what: str, where: str, fix: str) -> CtxReuseError:
+    return kind(what, where=where, fix=fix)
+
+
+class ConfigError(CtxReuseError):
+    """A setting, flag or file that the user can change is wrong."""
+
+
+class FormatError(CtxReuseError):
+    """Bytes from disk or wire are not what their format promises. The bytes are never used."""
+
+
+class StoreError(CtxReuseError):
+    """The store on disk cannot do what was asked."""
+
+
+class StoreOwnedError(StoreError):
+    """Another process owns the store for writing."""
+
+
+class StoreFullError(StoreError):
+    """The disk or the map has no room left; what was acknowledged before is intact."""
+
+
+class StoreReadOnlyError(StoreError):
+    """A write on a store that was opened for reading."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after close()."""
+
+
+class SessionError(CtxReuseError):
+    """A session, turn or fork that does not exist or cannot be changed in the way asked."""
+
+
+class EngineError(CtxReuseError):
+    """The model or its engine cannot do what was asked."""
+
+
+class ContextTooLongError(EngineError):
+    """More tokens than the model has positions for."""
+
+
+class TokenRangeError(EngineError):
+    """A token id outside the model's vocabulary."""

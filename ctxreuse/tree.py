@@ -1,0 +1,243 @@
+"""The context tree: which prefixes are held, as one radix tree over block keys with token counts.
+
+A prefix key already hashes everything before it, so the tree is a hash map from key to node plus parent links: matching
+walks the keys of a request until one is missing. Store, eviction, planner, router and fork all read this one structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from ctxreuse.keys import ROOT
+
+__all__ = ["Branch", "ContextTree", "Match", "Node"]
+
+
+class Node:
+    """One held block: the run of ``tokens`` tokens that ends here. Fields change only through the tree's methods.
+
+    ``nbytes`` and ``state_nbytes`` are the sizes of its block and of the state at its end (0: none is held).
+    ``children`` counts held children, ``pins`` holds eviction off, ``branches`` counts the branches whose tip it is.
+    """
+
+    __slots__ = ("branches", "children", "depth", "key", "nbytes", "parent", "pins", "state_nbytes", "tokens")
+
+    def __init__(self, key: bytes, parent: Node | None, tokens: int, nbytes: int) -> None:
+        self.key, self.parent, self.tokens, self.nbytes = key, parent, tokens, nbytes
+        self.depth: int = tokens + (parent.depth if parent is not None else 0)
+        self.children = self.pins = self.branches = self.state_nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"Node({self.key.hex()[:12]}, depth={self.depth}, children={self.children}, pins={self.pins})"
+
+
+class Match(msgspec.Struct, frozen=True):
+    """The longest held prefix of a request.
+
+    ``blocks``: how many leading keys are held; ``tokens``: how many tokens these are. ``state_blocks`` and
+    ``state_tokens``: the same up to the deepest state inside that run, where a model with states can resume.
+    """
+
+    blocks: int
+    tokens: int
+    state_blocks: int
+    state_tokens: int
+
+
+class Branch:
+    """A named line of growth: its tip is the deepest block known of one session. Forking copies a pointer."""
+
+    __slots__ = ("tip",)
+
+    def __init__(self, tip: Node | None) -> None:
+        self.tip = tip
+
+
+class ContextTree:
+    """Held prefixes with pins and branches. Not thread-safe: its owner (the store) serialises the calls."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, Node] = {}
+        self._branches: set[Branch] = set()
+        self.tokens = 0
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._nodes
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, key: bytes) -> Node | None:
+        """The node of a key, or None. Pure."""
+        return self._nodes.get(key)
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """How many of the leading ``keys`` are held. Pure; O(held keys)."""
+        nodes = self._nodes
+        node = deepest = None
+        blocks = state_blocks = 0
+        for key in keys:
+            found = nodes.get(key)
+            if found is None:
+                break
+            node = found
+            blocks += 1
+            if node.state_nbytes:
+                deepest, state_blocks = node, blocks
+        return Match(blocks, node.depth if node else 0, state_blocks, deepest.depth if deepest else 0)
+
+    def path(self, keys: Sequence[bytes]) -> list[Node]:
+        """The nodes of the longest held prefix, root first. Pure."""
+        found = []
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def insert(self, key: bytes, parent: bytes, tokens: int, nbytes: int) -> Node:
+        """Hold one more block after ``parent`` (ROOT for the first); a known key keeps its node and takes the new size.
+
+        Raises KeyError if the parent is not held: an unreachable block could never be matched.
+        """
+        node = self._nodes.get(key)
+        if node is None:
+            above = None if parent == ROOT else self._nodes[parent]
+            node = Node(key, above, tokens, nbytes)
+            self._nodes[key] = node
+            if above is not None:
+                above.children += 1
+            self.tokens += tokens
+        else:
+            self.nbytes -= node.nbytes
+            node.nbytes = nbytes
+        self.nbytes += nbytes
+        return node
+
+    def set_state(self, key: bytes, nbytes: int) -> None:
+        """Record that a state of ``nbytes`` is held at the end of ``key`` (0: no longer). Raises KeyError if unknown."""
+        node = self._nodes[key]
+        self.nbytes += nbytes - node.state_nbytes
+        node.state_nbytes = nbytes
+
+    def remove(self, key: bytes) -> Node:
+        """Forget one leaf. Raises KeyError if unknown, ValueError if it has children, pins or (still) blocks others."""
+        node = self._nodes[key]
+        if node.children or node.pins:
+            raise ValueError(f"{node!r} is in use")
+        del self._nodes[key]
+        if node.parent is not None:
+            node.parent.children -= 1
+        self.tokens -= node.tokens
+        self.nbytes -= node.nbytes + node.state_nbytes
+        if node.branches:
+            # A branch survives the loss of its KV: its tip falls back to the deepest block still held.
+            for branch in self._branches:
+                if branch.tip is node:
+                    self._move(branch, node.parent)
+        return node
+
+    def subtree(self, key: bytes) -> list[Node]:
+        """The node and everything below it, children before parents. O(all nodes): for repair, not for the hot path."""
+        top = self._nodes[key]
+        inside = {id(top)}
+        below = [top]
+        for node in sorted(self._nodes.values(), key=lambda n: n.depth):
+            if node.parent is not None and id(node.parent) in inside:
+                inside.add(id(node))
+                below.append(node)
+        return below[::-1]
+
+    def pin(self, keys: Iterable[bytes]) -> int:
+        """Hold eviction off the held ones among ``keys`` until ``unpin``; returns how many."""
+        return self._count(keys, 1)
+
+    def unpin(self, keys: Iterable[bytes]) -> int:
+        """Undo one ``pin``; returns how many nodes it reached."""
+        return self._count(keys, -1)
+
+    def _count(self, keys: Iterable[bytes], step: int) -> int:
+        reached = 0
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is not None and node.pins + step >= 0:
+                node.pins += step
+                reached += 1
+        return reached
+
+    def evictable(self, order: Iterable[bytes]) -> Iterator[Node]:
+        """Nodes that may go, in the policy's ``order`` of keys: no children, no pins. Pure; stops when you stop."""
+        for key in order:
+            node = self._nodes.get(key)
+            if node is not None and not node.children and not node.pins:
+                yield node
+
+    def branch(self, keys: Sequence[bytes] = ()) -> Branch:
+        """A new branch whose tip is the end of the longest held prefix of ``keys``."""
+        path = self.path(keys)
+        branch = Branch(None)
+        self._branches.add(branch)
+        self._move(branch, path[-1] if path else None)
+        return branch
+
+    def fork(self, branch: Branch) -> Branch:
+        """A second branch at the same tip. O(1) whatever the length: nothing is copied."""
+        child = Branch(None)
+        self._branches.add(child)
+        self._move(child, branch.tip)
+        return child
+
+    def grow(self, branch: Branch, key: bytes) -> None:
+        """Move a branch's tip to a held node. Raises KeyError if the key is not held."""
+        self._move(branch, self._nodes[key])
+
+    def close(self, branch: Branch) -> None:
+        """End a branch; its blocks stay until they are evicted."""
+        self._move(branch, None)
+        self._branches.discard(branch)
+
+    def _move(self, branch: Branch, tip: Node | None) -> None:
+        if branch.tip is not None:
+            branch.tip.branches -= 1
+        branch.tip = tip
+        if tip is not None:
+            tip.branches += 1
+
+    def check(self, fail: Callable[[str], None] | None = None) -> None:
+        """Compare every count with what it counts; calls ``fail`` (default: raises AssertionError) on each difference."""
+
+        def report(text: str) -> None:
+            if fail is None:
+                raise AssertionError(text)
+            fail(text)
+
+        children: dict[int, int] = {}
+        for key, node in self._nodes.items():
+            if node.key != key:
+                report(f"{node!r} is filed under {key.hex()[:12]}")
+            if node.parent is not None:
+                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
+                if self._nodes.get(node.parent.key) is not node.parent:
+                    report(f"the parent of {node!r} is not held")
+            if node.depth != node.tokens + (node.parent.depth if node.parent else 0):
+                report(f"{node!r} has the wrong depth")
+        tips: dict[int, int] = {}
+        for branch in self._branches:
+            if branch.tip is not None:
+                tips[id(branch.tip)] = tips.get(id(branch.tip), 0) + 1
+                if self._nodes.get(branch.tip.key) is not branch.tip:
+                    report(f"a branch ends at {branch.tip!r}, which is not held")
+        for node in self._nodes.values():
+            if node.children != children.get(id(node), 0) or node.branches != tips.get(id(node), 0) or node.pins < 0:
+                report(f"{node!r} counts {node.children} children and {node.branches} branches wrongly")
+        if self.tokens != sum(node.tokens for node in self._nodes.values()):
+            report(f"the tree counts {self.tokens} tokens")
+        if self.nbytes != sum(node.nbytes + node.state_nbytes for node in self._nodes.values()):
+            report(f"the tree counts {self.nbytes} bytes")

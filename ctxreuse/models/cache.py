@@ -136,8 +136,7 @@ def ls() -> tuple[Listed, ...]:
     lines = []
     for entry in CATALOG.values():
         folder = path(entry.name)
-        size = sum(item.stat().st_size for item in folder.iterdir()) if folder.is_dir() else 0
-        lines.append(Listed(entry, folder, size, card_of(folder)))
+        lines.append(Listed(entry, folder, sum(item.stat().st_size for item in folder.glob("*")), card_of(folder)))
     return tuple(lines)
 
 
@@ -150,8 +149,11 @@ def rm(name: str) -> bool:
     folder = path(name)
     with exclusive(name):
         targets = [item for item in (folder, stage(name)) if item.exists()]
-        for target in targets:
-            shutil.rmtree(target)
+        try:
+            for target in targets:
+                shutil.rmtree(target)
+        except OSError as error:
+            raise EngineError(f"model {name!r} could not be removed: {error}", where=str(root())) from error
     return bool(targets)
 
 
@@ -178,7 +180,7 @@ def resolve(name_or_folder: str | os.PathLike[str]) -> Path:
 
 
 def weights_digest(folder: str | os.PathLike[str]) -> str:
-    """SHA-256 (64 hex digits) over the contents of all ``*.safetensors`` and ``*.bin`` files, in the order of their names.
+    """SHA-256 (64 hex digits) over all ``*.safetensors`` and ``*.bin`` files, one after the other by name.
 
     For a single file it is that file's own SHA-256. The files are read once; later calls recognise them by path, size
     and mtime (a converted model's digest comes from its card on the same terms), so a change that keeps both the

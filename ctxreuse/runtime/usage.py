@@ -1,0 +1,42 @@
+"""What a request cost and what it reused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Live
+
+__all__ = ["Logits", "Prefilled", "Usage"]
+
+Logits = npt.NDArray[np.float32]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts and seconds of one request; prompt_tokens = cached_tokens + computed ones.
+
+    ``by_source``: reused tokens by the tier they came from (``device``, ``host``, ``disk``). ``missed``: why the first
+    block that had to be computed was not reused; '' if all whole blocks were. Seconds are wall time; where loading
+    overlaps computing, the overlapped part counts as prefill.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    by_source: dict[str, int]
+    missed: str = ""
+    seconds_load: float = 0.0
+    seconds_prefill: float = 0.0
+    completion_tokens: int = 0
+
+
+class Prefilled:
+    """A context in the engine's memory, the logits [vocab] float32 after its last token, and what it cost."""
+
+    __slots__ = ("live", "logits", "usage")
+
+    def __init__(self, live: Live, logits: Logits, usage: Usage) -> None:
+        self.live, self.logits, self.usage = live, logits, usage

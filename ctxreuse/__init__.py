@@ -1,1 +1,80 @@
-"""Compute a context once; then keep, fork, move and reuse it."""
+"""Compute a context once; then keep, fork, move and reuse it.
+
+Names are imported when first used, so that ``import ctxreuse`` costs a few milliseconds and pulls in no engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ctxreuse.block import BlockView as BlockView
+    from ctxreuse.block import BlockWriter as BlockWriter
+    from ctxreuse.errors import ConfigError as ConfigError
+    from ctxreuse.errors import ContextTooLongError as ContextTooLongError
+    from ctxreuse.errors import CtxReuseError as CtxReuseError
+    from ctxreuse.errors import EngineError as EngineError
+    from ctxreuse.errors import FormatError as FormatError
+    from ctxreuse.errors import SessionError as SessionError
+    from ctxreuse.errors import StoreClosedError as StoreClosedError
+    from ctxreuse.errors import StoreError as StoreError
+    from ctxreuse.errors import StoreFullError as StoreFullError
+    from ctxreuse.errors import StoreOwnedError as StoreOwnedError
+    from ctxreuse.errors import StoreReadOnlyError as StoreReadOnlyError
+    from ctxreuse.errors import TokenRangeError as TokenRangeError
+    from ctxreuse.model import LayerSpec as LayerSpec
+    from ctxreuse.model import ModelSpace as ModelSpace
+    from ctxreuse.tree import ContextTree as ContextTree
+    from ctxreuse.tree import Match as Match
+
+    __version__: str
+
+__all__ = [
+    "BlockView",
+    "BlockWriter",
+    "ConfigError",
+    "ContextTooLongError",
+    "ContextTree",
+    "CtxReuseError",
+    "EngineError",
+    "FormatError",
+    "LayerSpec",
+    "Match",
+    "ModelSpace",
+    "SessionError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreOwnedError",
+    "StoreReadOnlyError",
+    "TokenRangeError",
+    "__version__",
+]
+
+_HOME = {
+    "BlockView": "block",
+    "BlockWriter": "block",
+    "ContextTree": "tree",
+    "LayerSpec": "model",
+    "Match": "tree",
+    "ModelSpace": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("ctxreuse")
+    elif name in __all__:
+        from importlib import import_module
+
+        value = getattr(import_module(f"ctxreuse.{_HOME.get(name, 'errors')}"), name)
+    else:
+        raise AttributeError(f"module 'ctxreuse' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -93,6 +93,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _planes_decoder = msgspec.msgpack.Decoder(tuple[Plane, ...])
 _encode = msgspec.msgpack.encode
+# msgspec lets the UnicodeDecodeError of a malformed string through as it is.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def _aligned(n: int) -> int:
@@ -121,7 +123,7 @@ class Layout:
 def _layout(raw: bytes) -> Layout:
     try:
         planes = _planes_decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise FormatError(f"block layout is malformed: {error}") from None
     if not 0 < len(planes) <= MAX_PLANES:
         raise FormatError(f"block with {len(planes)} planes")
@@ -274,7 +276,7 @@ def parse(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], *, space
         raise FormatError("block header is corrupt")
     try:
         header = _header_decoder.decode(raw)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise FormatError(f"block header is malformed: {error}") from None
     if not len(header.space) == len(header.key) == len(header.parent) == KEY_BYTES:
         raise FormatError("space, key and parent must have 32 bytes each")

@@ -61,6 +61,8 @@ class ContextTree:
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
         self._branches: set[Branch] = set()
+        # Kept beside the nodes: few of them are tips, and a set in each would double a node's memory.
+        self._tips: dict[bytes, set[Branch]] = {}
         self.tokens = 0
         self.nbytes = 0
 
@@ -122,13 +124,16 @@ class ContextTree:
         return node
 
     def set_state(self, key: bytes, nbytes: int) -> None:
-        """Record that a state of ``nbytes`` is held at the end of ``key`` (0: no longer). Raises KeyError if unknown."""
+        """Record that a state of ``nbytes`` is held at the end of ``key`` (0: none). Raises KeyError if unknown."""
         node = self._nodes[key]
         self.nbytes += nbytes - node.state_nbytes
         node.state_nbytes = nbytes
 
     def remove(self, key: bytes) -> Node:
-        """Forget one leaf. Raises KeyError if unknown, ValueError if it has children, pins or (still) blocks others."""
+        """Forget one leaf, block and state. O(branches that end there). KeyError if unknown, ValueError if in use.
+
+        In use means children or pins. Branches do not hold a block: those that end here fall back to its parent.
+        """
         node = self._nodes[key]
         if node.children or node.pins:
             raise ValueError(f"{node!r} is in use")
@@ -137,11 +142,9 @@ class ContextTree:
             node.parent.children -= 1
         self.tokens -= node.tokens
         self.nbytes -= node.nbytes + node.state_nbytes
-        if node.branches:
-            # A branch survives the loss of its KV: its tip falls back to the deepest block still held.
-            for branch in self._branches:
-                if branch.tip is node:
-                    self._move(branch, node.parent)
+        # A branch survives the loss of its KV: its tip falls back to the deepest block still held.
+        for branch in tuple(self._tips.get(key, ())):
+            self._move(branch, node.parent)
         return node
 
     def subtree(self, key: bytes) -> list[Node]:
@@ -195,7 +198,9 @@ class ContextTree:
         return child
 
     def grow(self, branch: Branch, key: bytes) -> None:
-        """Move a branch's tip to a held node. Raises KeyError if the key is not held."""
+        """Move a branch's tip to a held node. Raises KeyError if the key is not held or the branch was closed."""
+        if branch not in self._branches:
+            raise KeyError("the branch is closed")
         self._move(branch, self._nodes[key])
 
     def close(self, branch: Branch) -> None:
@@ -206,12 +211,17 @@ class ContextTree:
     def _move(self, branch: Branch, tip: Node | None) -> None:
         if branch.tip is not None:
             branch.tip.branches -= 1
+            tips = self._tips[branch.tip.key]
+            tips.discard(branch)
+            if not tips:
+                del self._tips[branch.tip.key]
         branch.tip = tip
         if tip is not None:
             tip.branches += 1
+            self._tips.setdefault(tip.key, set()).add(branch)
 
     def check(self, fail: Callable[[str], None] | None = None) -> None:
-        """Compare every count with what it counts; calls ``fail`` (default: raises AssertionError) on each difference."""
+        """Compare every count with what it counts; calls ``fail`` on each difference (default: AssertionError)."""
 
         def report(text: str) -> None:
             if fail is None:
@@ -234,6 +244,10 @@ class ContextTree:
                 tips[id(branch.tip)] = tips.get(id(branch.tip), 0) + 1
                 if self._nodes.get(branch.tip.key) is not branch.tip:
                     report(f"a branch ends at {branch.tip!r}, which is not held")
+                if branch not in self._tips.get(branch.tip.key, ()):
+                    report(f"a branch is not filed under its tip {branch.tip!r}")
+        if sum(tips.values()) != sum(map(len, self._tips.values())):
+            report("branches are filed under nodes where they do not end")
         for node in self._nodes.values():
             if node.children != children.get(id(node), 0) or node.branches != tips.get(id(node), 0) or node.pins < 0:
                 report(f"{node!r} counts {node.children} children and {node.branches} branches wrongly")

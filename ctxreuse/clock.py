@@ -1,0 +1,37 @@
+"""Time as an argument: whoever needs it takes a Clock, so that tests decide what time it is."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+
+
+class Clock(Protocol):
+    """Two readings of time, in seconds. Any thread may call; never blocks."""
+
+    def now(self) -> float:
+        """Seconds since the Unix epoch: for what is stored or shown. May jump."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment: for measuring and deadlines. Never goes back."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    __slots__ = ()
+
+    def now(self) -> float:
+        """Seconds since the Unix epoch."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.monotonic()
+
+
+SYSTEM_CLOCK: Clock = SystemClock()

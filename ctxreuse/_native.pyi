@@ -1,0 +1,72 @@
+"""Signatures of the C extension; its documented, typed door is ctxreuse.kernels.
+
+Element types: 0 fp32, 1 fp16, 2 bf16. Offsets are bytes, strides elements. All arguments are positional.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+# numpy's stubs declare the buffer protocol only from Python 3.12 on.
+Memory: TypeAlias = Buffer | NDArray[Any]
+
+def copy3(
+    dst: Memory,
+    dst_dtype: int,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    src: Memory,
+    src_dtype: int,
+    src_offset: int,
+    src_strides: Sequence[int],
+    shape: Sequence[int],
+    /,
+) -> None: ...
+def rope_shift(
+    dst: Memory,
+    dst_dtype: int,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    src: Memory,
+    src_dtype: int,
+    src_offset: int,
+    src_strides: Sequence[int],
+    shape: Sequence[int],
+    cos: Memory,
+    sin: Memory,
+    interleaved: bool,
+    /,
+) -> None: ...
+def scatter_run(
+    dst: Memory,
+    dst_dtype: int,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    srcs: Sequence[Memory],
+    src_offsets: Sequence[int],
+    src_dtype: int,
+    heads: int,
+    dim: int,
+    token_counts: Sequence[int],
+    /,
+) -> None: ...
+def gather_run(
+    src: Memory,
+    src_dtype: int,
+    src_offset: int,
+    src_strides: Sequence[int],
+    dsts: Sequence[Memory],
+    dst_offsets: Sequence[int],
+    dst_dtype: int,
+    heads: int,
+    dim: int,
+    token_counts: Sequence[int],
+    /,
+) -> None: ...
+def populate(buffer: Memory, /) -> int: ...
+def advise_hugepages(buffer: Memory, populate: bool, /) -> int: ...
+def kernels() -> tuple[str, ...]: ...
+def active() -> str: ...
+def use(name: str, /) -> None: ...

@@ -1,0 +1,125 @@
+/* ctxreuse.h - the native core's whole interface: kernel tables, strided copies, rotation, page population.
+ *
+ * The core is C11 without Python and without global state except one atomic pointer (the active table), starts no
+ * threads and keeps no buffer after a call returns. Everything here may be called from any thread at any time.
+ *
+ * Words
+ *   box       a (heads, tokens, dim) array of elements
+ *   view      where a box lies: first element, element type, one non-negative stride (in elements) per axis
+ *   table     one implementation of every row kernel, compiled for one instruction set
+ *
+ * Tables
+ *   name      needs                          source
+ *   avx512    AVX-512 F, BW, DQ, VL, F16C    kernels/avx512.c
+ *   avx2      AVX2, F16C                     kernels/avx2.c
+ *   neon      Advanced SIMD (all aarch64)    kernels/neon.c
+ *   generic   nothing                        kernels/generic.c   (the reference in tests)
+ *
+ * Guarantee: every table gives the same bits. Arithmetic is fp32 in a fixed order without contraction into FMA
+ * (-ffp-contract=off), narrowing rounds to nearest even, and NaN bits are defined (below).
+ *
+ * Numbers
+ *   - fp32 -> fp16: IEEE binary16; overflow to infinity, subnormals exact, NaN keeps sign and top 10 payload bits, quiet.
+ *   - fp32 -> bf16: subnormals kept, NaN keeps sign and top 7 payload bits, quiet.
+ *   - fp16 -> fp32: exact; NaN made quiet (what F16C and fcvt do). bf16 -> fp32: exact, NaN bits untouched.
+ *   - same type: bytes are copied, whatever they mean.
+ *   - rotation: a NaN result is always the positive quiet NaN 0x7fc00000, for instruction sets differ in which one they make.
+ *
+ * Caveats
+ *   - Source and destination that overlap without being the same view give unspecified values (never a fault).
+ *   - A thread that switched on flush-to-zero (torch.set_flush_denormal) gets its subnormal products flushed.
+ */
+#ifndef CTXREUSE_H
+#define CTXREUSE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum ctx_dtype { CTX_FP32 = 0, CTX_FP16 = 1, CTX_BF16 = 2, CTX_DTYPES = 3 } ctx_dtype;
+
+static inline size_t ctx_dtype_bytes(ctx_dtype dtype) { return dtype == CTX_FP32 ? 4 : 2; }
+
+/* ---- Row kernels: what a table holds. No pointer needs any alignment. ------------------------------------------ */
+
+/* Convert n contiguous elements. dst and src overlap only if they are equal and of the same type. */
+typedef void (*ctx_convert_fn)(uint8_t *dst, const uint8_t *src, size_t n);
+
+/* Rotate the first 2*half elements of `rows` rows that lie dst_step and src_step bytes apart:
+ *   out1 = x1*cos - x2*sin,  out2 = x2*cos + x1*sin
+ * Same view for dst and src is allowed (in place). */
+typedef void (*ctx_rope_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, size_t src_step, size_t rows,
+                            const float *cos, const float *sin, size_t half);
+
+/* dst[j][i] = src[i][j] for i < rows, j < cols; rows of src and of dst are contiguous, `step` bytes apart. */
+typedef void (*ctx_transpose_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, size_t src_step, size_t rows,
+                                 size_t cols);
+
+/* Bits of the processor and of the operating system's saved state that a table may need. */
+enum { CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8 };
+
+typedef struct ctx_kernels {
+    const char *name;
+    uint32_t needs; /* CTX_CPU_* bits that must all be present */
+    ctx_convert_fn convert[CTX_DTYPES][CTX_DTYPES];   /* [source type][destination type] */
+    ctx_rope_fn rope_half[CTX_DTYPES][CTX_DTYPES];    /* pairs (i, i + half): NeoX, Hugging Face */
+    ctx_rope_fn rope_pairs[CTX_DTYPES][CTX_DTYPES];   /* pairs (2i, 2i + 1): GPT-J, llama in GGUF */
+    ctx_transpose_fn transpose16, transpose32;        /* 2- and 4-byte elements */
+} ctx_kernels;
+
+/* Tables usable on this machine, best first; returns their number and sets *tables to a static array's start.
+ * The array ends with generic, which is always there. */
+size_t ctx_usable(const ctx_kernels *const **tables);
+
+/* The table in use. The first call chooses: the one named by CTXREUSE_KERNELS, else the best usable one. NULL if
+ * the variable names no usable table. */
+const ctx_kernels *ctx_active(void);
+
+/* Switch to the table `name`; 0, or -1 if it is not usable here. Calls that run already keep their table. */
+int ctx_use(const char *name);
+
+/* Every table this library knows on any machine, comma separated, for messages. */
+#define CTX_TABLE_NAMES "generic, avx2, avx512, neon"
+
+/* ---- Boxes ------------------------------------------------------------------------------------------------------ */
+
+typedef enum ctx_status { CTX_OK = 0, CTX_OUT_OF_BOUNDS = -1, CTX_ALIASED = -2, CTX_NO_MEMORY = -3 } ctx_status;
+
+typedef struct ctx_view {
+    uint8_t *at; /* first element; only read through when the view is a source */
+    ctx_dtype dtype;
+    size_t strides[3]; /* elements; heads, tokens, dim */
+} ctx_view;
+
+/* May a box of `shape` with these strides, starting `offset` bytes into a buffer of `bytes` bytes, be touched?
+ * All arguments are hostile: sums and products are checked for overflow. With `distinct`, no two elements may share an
+ * address (destinations: otherwise the result would hang on the order of writing). The sufficient test used wants each
+ * stride to exceed the reach of all smaller ones, which every layout made by slicing and permuting satisfies. */
+ctx_status ctx_view_check(size_t bytes, size_t offset, ctx_dtype dtype, const size_t strides[3], const size_t shape[3],
+                          int distinct);
+
+/* Copy a box. Both views must have passed ctx_view_check, dst with `distinct`. */
+void ctx_copy3(const ctx_kernels *k, const ctx_view *dst, const ctx_view *src, const size_t shape[3]);
+
+/* A run of consecutive blocks' planes: plane i is contiguous [heads, counts[i], dim] at planes[i]; together they are
+ * the box [heads, sum(counts), dim] of `tensor`. scatter writes the tensor, gather writes the planes. */
+void ctx_scatter_run(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
+                     const size_t *counts, size_t blocks, size_t heads, size_t dim);
+void ctx_gather_run(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
+                    const size_t *counts, size_t blocks, size_t heads, size_t dim);
+
+/* Rotate every vector of a box by the same angles; elements from 2*half on are copied. cos and sin: `half` floats.
+ * Views as for ctx_copy3, or equal (in place); 2*half <= dim. CTX_NO_MEMORY only if dim is strided. */
+ctx_status ctx_rope_shift(const ctx_kernels *k, const ctx_view *dst, const ctx_view *src, const size_t shape[3],
+                          const float *cos, const float *sin, size_t half, int interleaved);
+
+/* ---- Pages ------------------------------------------------------------------------------------------------------ */
+
+/* Make every page of [at, at+bytes) present for reading; returns bytes, or -1 with errno (EFAULT: the file behind
+ * the map is shorter than the map). Where the kernel has no MADV_POPULATE_READ (before Linux 5.14), touches the pages. */
+int64_t ctx_populate(const void *at, size_t bytes);
+
+/* Ask for huge pages on the whole 2 MiB pages inside [at, at+bytes) and, with `populate`, fault them in writable.
+ * Returns the bytes advised: 0 where there is no such page or no such kernel feature; -1 with errno on failure. */
+int64_t ctx_advise_hugepages(void *at, size_t bytes, int populate);
+
+#endif

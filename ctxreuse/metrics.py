@@ -55,6 +55,10 @@ class Spent(Protocol):
     """What ``record`` reads of a request's usage."""
 
     @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
     def by_source(self) -> dict[str, int]: ...
     @property
     def completion_tokens(self) -> int: ...
@@ -119,6 +123,7 @@ class Metrics:
         self.add("ctxreuse_requests_total", 1, finish)
         for source, tokens in usage.by_source.items():
             self.add("ctxreuse_prompt_tokens_total", tokens, source)
+        self.add("ctxreuse_prompt_tokens_total", usage.prompt_tokens - usage.cached_tokens, "compute")
         self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
         if usage.missed:
             self.add("ctxreuse_misses_total", 1, usage.missed.replace(" ", "_"))

@@ -124,6 +124,6 @@ def rounded_duration(seconds: float) -> str:
         whole = round(seconds)
         return f"{whole // 60}m{whole % 60:02d}s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
+        if seconds >= scale * 0.9995:
             return f"{seconds / scale:.3g}{unit}"
     return f"{seconds * 1e9:.3g}ns"

@@ -109,6 +109,8 @@ class _Tensor:
         self.name = _hf_name(source.name, _GEMMA3_NAMES if architecture == "gemma3" else _LLAMA_NAMES)
         self.shape = tuple(int(size) for size in reversed(source.shape))  # GGUF counts the fastest axis first
         self.bytes = 4 * int(np.prod(self.shape, dtype=np.int64))
+        if not self.bytes:
+            raise FormatError(f"tensor {source.name!r} is empty")
         self._minus_one = architecture == "gemma3" and self.name.endswith("norm.weight")
         self._heads = 0
         if architecture == "llama" and re.fullmatch(r".*\.attn_[qk]\.(weight|bias)", source.name):

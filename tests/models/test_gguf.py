@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import gguf as reference
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -87,6 +91,22 @@ def test_every_truncation_is_refused(llama_gguf: Path, tmp_path: Path) -> None:
         folder.mkdir()
         with pytest.raises(FormatError):
             gguf.convert(broken, folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_altered_bytes_are_refused_or_harmless(llama_gguf: Path, data: st.DataObject) -> None:
+    content = bytearray(llama_gguf.read_bytes())
+    header = content.index(b"blk.1.ffn_norm") + 100
+    spots = st.tuples(st.integers(0, header - 1), st.sampled_from([0, 1, 127, 255]) | st.integers(0, 255))
+    for spot, value in data.draw(st.lists(spots, min_size=1, max_size=6)):
+        content[spot] = value
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(FormatError):
+        source = Path(folder, "altered.gguf")
+        source.write_bytes(content)
+        # Either it is refused in our own words, or what comes out is as long as it says.
+        result = gguf.convert(source, Path(folder))
+        assert result.weights_bytes == Path(folder, "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize(

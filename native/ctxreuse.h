@@ -39,14 +39,15 @@ typedef enum ctx_dtype { CTX_FP32 = 0, CTX_FP16 = 1, CTX_BF16 = 2, CTX_DTYPES = 
 
 static inline size_t ctx_dtype_bytes(ctx_dtype dtype) { return dtype == CTX_FP32 ? 4 : 2; }
 
-/* ---- Row kernels: what a table holds. No pointer needs any alignment. ------------------------------------------ */
+/* ---- Row kernels: what a table holds. No uint8_t * needs any alignment. ----------------------------------------- */
 
 /* Convert n contiguous elements. dst and src overlap only if they are equal and of the same type. */
 typedef void (*ctx_convert_fn)(uint8_t *dst, const uint8_t *src, size_t n);
 
 /* Rotate the first 2*half elements of `rows` rows that lie dst_step and src_step bytes apart:
  *   out1 = x1*cos - x2*sin,  out2 = x2*cos + x1*sin
- * Same view for dst and src is allowed (in place). */
+ * Same view for dst and src is allowed (in place); cos and sin are aligned. Callers pass few enough rows (64) that they
+ * stay in the first-level cache. */
 typedef void (*ctx_rope_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, size_t src_step, size_t rows,
                             const float *cos, const float *sin, size_t half);
 

@@ -18,15 +18,23 @@ static inline void store_fp32(uint8_t *at, vec v) { _mm256_storeu_ps((float *)(v
 static inline void store_fp16(uint8_t *at, vec v) {
     _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+static inline __m256i round_bf16(__m256i bits, __m256i high) {
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+}
+static inline void store_words(uint8_t *at, __m256i words) {
+    __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i *)at, packed);
+}
 static inline void store_bf16(uint8_t *at, vec v) {
     __m256i bits = _mm256_castps_si256(v), high = _mm256_srli_epi32(bits, 16);
-    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
-    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    __m256i words = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
-    __m256i packed = _mm256_packus_epi32(words, words);
-    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+    store_words(at, _mm256_blendv_epi8(round_bf16(bits, high), quiet, nan));
+}
+static inline void store_bf16_canonical(uint8_t *at, vec v) {
+    __m256i bits = _mm256_castps_si256(v);
+    store_words(at, round_bf16(bits, _mm256_srli_epi32(bits, 16)));
 }
 
 static inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }

@@ -18,13 +18,19 @@ static inline void store_fp32(uint8_t *at, vec v) { _mm512_storeu_ps(at, v); }
 static inline void store_fp16(uint8_t *at, vec v) {
     _mm256_storeu_si256((__m256i *)at, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+static inline __m512i round_bf16(__m512i bits, __m512i high) {
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    return _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+}
 static inline void store_bf16(uint8_t *at, vec v) {
     __m512i bits = _mm512_castps_si512(v), high = _mm512_srli_epi32(bits, 16);
-    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    __m512i words = _mm512_mask_or_epi32(_mm512_srli_epi32(rounded, 16), nan, high, _mm512_set1_epi32(0x40));
+    __m512i words = _mm512_mask_or_epi32(round_bf16(bits, high), nan, high, _mm512_set1_epi32(0x40));
     _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(words));
+}
+static inline void store_bf16_canonical(uint8_t *at, vec v) {
+    __m512i bits = _mm512_castps_si512(v);
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(round_bf16(bits, _mm512_srli_epi32(bits, 16))));
 }
 
 static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }

@@ -18,13 +18,18 @@ static inline vec load_bf16(const uint8_t *at) {
 
 static inline void store_fp32(uint8_t *at, vec v) { vst1q_u8(at, vreinterpretq_u8_f32(v)); }
 static inline void store_fp16(uint8_t *at, vec v) { vst1_u8(at, vreinterpret_u8_f16(vcvt_f16_f32(v))); }
+static inline uint32x4_t round_bf16(uint32x4_t bits, uint32x4_t high) {
+    uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
+    return vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+}
 static inline void store_bf16(uint8_t *at, vec v) {
     uint32x4_t bits = vreinterpretq_u32_f32(v), high = vshrq_n_u32(bits, 16);
-    uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
-    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
     uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
-    uint32x4_t words = vbslq_u32(vceqq_f32(v, v), vshrq_n_u32(rounded, 16), quiet);
-    vst1_u8(at, vreinterpret_u8_u16(vmovn_u32(words)));
+    vst1_u8(at, vreinterpret_u8_u16(vmovn_u32(vbslq_u32(vceqq_f32(v, v), round_bf16(bits, high), quiet))));
+}
+static inline void store_bf16_canonical(uint8_t *at, vec v) {
+    uint32x4_t bits = vreinterpretq_u32_f32(v);
+    vst1_u8(at, vreinterpret_u8_u16(vmovn_u32(round_bf16(bits, vshrq_n_u32(bits, 16)))));
 }
 
 static inline vec mul(vec a, vec b) { return vmulq_f32(a, b); }

@@ -41,35 +41,35 @@ static inline void put32(uint8_t *at, uint32_t value) { memcpy(at, &value, 4); }
 static inline uint32_t bits_fp32(const uint8_t *at) { return get32(at); }
 static inline uint32_t bits_bf16(const uint8_t *at) { return (uint32_t)get16(at) << 16; }
 
+/* No branches from here on: the generic table's loops are then vectorised for the base instruction set (6x). */
 static inline uint32_t bits_fp16(const uint8_t *at) {
-    uint32_t half = get16(at), sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    if (magnitude > 0x7c00u) return sign | 0x7fc00000u | magnitude << 13;
-    if (magnitude == 0x7c00u) return sign | 0x7f800000u;
-    if (magnitude >= 0x0400u) return sign | ((magnitude << 13) + (112u << 23));
-    /* Subnormal: magnitude * 2^-24, exact in fp32. */
-    return sign | to_bits((float)magnitude * 0x1p-24f);
+    uint32_t half = get16(at), sign = (half & 0x8000u) << 16, magnitude = (half & 0x7fffu) << 13;
+    /* A subnormal is m * 2^-24: put m behind the exponent of 2^-14 and take 2^-14 away, exactly. */
+    uint32_t subnormal = to_bits(from_bits(magnitude + 0x38800000u) - 0x1p-14f);
+    uint32_t normal = magnitude + (112u << 23);
+    uint32_t value = magnitude < 0x00800000u ? subnormal : normal;
+    value = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : value;
+    value = magnitude > 0x0f800000u ? value | 0x00400000u : value;
+    return sign | value;
 }
 
 static inline void set_fp32(uint8_t *at, uint32_t bits) { put32(at, bits); }
 
 static inline void set_bf16(uint8_t *at, uint32_t bits) {
     uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    if ((bits & 0x7fffffffu) > 0x7f800000u) rounded = bits >> 16 | 0x40u;
-    put16(at, (uint16_t)rounded);
+    uint32_t quiet = bits >> 16 | 0x40u;
+    put16(at, (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded));
 }
 
 static inline void set_fp16(uint8_t *at, uint32_t bits) {
-    uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu, half;
-    if (magnitude > 0x7f800000u) {
-        half = 0x7e00u | (magnitude >> 13 & 0x3ffu);
-    } else if (magnitude >= 0x47800000u) { /* 2^16 and above, infinity */
-        half = 0x7c00u;
-    } else if (magnitude >= 0x38800000u) { /* normal: 2^-14 and above; 65520 and above carries into infinity */
-        half = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-    } else {
-        /* Subnormal: adding 0.5 puts the value's unit of 2^-24 at the mantissa's end and rounds it to nearest even. */
-        half = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
-    }
+    uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    /* Rounding may carry into the exponent, and from 65520 on into infinity: both are what rounding means. */
+    uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    /* Adding 0.5 puts the unit 2^-24 of a subnormal at the mantissa's end and rounds to nearest even there. */
+    uint32_t subnormal = to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t half = magnitude < 0x38800000u ? subnormal : normal; /* 2^-14 */
+    half = magnitude >= 0x47800000u ? 0x7c00u : half;             /* 2^16 and above */
+    half = magnitude > 0x7f800000u ? 0x7e00u | (magnitude >> 13 & 0x3ffu) : half;
     put16(at, (uint16_t)(sign | half));
 }
 

@@ -1,0 +1,136 @@
+"""What every engine offers: start, load, prefill, export and crop a context; no engine's own types appear here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView
+from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
+from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.model import ModelSpace
+
+__all__ = ["Engine", "Live", "Loading", "Logits", "check_prompt"]
+
+#: float32 [vocab]: the scores of the next token, a copy that the caller owns.
+Logits = npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class Live(Protocol):
+    """One context in an engine's memory. Not thread-safe: one caller owns it at a time.
+
+    Its memory goes back to the engine when the last reference to it is dropped.
+    """
+
+    @property
+    def tokens(self) -> Tokens:
+        """Ids processed so far, int32 [n]; a read-only view that stays valid and unchanged until `Engine.crop`."""
+        ...
+
+    @property
+    def n(self) -> int:
+        """Number of tokens processed so far."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held for this context, room not used yet and snapshots included."""
+        ...
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Positions, ascending, for which `Engine.export_state` and `Engine.crop` have the states."""
+        ...
+
+
+class Loading(Protocol):
+    """An import in flight."""
+
+    def wait(self) -> None:
+        """Return when all planes are verified and copied; the views may be released then.
+
+        Raises FormatError if a plane was corrupt: the context is unusable then and must be dropped. After wait(),
+        raised or not, nothing reads the views any more. Any thread may call it, any number of times.
+        """
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Runs one model. Different contexts may be used from different threads; one context from one thread at a time."""
+
+    @property
+    def space(self) -> ModelSpace:
+        """The identity of everything this engine computes."""
+        ...
+
+    def start(self, reserve: int = 0) -> Live:
+        """An empty context with room for ``reserve`` tokens; it grows as needed. Raises ContextTooLongError."""
+        ...
+
+    def load(self, live: Live, views: Sequence[BlockView], state: BlockView | None = None) -> Loading:
+        """Fill an empty context with consecutive blocks from position 0; returns at once, prefill may follow at once.
+
+        ``state`` is the state at the blocks' end, needed exactly if ``space.needs_state``. The views must stay valid
+        until ``wait()`` of the result has returned. Raises FormatError, before anything is changed, if the views are
+        not blocks of this space, do not follow each other, or have other shapes; EngineError if the context is not
+        empty or the state is missing.
+        """
+        ...
+
+    def prefill(self, live: Live, tokens: Tokens) -> Logits:
+        """Append tokens and return the logits after the last one, float32 [vocab].
+
+        Where ``space.needs_state``, states are kept at the last block boundary that the run reaches. Raises
+        EngineError (no tokens), TokenRangeError, ContextTooLongError before anything is changed, and FormatError if a
+        plane of a load in flight turns out corrupt: nothing computed from it is returned, the context is unusable.
+        """
+        ...
+
+    def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Sealed bytes of whole blocks ``first, first + 1, …``, one a key; ``parent`` is the key before ``keys[0]``.
+
+        Each array is new memory that the caller owns. Raises EngineError if the context does not reach that far.
+        """
+        ...
+
+    def export_state(self, live: Live, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
+        """Sealed bytes of the states at ``position`` (one of ``live.states``); the header carries the ids of the block
+        that ends there, so that ``key`` and ``parent`` are that block's. Raises EngineError for another position."""
+        ...
+
+    def crop(self, live: Live, n: int) -> bool:
+        """Forget all tokens after position ``n``. False, and no change, if the states at ``n`` are not held.
+
+        Raises EngineError if ``n`` is below 0 or beyond the context.
+        """
+        ...
+
+
+def check_prompt(space: ModelSpace, held: int, tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
+    """The tokens as int32 if they may follow ``held`` others; raises what `Engine.prefill` promises."""
+    ids = as_tokens(tokens)
+    if not len(ids):
+        raise EngineError("no tokens to process", fix="A prompt needs at least one token, e.g. the model's BOS")
+    if int(ids.max()) >= space.vocab_size:
+        raise TokenRangeError(
+            f"token id {int(ids.max())} is outside the vocabulary of {space.vocab_size}",
+            where=space.architecture,
+            fix="Tokenise the text with this model's own tokenizer",
+        )
+    check_length(space, held + len(ids))
+    return ids
+
+
+def check_length(space: ModelSpace, n: int) -> None:
+    """Raises ContextTooLongError if the model has fewer than ``n`` positions."""
+    if n > space.max_tokens:
+        raise ContextTooLongError(
+            f"the context would have {n} tokens and the model has {space.max_tokens} positions",
+            where=space.architecture,
+            fix=f"Leave out at least {n - space.max_tokens} tokens, or use a model with a longer context",
+        )

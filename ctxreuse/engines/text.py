@@ -1,0 +1,181 @@
+"""Text and token ids: tokenizer, chat template and stop ids of a model, without torch or transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.keys import Tokens
+
+__all__ = ["HFText", "Message", "TextModel"]
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation: who says it (``system``, ``user``, ``assistant``, ``tool``) and what."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@runtime_checkable
+class TextModel(Protocol):
+    """How a model's text becomes ids and back. Thread-safe."""
+
+    def encode(self, text: str) -> Tokens:
+        """Ids of a text, int32 [n]; nothing is added, markers such as ``<|im_start|>`` become their special ids."""
+        ...
+
+    def decode(self, ids: Sequence[int] | Tokens) -> str:
+        """Text of ids, special ones left out; bytes that are not UTF-8 (yet) become U+FFFD."""
+        ...
+
+    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """The prompt text of a conversation; with ``generate`` it ends where the assistant's answer begins."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer."""
+        ...
+
+
+class HFText:
+    """The text side of a Hugging Face folder (tokenizer.json, tokenizer_config.json, generation_config.json).
+
+    A folder without a chat template is a base model's: messages are rendered as lines ``role: content``, and an answer
+    begins after ``assistant:``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | None = None,
+        specials: dict[str, str] | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._tokenizer, self._template, self._specials, self._now = tokenizer, template, specials or {}, now
+        self._stop_ids = stop_ids
+
+    @classmethod
+    def open(cls, folder: Path) -> HFText | None:
+        """The text model of a folder; None if it has no tokenizer.json. Raises ConfigError if a file is broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises bare Exception
+            raise ConfigError(f"the tokenizer does not load: {error}", where=str(path)) from error
+        settings = _read(folder / "tokenizer_config.json")
+        specials = {k: v for k, v in ((k, _content(settings.get(k))) for k in settings if k.endswith("_token")) if v}
+        stops = _ids(_read(folder / "generation_config.json").get("eos_token_id"))
+        stops |= _ids(_read(folder / "config.json").get("eos_token_id"))
+        if "eos_token" in specials:
+            stops |= _ids(tokenizer.token_to_id(specials["eos_token"]))
+        return cls(tokenizer, template=_template(folder, settings), specials=specials, stop_ids=stops)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """See `TextModel.stop_ids`."""
+        return self._stop_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows."""
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str, *, markers: bool = True) -> Tokens:
+        """See `TextModel.encode`. Without ``markers``, special tokens spelt out in the text stay plain text."""
+        try:
+            ids = (self._tokenizer if markers else self._literal).encode(text, add_special_tokens=False).ids
+        except (UnicodeError, TypeError) as error:
+            raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
+        return np.asarray(ids, "<i4")
+
+    @cached_property
+    def _literal(self) -> Any:
+        from tokenizers import Tokenizer
+
+        copy = Tokenizer.from_str(self._tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    def decode(self, ids: Sequence[int] | Tokens, *, markers: bool = False) -> str:
+        """See `TextModel.decode`; with ``markers`` special tokens are spelt out."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers))
+
+    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """See `TextModel.render`. Raises EngineError if the template refuses the messages."""
+        if self._template is None:
+            text = "".join(f"{m.name or m.role}: {m.content}\n" for m in messages)
+            return text + "assistant:" if generate else text
+        plain = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return str(self._compiled.render(messages=plain, add_generation_prompt=generate, **self._specials))
+        except TemplateError as error:
+            raise EngineError(f"the chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> Any:
+        # The dialect of transformers' apply_chat_template; a template comes from a stranger, hence the sandbox.
+        from jinja2.exceptions import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        jinja.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        jinja.globals["raise_exception"] = refuse
+        jinja.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
+        try:
+            return jinja.from_string(self._template or "")
+        except TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the file is not JSON: {error}", where=str(path)) from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _ids(value: Any) -> frozenset[int]:
+    values = value if isinstance(value, list) else [value]
+    return frozenset(v for v in values if isinstance(v, int))
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several named ones
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
+    return found if isinstance(found, str) else None

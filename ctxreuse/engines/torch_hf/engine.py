@@ -1,0 +1,283 @@
+"""TorchEngine: any Hugging Face causal language model behind the Engine interface."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from ctxreuse import models
+from ctxreuse.block import BlockView, BlockWriter
+from ctxreuse.engines.base import Logits, check_length, check_prompt
+from ctxreuse.engines.text import HFText, TextModel
+from ctxreuse.engines.torch_hf import probe, states
+from ctxreuse.engines.torch_hf.arena import Pool
+from ctxreuse.engines.torch_hf.attention import inference, install
+from ctxreuse.engines.torch_hf.blocks import bits, block_layout, gather, scatter
+from ctxreuse.engines.torch_hf.checks import check_blocks, check_state
+from ctxreuse.engines.torch_hf.live import TorchLive
+from ctxreuse.engines.torch_hf.loading import Import
+from ctxreuse.engines.torch_hf.opening import open_model
+from ctxreuse.engines.torch_hf.pieces import pieces
+from ctxreuse.engines.torch_hf.space import model_space, new_cache
+from ctxreuse.errors import ConfigError, EngineError, FormatError
+from ctxreuse.keys import Tokens
+from ctxreuse.model import ModelSpace
+
+__all__ = ["TorchEngine"]
+
+
+class TorchEngine:
+    """See `ctxreuse.engines.base.Engine`. Runs on the CPU; use different contexts from different threads at will.
+
+    ``model`` is used in place: its attention implementation is set (see `attention.install`). ``reserve`` tokens of
+    K/V memory are allocated and touched at once. ``chunk`` tokens go through the model together in a long prefill.
+    ``background``: copy blocks in a thread beside the prefill rather than inside it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: TextModel | None = None,
+        *,
+        weights: str | None = None,
+        folder: Path | None = None,
+        reserve: int = 0,
+        chunk: int = 512,
+        block_tokens: int = 64,
+        attention: str | None = None,
+        background: bool = False,
+    ) -> None:
+        if chunk < 1 or reserve < 0:
+            raise ConfigError(
+                f"chunk is {chunk}, reserve is {reserve}", fix="chunk must be 1 or more, reserve 0 or more"
+            )
+        self.model, self.text = model.eval(), tokenizer
+        self._chunk, self._background = chunk, background
+        self._forward = probe.Forward(model)
+        name = install(model, attention)
+        self.space = self._measure(weights, folder, name, block_tokens)
+        self._layout = block_layout(self.space)
+        shape = tuple((i, s.kv_heads, s.k_dim, s.v_dim) for i, s in enumerate(self.space.layers) if s.blocked)
+        self._pool = Pool(shape, getattr(torch, self.space.dtype))
+        if reserve and shape:
+            check_length(self.space, reserve)
+            self._pool.reserve(reserve)
+        self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.kind == "sliding"}
+        self._probe = self._snapshot_probe()
+
+    @classmethod
+    def open(
+        cls,
+        name_or_folder: str | os.PathLike[str],
+        *,
+        dtype: str = "float32",
+        threads: int | None = None,
+        reserve: int = 0,
+        chunk: int = 512,
+        block_tokens: int = 64,
+        attention: str | None = None,
+        background: bool = False,
+    ) -> TorchEngine:
+        """Open a known model by name, or a Hugging Face folder; ``threads`` sets torch's for the whole process.
+
+        Raises ConfigError if there is no such model or the folder does not hold one.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        model, folder = open_model(name_or_folder, dtype)
+        return cls(
+            model,
+            HFText.open(folder),
+            weights=models.weights_digest(folder),
+            folder=folder,
+            reserve=reserve,
+            chunk=chunk,
+            block_tokens=block_tokens,
+            attention=attention,
+            background=background,
+        )
+
+    @inference
+    def _measure(self, weights: str | None, folder: Path | None, attention: str, block_tokens: int) -> ModelSpace:
+        new_cache(self.model)  # refuses kinds of layers that cannot be exported, before the model is run
+        cache = probe.plain_cache(self.model)
+        probe.fill(self.model, self._forward, cache)
+        self._linear = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+        self._step = False
+        if self._linear and not probe.continues(self.model, self._forward, step=False):
+            if not probe.continues(self.model, self._forward, step=True):
+                raise EngineError("the model does not continue from its own cache", where=type(self.model).__name__)
+            self._step = True
+        return model_space(self.model, cache, weights, folder, attention, block_tokens)
+
+    @inference
+    def _snapshot_probe(self) -> states.Snapshot:
+        live = self.start()
+        probe.fill(self.model, self._forward, live.cache)
+        return states.capture(live.cache, probe.FILLED)
+
+    def start(self, reserve: int = 0) -> TorchLive:
+        """See `Engine.start`."""
+        check_length(self.space, reserve)
+        return TorchLive(new_cache(self.model), self._pool, self.space.max_tokens, reserve)
+
+    @inference
+    def load(self, live: TorchLive, views: Sequence[BlockView], state: BlockView | None = None) -> Import:
+        """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
+        live.usable()
+        if live.n or live.loading is not None:
+            raise EngineError(f"the context holds {live.n} tokens already", fix="Load into a new one")
+        if not views:
+            if state is not None:
+                raise EngineError("a state without blocks")
+            return Import((), background=False)
+        views = list(views)
+        end = len(views) * self.space.block_tokens
+        check_length(self.space, end)
+        check_blocks(views, self.space, self._layout)
+        check_state(state, self.space, end, self._probe, self._windows)
+        snapshot = states.read_state(state) if state is not None else None
+        live.room(end)
+        if snapshot is not None:
+            states.restore(live.cache, snapshot)
+            live.hold(snapshot)
+        jobs = []
+        for index, layer in live.arena_layers:
+            assert live.lease is not None
+            layer.resize(end)
+            jobs.append((index, partial(_copy_layer, live.lease, views, index)))
+        live.append(np.concatenate([view.tokens for view in views]))
+        loading = Import(jobs, background=self._background)
+        live.attach(loading)
+        return loading
+
+    def prefill(self, live: TorchLive, tokens: Tokens) -> Logits:
+        """See `Engine.prefill`."""
+        live.usable()
+        ids = check_prompt(self.space, live.n, tokens)
+        start, end, size = live.n, live.n + len(ids), self.space.block_tokens
+        live.room(end)
+        boundary = end // size * size if self.space.needs_state else 0
+        cut = boundary if self._linear else 0
+        logits = np.empty(0, np.float32)
+        for at, stop in pieces(start, end, self._chunk, cut, self._step):
+            logits = self._run(live, ids[at - start : stop - start])
+            if at < boundary <= stop:
+                live.snap(boundary)
+        return logits
+
+    @inference
+    def _run(self, live: TorchLive, ids: Tokens) -> Logits:
+        try:
+            logits = self._forward.call(torch.from_numpy(ids.astype(np.int64)), live.n, live.cache)
+        except BaseException as error:
+            self._undo(live, error)
+            raise
+        live.append(ids)
+        live.detach()
+        result: Logits = logits.numpy().copy()
+        return result
+
+    def _undo(self, live: TorchLive, error: BaseException) -> None:
+        """After a failed forward: back to where it began, or unusable where that is impossible."""
+        if isinstance(error, FormatError):
+            live.broken = "a block that it was loaded from is corrupt"
+        elif self._linear:
+            live.broken = f"a forward was interrupted ({type(error).__name__}) and its recurrent states are lost"
+        live.truncate(live.n)
+        for window in live.windows:
+            window.truncate(live.n)
+
+    def export(
+        self, live: TorchLive, keys: Sequence[bytes], parent: bytes, first: int
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        """See `Engine.export`."""
+        live.usable()
+        size = self.space.block_tokens
+        if first < 0 or (first + len(keys)) * size > live.n:
+            raise EngineError(
+                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {live.n} tokens"
+            )
+        if live.loading is not None:
+            live.loading.wait()
+        return self._export(live, keys, parent, first)
+
+    def _export(
+        self, live: TorchLive, keys: Sequence[bytes], parent: bytes, first: int
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        size = self.space.block_tokens
+        for number, key in enumerate(keys, first):
+            at = number * size
+            if at + size > live.n:
+                raise EngineError(f"the context was cropped to {live.n} tokens while it was exported")
+            writer = BlockWriter(
+                self._layout,
+                kind="block",
+                space=self.space.digest,
+                key=key,
+                parent=parent,
+                end=at + size,
+                tokens=live.tokens[at : at + size],
+                rope_at=at,
+            )
+            for index, _ in live.arena_layers:
+                assert live.lease is not None
+                gather(bits(live.lease.arena.k[index]), at, writer.plane(index, "k"))
+                gather(bits(live.lease.arena.v[index]), at, writer.plane(index, "v"))
+            yield writer.seal()
+            parent = key
+
+    def export_state(self, live: TorchLive, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
+        """See `Engine.export_state`."""
+        snapshot = live.snapshots.get(position)
+        if snapshot is None:
+            raise EngineError(f"no states are held at position {position}", fix=f"Held: {list(live.states)}")
+        writer = BlockWriter(
+            snapshot.layout,
+            kind="state",
+            space=self.space.digest,
+            key=key,
+            parent=parent,
+            end=position,
+            tokens=live.tokens[position - self.space.block_tokens : position],
+            rope_at=-1,
+            extra=snapshot.flags,
+        )
+        for (layer, role), tensor in snapshot.planes.items():
+            writer.plane(layer, role)[:] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        return writer.seal()
+
+    @inference
+    def crop(self, live: TorchLive, n: int) -> bool:
+        """See `Engine.crop`."""
+        live.usable()
+        if not 0 <= n <= live.n:
+            raise EngineError(f"position {n} is not in a context of {live.n} tokens")
+        if n == live.n:
+            return True
+        if live.loading is not None:
+            live.loading.wait()
+        if self.space.needs_state:
+            if n == 0:
+                states.clear_states(live.cache)
+            elif n in live.snapshots:
+                states.restore(live.cache, live.snapshots[n])
+            elif self._linear or not all(window.truncate(n) for window in live.windows):
+                return False
+            live.snapshots = {at: held for at, held in live.snapshots.items() if at <= n}
+        live.truncate(n)
+        return True
+
+
+def _copy_layer(lease: Any, views: Sequence[BlockView], layer: int) -> None:
+    # The lease in the arguments keeps the memory from being handed to another context while the copy runs.
+    scatter(bits(lease.arena.k[layer]), views, layer, "k")
+    scatter(bits(lease.arena.v[layer]), views, layer, "v")

@@ -1,0 +1,135 @@
+"""One context in the memory of the torch engine: its cache, its token ids, its snapshots of states."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from transformers import DynamicCache
+
+from ctxreuse.engines.torch_hf import states
+from ctxreuse.engines.torch_hf.arena import Lease, Pool
+from ctxreuse.engines.torch_hf.layers import ArenaLayer, WindowLayer
+from ctxreuse.engines.torch_hf.loading import Import
+from ctxreuse.engines.torch_hf.states import Snapshot
+from ctxreuse.errors import EngineError
+from ctxreuse.keys import Tokens
+
+__all__ = ["TorchLive"]
+
+#: The least room for tokens in a new arena.
+_LEAST = 256
+
+
+class TorchLive:
+    """See `ctxreuse.engines.base.Live`. Made by the engine only; all its changes go through the engine."""
+
+    #: Newest snapshots kept; a generation of one block is then always inside two of them.
+    KEEP_STATES = 4
+
+    def __init__(self, cache: DynamicCache, pool: Pool, limit: int, reserve: int) -> None:
+        self.cache = cache
+        self.broken = ""  # why the context cannot be used any more
+        self.snapshots: dict[int, Snapshot] = {}
+        self.loading: Import | None = None
+        self._pool, self._limit = pool, limit
+        self._ids = np.zeros(0, "<i4")
+        self._n = 0
+        self.lease: Lease | None = None
+        self.arena_layers = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, ArenaLayer)]
+        self.windows = [layer for layer in cache.layers if isinstance(layer, WindowLayer)]
+        self.room(max(reserve, min(_LEAST, limit)))
+
+    @property
+    def tokens(self) -> Tokens:
+        """Ids processed so far, int32 [n]; a read-only view of the context's own buffer."""
+        view = self._ids[: self._n]
+        view.flags.writeable = False
+        return view
+
+    @property
+    def n(self) -> int:
+        """Number of tokens processed so far."""
+        return self._n
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Positions of the snapshots held, ascending."""
+        return tuple(sorted(self.snapshots))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena, the windows and the snapshots."""
+        arena = self.lease.arena.nbytes if self.lease else 0
+        return arena + sum(w.nbytes for w in self.windows) + sum(s.nbytes for s in self.snapshots.values())
+
+    def __repr__(self) -> str:
+        return f"TorchLive(n={self._n}, nbytes={self.nbytes}, states={self.states})"
+
+    def usable(self) -> None:
+        """Raises EngineError if an earlier failure left the context without a valid cache."""
+        if self.broken:
+            raise EngineError(f"the context cannot be used: {self.broken}", fix="Start a new one")
+
+    def room(self, n: int) -> None:
+        """Have room for ``n`` tokens; grows to twice the capacity, so that appending stays linear in time."""
+        if len(self._ids) < n:
+            grown = np.zeros(min(max(n, 2 * len(self._ids)), max(self._limit, n)), "<i4")
+            grown[: self._n] = self._ids[: self._n]
+            self._ids = grown
+        if not self.arena_layers or (self.lease and self.lease.arena.capacity >= n):
+            return
+        if self.loading is not None:
+            self.loading.wait()  # its jobs write to the arena they were made for
+        old = self.lease.arena.capacity if self.lease else 0
+        lease = self._pool.lease(min(max(n, 2 * old), max(self._limit, n)))
+        for index, layer in self.arena_layers:
+            layer.bind(lease.arena.k[index], lease.arena.v[index])
+        self.lease = lease
+
+    def append(self, ids: Tokens) -> None:
+        """Count tokens as processed; the layers hold them already."""
+        self._ids[self._n : self._n + len(ids)] = ids
+        self._n += len(ids)
+
+    def truncate(self, n: int) -> None:
+        """Let ids and K/V end at position ``n``; states are the caller's business."""
+        if n < self._n:
+            self._ids = self._ids.copy()  # views handed out keep their contents
+        self._n = n
+        for _, layer in self.arena_layers:
+            layer.resize(min(n, layer.length))
+
+    def snap(self, position: int) -> None:
+        """Keep the states at ``position``, and of all snapshots only the newest few."""
+        self.hold(states.capture(self.cache, position))
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot, and of all only the newest few."""
+        self.snapshots[snapshot.position] = snapshot
+        for old in sorted(self.snapshots)[: -self.KEEP_STATES]:
+            del self.snapshots[old]
+
+    def attach(self, loading: Import) -> None:
+        """Let every layer wait for its part of a load before it is used."""
+        self.loading = loading
+        for index, layer in self.arena_layers:
+            layer.ready = partial(loading.ensure, index)  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Forget a load that is complete, so that its views are no longer referred to."""
+        if self.loading is not None and self.loading.done:
+            self.loading = None
+            for _, layer in self.arena_layers:
+                del layer.ready
+
+    def check(self) -> None:
+        """Raises AssertionError if ids, layers and snapshots do not agree."""
+        assert self._n <= min(len(self._ids), self._limit)
+        for index, layer in self.arena_layers:
+            assert layer.length == self._n, f"layer {index} holds {layer.length} tokens of {self._n}"
+        for window in self.windows:
+            assert window.cumulative_length == self._n, "a window ends elsewhere"
+            assert window.holds(self._n), "a window is not whole"
+        assert all(0 < position <= self._n for position in self.snapshots), "a snapshot is beyond the end"
+        assert len(self.snapshots) <= self.KEEP_STATES

@@ -1,0 +1,139 @@
+"""The model space of a Hugging Face model: its digests, and what each layer keeps, learnt by running it once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, WindowLayer
+from ctxreuse.errors import EngineError
+from ctxreuse.model import LayerSpec, ModelSpace
+
+__all__ = ["config_of", "model_space", "new_cache"]
+
+#: Fields of a config that do not touch the numbers in K and V.
+_NEUTRAL = {
+    "_attn_implementation", "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
+    "label2id", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+#: Files that decide how a tokenizer splits text.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+
+
+def config_of(model: Any) -> Any:
+    """The decoder's part of a model's config."""
+    return model.config.get_text_config(decoder=True)
+
+
+def new_cache(model: Any) -> DynamicCache:
+    """A cache with this package's layers; raises EngineError for a kind of layer that cannot be exported."""
+    cache = DynamicCache(config=config_of(model))
+    for index, layer in enumerate(cache.layers):
+        kind = type(layer)
+        if kind is DynamicLayer:
+            cache.layers[index] = ArenaLayer()
+        elif kind is DynamicSlidingWindowLayer:
+            cache.layers[index] = WindowLayer(layer.sliding_window)
+        elif kind is LinearAttentionAndFullAttentionLayer:
+            cache.layers[index] = HybridLayer(layer.number_of_states)
+        elif kind not in (LinearAttentionLayer, DummyLayer):
+            raise EngineError(
+                f"layer {index} keeps its context in a {kind.__name__}, which cannot be exported",
+                where=type(model).__name__,
+                fix="Full, sliding-window, linear and parallel hybrid layers are supported",
+            )
+    return cache
+
+
+def model_space(
+    model: Any, filled: DynamicCache, weights: str | None, folder: Path | None, attention: str, block_tokens: int
+) -> ModelSpace:
+    """The space of a model; ``filled`` is a plain cache that a few tokens have been run into.
+
+    ``weights`` is the digest of its files, None for a model that exists in memory only.
+    """
+    config = config_of(model)
+    held = {t.dtype for layer in filled.layers for t in (getattr(layer, "keys", None),) if t is not None}
+    if len(held) > 1:
+        raise EngineError(f"layers keep K and V in different types: {held}", where=type(model).__name__)
+    dtype = str(held.pop() if held else model.dtype).removeprefix("torch.")
+    return ModelSpace(
+        weights=weights or state_dict_digest(model),
+        architecture=architecture(model),
+        tokenizer=tokenizer_digest(folder),
+        dtype=dtype,
+        layers=layer_specs(model, filled),
+        rope=rope_of(model),
+        vocab_size=int(config.vocab_size),
+        # A model without learnt or rotated positions has no limit of its own.
+        max_tokens=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
+        block_tokens=block_tokens,
+        attention=attention,
+    )
+
+
+def layer_specs(model: Any, filled: DynamicCache) -> tuple[LayerSpec, ...]:
+    """What each layer keeps, from a plain cache that a few tokens have been run into."""
+    specs = []
+    for layer in filled.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        linear = isinstance(layer, LinearAttentionLayer)
+        if keys is None or values is None or not keys.numel():
+            specs.append(LayerSpec("linear" if linear else "none"))
+            continue
+        if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise EngineError("K and V have different heads or types", where=type(model).__name__)
+        kind = "sliding" if isinstance(layer, DynamicSlidingWindowLayer) else "hybrid" if linear else "full"
+        window = layer.sliding_window if kind == "sliding" else 0
+        specs.append(LayerSpec(kind, keys.shape[1], keys.shape[3], values.shape[3], window))  # type: ignore[arg-type]
+    return tuple(specs)
+
+
+def architecture(model: Any) -> str:
+    """Class name and a digest of the config's fields that differ from the class's defaults and touch the numbers.
+
+    The weights' digest does not cover config.json, and e.g. a changed norm epsilon changes every K and V.
+    """
+    fields = {k: v for k, v in config_of(model).to_diff_dict().items() if k not in _NEUTRAL}
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return f"{type(model).__name__}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def rope_of(model: Any) -> str:
+    """The rotary parameters as canonical JSON; "null" for a model without."""
+    parameters = getattr(config_of(model), "rope_parameters", None)
+    return json.dumps(parameters, sort_keys=True, default=str)
+
+
+def state_dict_digest(model: torch.nn.Module) -> str:
+    """SHA-256 over names, types, shapes and bytes of a model in memory, in the order of the names; hex."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def tokenizer_digest(folder: Path | None) -> str:
+    """SHA-256 over the files that decide how text is split; "none" without any."""
+    digest, found = hashlib.sha256(), False
+    for name in _TOKENIZER_FILES:
+        path = folder / name if folder else None
+        if path is not None and path.is_file():
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            found = True
+            if name == "tokenizer.json":
+                break  # it says everything; the others only repeat it
+    return digest.hexdigest() if found else "none"

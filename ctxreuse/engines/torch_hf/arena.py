@@ -19,7 +19,7 @@ Shape = tuple[tuple[int, int, int, int], ...]
 
 
 class Arena:
-    """Room for ``capacity`` tokens of every full-attention layer: ``k[layer]`` and ``v[layer]``, [1, heads, capacity, dim].
+    """Room for ``capacity`` tokens: ``k[layer]`` and ``v[layer]``, [1, heads, capacity, dim], of full-attention layers.
 
     Heads are outermost, as attention reads them: appending a token writes one row a head and moves nothing.
     """

@@ -58,7 +58,7 @@ def scatter(target: Bits, views: Sequence[BlockView], layer: int, role: str) -> 
 
 
 def gather(source: Bits, start: int, target: npt.NDArray[np.uint8]) -> None:
-    """Copy rows of ``source`` [heads, capacity, dim] from ``start`` into a block plane, bytes of [heads, count, dim]."""
+    """Copy rows of ``source`` [heads, capacity, dim] from ``start`` into the bytes of a plane [heads, count, dim]."""
     heads, _, dim = source.shape
     plane = target.view(source.dtype).reshape(heads, -1, dim)
     plane[:] = source[:, start : start + plane.shape[1]]

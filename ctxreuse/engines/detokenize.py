@@ -1,0 +1,84 @@
+"""Text as it is generated: ids to text piece by piece, without half characters, and stop strings across pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ctxreuse.engines.text import TextModel
+
+__all__ = ["Detokenizer", "StopStrings"]
+
+#: Ids of context before the new text: what a tokenizer's spacing rules look back at.
+_CONTEXT = 6
+#: A character has at most four bytes, so more pending ids than this hold text that is broken for good.
+_PENDING = 16
+
+
+class Detokenizer:
+    """Turns ids into text one at a time; text is given out when the characters in it are complete. Not thread-safe.
+
+    The pieces put together equal the text of all ids decoded at once, where the tokenizer decodes a sequence
+    independently of what is more than a few ids before it.
+    """
+
+    def __init__(self, text: TextModel, context: Sequence[int] = ()) -> None:
+        """``context``: ids before the first new one (the end of the prompt)."""
+        self._text = text
+        self._ids = [int(i) for i in context[-_CONTEXT:]]
+        self._read = len(self._ids)
+
+    def add(self, token: int) -> str:
+        """The text that this id completes; "" while a character is incomplete."""
+        self._ids.append(token)
+        return self._advance(final=len(self._ids) - self._read > _PENDING)
+
+    def flush(self) -> str:
+        """What is left, incomplete characters as U+FFFD."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        before, after = self._text.decode(self._ids[: self._read]), self._text.decode(self._ids)
+        if not final and after.endswith("\ufffd"):
+            return ""
+        new = after[len(before) :]
+        if new:
+            # The ids that gave the last text are the context of the next, so decoding stays of constant length. Ids
+            # without text (special ones) stay in front: a tokenizer that strips a leading blank must not see them first.
+            del self._ids[: self._read]
+        self._read = len(self._ids)
+        return new
+
+
+class StopStrings:
+    """Watches a text that comes in pieces for stop strings, holding back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Text that can be given out now; when ``found``, it ended before the earliest stop string."""
+        self._held += text
+        hits = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        if hits:
+            self.found = True
+            out, self._held = self._held[: min(hits)], ""
+            return out
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        """What was held back: no stop string came of it."""
+        out, self._held = self._held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that ``stop`` begins with."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0

@@ -1,0 +1,128 @@
+"""From logits to a token: greedy or drawn, with penalties and filters; numpy only."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.engines.base import Logits
+from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.keys import Tokens
+
+__all__ = ["Sampler", "Sampling", "log_softmax"]
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How an answer is drawn. Raises ConfigError for values without a meaning.
+
+    ``temperature`` 0 is greedy. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, section 4.1),
+    ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
+    alternatives to report beside the chosen token's own log-probability; 0 reports nothing.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("max_tokens", self.max_tokens >= 0, "0 or more"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0; 1 is off"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a number; 0 is off"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a number; 0 is off"),
+            ("seed", self.seed is None or 0 <= self.seed < 1 << 128, "0 to 2^128 - 1"),
+            ("stop", all(self.stop), "without empty strings"),
+            ("logprobs", self.logprobs >= 0, "0 (off) or more"),
+        ):
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}", fix=f"It must be {rule}")
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """Log-probabilities, float32 [vocab]."""
+    shifted = logits - logits.max()
+    result: Logits = shifted - np.log(np.exp(shifted.astype(np.float64)).sum()).astype(np.float32)
+    return result
+
+
+class Sampler:
+    """Draws the tokens of one answer. Not thread-safe.
+
+    The n-th draw depends on the seed, on n and on the logits alone: not on other answers, batches or earlier draws.
+    Without a seed one is made up, and told in ``seed``.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: int = 0) -> None:
+        """``prompt``: how many ids at the start of each ``history`` are the prompt's."""
+        self.sampling, self._prompt, self._draws = sampling, prompt, 0
+        self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
+
+    def next(self, logits: Logits, history: Tokens) -> int:
+        """The next token after ``history`` (prompt and answer so far, int32 [n]). ``logits`` are not changed.
+
+        Raises EngineError if the logits hold a NaN or no finite number.
+        """
+        best = int(logits.argmax())
+        if not np.isfinite(logits[best]):
+            raise EngineError("the model's logits are not finite", fix="Use float32 or bfloat16 rather than float16")
+        how = self.sampling
+        plain = how.repetition_penalty == 1 and not how.presence_penalty and not how.frequency_penalty
+        if plain and not how.temperature:
+            return best
+        scores = logits.astype(np.float64)
+        if not plain:
+            self._penalise(scores, history)
+        if not how.temperature:
+            return int(scores.argmax())
+        ids, weights = self._filtered(scores / how.temperature)
+        # Philox is counter-based: draw n is block n of the seed's stream, whatever was drawn before.
+        uniform = np.random.Generator(np.random.Philox(key=self.seed, counter=self._draws)).random()
+        self._draws += 1
+        at = int(np.searchsorted(np.cumsum(weights), uniform * weights.sum(), side="right"))
+        return int(ids[min(at, len(ids) - 1)])
+
+    def _penalise(self, scores: npt.NDArray[np.float64], history: Tokens) -> None:
+        how = self.sampling
+        if how.repetition_penalty != 1 and len(history):
+            seen = np.unique(history)
+            was = scores[seen]
+            scores[seen] = np.where(was > 0, was / how.repetition_penalty, was * how.repetition_penalty)
+        if how.presence_penalty or how.frequency_penalty:
+            said, counts = np.unique(history[self._prompt :], return_counts=True)
+            scores[said] -= how.presence_penalty + how.frequency_penalty * counts
+
+    def _filtered(self, scores: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """Ids left by top-k, then top-p, then min-p, most likely first, and their weights."""
+        how = self.sampling
+        if 0 < how.top_k < len(scores):
+            ids = np.argpartition(scores, -how.top_k)[-how.top_k :]
+        else:
+            ids = np.arange(len(scores))
+        # Ties are broken by id, so that the same logits give the same order everywhere.
+        ids = ids[np.lexsort((ids, -scores[ids]))]
+        weights = np.exp(scores[ids] - scores[ids[0]])
+        weights /= weights.sum()
+        if how.top_p < 1:
+            # The smallest set whose probability reaches top_p (Holtzman et al. 2020, nucleus sampling).
+            kept = int(np.searchsorted(np.cumsum(weights), how.top_p)) + 1
+            ids, weights = ids[:kept], weights[:kept]
+        if how.min_p > 0:
+            kept = int((weights >= how.min_p * weights[0]).sum())
+            ids, weights = ids[:kept], weights[:kept]
+        return ids, weights

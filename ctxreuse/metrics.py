@@ -28,8 +28,9 @@ class Metric(NamedTuple):
     values: tuple[str, ...] = ()
 
 
-_MISSES = ("never_stored", "evicted", "corrupt", "foreign", "too_slow", "no_state")
-_DROPS = ("queue_full", "parent_gone", "closed", "readonly", "disk_full", "too_big", "admission")
+# The words that a store counts with: see StoreStats.
+_MISSES = ("absent", "corrupt", "truncated", "foreign", "older", "newer", "space", "tokens", "unreadable")
+_REFUSALS = ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed")
 
 _TIERS = ("device", "host", "disk")
 
@@ -46,7 +47,7 @@ METRICS = (
     ),
     Metric("ctxreuse_store_blocks", "gauge", "Blocks held, by tier.", "tier", _TIERS),
     Metric("ctxreuse_store_evicted_bytes_total", "counter", "Bytes evicted to make room."),
-    Metric("ctxreuse_store_dropped_puts_total", "counter", "Blocks offered and not kept.", "reason", _DROPS),
+    Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", "reason", _REFUSALS),
     Metric("ctxreuse_store_corrupt_blocks_total", "counter", "Blocks dropped because a check failed."),
 )
 
@@ -126,7 +127,7 @@ class Metrics:
         self.add("ctxreuse_prompt_tokens_total", usage.prompt_tokens - usage.cached_tokens, "compute")
         self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
         if usage.missed:
-            self.add("ctxreuse_misses_total", 1, usage.missed.replace(" ", "_"))
+            self.add("ctxreuse_misses_total", 1, usage.missed)
         self.observe("ctxreuse_load_seconds", usage.seconds_load)
         self.observe("ctxreuse_prefill_seconds", usage.seconds_prefill)
 

@@ -21,13 +21,13 @@ def test_the_table_keeps_its_rules() -> None:
         )
         assert row.help.endswith(".")
         assert bool(row.label) == bool(row.values)
-        assert len(row.values) <= 8
+        assert len(row.values) <= 10
     assert len({row.name for row in METRICS}) == len(METRICS)
 
 
 def test_tokens_are_weighed_by_source() -> None:
     metrics = Metrics()
-    usage = Usage(100, 70, {"disk": 60, "host": 10}, "never stored", 0.5, 1.5, completion_tokens=7)
+    usage = Usage(100, 70, {"disk": 60, "host": 10}, "absent", 0.5, 1.5, completion_tokens=7)
     metrics.record(usage, "stop")
     metrics.record(usage, "stop")
     by_source = {source: metrics.read("ctxreuse_prompt_tokens_total", source) for source in SOURCES}
@@ -35,7 +35,7 @@ def test_tokens_are_weighed_by_source() -> None:
     assert sum(by_source.values()) == 2 * usage.prompt_tokens
     assert metrics.read("ctxreuse_requests_total", "stop") == 2
     assert metrics.read("ctxreuse_completion_tokens_total") == 14
-    assert metrics.read("ctxreuse_misses_total", "never_stored") == 2
+    assert metrics.read("ctxreuse_misses_total", "absent") == 2
     assert metrics.read("ctxreuse_load_seconds") == 1.0
     assert metrics.read("ctxreuse_prefill_seconds") == 3.0
 

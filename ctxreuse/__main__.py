@@ -1,0 +1,8 @@
+"""``python -m ctxreuse`` is the command ``ctxreuse``."""
+
+from __future__ import annotations
+
+from ctxreuse.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""How benches measure: paired rounds, medians, warm-up, fresh processes.
+
+On a machine that others use as well, a single time means little. So ours and the comparison take turns round by round,
+and what is reported is the median; a ratio of medians over paired rounds moves far less than either time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ctxreuse.errors import EngineError
+
+__all__ = ["Options", "Step", "fresh", "paired", "seconds"]
+
+T = TypeVar("T")
+_FRESH_TIMEOUT = 600.0
+
+
+class Step:
+    """A spinner on standard error that says what is being measured."""
+
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._status = self._console.status(f"bench {name}")
+        self._name = name
+        self._status.start()
+
+    def __call__(self, text: str) -> None:
+        self._status.update(f"bench {self._name}: {text}")
+
+    def close(self) -> None:
+        """Remove the spinner."""
+        self._status.stop()
+
+
+class Options:
+    """What a bench is run with: ``quick`` asks for less data and fewer rounds."""
+
+    def __init__(self, *, quick: bool = False, step: Step | None = None) -> None:
+        self.quick, self._step = quick, step
+
+    def pick(self, quick: T, full: T) -> T:
+        """The first value under ``--quick``, else the second."""
+        return quick if self.quick else full
+
+    def step(self, text: str) -> None:
+        """Tell the user what is being measured now."""
+        if self._step is not None:
+            self._step(text)
+
+    def close(self) -> None:
+        """End the display."""
+        if self._step is not None:
+            self._step.close()
+
+
+def seconds(call: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
+    """Median wall time of one call, after ``warm`` calls that do not count."""
+    return paired({"": call}, rounds=rounds, warm=warm)[""]
+
+
+def paired(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm: int = 1) -> dict[str, float]:
+    """Median wall time of each call in seconds; the calls take turns, each round in the opposite order of the last."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-warm, rounds):
+        order = list(calls) if turn % 2 else list(calls)[::-1]
+        for name in order:
+            start = time.perf_counter()
+            calls[name]()
+            spent = time.perf_counter() - start
+            if turn >= 0:
+                times[name].append(spent)
+    return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+def fresh(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> Any:
+    """Run Python ``code`` in a new process and return the JSON value that it prints as its last line.
+
+    ``arguments`` come as ``sys.argv[1:]``. Raises EngineError with the end of its standard error if it fails.
+    """
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_FRESH_TIMEOUT, env=env, check=False)
+    if done.returncode:
+        tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise EngineError(f"a fresh process of the bench failed: {tail[0]}", where=f"exit status {done.returncode}")
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,199 @@
+"""What is on this machine and whether it works: the findings behind ``ctxreuse doctor``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ctxreuse.config import load
+from ctxreuse.errors import CtxReuseError
+from ctxreuse.units import rounded_bytes
+
+__all__ = ["Finding", "cpu_features", "examine", "satisfies"]
+
+Status = Literal["ok", "missing", "slow", "broken"]
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?")
+_BOUND = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
+# What the kernels' tables need, and what engines use; others would be noise.
+_FEATURES = (
+    "avx2",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512_bf16",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "bf16",
+    "sve",
+)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line: its ``area``, what it is about, how it stands, and what to do if it is not ``ok``."""
+
+    area: str
+    name: str
+    status: Status
+    value: str
+    fix: str = ""
+
+
+def examine(config: str | None = None) -> list[Finding]:
+    """Look at everything; seconds at most. Raises nothing: what fails becomes a finding.
+
+    ``config`` is the file that ``--config`` named.
+    """
+    findings: list[Finding] = []
+    areas: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("system", _system),
+        ("packages", _packages),
+        ("kernels", _kernels),
+        ("models", _models),
+        ("store", lambda: _store(config)),
+    ]
+    for area, look in areas:
+        try:
+            findings.extend(look())
+        except CtxReuseError as error:
+            where = f"{error.what} ({error.where})" if error.where else error.what
+            findings.append(Finding(area, type(error).__name__, "broken", where, error.fix))
+        except Exception as error:
+            # A doctor that falls over at the first sick organ is of no use.
+            findings.append(Finding(area, type(error).__name__, "broken", str(error)))
+    return findings
+
+
+def _system() -> Iterator[Finding]:
+    import psutil
+
+    from ctxreuse.bench.report import cpu_name
+
+    memory = psutil.virtual_memory()
+    yield Finding("system", "python", "ok", f"{platform.python_version()} {sys.executable}")
+    yield Finding("system", "platform", "ok", platform.platform())
+    yield Finding("system", "processor", "ok", f"{cpu_name()}, {os.cpu_count()} cores")
+    yield Finding("system", "features", "ok", " ".join(cpu_features()) or "none of those that the kernels know")
+    yield Finding(
+        "system", "memory", "ok", f"{rounded_bytes(memory.total)}, {rounded_bytes(memory.available)} available"
+    )
+
+
+def cpu_features(info: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """The processor's features that kernels or engines use; empty where the system does not list them."""
+    try:
+        lines = info.read_text("utf-8").splitlines()
+    except OSError:
+        return ()
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return tuple(feature for feature in _FEATURES if feature in flags)
+
+
+def satisfies(installed: str, bounds: str) -> bool:
+    """True if a version lies within comma-separated bounds (``>=2.6,<3``). Only the release numbers are compared."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        # Trailing zeros say nothing: 2.0 is 2.
+        found = [int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text)[0])]
+        while found and not found[-1]:
+            found.pop()
+        return tuple(found)
+
+    have = numbers(installed)
+    for sign, text in _BOUND.findall(bounds):
+        want = numbers(text)
+        holds = {
+            ">=": have >= want,
+            "<=": have <= want,
+            "==": have == want,
+            "!=": have != want,
+            "<": have < want,
+            ">": have > want,
+            "~=": have >= want and have[: text.count(".")] == want[: text.count(".")],
+        }
+        if not holds[sign]:
+            return False
+    return True
+
+
+def _packages() -> Iterator[Finding]:
+    yield Finding("packages", "ctxreuse", "ok", version("ctxreuse"))
+    seen: set[str] = set()
+    for line in requires("ctxreuse") or []:
+        parts = _REQUIREMENT.fullmatch(line)
+        if parts is None or parts[1] in seen or parts[1] == "ctxreuse":
+            continue
+        name, bounds, marker = parts[1], parts[2].strip("() "), parts[3] or ""
+        seen.add(name)
+        extra = re.search(r"""extra == ['"]([^'"]+)""", marker)
+        install = f"pip install 'ctxreuse[{extra[1]}]'" if extra else f"pip install '{name}{bounds}'"
+        try:
+            have = version(name)
+        except PackageNotFoundError:
+            yield Finding("packages", name, "missing" if extra else "broken", f"needs {bounds}", install)
+            continue
+        if satisfies(have, bounds):
+            yield Finding("packages", name, "ok", have)
+        else:
+            yield Finding("packages", name, "broken", f"{have} is outside {bounds}", install)
+
+
+def _kernels() -> Iterator[Finding]:
+    from ctxreuse import kernels
+
+    active = kernels.active()
+    if active == "numpy":
+        fix = "Reinstall with a C compiler present, or unset CTXREUSE_KERNELS"
+        yield Finding("kernels", "in use", "slow", "numpy: the native extension is not built", fix)
+    elif active == "generic" and len(kernels.available()) > 1:
+        yield Finding("kernels", "in use", "slow", "generic", "Unset CTXREUSE_KERNELS for the faster ones")
+    else:
+        yield Finding("kernels", "in use", "ok", active)
+    yield Finding("kernels", "runnable", "ok", " ".join(kernels.available()))
+
+
+def _models() -> Iterator[Finding]:
+    from ctxreuse import models
+
+    for line in models.ls():
+        if line.card is None:
+            yield Finding("models", line.entry.name, "missing", "not fetched", f"ctxreuse model get {line.entry.name}")
+        else:
+            yield Finding("models", line.entry.name, "ok", f"{rounded_bytes(line.bytes)} in {line.path}")
+
+
+def _store(config: str | None) -> Iterator[Finding]:
+    settings = load(config).settings.store
+    folder = settings.folder()
+    home = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(home, os.W_OK):
+        yield Finding("store", "folder", "broken", f"{home} cannot be written", "Set CTXREUSE_STORE__PATH")
+        return
+    if folder.exists():
+        yield Finding("store", "folder", "ok", str(folder))
+    else:
+        yield Finding("store", "folder", "missing", f"{folder} is made at first use")
+    free, used = shutil.disk_usage(home).free, _used(folder)
+    if free + used < settings.capacity:
+        fix = "Lower store.capacity or free some disk"
+        text = f"{rounded_bytes(free)} free, capacity is {rounded_bytes(settings.capacity)}"
+        yield Finding("store", "disk", "slow", text, fix)
+    else:
+        yield Finding("store", "disk", "ok", f"{rounded_bytes(free)} free")
+
+
+def _used(folder: Path) -> int:
+    # Sparse files: blocks on disk, not their length, are what the disk lacks.
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())

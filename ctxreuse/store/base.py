@@ -1,0 +1,125 @@
+"""What every store promises: the protocols, and the frozen figures that a store reports about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView
+from ctxreuse.keys import Tokens
+from ctxreuse.tree import Match
+
+__all__ = ["Buffer", "Kind", "Progress", "Reader", "Store", "StoreAdmin", "StoreStats"]
+
+Kind: TypeAlias = Literal["block", "state"]
+Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+
+#: Called as ``progress(done, total)`` from the thread that does the work; both count entries.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    """A store's figures at one moment; counts since it was opened, sizes in bytes.
+
+    ``nbytes`` is what the held values take in whole pages and never exceeds ``capacity``; ``file_bytes`` is the file,
+    which keeps freed pages for reuse. Reasons in ``misses``: ``absent`` (never stored or evicted), ``corrupt``,
+    ``truncated``, ``foreign`` (another key's or program's bytes), ``older``, ``newer`` (format), ``space`` (another
+    model's), ``tokens`` (a hash hit whose token ids differ), ``unreadable`` (the disk failed). In ``refused`` (puts):
+    ``queue_full``, ``orphan`` (the parent is not held), ``too_big``, ``no_room`` (all else is pinned), ``malformed``,
+    ``disk`` (a failed commit), ``backoff`` (too soon after one), ``readonly``, ``closed``. In ``dropped`` (entries
+    removed other than by eviction): the reason given to ``drop`` or ``below`` (under such an entry).
+    ``recovered``: what open found: ``""`` (nothing to do), ``kept``, ``verified`` or ``rebuilt``.
+    """
+
+    blocks: int
+    states: int
+    tokens: int
+    nbytes: int
+    capacity: int
+    queued: int
+    queued_bytes: int
+    file_bytes: int
+    hits: int
+    misses: Mapping[str, int]
+    puts: int
+    duplicates: int
+    refused: Mapping[str, int]
+    evicted: int
+    dropped: Mapping[str, int]
+    errors: Mapping[str, int]
+    recovered: str = ""
+
+
+class Reader(Protocol):
+    """One short read of a store. Owned by the thread that opened it; its views die when the ``with`` block ends."""
+
+    #: Tokens served so far, by source: ``host`` or ``disk``.
+    served: dict[str, int]
+    #: Reason of the first miss, ``""`` if there was none.
+    missed: str
+
+    def block(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
+        """The block of ``key`` if it is held and is the one meant (key, token ids [n] and space digest compared).
+
+        None is a miss, counted by reason; bytes that are not what their key says are dropped afterwards. Checksums of
+        planes are compared when a plane is read, not here.
+        """
+
+    def state(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
+        """The state at the end of ``key``; like ``block`` (``tokens`` are the ids that the state's header names)."""
+
+
+class Store(Protocol):
+    """Blocks and states by key. Any thread may call any method at any time."""
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """The longest held prefix of ``keys``. Pure. What it reports may be evicted at once: a miss then."""
+
+    def read(self) -> AbstractContextManager[Reader]:
+        """A short read: views are valid inside the ``with`` block only, so copy what must outlive it.
+
+        Keep it to milliseconds: while it is open the pages that were freed meanwhile cannot be reused.
+        """
+
+    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
+        """Queue the sealed bytes of a block or state; True if accepted. Never blocks for long and never raises.
+
+        The store keeps a reference: do not change ``data`` afterwards. A held key is not written again unless
+        ``replace`` (a better level of the same block).
+        """
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """Hold eviction off the held ones of ``keys``; returns how many. Pins live in memory, as long as the store."""
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """Undo one ``pin``; returns how many it reached."""
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all puts accepted before are committed, or dropped and counted.
+
+        Raises StoreError after ``timeout`` seconds. Not inside ``read``: the writer may wait for readers.
+        """
+
+
+class StoreAdmin(Protocol):
+    """The rest of a store's life. Any thread may call."""
+
+    def drop(self, key: bytes, reason: str) -> None:
+        """Forget an entry and all below it (children can no longer be reached); counted under ``reason``."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count as used now, with all ancestors. Reading does this by itself."""
+
+    def stats(self) -> StoreStats:
+        """The figures of this moment."""
+
+    def check(self) -> None:
+        """Compare what is held in memory with what is on disk; raises AssertionError at a difference. O(entries)."""
+
+    def close(self) -> None:
+        """Commit what is queued, sync, end the writer. A second call does nothing."""

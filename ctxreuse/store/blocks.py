@@ -1,0 +1,438 @@
+"""Blocks and states on disk: an LMDB environment as a cache of bounded size that may lose anything but never lies."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from ctxreuse.block import parse
+from ctxreuse.errors import FormatError, StoreClosedError, StoreError
+from ctxreuse.keys import ROOT
+from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
+from ctxreuse.store.env import DISK_ERRORS, Env, broken, explain
+from ctxreuse.store.index import Drop, Gone, Index, Plan, Put
+from ctxreuse.store.owner import Owner, claim, folder
+from ctxreuse.store.policy import Policy, make_policy
+from ctxreuse.store.reader import DiskReader
+from ctxreuse.store.records import Record, footprint
+from ctxreuse.store.recovery import TABLES, open_cache, records
+from ctxreuse.store.writer import Writer
+from ctxreuse.tree import Match
+
+__all__ = ["BlockStore"]
+
+log = logging.getLogger(__name__)
+
+# Address space costs nothing, and a map that never grows never has to wait for readers.
+_MAP_SIZE = 1 << 40
+_BACKOFF = 5.0
+
+
+class BlockStore:
+    """The disk tier (see ``Store`` and ``StoreAdmin``). One process writes; others open with ``readonly=True``.
+
+    Use ``open``. Writing is asynchronous, in one thread; a commit is seen by readers of all processes at once and is
+    on disk after the next sync (about a second) or ``close``. Trouble with the disk costs entries, never an exception
+    in ``match``, ``put`` or a reader's ``block``.
+    """
+
+    def __init__(
+        self, env: Env, index: Index, owner: Owner | None, recovered: str, queue: int, clock: Callable[[], float]
+    ) -> None:
+        self._env, self._index, self._owner, self._recovered, self._clock = env, index, owner, recovered, clock
+        self._lock = threading.RLock()
+        self._refused: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._hits = self._puts = self._duplicates = self._evicted = 0
+        self._pending: Counter[tuple[Kind, bytes]] = Counter()
+        self._doomed: list[bytes] = []
+        self._retry_at = float("-inf")
+        self._dirty = self._closed = False
+        self._listeners: list[Callable[[Sequence[tuple[Kind, bytes]]], None]] = []
+        self._writer: Writer[Put | Drop] | None = None
+        if owner is not None:
+            batch_bytes = max(1, min(256 << 20, index.capacity // 8))
+            self._writer = Writer(self._commit, self._tick, limit_bytes=queue, batch_bytes=batch_bytes)
+            # A program that forgets close() still gets its queue written.
+            self._at_exit = _closer(weakref.ref(self))
+            atexit.register(self._at_exit)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int = 8 << 30,
+        policy: str | Policy = "lru",
+        readonly: bool = False,
+        clock: Callable[[], float] = time.time,
+        queue_bytes: int = 256 << 20,
+        map_size: int = _MAP_SIZE,
+        boot: str | None = None,
+        progress: Progress | None = None,
+    ) -> BlockStore:
+        """Open the cache in folder ``path`` (its files lie in ``path/blocks``), creating it if need be.
+
+        ``capacity``: bytes of whole pages that values may take; lowering it evicts at the first put. ``queue_bytes``:
+        puts that may wait. ``boot`` stands in for the machine's boot id. Raises StoreOwnedError while another process
+        writes here, StoreError for a path that cannot hold a store.
+        """
+        place = folder(path, readonly=readonly)
+        home = place / "blocks"
+        index = Index(capacity, make_policy(policy))
+        if readonly:
+            return cls(_open_readonly(home), index, None, "", queue_bytes, clock)
+        owner = claim(place, "blocks", boot=boot, clock=clock)
+        try:
+            before = owner.before("blocks")
+            same = owner.same_boot("blocks")
+            env, recovered = open_cache(home, map_size, index, clean=before.clean, same_boot=same, progress=progress)
+        except BaseException:
+            owner.end("blocks", clean=False)
+            raise
+        return cls(env, index, owner, recovered, queue_bytes, clock)
+
+    @property
+    def readonly(self) -> bool:
+        """True if this process only reads."""
+        return self._owner is None
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        if self._owner is None:
+            return self._match_disk(keys)
+        with self._lock:
+            return self._index.tree.match(keys)
+
+    def held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
+        """For each key (tokens, has a block, has a state), or None if it is not held. Pure."""
+        if self._owner is None:
+            found = self._records(keys, whole=False)
+            return [(r.tokens, bool(r.nbytes), bool(r.state_nbytes)) if r is not None else None for r in found]
+        with self._lock:
+            nodes = [self._index.tree.get(key) for key in keys]
+            return [(n.tokens, bool(n.nbytes), bool(n.state_nbytes)) if n is not None else None for n in nodes]
+
+    def _records(self, keys: Sequence[bytes], *, whole: bool) -> list[Record | None]:
+        found: list[Record | None] = []
+        try:
+            with self._env.read() as txn:
+                table = self._env.tables["meta"]
+                for key in keys:
+                    raw = txn.get(key, db=table)
+                    found.append(Record.unpack(raw) if raw is not None else None)
+                    if whole and raw is None:
+                        break
+        except (lmdb.Error, StoreError, ValueError) as error:
+            self._trouble(error)
+        return found
+
+    def _match_disk(self, keys: Sequence[bytes]) -> Match:
+        # A reader process has no tree of its own: the writer's records are the tree.
+        blocks = tokens = state_blocks = state_tokens = 0
+        for record in self._records(keys, whole=True):
+            if record is None:
+                break
+            blocks, tokens = blocks + 1, record.depth
+            if record.state_nbytes:
+                state_blocks, state_tokens = blocks, tokens
+        return Match(blocks, tokens, state_blocks, state_tokens)
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[DiskReader]:
+        with self._env.read() as txn:
+            reader = DiskReader(txn, self._env.tables, self._miss)
+            try:
+                yield reader
+            finally:
+                reader.release()
+                with self._lock:
+                    self._hits += len(reader.used)
+                    if self._owner is not None:
+                        self._index.touch(reader.used)
+
+    def _miss(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._misses[reason] += 1
+        if reason != "absent":
+            log.warning("entry %s is %s and counts as a miss", key.hex()[:16], reason)
+            self.drop(key, reason)
+
+    def _trouble(self, error: BaseException) -> None:
+        with self._lock:
+            self._errors["damaged" if broken(error) else "disk" if _full(error) else "other"] += 1
+        if not isinstance(error, StoreClosedError):
+            log.warning("the cache at %s failed: %s", self._env.path, error)
+
+    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False, wait: float = 0.05) -> bool:
+        """See ``Store.put``; waits at most ``wait`` seconds for room in the queue."""
+        try:
+            header = parse(data).header
+        except FormatError:
+            return self._refuse("malformed")
+        if header.key != key or header.kind != kind:
+            return self._refuse("malformed")
+        size = footprint(len(data))
+        item = Put(key, header.parent, len(header.tokens) // 4, header.end, size, data, kind, replace)
+        with self._lock:
+            reason = self._unfit(item)
+            if reason == "duplicate":
+                self._duplicates += 1
+                return True
+            if reason:
+                return self._refuse(reason)
+            self._pending[kind, key] += 1
+        if self._writer is not None and self._writer.put(item, size, wait):
+            return True
+        with self._lock:
+            self._settled(item)
+        return self._refuse("closed" if self._closed else "queue_full")
+
+    def _refuse(self, reason: str) -> bool:
+        with self._lock:
+            self._refused[reason] += 1
+        return False
+
+    def _settled(self, put: Put) -> None:
+        name = put.kind, put.key
+        self._pending[name] -= 1
+        if not self._pending[name]:
+            del self._pending[name]
+
+    def _unfit(self, put: Put) -> str:
+        if self._owner is None:
+            return "readonly"
+        if self._closed or os.getpid() != self._env.pid:
+            return "closed"
+        if put.size > self._index.capacity:
+            return "too_big"
+        if self._clock() < self._retry_at:
+            return "backoff"
+        node = self._index.tree.get(put.key)
+        pending = self._pending
+        if not put.replace:
+            held = node is not None and bool(node.nbytes if put.kind == "block" else node.state_nbytes)
+            if held or (put.kind, put.key) in pending:
+                self._index.touch([put.key])
+                return "duplicate"
+        if put.kind == "state":
+            return "" if node is not None or ("block", put.key) in pending else "orphan"
+        known = put.parent == ROOT or put.parent in self._index.tree or ("block", put.parent) in pending
+        return "" if known else "orphan"
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return self._index.tree.pin(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return self._index.tree.unpin(keys)
+
+    def drop(self, key: bytes, reason: str) -> None:
+        if self._writer is not None and not self._closed:
+            self._writer.put(Drop(key, reason), 0, 0.0)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._index.touch(keys)
+
+    def subscribe(self, listener: Callable[[Sequence[tuple[Kind, bytes]]], None]) -> None:
+        """Call ``listener`` in the writer's thread with what each batch committed. It must be quick and not raise."""
+        self._listeners.append(listener)
+
+    def _commit(self, items: list[Put | Drop]) -> None:
+        puts = [item for item in items if isinstance(item, Put)]
+        with self._lock:
+            for item in items:
+                if isinstance(item, Drop) and item.key in self._index.tree:
+                    self._forget(item)
+            plan = self._index.plan(puts, self._refused)
+            doomed = list(self._doomed)
+        error = self._write(plan, doomed)
+        with self._lock:
+            for put in puts:
+                self._settled(put)
+            if error is None:
+                self._doomed = self._doomed[len(doomed) :]
+                self._index.settle(plan)
+                self._puts += len(plan.puts)
+                self._evicted += len(plan.evicted)
+            else:
+                self._index.restore(plan.evicted)
+                self._refused["disk"] += len(plan.puts)
+                self._retry_at = self._clock() + _BACKOFF
+        if error is not None:
+            self._trouble(error)
+            return
+        written = [(put.kind, put.key) for put in plan.puts]
+        for listener in self._listeners:
+            listener(written)
+
+    def _forget(self, item: Drop) -> None:
+        below = self._index.tree.subtree(item.key)
+        for node in below:
+            self._doomed.append(self._index.remove(node).key)
+        self._dropped[item.reason] += 1
+        if len(below) > 1:
+            self._dropped["below"] += len(below) - 1
+
+    def _write(self, plan: Plan, doomed: list[bytes]) -> Exception | None:
+        """One transaction for all of it; the error if nothing of it was done."""
+        if not (plan.puts or plan.evicted or plan.records or doomed):
+            return None
+        blocks, states, meta = (self._env.tables[name] for name in TABLES[:3])
+
+        def work(txn: Any) -> None:
+            gone: list[Gone] = plan.evicted
+            for key in [*doomed, *(entry.key for entry in gone)]:
+                for table in (blocks, states, meta):
+                    txn.delete(key, db=table)
+            for put in plan.puts:
+                txn.put(put.key, put.data, db=blocks if put.kind == "block" else states)
+            for key, record in plan.records.items():
+                txn.put(key, record.pack(), db=meta)
+
+        try:
+            self._env.write(work)
+        except (lmdb.Error, StoreError) as error:
+            return error
+        self._dirty = True
+        return None
+
+    def _tick(self) -> None:
+        if self._dirty and self._clock() >= self._retry_at:
+            self._save()
+
+    def _save(self) -> None:
+        """Renewed records, then everything to disk."""
+        with self._lock:
+            renewed = self._index.renewals()
+        error = self._write(Plan([], [], renewed), [])
+        try:
+            self._env.sync()
+            self._dirty = False
+            self._env.free_readers()
+        except (lmdb.Error, StoreError) as failed:
+            error = failed
+        if error is not None:
+            self._retry_at = self._clock() + _BACKOFF
+            self._trouble(error)
+
+    def flush(self, timeout: float | None = None) -> None:
+        if self._writer is not None and not self._writer.flush(timeout):
+            raise StoreError(f"puts are still queued after {timeout} s", where=str(self._env.path), fix="Wait longer")
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            tree = self._index.tree
+            queued, queued_bytes = self._writer.queued if self._writer is not None else (0, 0)
+            blocks, states, nbytes = sum(1 for node in tree if node.nbytes), self._index.states, tree.nbytes
+            if self._owner is None and not self._closed:
+                blocks, states, nbytes = self._disk_counts()
+            return StoreStats(
+                blocks=blocks,
+                states=states,
+                tokens=tree.tokens,
+                nbytes=nbytes,
+                capacity=self._index.capacity,
+                queued=queued,
+                queued_bytes=queued_bytes,
+                file_bytes=self._env.file_bytes(),
+                hits=self._hits,
+                misses=dict(self._misses),
+                puts=self._puts,
+                duplicates=self._duplicates,
+                refused=dict(self._refused),
+                evicted=self._evicted,
+                dropped=dict(self._dropped),
+                errors=dict(self._errors),
+                recovered=self._recovered,
+            )
+
+    def _disk_counts(self) -> tuple[int, int, int]:
+        with self._env.read() as txn:
+            blocks, states = (txn.stat(self._env.tables[name]) for name in TABLES[:2])
+        pages = blocks["overflow_pages"] + states["overflow_pages"]
+        return blocks["entries"], states["entries"], pages * blocks["psize"]
+
+    def check(self) -> None:
+        """See ``StoreAdmin.check``. Waits for the queue first, so that memory and disk can be compared."""
+        self.flush()
+        with self._lock:
+            self._index.check()
+            if self._owner is None:
+                return
+            doomed = set(self._doomed)
+            tree = self._index.tree
+            seen = 0
+            for key, record in records(self._env):
+                if key in doomed:
+                    continue
+                node = tree.get(key)
+                assert node is not None, f"{key.hex()[:12]} is on disk and not in the tree"
+                assert self._index.record(node, record.used) == record, f"the record of {node!r} differs"
+                seen += 1
+            assert seen == len(tree), f"{len(tree)} nodes in the tree, {seen} on disk"
+            with self._env.read() as txn:
+                for name, count in (("blocks", sum(1 for n in tree if n.nbytes)), ("states", self._index.states)):
+                    keys = {bytes(key) for key in txn.cursor(db=self._env.tables[name]).iternext(values=False)}
+                    assert len(keys - doomed) == count, f"{len(keys)} {name} on disk, {count} in the tree"
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        clean = False
+        try:
+            if self._writer is not None:
+                self._writer.close()
+                self._save()
+                clean = not self._dirty
+            self._env.close()
+        except BaseException:
+            self._closed = False
+            raise
+        if self._owner is not None:
+            atexit.unregister(self._at_exit)
+            self._owner.end("blocks", clean=clean)
+
+    def __enter__(self) -> BlockStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _closer(itself: weakref.ref[BlockStore]) -> Callable[[], None]:
+    def close() -> None:
+        store = itself()
+        if store is not None:
+            store.close()
+
+    return close
+
+
+def _full(error: BaseException) -> bool:
+    return getattr(error, "code", 0) in DISK_ERRORS
+
+
+def _open_readonly(home: Path) -> Env:
+    if not (home / "data.mdb").exists():
+        raise StoreError("there are no blocks here", where=str(home), fix="Open it for writing once to create it")
+    try:
+        return Env(home, TABLES, map_size=_MAP_SIZE, readonly=True, durable=False)
+    except lmdb.Error as error:
+        raise explain(error, home) from None

@@ -1,0 +1,249 @@
+"""What a block store knows in memory: the context tree, the eviction order, and the plan of the next transaction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ctxreuse.keys import ROOT
+from ctxreuse.store.base import Buffer, Kind
+from ctxreuse.store.policy import LRU, Policy
+from ctxreuse.store.records import Record
+from ctxreuse.tree import ContextTree, Node
+
+__all__ = ["Drop", "Gone", "Index", "Plan", "Put"]
+
+
+class Put(NamedTuple):
+    """A queued value with what its header says."""
+
+    key: bytes
+    parent: bytes
+    tokens: int
+    end: int
+    size: int
+    data: Buffer
+    kind: Kind
+    replace: bool
+
+
+class Drop(NamedTuple):
+    """A queued request to forget an entry and all below it."""
+
+    key: bytes
+    reason: str
+
+
+class Gone(NamedTuple):
+    """What must be known of a removed node to delete its values, or to bring it back."""
+
+    key: bytes
+    parent: bytes
+    tokens: int
+    nbytes: int
+    state_nbytes: int
+
+
+class Plan(NamedTuple):
+    """One transaction: values to write, entries to delete, records to renew."""
+
+    puts: list[Put]
+    evicted: list[Gone]
+    records: dict[bytes, Record]
+
+
+class Index:
+    """Tree and policy in step. Not thread-safe: the store's lock guards it; only the writer changes its structure."""
+
+    def __init__(self, capacity: int, policy: Policy) -> None:
+        self.tree, self.policy, self.capacity = ContextTree(), policy, capacity
+        self.states = 0
+        self._sequence = 0
+        self._touched: dict[bytes, int] = {}
+
+    def load(self, records: Iterable[tuple[bytes, Record]]) -> list[bytes]:
+        """Rebuild from the records on disk; returns keys that cannot be reached and should be deleted."""
+        tree = self.tree
+        lost: list[bytes] = []
+        used: dict[bytes, int] = {}
+        by_depth = sorted(records, key=lambda entry: entry[1].depth)
+        for key, record in by_depth:
+            parent = tree.get(record.parent)
+            depth = record.tokens + (parent.depth if parent is not None else 0)
+            if (parent is None and record.parent != ROOT) or depth != record.depth:
+                lost.append(key)
+                continue
+            tree.insert(key, record.parent, record.tokens, record.nbytes)
+            if record.state_nbytes:
+                tree.set_state(key, record.state_nbytes)
+                self.states += 1
+            used[key] = record.used
+        # A parent is as new as its newest child, also where a crash lost the renewed number.
+        for key, _ in reversed(by_depth):
+            node = tree.get(key)
+            if node is not None and node.parent is not None:
+                used[node.parent.key] = max(used[node.parent.key], used[key])
+        for key in sorted(used, key=lambda key: (used[key], -tree_depth(tree, key))):
+            self.policy.insert(key)
+        self._sequence = max(used.values(), default=0)
+        return lost
+
+    def record(self, node: Node, used: int) -> Record:
+        """The record of a held node."""
+        parent = node.parent.key if node.parent is not None else ROOT
+        return Record(parent, node.tokens, node.depth, node.nbytes, node.state_nbytes, used)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Renew the held ones among ``keys`` and all their ancestors; the record on disk follows with ``renewals``."""
+        nodes = [node for key in keys if (node := self.tree.get(key)) is not None]
+        seen: set[bytes] = set()
+        for tip in sorted(nodes, key=lambda node: -node.depth):
+            if tip.key in seen:
+                continue
+            path: list[bytes] = []
+            step: Node | None = tip
+            while step is not None:
+                path.append(step.key)
+                step = step.parent
+            seen.update(path)
+            for key in path:
+                self._sequence += 1
+                self._touched[key] = self._sequence
+            self.policy.access(path[::-1])
+
+    def renewals(self) -> dict[bytes, Record]:
+        """The records of nodes touched since the last call."""
+        touched, self._touched = self._touched, {}
+        tree = self.tree
+        return {key: self.record(node, used) for key, used in touched.items() if (node := tree.get(key)) is not None}
+
+    def plan(self, puts: Sequence[Put], refused: Counter[str]) -> Plan:
+        """Choose what of ``puts`` can be held, removing from tree and policy what must make room.
+
+        Follow with ``settle`` after the commit or ``restore`` if it failed.
+        """
+        tree = self.tree
+        keep = {put.parent for put in puts} | {put.key for put in puts}
+        staged: dict[bytes, Record] = {}
+        chosen: list[Put] = []
+        evicted: list[Gone] = []
+        free = self.capacity - tree.nbytes
+        stuck = False
+        for put in puts:
+            before = staged.get(put.key)
+            node = tree.get(put.key)
+            if before is None and node is not None:
+                before = self.record(node, 0)
+            reason = self._reason(put, before, staged)
+            if reason:
+                if reason != "duplicate":
+                    refused[reason] += 1
+                continue
+            held = 0
+            if before is not None:
+                held = before.nbytes if put.kind == "block" else before.state_nbytes
+            need = put.size - held
+            if need > free:
+                more = [] if stuck else self._evict(need - free, keep)
+                stuck = stuck or not more
+                evicted += more
+                free += sum(gone.nbytes + gone.state_nbytes for gone in more)
+            if need > free:
+                refused["no_room"] += 1
+                continue
+            free -= need
+            if before is None:
+                before = Record(put.parent, put.tokens, put.end, 0, 0, 0)
+            self._sequence += 1
+            before = before._replace(used=self._sequence)
+            block = put.kind == "block"
+            staged[put.key] = before._replace(nbytes=put.size) if block else before._replace(state_nbytes=put.size)
+            chosen.append(put)
+        return Plan(chosen, evicted, staged)
+
+    def _reason(self, put: Put, before: Record | None, staged: dict[bytes, Record]) -> str:
+        if put.kind == "state":
+            if before is None:
+                return "orphan"
+            return "duplicate" if before.state_nbytes and not put.replace else ""
+        if before is not None:
+            return "duplicate" if before.nbytes and not put.replace else ""
+        above = self.tree.get(put.parent)
+        depth = above.depth if above is not None else staged[put.parent].depth if put.parent in staged else 0
+        if put.parent != ROOT and above is None and put.parent not in staged:
+            return "orphan"
+        return "" if put.end == depth + put.tokens else "malformed"
+
+    def _evict(self, need: int, keep: set[bytes]) -> list[Gone]:
+        """Remove the first to go until ``need`` bytes are free; nothing if that cannot be reached."""
+        tree = self.tree
+        lost: Counter[bytes] = Counter()
+        victims: dict[bytes, Node] = {}
+        freed = 0
+        grown = True
+        while freed < need and grown:
+            grown = False
+            for key in self.policy.order():
+                node = tree.get(key)
+                if node is None or node.pins or key in keep or key in victims or node.children > lost[key]:
+                    continue
+                victims[key] = node
+                grown = True
+                freed += node.nbytes + node.state_nbytes
+                if node.parent is not None:
+                    lost[node.parent.key] += 1
+                if freed >= need:
+                    break
+        return [self.remove(node) for node in victims.values()] if freed >= need else []
+
+    def remove(self, node: Node) -> Gone:
+        """Take one leaf out of tree and policy, pinned or not."""
+        if node.pins:
+            self.tree.unpin([node.key] * node.pins)
+        parent = node.parent.key if node.parent is not None else ROOT
+        gone = Gone(node.key, parent, node.tokens, node.nbytes, node.state_nbytes)
+        self.states -= bool(node.state_nbytes)
+        self.tree.remove(node.key)
+        self.policy.remove(node.key)
+        self._touched.pop(node.key, None)
+        return gone
+
+    def settle(self, plan: Plan) -> None:
+        """The plan's transaction is committed: hold what it wrote, as just used."""
+        tree = self.tree
+        for key, record in plan.records.items():
+            if key not in tree:
+                self.policy.insert(key)
+            node = tree.insert(key, record.parent, record.tokens, record.nbytes)
+            self.states += bool(record.state_nbytes) - bool(node.state_nbytes)
+            tree.set_state(key, record.state_nbytes)
+        self.touch(plan.records)
+
+    def restore(self, evicted: Sequence[Gone]) -> None:
+        """The transaction failed: what it would have evicted is still on disk."""
+        for gone in reversed(evicted):
+            self.tree.insert(gone.key, gone.parent, gone.tokens, gone.nbytes)
+            if gone.state_nbytes:
+                self.tree.set_state(gone.key, gone.state_nbytes)
+                self.states += 1
+            self.policy.insert(gone.key, oldest=True)
+
+    def check(self) -> None:
+        """Raises AssertionError where tree, policy, counts or capacity disagree. O(entries)."""
+        tree = self.tree
+        tree.check()
+        assert len(self.policy) == len(tree), f"the policy orders {len(self.policy)} keys, the tree holds {len(tree)}"
+        assert tree.nbytes <= self.capacity, f"{tree.nbytes} bytes held, capacity is {self.capacity}"
+        assert self.states == sum(bool(node.state_nbytes) for node in tree), "states are counted wrongly"
+        place = {key: i for i, key in enumerate(self.policy.order())}
+        assert all(node.key in place for node in tree), "a held key has no place in the eviction order"
+        if isinstance(self.policy, LRU):
+            for node in tree:
+                above = node.parent
+                assert above is None or place[above.key] > place[node.key], f"{node!r} is newer than its parent"
+
+
+def tree_depth(tree: ContextTree, key: bytes) -> int:
+    node = tree.get(key)
+    return node.depth if node is not None else 0

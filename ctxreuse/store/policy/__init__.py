@@ -1,0 +1,20 @@
+"""Eviction policies by name."""
+
+from __future__ import annotations
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.store.policy.base import Policy
+from ctxreuse.store.policy.lru import LRU
+
+__all__ = ["LRU", "Policy", "make_policy"]
+
+_POLICIES = {"lru": LRU}
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """A fresh policy of that name (``lru``), or the one given. Raises ConfigError for an unknown name."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in _POLICIES:
+        raise ConfigError(f"no eviction policy {policy!r}", fix=f"Choose one of: {', '.join(sorted(_POLICIES))}")
+    return _POLICIES[policy]()

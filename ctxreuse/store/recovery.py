@@ -1,0 +1,158 @@
+"""Opening the cache: trust it, verify it, or start it afresh, but never fail because of what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import msgspec
+
+from ctxreuse.block import parse
+from ctxreuse.errors import FormatError, StoreError
+from ctxreuse.store.base import Progress
+from ctxreuse.store.env import Env, broken, explain, shortage
+from ctxreuse.store.index import Index
+from ctxreuse.store.records import FORMAT, Record
+
+__all__ = ["TABLES", "corrupt", "open_cache", "records", "sound"]
+
+log = logging.getLogger(__name__)
+
+TABLES = ("blocks", "states", "meta", "info")
+
+
+class Unusable(Exception):
+    """The cache's content cannot be used; says why."""
+
+
+def records(env: Env) -> Iterator[tuple[bytes, Record]]:
+    """All keys with their records. Touches no value. Raises Unusable where the table is not ours."""
+    with env.read() as txn, txn.cursor(db=env.tables["meta"]) as cursor:
+        for key, raw in cursor:
+            try:
+                yield bytes(key), Record.unpack(raw)
+            except ValueError as error:
+                raise Unusable(str(error)) from None
+
+
+def corrupt(env: Env, progress: Progress | None = None) -> list[tuple[bytes, str]]:
+    """Keys whose block or state fails its checksums or is not that key's, with what is wrong. Reads everything."""
+    bad: list[tuple[bytes, str]] = []
+    with env.read() as txn:
+        total = sum(txn.stat(env.tables[table])["entries"] for table in ("blocks", "states"))
+    done = 0
+    for table, kind in (("blocks", "block"), ("states", "state")):
+        last: bytes | None = None
+        while True:
+            # A fresh transaction every 64 values: a long one would keep freed pages from being used again.
+            with env.read() as txn, txn.cursor(db=env.tables[table]) as cursor:
+                more = cursor.first() if last is None else cursor.set_range(last + b"\0")
+                for _ in range(64):
+                    if not more:
+                        break
+                    last = bytes(cursor.key())
+                    try:
+                        view = parse(cursor.value())
+                        view.verify()
+                        if view.header.key != last or view.header.kind != kind:
+                            bad.append((last, f"{table[:-1]} of another key"))
+                    except FormatError as error:
+                        bad.append((last, str(error)))
+                    done += 1
+                    more = cursor.next()
+            if progress is not None:
+                progress(done, max(done, total))
+            if not more:
+                break
+    return bad
+
+
+def sound(home: Path) -> str:
+    """Walk the file's pages without LMDB, which trusts what it reads: ``""`` or the first thing that is wrong.
+
+    A py-lmdb without that walker (before 3.0) cannot vouch for the file: then the answer is that.
+    """
+    try:
+        from lmdb.verify import VerifyError, verify
+    except ImportError:
+        return "this version of lmdb cannot verify it"
+    try:
+        found = verify(str(home))
+    except (VerifyError, OSError, ValueError, IndexError, OverflowError) as error:
+        return str(error) or type(error).__name__
+    return str(found[0]) if found else ""
+
+
+def _open(home: Path, map_size: int, index: Index, suspect: bool, progress: Progress | None) -> Env:
+    if suspect:
+        wrong = sound(home)
+        if wrong:
+            raise Unusable(wrong)
+    env = Env(home, TABLES, map_size=map_size, readonly=False, durable=False)
+    try:
+        _check_format(env)
+        bad = {key for key, _ in corrupt(env, progress)} if suspect else set()
+        lost = index.load((key, record) for key, record in records(env) if key not in bad)
+        doomed = bad.union(lost)
+        with env.read() as txn:
+            blocks = txn.stat(env.tables["blocks"])["entries"]
+            states = txn.stat(env.tables["states"])["entries"]
+        if not doomed and (blocks != sum(1 for node in index.tree if node.nbytes) or states != index.states):
+            raise Unusable("values and records differ")
+        if doomed:
+            log.warning("the cache at %s held %d entries that cannot be used; they are dropped", home, len(doomed))
+            env.write(lambda txn: [txn.delete(key, db=env.tables[name]) for key in doomed for name in TABLES[:3]])
+        return env
+    except BaseException:
+        env.close()
+        raise
+
+
+def _check_format(env: Env) -> None:
+    with env.read() as txn:
+        raw = txn.get(b"format", db=env.tables["info"])
+        empty = raw is None and not txn.stat(env.tables["meta"])["entries"]
+    if empty:
+        env.write(lambda txn: txn.put(b"format", msgspec.msgpack.encode(FORMAT), db=env.tables["info"]))
+    elif raw is None or bytes(raw) != msgspec.msgpack.encode(FORMAT):
+        raise Unusable(f"its tables have another format than {FORMAT}")
+
+
+def open_cache(
+    home: Path, map_size: int, index: Index, *, clean: bool, same_boot: bool, progress: Progress | None
+) -> tuple[Env, str]:
+    """Open ``home`` for writing and fill ``index``; returns the environment and what had to be done.
+
+    ``""``: closed cleanly. ``kept``: its process died, which LMDB survives. ``verified``: the machine went down before
+    the last sync, so pages and checksums were compared. ``rebuilt``: it could not be used and starts empty.
+    Raises StoreError only where an empty cache could not be opened either.
+    """
+    present = (home / "data.mdb").exists()
+    try:
+        home.mkdir(exist_ok=True)
+        short = shortage(home)
+        suspect = present and (short > 0 or not (clean or same_boot))
+        if short:
+            # Pages at the end that were given back in the transaction that got them are never written; zeros will do.
+            os.truncate(home / "data.mdb", (home / "data.mdb").stat().st_size + short)
+    except OSError as error:
+        raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
+    try:
+        env = _open(home, map_size, index, suspect, progress)
+        return env, "verified" if suspect else "" if clean else "kept"
+    except (Unusable, lmdb.Error, StoreError) as error:
+        if not isinstance(error, Unusable) and not broken(error):
+            raise (error if isinstance(error, StoreError) else explain(error, home)) from None
+        log.warning("the cache at %s cannot be used and starts empty: %s", home, error)
+    with contextlib.suppress(OSError):
+        shutil.rmtree(home)
+    try:
+        home.mkdir(exist_ok=True)
+        return _open(home, map_size, index, False, progress), "rebuilt"
+    except (Unusable, lmdb.Error, OSError) as error:
+        raise explain(error, home) from None

@@ -43,7 +43,7 @@ class Detokenizer:
         new = after[len(before) :]
         if new:
             # The ids that gave the last text are the context of the next, so decoding stays of constant length. Ids
-            # without text (special ones) stay in front: a tokenizer that strips a leading blank must not see them first.
+            # without text (special ones) never stand alone in front: what follows them would lose its leading blank.
             del self._ids[: self._read]
         self._read = len(self._ids)
         return new

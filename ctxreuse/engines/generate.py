@@ -24,8 +24,8 @@ class Piece(msgspec.Struct, frozen=True):
     ``text`` is the text that can be given out with it: whole characters, nothing that may begin a stop string, so it
     may be "" or hold earlier tokens' text. ``finish`` is set on the last piece: ``stop`` (the model ended; ``token`` is
     the end marker), ``length`` (max_tokens or the model's positions are used up) or ``stop_string``. ``logprob`` and
-    ``top`` (id and log-probability of the likeliest tokens, best first) are those of the model's own distribution, before
-    penalties and temperature; None and () unless `Sampling.logprobs` asks for them.
+    ``top`` (ids and log-probabilities of the likeliest tokens, best first) are those of the model's own distribution,
+    before penalties and temperature; None and () unless `Sampling.logprobs` asks for them.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Piece(msgspec.Struct, frozen=True):
 def generate(engine: Engine, text: TextModel, live: Live, logits: Logits, sampling: Sampling) -> Iterator[Piece]:
     """One piece a token, as they come. ``logits`` are those after the tokens ``live`` holds.
 
-    A token goes into ``live`` only when the next one is asked for, so ``live.n`` tells what was processed, and after the
+    A token goes into ``live`` only when the next one is asked for: ``live.n`` tells what was processed, and after the
     end the last token is not in it. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what
     `Engine.prefill` raises, except ContextTooLongError: a full context ends with ``length``.
     """

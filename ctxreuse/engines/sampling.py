@@ -18,7 +18,7 @@ __all__ = ["Sampler", "Sampling", "log_softmax"]
 class Sampling(msgspec.Struct, frozen=True):
     """How an answer is drawn. Raises ConfigError for values without a meaning.
 
-    ``temperature`` 0 is greedy. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, section 4.1),
+    ``temperature`` 0 is greedy. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, 4.1),
     ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
     alternatives to report beside the chosen token's own log-probability; 0 reports nothing.
     """

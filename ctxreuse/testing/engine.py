@@ -1,0 +1,324 @@
+"""EngineContract: what any engine must do, as tests to inherit from.
+
+::
+
+    class TestMine(EngineContract):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def engine(cls): return MyEngine(...)
+
+The engine should be small (a context of six blocks is prefilled some twenty times). ``tolerance`` bounds the difference of
+logits between a resumed and a whole prefill, relative to the largest logit; a restored context that goes on like the
+live one must have the same bits whatever the tolerance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView, parse
+from ctxreuse.engines.base import Engine, Live, Logits
+from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, TokenRangeError
+from ctxreuse.keys import ROOT, Tokens, prefix_keys, tenant_salt
+
+__all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume", "seal"]
+
+_SALT = tenant_salt("contract")
+_BLOCKS = 6
+
+
+class Sealed:
+    """A context as bytes: its blocks, the state at each position where it was held, and the keys."""
+
+    def __init__(self, engine: Engine, live: Live) -> None:
+        size, space = engine.space.block_tokens, engine.space.digest
+        self.tokens: Tokens = live.tokens.copy()
+        self.keys = prefix_keys(space, _SALT, self.tokens, size)
+        self.blocks = list(engine.export(live, self.keys, ROOT, 0))
+        self.states: dict[int, npt.NDArray[np.uint8]] = {}
+        for at in live.states:
+            number = at // size - 1
+            parent = self.keys[number - 1] if number else ROOT
+            self.states[at] = engine.export_state(live, self.keys[number], parent, at)
+
+
+def random_tokens(engine: Engine, count: int, seed: int = 0) -> Tokens:
+    """``count`` ids of the engine's vocabulary, int32."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, engine.space.vocab_size, count).astype(np.int32)
+
+
+def continuation(engine: Engine, live: Live, logits: Logits, steps: int) -> list[Logits]:
+    """Logits of ``steps`` greedy tokens, one forward each."""
+    seen = [logits]
+    for _ in range(steps):
+        seen.append(engine.prefill(live, np.array([seen[-1].argmax()], np.int32)))
+    return seen
+
+
+def seal(engine: Engine, tokens: Tokens) -> Sealed:
+    """Prefill tokens into a new context and export it; states are taken at the end only (a block boundary)."""
+    live = engine.start()
+    engine.prefill(live, tokens)
+    return Sealed(engine, live)
+
+
+def views(engine: Engine, sealed: Sealed, end: int) -> tuple[list[BlockView], BlockView | None]:
+    """Parsed blocks up to position ``end`` and, where the engine needs it, the state there."""
+    space = engine.space
+    blocks = [parse(data, space=space.digest) for data in sealed.blocks[: end // space.block_tokens]]
+    return blocks, parse(sealed.states[end], space=space.digest) if space.needs_state else None
+
+
+def resume(engine: Engine, sealed: Sealed, end: int, suffix: Tokens) -> tuple[Live, Logits]:
+    """A new context loaded up to ``end``, then ``suffix`` prefilled into it."""
+    live = engine.start()
+    blocks, state = views(engine, sealed, end)
+    loading = engine.load(live, blocks, state)
+    logits = engine.prefill(live, suffix)
+    loading.wait()
+    return live, logits
+
+
+def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
+    assert callable(action)
+    try:
+        action(*arguments)
+    except kind as error:
+        return error
+    raise AssertionError(f"{action} did not raise {kind.__name__}")
+
+
+class EngineContract:
+    """Inherit, and give a fixture ``engine``."""
+
+    #: Largest |difference| of logits between two ways to cut the same prefill, as a share of the largest |logit|.
+    tolerance = 1e-5
+
+    def close(self, a: Logits, b: Logits) -> bool:
+        """True if two logits differ by rounding only."""
+        return bool(np.abs(a - b).max() <= self.tolerance * np.abs(b).max())
+
+    def test_tokens_and_counts_follow_what_was_processed(self, engine: Engine) -> None:
+        ids = random_tokens(engine, 2 * engine.space.block_tokens + 3)
+        live = engine.start()
+        assert live.n == 0
+        assert live.states == ()
+        assert len(live.tokens) == 0
+        logits = engine.prefill(live, ids[:5])
+        assert logits.shape == (engine.space.vocab_size,)
+        assert logits.dtype == np.float32
+        engine.prefill(live, ids[5:])
+        assert live.n == len(ids)
+        assert np.array_equal(live.tokens, ids)
+        assert live.nbytes > 0
+
+    def test_same_prefill_gives_the_same_bits(self, engine: Engine) -> None:
+        ids = random_tokens(engine, 3 * engine.space.block_tokens + 1)
+        first, second = engine.prefill(engine.start(), ids), engine.prefill(engine.start(len(ids)), ids)
+        assert np.array_equal(first, second)
+
+    def test_prefill_in_parts_equals_a_whole_one(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, 3 * size + 7)
+        whole = engine.prefill(engine.start(), ids)
+        for cut in (1, size - 1, size, 2 * size + 3, len(ids) - 1):
+            live = engine.start()
+            engine.prefill(live, ids[:cut])
+            assert self.close(engine.prefill(live, ids[cut:]), whole), f"cut at {cut}"
+
+    def test_restored_context_goes_on_with_the_bits_of_the_live_one(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids, suffix = random_tokens(engine, _BLOCKS * size), random_tokens(engine, size // 2, seed=1)
+        for end in (size, 2 * size, _BLOCKS * size):
+            live = engine.start()
+            engine.prefill(live, ids[:end])
+            sealed = Sealed(engine, live)
+            expected = continuation(engine, live, engine.prefill(live, suffix), 3)
+            copy, logits = resume(engine, sealed, end, suffix)
+            got = continuation(engine, copy, logits, 3)
+            assert all(np.array_equal(a, b) for a, b in zip(got, expected)), f"resumed at {end}"
+            assert np.array_equal(copy.tokens, live.tokens)
+
+    def test_resumed_equals_a_whole_prefill(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, _BLOCKS * size + 9)
+        whole = engine.prefill(engine.start(), ids)
+        for end in range(size, len(ids), size):
+            _, logits = resume(engine, seal(engine, ids[:end]), end, ids[end:])
+            assert self.close(logits, whole), f"resumed at {end}"
+
+    def test_two_forks_of_one_prefix_do_not_touch_each_other(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        prefix = random_tokens(engine, 2 * size)
+        sealed = seal(engine, prefix)
+        left, right = random_tokens(engine, size + 5, seed=2), random_tokens(engine, size + 5, seed=3)
+        first, a = resume(engine, sealed, 2 * size, left)
+        _, b = resume(engine, sealed, 2 * size, right)
+        _, again = resume(engine, sealed, 2 * size, left)
+        assert np.array_equal(a, again)
+        assert self.close(b, engine.prefill(engine.start(), np.concatenate([prefix, right])))
+        assert np.array_equal(first.tokens[: 2 * size], prefix)
+
+    def test_export_load_export_gives_the_same_bytes(self, engine: Engine) -> None:
+        end = 3 * engine.space.block_tokens
+        sealed = seal(engine, random_tokens(engine, end))
+        copy, _ = resume(engine, sealed, end, random_tokens(engine, 2, seed=1))
+        again = Sealed(engine, copy)
+        assert len(sealed.blocks) == 3
+        assert [a.tobytes() for a in again.blocks] == [b.tobytes() for b in sealed.blocks]
+        if engine.space.needs_state:
+            assert again.states[end].tobytes() == sealed.states[end].tobytes()
+
+    def test_blocks_say_what_they_are(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        sealed = seal(engine, random_tokens(engine, 2 * size))
+        for number, data in enumerate(sealed.blocks):
+            view = parse(data, space=engine.space.digest)
+            ids = sealed.tokens[number * size : (number + 1) * size]
+            assert view.covers(sealed.keys[number], ids)
+            assert view.header.parent == (sealed.keys[number - 1] if number else ROOT)
+            assert (view.header.kind, view.header.end) == ("block", (number + 1) * size)
+            view.verify()
+        for at, data in sealed.states.items():
+            view = parse(data, space=engine.space.digest)
+            assert view.covers(sealed.keys[at // size - 1], sealed.tokens[at - size : at])
+            assert (view.header.kind, view.header.end) == ("state", at)
+            view.verify()
+
+    def test_export_of_a_part_equals_that_part_of_the_whole(self, engine: Engine) -> None:
+        live = engine.start()
+        engine.prefill(live, random_tokens(engine, 3 * engine.space.block_tokens))
+        sealed = Sealed(engine, live)
+        part = list(engine.export(live, sealed.keys[1:], sealed.keys[0], 1))
+        assert [a.tobytes() for a in part] == [b.tobytes() for b in sealed.blocks[1:]]
+
+    def test_states_are_held_at_block_boundaries(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        live = engine.start()
+        engine.prefill(live, random_tokens(engine, 2 * size + 3))
+        for token in random_tokens(engine, size, seed=1):
+            engine.prefill(live, np.array([token], np.int32))
+        if engine.space.needs_state:
+            assert {2 * size, 3 * size} <= set(live.states)
+        else:
+            assert live.states == ()
+        assert all(at % size == 0 and 0 < at <= live.n for at in live.states)
+
+    def test_crop_goes_back_to_where_it_was(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids, other = random_tokens(engine, 2 * size), random_tokens(engine, size + 2, seed=4)
+        live = engine.start()
+        engine.prefill(live, ids)
+        before = live.tokens
+        expected = engine.prefill(live, other)
+        assert engine.crop(live, 2 * size)
+        assert live.n == 2 * size
+        assert np.array_equal(live.tokens, ids)
+        assert np.array_equal(before, ids)
+        assert np.array_equal(engine.prefill(live, other), expected)
+        assert engine.crop(live, 0)
+        assert live.n == 0
+        assert self.close(engine.prefill(live, ids), engine.prefill(engine.start(), ids))
+
+    def test_crop_that_cannot_be_done_changes_nothing(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, _BLOCKS * size + 3)
+        live, twin = engine.start(), engine.start()
+        engine.prefill(live, ids)
+        engine.prefill(twin, ids)
+        odd = size + 1
+        done = engine.crop(live, odd)
+        if not engine.space.needs_state:
+            assert done
+        if done:
+            assert live.n == odd
+            engine.prefill(live, ids[odd:])
+            assert np.array_equal(live.tokens, ids)
+        else:
+            assert live.n == len(ids)
+            one = ids[:1]
+            assert np.array_equal(engine.prefill(live, one), engine.prefill(twin, one))
+        _raises(EngineError, engine.crop, live, live.n + 1)
+        _raises(EngineError, engine.crop, live, -1)
+
+    def test_growth_far_beyond_the_reserve(self, engine: Engine) -> None:
+        ids = random_tokens(engine, min(700, engine.space.max_tokens))
+        small, large = engine.start(1), engine.start(len(ids))
+        for at in range(0, len(ids), 70):
+            a, b = engine.prefill(small, ids[at : at + 70]), engine.prefill(large, ids[at : at + 70])
+            assert np.array_equal(a, b)
+
+    def test_prompts_that_cannot_be_processed_change_nothing(self, engine: Engine) -> None:
+        ids = random_tokens(engine, 5)
+        live = engine.start()
+        engine.prefill(live, ids)
+        limit = engine.space.max_tokens
+        _raises(EngineError, engine.prefill, live, ids[:0])
+        _raises(TokenRangeError, engine.prefill, live, np.array([1, engine.space.vocab_size], np.int32))
+        _raises(TokenRangeError, engine.prefill, live, np.array([-1], np.int32))
+        error = _raises(ContextTooLongError, engine.prefill, live, np.zeros(limit, np.int32))
+        assert str(limit) in str(error)
+        assert str(limit + 5) in str(error)
+        _raises(ContextTooLongError, engine.start, limit + 1)
+        assert live.n == 5
+        engine.prefill(live, ids)
+
+    def test_exports_that_do_not_exist_are_refused(self, engine: Engine) -> None:
+        live = engine.start()
+        engine.prefill(live, random_tokens(engine, engine.space.block_tokens + 1))
+        _raises(EngineError, engine.export, live, [ROOT, ROOT], ROOT, 0)
+        _raises(EngineError, engine.export, live, [ROOT], ROOT, -1)
+        _raises(EngineError, engine.export_state, live, ROOT, ROOT, engine.space.block_tokens + 1)
+
+    def test_loads_that_do_not_fit_are_refused_before_anything_changes(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        sealed = seal(engine, random_tokens(engine, 3 * size))
+        blocks, state = views(engine, sealed, 3 * size)
+        live = engine.start()
+        swapped = [blocks[1], blocks[0], blocks[2]]
+        other = seal(engine, random_tokens(engine, 3 * size, seed=9))
+        strange = [blocks[0], parse(other.blocks[1]), blocks[2]]
+        for wrong in (swapped, strange, blocks[1:]):
+            _raises(FormatError, engine.load, live, wrong, state)
+            assert live.n == 0
+        if engine.space.needs_state:
+            assert state is not None
+            _raises(EngineError, engine.load, live, blocks, None)
+            _raises(FormatError, engine.load, live, blocks[:2], state)
+            _raises(FormatError, engine.load, live, blocks, blocks[2])
+            _raises(FormatError, engine.load, live, [*blocks[:2], state], state)
+        else:
+            _raises(EngineError, engine.load, live, blocks, blocks[2])
+        engine.load(live, blocks, state).wait()
+        assert np.array_equal(live.tokens, sealed.tokens)
+        _raises(EngineError, engine.load, live, blocks, state)
+
+    def test_a_corrupt_plane_is_never_computed_with(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        sealed = seal(engine, random_tokens(engine, 2 * size))
+        rng = np.random.default_rng(5)
+        for data in [*sealed.blocks, *sealed.states.values()]:
+            view = parse(data)
+            planes = [p for p in view.layout.planes if p.nbytes]
+            for number in rng.choice(len(planes), min(3, len(planes)), replace=False):
+                plane = planes[number]
+                at = view.offset(plane.layer, plane.role) + int(rng.integers(plane.nbytes))
+                data[at] ^= 0x10
+                live = engine.start()
+                error = _raises(FormatError, self._use, engine, live, sealed)
+                assert plane.role in str(error)
+                data[at] ^= 0x10
+        self._use(engine, engine.start(), sealed)
+
+    def _use(self, engine: Engine, live: Live, sealed: Sealed) -> None:
+        blocks, state = views(engine, sealed, len(sealed.tokens))
+        loading = engine.load(live, blocks, state)
+        try:
+            engine.prefill(live, sealed.tokens[:3])
+        except FormatError:
+            _raises(FormatError, loading.wait)
+            _raises(EngineError, engine.prefill, live, sealed.tokens[:3])
+            raise
+        loading.wait()

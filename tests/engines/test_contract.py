@@ -1,0 +1,25 @@
+"""Every kind of model passes the engine contract."""
+
+import pytest
+
+from ctxreuse.testing.engine import EngineContract
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["llama", "qwen2", "gpt2", "gemma3", "qwen3next", "lfm2", "falconh1", "granitemoehybrid", "bamba", "jamba"],
+    indirect=True,
+    scope="class",
+)
+class TestTiny(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, request, engine_of):
+        return engine_of(request.param)
+
+
+class TestBackgroundLoad(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, engine_of):
+        return engine_of("llama", background=True)

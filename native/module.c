@@ -1,121 +1,15 @@
-/* module.c - the Python door: ctxreuse._native, limited API 3.11. Checks every argument, then calls the core.
+/* module.c - the Python door: ctxreuse._native, limited API 3.11. Checks every argument (arguments.c), then calls the core.
  *
  * Each entry takes positional arguments only; ctxreuse/_native.pyi names them. All buffers are held, as Py_buffer,
  * until the entry returns; the GIL is released while more than GIL_BYTES are moved.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include "ctxreuse.h"
+#include "arguments.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* Releasing and taking the GIL costs about 100 ns uncontended; copying 16 KiB from the cache costs a little more. */
 enum { GIL_BYTES = 16 << 10 };
-
-/* ---- Arguments --------------------------------------------------------------------------------------------------- */
-
-typedef struct region {
-    Py_buffer view;
-    size_t bytes; /* from the first element to behind the last one */
-} region;
-
-/* Any buffer with non-negative strides. A strided view counts as the bytes it spans, which one allocation holds. */
-static int take(PyObject *obj, int writable, const char *what, region *out) {
-    if (PyObject_GetBuffer(obj, &out->view, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0)) < 0) {
-        if (PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_ValueError, "%s: needs a %sbuffer with strides", what, writable ? "writable " : "");
-        } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
-            PyErr_Clear();
-            PyErr_Format(PyExc_TypeError, "%s: needs an object with the buffer protocol", what);
-        }
-        return -1;
-    }
-    const Py_buffer *view = &out->view;
-    out->bytes = (size_t)view->len;
-    if (view->len == 0 || view->ndim == 0 || view->strides == NULL || view->shape == NULL) return 0;
-    size_t end = (size_t)view->itemsize;
-    for (int i = 0; i < view->ndim; i++) {
-        size_t span;
-        if (view->shape[i] <= 1) continue;
-        if (view->strides[i] < 0 ||
-            __builtin_mul_overflow((size_t)view->shape[i] - 1, (size_t)view->strides[i], &span) ||
-            __builtin_add_overflow(end, span, &end)) {
-            PyErr_Format(PyExc_ValueError, "%s: negative strides are not supported; pass a copy", what);
-            PyBuffer_Release(&out->view);
-            return -1;
-        }
-    }
-    out->bytes = end;
-    return 0;
-}
-
-static int size_of(PyObject *obj, const char *what, size_t *out) {
-    Py_ssize_t value = PyNumber_AsSsize_t(obj, PyExc_ValueError);
-    if (value == -1 && PyErr_Occurred()) return -1;
-    if (value < 0) {
-        PyErr_Format(PyExc_ValueError, "%s: must not be negative, got %zd", what, value);
-        return -1;
-    }
-    *out = (size_t)value;
-    return 0;
-}
-
-static int dtype_of(PyObject *obj, const char *what, ctx_dtype *out) {
-    size_t value;
-    if (size_of(obj, what, &value) < 0) return -1;
-    if (value >= CTX_DTYPES) {
-        PyErr_Format(PyExc_ValueError, "%s: unknown element type %zu (0 fp32, 1 fp16, 2 bf16)", what, value);
-        return -1;
-    }
-    *out = (ctx_dtype)value;
-    return 0;
-}
-
-/* A tuple of our own, since a list could be changed by another thread, or by an item's __index__ or __buffer__. */
-static PyObject *tuple_of(PyObject *obj, const char *what) {
-    PyObject *tuple = PySequence_Tuple(obj);
-    if (!tuple && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();
-        PyErr_Format(PyExc_TypeError, "%s: needs a sequence", what);
-    }
-    return tuple;
-}
-
-/* Three sizes; with `inner`, the third may be left out and is then 1. */
-static int sizes_of(PyObject *obj, const char *what, int inner, size_t out[3]) {
-    PyObject *tuple = tuple_of(obj, what);
-    if (!tuple) return -1;
-    Py_ssize_t count = PyTuple_Size(tuple);
-    int failed = count != 3 && !(inner && count == 2);
-    if (failed) PyErr_Format(PyExc_ValueError, "%s: needs %s sizes, got %zd", what, inner ? "2 or 3" : "3", count);
-    out[2] = 1;
-    for (Py_ssize_t i = 0; !failed && i < count; i++) failed = size_of(PyTuple_GetItem(tuple, i), what, &out[i]) < 0;
-    Py_DECREF(tuple);
-    return failed ? -1 : 0;
-}
-
-static int arity(Py_ssize_t got, Py_ssize_t want, const char *name) {
-    if (got == want) return 0;
-    PyErr_Format(PyExc_TypeError, "%s: takes %zd arguments, got %zd", name, want, got);
-    return -1;
-}
-
-static int place(region *buffer, size_t offset, const size_t shape[3], int distinct, const char *what, ctx_view *view) {
-    switch (ctx_view_check(buffer->bytes, offset, view->dtype, view->strides, shape, distinct)) {
-        case CTX_OK:
-            view->at = (uint8_t *)buffer->view.buf + offset;
-            return 0;
-        case CTX_ALIASED:
-            PyErr_Format(PyExc_ValueError, "%s: strides make elements share an address", what);
-            return -1;
-        default:
-            PyErr_Format(PyExc_ValueError, "%s: box (%zu, %zu, %zu) at byte %zu leaves the buffer of %zu bytes", what,
-                         shape[0], shape[1], shape[2], offset, buffer->bytes);
-            return -1;
-    }
-}
 
 /* Bytes of a destination that passed its check; it has that many distinct elements, so this cannot overflow. */
 static size_t volume(const size_t shape[3], ctx_dtype dtype) {
@@ -379,9 +273,10 @@ static PyObject *active(PyObject *module, PyObject *unused) {
 
 static PyObject *use(PyObject *module, PyObject *name) {
     (void)module;
-    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
+    Py_ssize_t length;
+    const char *text = PyUnicode_AsUTF8AndSize(name, &length);
     if (!text) return NULL;
-    if (ctx_use(text) == 0) Py_RETURN_NONE;
+    if (strlen(text) == (size_t)length && ctx_use(text) == 0) Py_RETURN_NONE; /* no NUL inside */
     PyErr_Format(PyExc_ValueError, "kernel table %R is not usable on this machine (known: " CTX_TABLE_NAMES ")", name);
     return NULL;
 }

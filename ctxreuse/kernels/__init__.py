@@ -38,7 +38,7 @@ elif os.environ.get("CTXREUSE_KERNELS") == "numpy":
     from ctxreuse.kernels import reference as _backend
 else:
     try:
-        from ctxreuse import _native as _backend
+        import ctxreuse._native as _backend  # `from ctxreuse import` would tell absent and broken alike: ImportError
     except ModuleNotFoundError:  # never built here; a table that cannot run is a plain ImportError and goes on up
         from ctxreuse.kernels import reference as _backend
 

@@ -73,7 +73,7 @@ def scatter_run(
     shape = (heads, sum(token_counts), dim)
     tensor = _window(dst, dst_dtype, dst_offset, dst_strides, shape, "tensor", writable=True)
     token = 0
-    for plane in planes:
+    for plane in filter(np.size, planes):
         tensor[:, token : token + plane.shape[1]] = convert(plane, src_dtype, dst_dtype)
         token += plane.shape[1]
 
@@ -95,7 +95,7 @@ def gather_run(
     shape = (heads, sum(token_counts), dim)
     tensor = _window(src, src_dtype, src_offset, src_strides, shape, "tensor")
     token = 0
-    for plane in planes:
+    for plane in filter(np.size, planes):
         plane[...] = convert(tensor[:, token : token + plane.shape[1]], src_dtype, dst_dtype)
         token += plane.shape[1]
 
@@ -116,13 +116,21 @@ def rope_shift(
 ) -> None:
     """Rotate the vectors of a box. See `ctxreuse.kernels.rope_shift`."""
     c, s = np.asarray(cos), np.asarray(sin)
-    if c.dtype != np.float32 or s.dtype != np.float32 or c.ndim != 1 or c.shape != s.shape:
+    if (
+        c.dtype != np.float32
+        or s.dtype != np.float32
+        or c.ndim != 1
+        or c.shape != s.shape
+        or not (c.flags.c_contiguous and s.flags.c_contiguous)
+    ):
         raise ValueError("cos, sin: need contiguous float32 buffers of the same length")
     half = len(c)
     to = _window(dst, dst_dtype, dst_offset, dst_strides, shape, "dst", writable=True)
     of = _window(src, src_dtype, src_offset, src_strides, shape, "src")
-    if 2 * half > to.shape[2]:
-        raise ValueError(f"cos: {half} angles rotate more than dim {to.shape[2]} elements")
+    if 2 * half > shape[2]:
+        raise ValueError(f"cos: {half} angles rotate more than dim {shape[2]} elements")
+    if to.size == 0:
+        return
     out = convert(of, src_dtype, dst_dtype)
     x = convert(of, src_dtype, _FP32).view(np.float32)
     first, second = (
@@ -154,6 +162,7 @@ def advise_hugepages(buffer: Memory, populate: bool) -> int:
 def convert(bits: Bits, src_dtype: int, dst_dtype: int) -> Bits:
     """A copy of elements given as their bits (uint32 for fp32, else uint16), any shape, as bits of another type."""
     bits = np.array(bits, order="C")
+    out: Bits
     if src_dtype == dst_dtype:
         return bits
     wide: Any
@@ -167,15 +176,17 @@ def convert(bits: Bits, src_dtype: int, dst_dtype: int) -> Bits:
         plain = np.where(nan, 0, bits).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
         wide = np.where(nan, sign | 0x7FC00000 | magnitude << 13, plain)
     if dst_dtype == _FP32:
-        return cast(Bits, wide)
+        return np.asarray(wide, dtype=np.uint32)
     nan = (wide & 0x7FFFFFFF) > 0x7F800000
     if dst_dtype == _BF16:
         # The sum cannot wrap: only NaN patterns lie that high, and those are replaced.
         rounded = (wide + (0x7FFF + (wide >> 16 & 1))) >> 16
-        return np.where(nan, wide >> 16 | 0x40, rounded).astype(np.uint16)
+        out = np.where(nan, wide >> 16 | 0x40, rounded).astype(np.uint16)
+        return out
     with np.errstate(over="ignore", under="ignore"):
         narrow = np.where(nan, 0, wide).astype(np.uint32).view(np.float32).astype(np.float16).view(np.uint16)
-    return np.where(nan, wide >> 16 & 0x8000 | 0x7E00 | wide >> 13 & 0x3FF, narrow).astype(np.uint16)
+    out = np.where(nan, wide >> 16 & 0x8000 | 0x7E00 | wide >> 13 & 0x3FF, narrow).astype(np.uint16)
+    return out
 
 
 class _Memory:
@@ -245,8 +256,8 @@ def _window(
     end = start + (reach + 1) * item if all(lengths) else start
     if end > len(flat):
         raise ValueError(f"{what}: box {lengths} at byte {start} leaves the buffer of {len(flat)} bytes")
-    if not all(lengths):
-        return np.zeros(lengths, np.uint32 if item == 4 else np.uint16)
+    if not all(lengths):  # not np.zeros(lengths): the other lengths may be beyond numpy
+        return np.zeros((0, 0, 0), np.uint32 if item == 4 else np.uint16)
     reach = 0
     for step, n in axes if writable else ():
         if step <= reach:

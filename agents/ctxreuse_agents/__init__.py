@@ -1,0 +1,25 @@
+"""Agent memory without a server: durable sessions over a KV store that makes returning to them cheap."""
+
+from ctxreuse.engines.sampling import Sampling
+from ctxreuse.runtime import Usage
+from ctxreuse.store import Hit, NewTurn, Turn
+from ctxreuse_agents.aio import AsyncAnswer, AsyncMemory, AsyncSession
+from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.memory import Memory, MemoryStats
+from ctxreuse_agents.session import Diff, Session
+
+__all__ = [
+    "Answer",
+    "AsyncAnswer",
+    "AsyncMemory",
+    "AsyncSession",
+    "Diff",
+    "Hit",
+    "Memory",
+    "MemoryStats",
+    "NewTurn",
+    "Sampling",
+    "Session",
+    "Turn",
+    "Usage",
+]

@@ -1,0 +1,152 @@
+"""The acts of the demo, each run in a process of its own that reports one JSON line an event.
+
+``python -m ctxreuse_agents.demo.acts ACT FOLDER``. The first act ends by killing its own process with SIGKILL, as a
+crash or a flat battery would; the second starts from what is on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from ctxreuse_agents import Memory, Session
+
+__all__ = ["ACTS", "QUESTIONS", "document"]
+
+QUESTIONS = (
+    "Who founded the observatory?",
+    "How is the mirror of the largest telescope cleaned?",
+    "What does it mean when the bell rings three times?",
+)
+_TASK = "You answer questions about this handbook, in one sentence.\n\n"
+_ANSWER_TOKENS = 24
+
+
+def document() -> str:
+    """The handbook that the demo asks about, about 2,000 tokens, written for this project."""
+    return files("ctxreuse_agents.demo").joinpath("document.txt").read_text(encoding="utf-8")
+
+
+def report(event: str, **fields: Any) -> None:
+    """One event to the process that shows the demo."""
+    sys.stdout.buffer.write(msgspec.json.encode({"event": event, **fields}) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def ask(session: Session, question: str, step: str) -> None:
+    """Ask, timing the first piece, and report what was reused and which tokens came out."""
+    started = time.perf_counter()
+    answer = session.ask(question, max_tokens=_ANSWER_TOKENS)
+    pieces = iter(answer)
+    first = next(pieces)
+    seconds = time.perf_counter() - started
+    text = first + "".join(pieces)
+    usage = answer.usage
+    report(
+        "asked",
+        step=step,
+        question=question,
+        seconds=seconds,
+        prompt=usage.prompt_tokens,
+        cached=usage.cached_tokens,
+        sources=usage.by_source,
+        tokens=list(answer.tokens),
+        text=text.strip(),
+    )
+
+
+def open_memory(folder: Path) -> Memory:
+    """The memory with its engine, warmed up so that the first question is not charged for starting torch."""
+    from ctxreuse_agents import Memory
+
+    report("doing", what="loading the model")
+    memory = Memory.open(folder, engine="smollm2")
+    assert memory.runtime is not None
+    memory.runtime.prefill([1, 2, 3, 4])
+    return memory
+
+
+def first(folder: Path) -> None:
+    """Read the document cold, ask warm, and die."""
+    memory = open_memory(folder)
+    handbook = memory.create("handbook")
+    handbook.system(_TASK + document())
+    report("doing", what="reading the document for the first time")
+    ask(handbook.fork("cold"), QUESTIONS[0], "cold")
+    for i, question in enumerate(QUESTIONS):
+        report("doing", what="asking again in the same process")
+        ask(handbook.fork(f"warm-{i}"), question, "warm")
+    memory.flush()
+    report("killed", pid=os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def second(folder: Path) -> None:
+    """After the kill: ask from disk, fork twice, evict and rebuild; then compute all answers with nothing reused."""
+    memory = open_memory(folder)
+    handbook = memory.session("handbook", create=False)
+    for i, question in enumerate(QUESTIONS):
+        report("doing", what="asking after the restart")
+        memory.runtime.pool.clear()
+        ask(handbook.fork(f"restart-{i}"), question, "restart")
+
+    parent = memory.session("restart-0", create=False)
+    for i, question in enumerate(QUESTIONS[1:]):
+        started = time.perf_counter()
+        fork = parent.fork(f"fork-{i}", at=handbook.head)
+        report("forked", seconds=time.perf_counter() - started)
+        report("doing", what="asking in a fork")
+        ask(fork, question, "fork")
+
+    for name in [session.name for session in memory.sessions()]:
+        memory.session(name, create=False).evict()
+    report("doing", what="rebuilding after the KV was evicted")
+    for question in QUESTIONS[:1]:
+        ask(handbook.fork("evicted"), question, "evicted")
+    memory.flush()
+    report("stored", stats=memory.stats())
+
+    report("doing", what="computing every answer again with nothing reused, to compare")
+    _without_reuse(memory, handbook)
+    memory.close()
+
+
+def _without_reuse(memory: Memory, handbook: Session) -> None:
+    from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.runtime import Runtime
+
+    assert memory.runtime is not None
+    plain = Runtime(memory.runtime.engine, None, live_bytes=0)
+    for question in QUESTIONS:
+        fork = handbook.fork()
+        fork.user(question)
+        started = time.perf_counter()
+        completion = plain.complete(fork.tokens(generate=True), Sampling(max_tokens=_ANSWER_TOKENS))
+        next(completion)
+        seconds = time.perf_counter() - started
+        completion.drain()
+        report("plain", question=question, seconds=seconds, tokens=list(completion.tokens))
+        memory.delete(fork.id)
+
+
+ACTS: dict[str, Callable[[Path], None]] = {"first": first, "second": second}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one act: ACT FOLDER."""
+    act, folder = arguments
+    ACTS[act](Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+"""What callers hand in, checked before anything is stored: text that UTF-8 can hold, settings that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ctxreuse.engines.sampling import Sampling
+from ctxreuse.errors import SessionError
+
+__all__ = ["check_text", "choose_sampling"]
+
+
+def choose_sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
+    """Sampling with some fields set by keyword. Raises TypeError for one that does not exist."""
+    chosen = dict(settings)
+    if isinstance(chosen.get("stop"), str):
+        chosen["stop"] = (chosen["stop"],)
+    return Sampling(**chosen) if sampling is None else msgspec.structs.replace(sampling, **chosen)
+
+
+def check_text(role: object, content: object) -> None:
+    """Raises SessionError unless both are text that UTF-8 can hold, saying how to make them so."""
+    for what, text in (("role", role), ("content", content)):
+        if isinstance(text, bytes | bytearray | memoryview):
+            raise SessionError(
+                f"the {what} is {len(text)} bytes, not text",
+                fix="Decode it first: data.decode('utf-8'), or data.decode('utf-8', errors='replace') for mixed files",
+            )
+        if not isinstance(text, str):
+            raise SessionError(f"the {what} is a {type(text).__name__}, not text", fix="Give a str; json.dumps() data")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SessionError(
+                f"the {what} has a lone surrogate at character {error.start}, which no Unicode text may hold",
+                fix="Clean it: text.encode('utf-8', 'replace').decode()",
+            ) from None
+    if not role:
+        raise SessionError("the role is empty", fix="Use system, user, assistant or tool")

@@ -1,0 +1,192 @@
+"""Agent memory: sessions that survive restarts, fork in O(1), and give an engine its KV back instead of a prefill."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import platformdirs
+
+from ctxreuse.engines import Engine, open_engine
+from ctxreuse.errors import SessionError, StoreError, StoreOwnedError
+from ctxreuse.runtime import Runtime
+from ctxreuse.store import Hit, Ledger, LedgerStats, StoreStats
+from ctxreuse_agents import transfer
+from ctxreuse_agents.session import Session
+from ctxreuse_agents.shared import Shared
+
+if TYPE_CHECKING:
+    from ctxreuse.store import TieredStore
+
+__all__ = ["CAPACITY", "Memory", "MemoryStats"]
+
+#: Default limit of the KV on disk, in bytes. Text and token ids are not limited.
+CAPACITY = 8 << 30
+
+_log = logging.getLogger(__name__)
+
+
+class MemoryStats(msgspec.Struct, frozen=True):
+    """Figures of one moment: how much is remembered, and the KV store's own figures (None without one)."""
+
+    sessions: int
+    ledger: LedgerStats
+    blocks: StoreStats | None
+
+
+class Memory:
+    """All sessions in one folder. Any thread may call; one process at a time has it open for writing."""
+
+    def __init__(self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False) -> None:
+        """For those who open the parts themselves and close them: see `open`."""
+        self._shared = Shared(ledger, runtime, readonly=readonly)
+        self._store: TieredStore | None = None
+        self._owns: list[Ledger | TieredStore | Runtime] = []
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        engine: str | os.PathLike[str] | Engine | Runtime | None = None,
+        *,
+        tenant: str = "default",
+        capacity: int = CAPACITY,
+        readonly: bool = False,
+    ) -> Memory:
+        """Open the memory in folder ``path`` (default: the user's data folder), creating it if need be.
+
+        ``engine``: None (text only: nothing is tokenised or computed), a model's name or folder, an engine, or a
+        runtime, which is used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
+        different tenants shares nothing. ``capacity``: bytes of KV on disk. Raises StoreOwnedError if another process
+        has it open for writing, StoreError, and what opening the engine raises (ConfigError, EngineError).
+        """
+        folder = Path(path) if path is not None else _default_folder(readonly)
+        if isinstance(engine, str | os.PathLike):
+            engine = open_engine(os.fspath(engine))
+        ledger = Ledger.open(folder, readonly=readonly)
+        store = runtime = None
+        try:
+            if isinstance(engine, Runtime):
+                runtime = engine
+            elif engine is not None:
+                store = _open_blocks(folder, capacity, readonly)
+                runtime = Runtime(engine, store, tenant=tenant)
+            memory = cls(ledger, runtime, readonly=readonly)
+        except BaseException:
+            if store is not None:
+                store.close()
+            ledger.close()
+            raise
+        if runtime is not None and runtime is not engine:
+            memory._owns.append(runtime)
+        memory._store = store
+        memory._owns += [part for part in (store, ledger) if part is not None]
+        return memory
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The attached engine; None if this memory holds text only."""
+        return None if self._shared.runtime is None else self._shared.runtime.engine
+
+    @property
+    def shared(self) -> Shared:
+        """Ledger, runtime and locks, for those who build other faces on this memory."""
+        return self._shared
+
+    def create(self, name: str | None = None) -> Session:
+        """A new, empty session. Raises SessionError if the name is taken."""
+        return Session(self._shared, self._shared.ledger.create(name).id)
+
+    def session(self, id_or_name: str, *, create: bool = True) -> Session:
+        """The session of that id or name; made if there is none and ``create``. Raises SessionError otherwise."""
+        ledger = self._shared.ledger
+        try:
+            return Session(self._shared, ledger.session(id_or_name).id)
+        except SessionError:
+            if not create or _looks_like_id(id_or_name):
+                raise
+        try:
+            return self.create(id_or_name)
+        except SessionError:
+            # Another thread may have made it since.
+            return Session(self._shared, ledger.session(id_or_name).id)
+
+    def sessions(self, limit: int | None = None, offset: int = 0) -> list[Session]:
+        """Sessions, last changed first."""
+        return [Session(self._shared, record.id) for record in self._shared.ledger.sessions(limit, offset)]
+
+    def search(self, text: str, limit: int = 20) -> list[Hit]:
+        """Turns that contain all words of ``text``, newest first, with the session and a snippet of each."""
+        return self._shared.ledger.search(text, limit)
+
+    def delete(self, session: Session | str) -> None:
+        """Delete a session; forks of it keep their whole history. Waits for an answer under way."""
+        ledger = self._shared.ledger
+        session_id = session.id if isinstance(session, Session) else ledger.session(session).id
+        with self._shared.gate(session_id).hold():
+            ledger.delete(session_id)
+
+    def export_json(self, session: Session | str) -> dict[str, Any]:
+        """A session as a dict that JSON can hold: turns, their meta, times and token ids. See `transfer`."""
+        return transfer.export(self._shared.ledger, session.id if isinstance(session, Session) else session)
+
+    def import_json(self, data: Mapping[str, Any], name: str | None = None) -> Session:
+        """A new session from `export_json`'s dict, which may come from anywhere: FormatError if it is malformed."""
+        return Session(self._shared, transfer.load(self._shared.ledger, data, name).id)
+
+    def stats(self) -> MemoryStats:
+        """How much there is."""
+        ledger = self._shared.ledger
+        return MemoryStats(ledger.count(), ledger.stats(), None if self._store is None else self._store.stats())
+
+    def gc(self) -> int:
+        """Remove turns that no session can reach (rolled back or deleted); returns how many."""
+        return self._shared.ledger.gc()
+
+    def check(self) -> None:
+        """Compare everything that is counted or linked twice; raises AssertionError at a difference."""
+        self._shared.ledger.check()
+        if self._store is not None:
+            self._store.check()
+
+    def close(self) -> None:
+        """End unfinished answers (what they have is stored), commit KV that is queued, close. Idempotent."""
+        self._shared.end_answers()
+        owned, self._owns = self._owns, []
+        for part in owned:
+            part.close()
+
+
+def _default_folder(readonly: bool) -> Path:
+    folder = platformdirs.user_data_path("ctxreuse") / "memory"
+    if not readonly:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _open_blocks(folder: Path, capacity: int, readonly: bool) -> TieredStore | None:
+    from ctxreuse.store import open_store
+
+    try:
+        return open_store(folder, capacity=capacity, readonly=readonly)
+    except StoreOwnedError:
+        raise
+    except StoreError as error:
+        # KV is a cache: without it all works, only slower.
+        _log.warning("no KV will be kept on disk: %s", error)
+        return None
+
+
+def _looks_like_id(text: str) -> bool:
+    return len(text) == 32 and all(c in "0123456789abcdef" for c in text)

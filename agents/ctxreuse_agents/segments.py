@@ -1,0 +1,224 @@
+"""Token streams: a session's context as the concatenation of one durable segment of token ids a turn.
+
+::
+
+    turns      system        user          assistant            user
+    segment    |--encoded--| |--encoded--| |gen|sampled|close| |--encoded--|      -> concatenated: the context
+
+The segment of a written turn is what ``render(turns up to it)`` adds to ``render(turns before it)``, encoded alone.
+That of a generated turn is the generation prompt, the ids exactly as sampled, and what the template closes a turn with. A
+segment is kept in the ledger under the digest of the model space and never made twice, so the context after the next
+turn begins with the very ids that were computed, and their KV is found again.
+
+A template may rewrite earlier turns (strip them, merge them, drop reasoning). Then the turn's segment is *whole*: the
+ids of everything up to it, encoded anew, marked by a leading ``-1``; what came before is not used. A template may also
+refuse a turn as the last one (a system prompt alone): such a turn's segment is empty and the next one carries both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ctxreuse.engines.text import Message, TextModel
+from ctxreuse.errors import CtxReuseError, EngineError
+from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.model import ModelSpace
+from ctxreuse.store import Ledger, Turn
+
+__all__ = ["Draft", "Prompt", "Segment", "Segments", "message_of", "unpack"]
+
+_WHOLE = np.array([-1], "<i4")
+_KEPT_RENDERS = 32
+# How far back a cut answer is searched for the last token wholly part of its text: longer than stop strings are.
+_CUT_TOKENS = 64
+
+
+class Segment(NamedTuple):
+    """Token ids of one turn; ``whole``: they stand for everything up to and including it."""
+
+    ids: Tokens
+    whole: bool = False
+
+    def pack(self) -> bytes:
+        """As the ledger keeps it: int32 little-endian, a whole one after -1."""
+        return (np.concatenate([_WHOLE, self.ids]) if self.whole else self.ids).astype("<i4").tobytes()
+
+
+def unpack(raw: bytes, vocab_size: int = 1 << 31) -> Segment | None:
+    """The segment in the ledger's bytes; None if they cannot be one for a vocabulary of this size."""
+    if len(raw) % 4:
+        return None
+    ids = np.frombuffer(raw, "<i4")
+    whole = len(ids) > 0 and int(ids[0]) == -1
+    ids = ids[1:] if whole else ids
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        return None
+    return Segment(ids, whole)
+
+
+class Draft(NamedTuple):
+    """A turn that is not in the ledger yet."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+class Prompt(NamedTuple):
+    """What an answer starts from: ``ids`` = context and generation prompt, which is ``added`` at the end of it.
+
+    ``draft`` is the segment of the draft turn, if there was one. ``base`` and ``text`` are the rendered text without
+    and with the generation prompt; ``whole``: the generation prompt does not simply follow the context.
+    """
+
+    ids: Tokens
+    added: Tokens
+    draft: Segment | None
+    base: str
+    text: str
+    whole: bool
+
+
+def message_of(turn: Turn | Draft) -> Message:
+    """The message that a template sees; a string ``name`` in a turn's meta is its name."""
+    name = turn.name if isinstance(turn, Draft) else turn.meta.get("name")
+    return Message(turn.role, turn.content, name if isinstance(name, str) else None)
+
+
+class Segments:
+    """Makes and keeps the segments of one ledger for one model. Any thread may call."""
+
+    def __init__(self, ledger: Ledger, text: TextModel, space: ModelSpace, *, readonly: bool = False) -> None:
+        self._ledger, self._text, self._space, self._readonly = ledger, text, space, readonly
+        self._lock = threading.Lock()
+        self._renders: OrderedDict[int, str | None] = OrderedDict()
+
+    @property
+    def space(self) -> bytes:
+        """The digest under which segments are kept."""
+        return self._space.digest
+
+    def context(self, turns: Sequence[Turn]) -> Tokens:
+        """Ids of the context after ``turns`` (root first), int32 [n]; missing segments are made and kept.
+
+        A turn's id names its whole history, so a segment made once stays right. Raises StoreError from the ledger.
+        """
+        found = [self._held(turn) for turn in turns]
+        made: list[tuple[int, bytes]] = []
+        for i, segment in enumerate(found):
+            if segment is None:
+                segment = found[i] = self._make(turns[:i], turns[i])
+                made.append((turns[i].id, segment.pack()))
+        if made and not self._readonly:
+            self._keep(made)
+        return _join([segment for segment in found if segment is not None])
+
+    def prompt(self, turns: Sequence[Turn], draft: Draft | None = None) -> Prompt:
+        """The context after ``turns`` and ``draft`` with the generation prompt behind it.
+
+        Raises EngineError if the template refuses these turns.
+        """
+        context = self.context(turns)
+        segment = None
+        path: list[Turn | Draft] = list(turns)
+        if draft is not None:
+            segment = self._make(turns, draft)
+            context = segment.ids if segment.whole else np.concatenate([context, segment.ids])
+            path.append(draft)
+        base = self._base(path)
+        try:
+            text = self._text.render([message_of(turn) for turn in path], generate=True)
+        except CtxReuseError as error:
+            raise EngineError(
+                f"the model's chat template refuses these turns: {error.what}",
+                where=" ".join(turn.role for turn in path[-8:]),
+                fix="Look at the order of roles; many templates want user and assistant in turn",
+            ) from error
+        whole = not text.startswith(base)
+        added = self._text.encode(text if whole else text[len(base) :])
+        ids = added if whole else np.concatenate([context, added])
+        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole)
+
+    def answer(
+        self, turns: Sequence[Turn], prompt: Prompt, content: str, sampled: Sequence[int], *, cut: bool
+    ) -> Segment:
+        """The segment of an answer to ``prompt``, which ends with ``turns``; ``sampled`` are its ids.
+
+        ``cut``: the text ends before the last ids do (a stop string, a consumer that stopped early).
+        """
+        full = self._render([*turns, Draft("assistant", content)])
+        if full is None:
+            return Segment(as_tokens([]))
+        if not full.startswith(prompt.text + content):
+            # The template shows this answer otherwise than it was sampled (trimmed, without reasoning).
+            return self._delta(prompt.base, full)
+        body = list(sampled)
+        while body and body[-1] in self._text.stop_ids:
+            # The template's own closing follows, which begins with the model's end-of-turn token.
+            body.pop()
+        if cut:
+            body = self._cut(body, content)
+        closing = self._text.encode(full[len(prompt.text) + len(content) :])
+        return Segment(np.concatenate([prompt.added, as_tokens(body), as_tokens(closing)]), prompt.whole)
+
+    def _held(self, turn: Turn) -> Segment | None:
+        raw = self._ledger.tokens(turn.id, self.space)
+        return None if raw is None else unpack(raw, self._space.vocab_size)
+
+    def _keep(self, made: Sequence[tuple[int, bytes]]) -> None:
+        for turn_id, raw in made:
+            self._ledger.put_tokens(turn_id, self.space, raw)
+
+    def _make(self, before: Sequence[Turn], turn: Turn | Draft) -> Segment:
+        full = self._render([*before, turn])
+        return Segment(as_tokens([])) if full is None else self._delta(self._base(before), full)
+
+    def _delta(self, base: str, full: str) -> Segment:
+        whole = not full.startswith(base)
+        return Segment(as_tokens(self._text.encode(full if whole else full[len(base) :])), whole)
+
+    def _base(self, path: Sequence[Turn | Draft]) -> str:
+        """The text of the longest beginning of ``path`` that the template takes; the segments so far spell it."""
+        for n in range(len(path), 0, -1):
+            text = self._render(path[:n])
+            if text is not None:
+                return text
+        return ""
+
+    def _render(self, path: Sequence[Turn | Draft]) -> str | None:
+        """The text of a history, or None if the template refuses to end there."""
+        last = path[-1]
+        key = last.id if isinstance(last, Turn) else 0
+        with self._lock:
+            if key and key in self._renders:
+                self._renders.move_to_end(key)
+                return self._renders[key]
+        try:
+            text = self._text.render([message_of(turn) for turn in path], generate=False)
+        except CtxReuseError:
+            text = None
+        if key:
+            with self._lock:
+                self._renders[key] = text
+                while len(self._renders) > _KEPT_RENDERS:
+                    self._renders.popitem(last=False)
+        return text
+
+    def _cut(self, body: list[int], content: str) -> list[int]:
+        for n in range(len(body), max(len(body) - _CUT_TOKENS, 0) - 1, -1):
+            spelled = self._text.decode(body[:n])
+            if content.startswith(spelled):
+                rest = content[len(spelled) :]
+                return body[:n] + (self._text.encode(rest).tolist() if rest else [])
+        return self._text.encode(content).tolist()
+
+
+def _join(segments: Sequence[Segment]) -> Tokens:
+    start = max((i for i, segment in enumerate(segments) if segment.whole), default=0)
+    parts = [segment.ids for segment in segments[start:]]
+    return as_tokens(np.concatenate(parts)) if parts else as_tokens([])

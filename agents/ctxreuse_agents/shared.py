@@ -1,0 +1,62 @@
+"""What all sessions of one memory share: ledger, engine, token streams, turn locks and unfinished answers."""
+
+from __future__ import annotations
+
+import threading
+from weakref import WeakSet, WeakValueDictionary
+
+from ctxreuse.errors import EngineError
+from ctxreuse.runtime import Runtime
+from ctxreuse.store import Ledger
+from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.gate import Gate
+from ctxreuse_agents.segments import Segments
+
+__all__ = ["Shared"]
+
+
+class Shared:
+    """Any thread may call. ``runtime`` is None without an engine, ``segments`` without an engine that knows text."""
+
+    def __init__(self, ledger: Ledger, runtime: Runtime | None, *, readonly: bool) -> None:
+        self.ledger, self.runtime = ledger, runtime
+        self._segments: Segments | None = None
+        if runtime is not None and runtime.text is not None:
+            self._segments = Segments(ledger, runtime.text, runtime.engine.space, readonly=readonly)
+        self._lock = threading.Lock()
+        self._gates: WeakValueDictionary[str, Gate] = WeakValueDictionary()
+        self._answers: WeakSet[Answer] = WeakSet()
+
+    def gate(self, session_id: str) -> Gate:
+        """The one turn lock of a session, whichever object asks; the caller must keep it while it is held."""
+        with self._lock:
+            gate = self._gates.get(session_id)
+            if gate is None:
+                gate = self._gates[session_id] = Gate()
+            return gate
+
+    def engine(self) -> tuple[Runtime, Segments]:
+        """Runtime and token streams. Raises EngineError, saying what to do, if there is no engine or no tokenizer."""
+        if self.runtime is None:
+            raise EngineError(
+                "no engine is attached to this memory; all text is safe and can be read, searched, forked and exported",
+                fix="Attach one: Memory.open(path, engine='smollm2'), a Hugging Face folder, an Engine or a Runtime",
+            )
+        if self._segments is None:
+            raise EngineError(
+                "the attached engine has no tokenizer, so text cannot become tokens",
+                fix="Give Runtime(engine, text=...) a TextModel and open the memory with that runtime",
+            )
+        return self.runtime, self._segments
+
+    def track(self, answer: Answer) -> None:
+        """Remember an answer until it is let go of, so that closing the memory can end it."""
+        with self._lock:
+            self._answers.add(answer)
+
+    def end_answers(self) -> None:
+        """Close every unfinished answer; what they have so far is stored."""
+        with self._lock:
+            answers = list(self._answers)
+        for answer in answers:
+            answer.close()

@@ -1,0 +1,55 @@
+"""A Llama with random weights, a tokenizer of bytes and a ChatML template: a real engine, quick as a fake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_text(template: str = CHATML) -> Any:
+    """One token a byte, and the two marks of ChatML."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from ctxreuse.engines.text import HFText
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    return HFText(tokenizer, template=template, stop_ids=frozenset({257}))
+
+
+def tiny_model(seed: int = 7, positions: int = 2048) -> Any:
+    """Two layers of 32; weights wide enough that greedy answers vary."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def tiny_engine(template: str = CHATML, *, seed: int = 7, positions: int = 2048, **options: Any) -> Any:
+    """The engine over both; equal arguments give an equal model space."""
+    from ctxreuse.engines.torch_hf import TorchEngine
+
+    return TorchEngine(tiny_model(seed, positions), tiny_text(template), **options)

@@ -12,11 +12,9 @@ from ctxreuse.runtime.usage import Logits
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView
     from ctxreuse.engines.base import Engine, Live
-    from ctxreuse.store.base import Reader, Store
+    from ctxreuse.store.base import Reader, WholeStore
 
-__all__ = ["UNREADABLE", "Loaded", "load_prefix"]
-
-UNREADABLE = "a held block could not be used"
+__all__ = ["Loaded", "load_prefix"]
 
 # Loading overlaps computing only if the computing is short: the store's read transaction, which keeps old pages alive,
 # lasts as long as both. Computing 256 tokens takes several times as long as loading 2,048.
@@ -24,15 +22,17 @@ _OVERLAP_TOKENS = 256
 
 
 class Loaded(NamedTuple):
-    """Logits after the whole prompt, reused tokens by tier, and when computing had the machine to itself."""
+    """Logits after the whole prompt, reused tokens by tier, why a held block was not used ('' if all were), and when
+    computing had the machine to itself."""
 
     logits: Logits
     sources: dict[str, int]
+    missed: str
     at: float
 
 
 def load_prefix(
-    engine: Engine, store: Store, live: Live, ids: Tokens, keys: Sequence[bytes], clock: Callable[[], float]
+    engine: Engine, store: WholeStore, live: Live, ids: Tokens, keys: Sequence[bytes], clock: Callable[[], float]
 ) -> Loaded:
     """Fill the empty ``live`` with the blocks of ``keys`` and compute the rest of ``ids``.
 
@@ -42,6 +42,7 @@ def load_prefix(
     at, logits = clock(), None
     with store.read() as reader:
         views, state, sources = _read(engine, reader, ids, keys)
+        missed = reader.missed
         rest = ids[len(views) * engine.space.block_tokens :]
         if views:
             loading = engine.load(live, views, state)
@@ -61,7 +62,7 @@ def load_prefix(
                 del state
     if logits is None:
         logits = engine.prefill(live, rest)
-    return Loaded(logits, sources, at)
+    return Loaded(logits, sources, missed, at)
 
 
 def _read(
@@ -72,11 +73,12 @@ def _read(
     views: list[BlockView] = []
     sources: list[str] = []
     for i, key in enumerate(keys):
+        before = dict(reader.served)
         view = reader.block(key, ids[i * size : (i + 1) * size], space.digest)
         if view is None:
             break
         views.append(view)
-        sources.append(reader.source)
+        sources.append(next(name for name, n in reader.served.items() if n != before.get(name, 0)))
     state = None
     while space.needs_state and views and state is None:
         i = len(views) - 1
@@ -87,9 +89,9 @@ def _read(
     return views, state, {name: sources.count(name) * size for name in dict.fromkeys(sources)}
 
 
-def _discard_corrupt(store: Store, views: Sequence[BlockView]) -> None:
+def _discard_corrupt(store: WholeStore, views: Sequence[BlockView]) -> None:
     for view in views:
         try:
             view.verify()
         except FormatError:
-            store.discard(view.header.key, "corrupt")
+            store.drop(view.header.key, "corrupt")

@@ -11,22 +11,28 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ctxreuse.errors import ContextTooLongError, EngineError, FormatError
+from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.runtime.completion import Completion
-from ctxreuse.runtime.load import UNREADABLE, load_prefix
+from ctxreuse.runtime.load import load_prefix
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.usage import Logits, Prefilled, Usage
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ctxreuse.engines.base import Engine, Live
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
-    from ctxreuse.store.base import Store
+    from ctxreuse.store.base import WholeStore
 
 __all__ = ["Runtime"]
 
-_NOT_HELD = "never stored or evicted"
+_ABSENT = "absent"
+
+# Seconds to wait for a full queue of writes: at 0.1 GB/s the default queue of 256 MiB is empty in three.
+_PATIENCE = 10.0
 
 
 class Runtime:
@@ -39,7 +45,7 @@ class Runtime:
     def __init__(
         self,
         engine: Engine,
-        store: Store | None = None,
+        store: WholeStore | None = None,
         *,
         text: TextModel | None = None,
         tenant: str = "default",
@@ -67,13 +73,17 @@ class Runtime:
         """
         ids = self.checked(tokens)
         with self.compute:
-            for _ in range(3):
+            missed = "no store"
+            for _ in range(3 if self.store is not None else 0):
                 try:
                     return self._prefill(ids, reserve, self.store)
                 except FormatError:
                     # A plane was corrupt; its block has been dropped, so the next round reuses less.
-                    continue
-            return self._prefill(ids, reserve, None)
+                    missed = "corrupt"
+                except StoreError:
+                    missed = "unreadable"
+                    break
+            return self._prefill(ids, reserve, None, missed)
 
     def complete(self, tokens: Sequence[int] | Tokens, sampling: Sampling) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``."""
@@ -98,7 +108,7 @@ class Runtime:
         if self.store is None:
             return 0
         self.store.flush()
-        return self.store.drop(self.keys(ids))
+        return self.store.forget(self.keys(ids))
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
@@ -117,7 +127,7 @@ class Runtime:
             )
         return ids
 
-    def _prefill(self, ids: Tokens, reserve: int, store: Store | None) -> Prefilled:
+    def _prefill(self, ids: Tokens, reserve: int, store: WholeStore | None, missed: str = "") -> Prefilled:
         engine, space = self.engine, self.engine.space
         size = space.block_tokens
         keys = self.keys(ids)
@@ -132,20 +142,27 @@ class Runtime:
         if taken is not None:
             live, reused = taken
             logits = engine.prefill(live, ids[reused:])
-            missed = _NOT_HELD if len(ids) - reused > size else ""
+            missed = missed or (_ABSENT if len(ids) - reused > size else "")
             return self._result(live, logits, ids, {"device": reused}, missed, started, started)
 
         live = engine.start(len(ids) + reserve)
-        missed = "no store" if store is None else _NOT_HELD if len(usable) * size > stored else ""
+        missed = missed or (_ABSENT if len(usable) * size > stored else "")
         loaded, sources = started, {}
         if store is not None and stored:
             done = load_prefix(engine, store, live, ids, usable[: stored // size], self._clock)
             loaded, sources, logits = done.at, done.sources, done.logits
-            if sum(sources.values()) < stored:
-                missed = UNREADABLE
+            missed = done.missed or missed
         else:
             logits = engine.prefill(live, ids)
         return self._result(live, logits, ids, sources, missed, started, loaded)
+
+    def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8]) -> bool:
+        """A full queue refuses the tail of a long context: here nobody waits for an answer, so wait for the queue."""
+        try:
+            store.flush(_PATIENCE)
+        except StoreError:
+            return False
+        return store.put(key, data)
 
     def _result(
         self,
@@ -173,7 +190,7 @@ class Runtime:
         if fresh:
             parent = keys[held - 1] if held else ROOT
             for key, data in zip(fresh, self.engine.export(live, fresh, parent, held)):
-                if not store.put(key, data):
+                if not (store.put(key, data) or self._put_later(store, key, data)):
                     return
         for position in live.states:
             n = position // space.block_tokens

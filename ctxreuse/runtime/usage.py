@@ -20,7 +20,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Token counts and seconds of one request; prompt_tokens = cached_tokens + computed ones.
 
     ``by_source``: reused tokens by the tier they came from (``device``, ``host``, ``disk``). ``missed``: why the first
-    block that had to be computed was not reused; '' if all whole blocks were. Seconds are wall time; where loading
+    whole block that had to be computed was not reused, in the store's words (``absent``: never stored or evicted,
+    ``corrupt``, ``space``, …; ``no store``); '' if all whole blocks were. Seconds are wall time; where loading
     overlaps computing, the overlapped part counts as prefill.
     """
 

@@ -14,7 +14,7 @@ from ctxreuse.block import BlockView
 from ctxreuse.keys import Tokens
 from ctxreuse.tree import Match
 
-__all__ = ["Buffer", "Kind", "Progress", "Reader", "Store", "StoreAdmin", "StoreStats"]
+__all__ = ["Buffer", "Kind", "Progress", "Reader", "Store", "StoreAdmin", "StoreStats", "WholeStore"]
 
 Kind: TypeAlias = Literal["block", "state"]
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
@@ -112,6 +112,12 @@ class StoreAdmin(Protocol):
     def drop(self, key: bytes, reason: str) -> None:
         """Forget an entry and all below it (children can no longer be reached); counted under ``reason``."""
 
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """Forget the blocks of one context from its end up to where another context shares them; returns how many.
+
+        ``keys``: the context's keys, first block first. Puts still queued are not seen: ``flush`` before.
+        """
+
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count as used now, with all ancestors. Reading does this by itself."""
 
@@ -123,3 +129,7 @@ class StoreAdmin(Protocol):
 
     def close(self) -> None:
         """Commit what is queued, sync, end the writer. A second call does nothing."""
+
+
+class WholeStore(Store, StoreAdmin, Protocol):
+    """Both halves: what a runtime works with."""

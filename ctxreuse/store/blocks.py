@@ -244,6 +244,21 @@ class BlockStore:
         if self._writer is not None and not self._closed:
             self._writer.put(Drop(key, reason), 0, 0.0)
 
+    def forget(self, keys: Sequence[bytes]) -> int:
+        gone = 0
+        with self._lock:
+            for key in reversed(keys):
+                node = self._index.tree.get(key)
+                if node is not None:
+                    if node.children or node.pins:
+                        break
+                    self._doomed.append(self._index.remove(node).key)
+                    self._dropped["forgotten"] += 1
+                    gone += 1
+        if gone:
+            self.drop(keys[-1], "forgotten")  # wakes the writer, which deletes what is doomed
+        return gone
+
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._index.touch(keys)

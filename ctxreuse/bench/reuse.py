@@ -1,0 +1,192 @@
+"""Time to first token with a stored 2,048-token context, against full prefill and the cache already in memory.
+
+Each round is a fresh process: it opens the engine (weights loaded, memory reserved, one short warm-up prefill, as any
+server does at start), then answers 2,048 stored tokens and a 32-token question three ways: from the store on
+disk (its pages are in the system's page cache), with the same KV already in the engine's memory (the bound), and by
+prefilling everything (the baseline; the quicker of ours and plain transformers). The peer is llama.cpp's slot restore
+with the same weights in its own format, if ``llama_cpp`` is importable or CTXREUSE_LLAMA_PYTHON names a Python that has
+it: its seconds are its own, so compare the ratios to its own prefill.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ctxreuse.bench.measure import Options, fresh
+from ctxreuse.bench.report import Figure
+from ctxreuse.errors import EngineError
+
+__all__ = ["run"]
+
+CONTEXT, QUESTION, MODEL = 2048, 32, "smollm2"
+
+_SETUP = """
+import json, sys, time
+import numpy as np
+from ctxreuse.engines import open_engine
+from ctxreuse.runtime import Runtime
+from ctxreuse.store import open_store
+path, context, question, model = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+engine = open_engine(model, reserve=context + question + 64)
+engine.prefill(engine.start(), np.arange(16, dtype="<i4"))
+rng = np.random.default_rng(7)
+prompt = rng.integers(100, engine.space.vocab_size - 100, context + question).astype("<i4")
+def timed(call):
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+"""
+
+_FILL = (
+    _SETUP
+    + """
+with open_store(path) as store:
+    runtime = Runtime(engine, store, live_bytes=0)
+    runtime.warm(prompt[:context])
+    store.flush()
+print(json.dumps({}))
+"""
+)
+
+_ROUND = (
+    _SETUP
+    + """
+out = {}
+with open_store(path) as store:
+    runtime = Runtime(engine, store, live_bytes=0)
+    out["stored"], done = timed(lambda: runtime.prefill(prompt))
+    assert done.usage.cached_tokens == context, done.usage
+    logits, live = done.logits, done.live
+    # The bound: the same context, cropped back, is in memory already.
+    for name in ("memory_1", "memory_2", "memory_3"):
+        assert engine.crop(live, context)
+        out[name], again = timed(lambda: engine.prefill(live, prompt[context:]))
+    out["differs"] = float(np.abs(logits - again).max())
+    del live, done
+    # Again in a process that has read the store once: what a running daemon sees.
+    out["warm"], done = timed(lambda: runtime.prefill(prompt))
+    del done
+out["prefill"], full = timed(lambda: engine.prefill(engine.start(context + question), prompt))
+out["full_differs"] = float(np.abs(logits - full).max())
+out["same_token"] = bool(int(np.argmax(logits)) == int(np.argmax(full)))
+import torch
+from transformers import DynamicCache
+ids = torch.from_numpy(prompt.astype(np.int64))[None]
+engine.model.set_attn_implementation("sdpa")
+with torch.inference_mode():
+    out["plain"], _ = timed(lambda: engine.model(ids, past_key_values=DynamicCache(), logits_to_keep=1).logits)
+print(json.dumps(out))
+"""
+)
+
+_LLAMA = """
+import ctypes, json, sys, time
+import llama_cpp.llama_cpp as C
+from llama_cpp import Llama
+path, context, question, state = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+import numpy as np
+prompt = np.random.default_rng(7).integers(100, 49000, context + question).tolist()
+def open_():
+    return Llama(path, n_ctx=context + question + 64, n_threads=2, n_threads_batch=2, n_batch=512, verbose=False)
+ll = open_(); ctx = ll._ctx.ctx
+ll.eval(prompt[:16]); ll.reset(); C.llama_memory_clear(C.llama_get_memory(ctx), True); ll.n_tokens = 0
+start = time.perf_counter(); ll.eval(prompt); out = {"prefill": time.perf_counter() - start}
+C.llama_memory_seq_rm(C.llama_get_memory(ctx), 0, context, -1)
+tokens = (C.llama_token * context)(*prompt[:context])
+C.llama_state_seq_save_file(ctx, state.encode(), 0, tokens, context)
+C.llama_memory_clear(C.llama_get_memory(ctx), True)
+got = (C.llama_token * context)(); n = ctypes.c_size_t()
+start = time.perf_counter()
+assert C.llama_state_seq_load_file(ctx, state.encode(), 0, got, context, ctypes.byref(n)) and n.value == context
+ll.n_tokens = context; ll.input_ids[:context] = prompt[:context]
+ll.eval(prompt[context:])
+out["restore"] = time.perf_counter() - start
+print(json.dumps(out))
+"""
+
+
+def run(options: Options) -> list[Figure]:
+    """Figures in seconds and as ratios; medians over fresh processes."""
+    rounds = options.pick(1, 5)
+    sizes = (CONTEXT, QUESTION)
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
+        path = Path(folder)
+        options.step("prefilling and storing the context")
+        fresh(_FILL, path / "store", *sizes, MODEL)
+        measured = []
+        for i in range(rounds):
+            options.step(f"fresh process {i + 1} of {rounds}")
+            measured.append(fresh(_ROUND, path / "store", *sizes, MODEL))
+        options.step("llama.cpp, if it is installed")
+        peer = _llama(path, options.pick(1, 3))
+    memory = [min(r["memory_1"], r["memory_2"], r["memory_3"]) for r in measured]
+    prefill = [min(r["prefill"], r["plain"]) for r in measured]
+    stored = [r["stored"] for r in measured]
+    gain = statistics.median(p / s for p, s in zip(prefill, stored))
+    over = statistics.median(s / m for s, m in zip(stored, memory))
+    warm = statistics.median(r["warm"] / m for r, m in zip(measured, memory))
+    peer_gain = peer["prefill"] / peer["restore"] if peer else None
+    differs = max(r["full_differs"] for r in measured)
+    same = statistics.mean(r["same_token"] for r in measured)
+    return [
+        Figure(
+            metric="time to first token, stored context, fresh process",
+            value=statistics.median(stored),
+            unit="s",
+            baseline=statistics.median(prefill),
+            peer=peer["restore"] if peer else None,
+            bound=statistics.median(memory),
+            better="lower",
+            note="baseline: full prefill; peer: llama.cpp slot restore of the same context; bound: KV in memory",
+        ),
+        Figure(
+            metric="faster than full prefill",
+            value=gain,
+            unit="x",
+            peer=peer_gain,
+            bound=statistics.median(p / m for p, m in zip(prefill, memory)),
+            bar=20.0,
+            note="peer: llama.cpp's restore against llama.cpp's own prefill",
+        ),
+        Figure(metric="over the bound, fresh process", value=over, unit="x", bound=1.0, better="lower", bar=1.2),
+        Figure(metric="over the bound, running process", value=warm, unit="x", bound=1.0, better="lower", bar=1.2),
+        Figure(
+            metric="largest logit difference to full prefill",
+            value=differs,
+            unit="logits",
+            better="lower",
+            bar=1e-3,
+            note="float32, scale about 35; chunked and whole prefill round differently",
+        ),
+        Figure(metric="first token equal to full prefill", value=same, unit="share", bar=1.0),
+    ]
+
+
+def _llama(folder: Path, rounds: int) -> Mapping[str, float] | None:
+    """Median seconds of llama.cpp's own prefill and slot restore, or None if it is not installed."""
+    python = os.environ.get("CTXREUSE_LLAMA_PYTHON", sys.executable)
+    probe = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
+    if probe.returncode:
+        return None
+    from ctxreuse import models
+
+    gguf = models.get(MODEL, progress=False, keep_gguf=True) / f"{MODEL}.gguf"
+    if not gguf.exists():
+        raise EngineError("the GGUF of the model is missing", where=str(gguf), fix=f"Run: ctxreuse model rm {MODEL}")
+    runs: list[dict[str, Any]] = []
+    import json
+
+    for _ in range(rounds):
+        command = [python, "-c", _LLAMA, str(gguf), str(CONTEXT), str(QUESTION), str(folder / "slot.bin")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        if done.returncode:
+            raise EngineError(f"llama.cpp failed: {done.stderr.strip()[-300:]}")
+        runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return {name: statistics.median(r[name] for r in runs) for name in ("prefill", "restore")}

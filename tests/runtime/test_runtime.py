@@ -1,0 +1,188 @@
+"""Reuse against recomputing: whatever the store does, the logits and the tokens are those of a full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
+from ctxreuse.keys import as_tokens
+from ctxreuse.runtime import Runtime
+from ctxreuse.store import BlockStore
+
+BLOCK, VOCAB = 16, 256
+both = pytest.mark.parametrize("engine", ["llama", "gemma"], indirect=True)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    with BlockStore.open(tmp_path, capacity=64 << 20) as opened:
+        yield opened
+        opened.flush()
+        opened.check()
+
+
+def tokens(n: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(3, VOCAB, n).astype("<i4")
+
+
+def plain(engine: TorchEngine, ids: Any) -> Any:
+    return engine.prefill(engine.start(), ids)
+
+
+def reused(engine: TorchEngine, store: BlockStore, ids: Any, **options: Any) -> Any:
+    """Prefill in a runtime of its own, so that nothing comes from memory."""
+    runtime = Runtime(engine, store, live_bytes=0, **options)
+    done = runtime.prefill(ids)
+    runtime.release(done.live)
+    store.flush()
+    return done
+
+
+@both
+def test_second_request_reuses_and_equals_full_prefill(engine: TorchEngine, store: BlockStore) -> None:
+    context = tokens(100)
+    first = reused(engine, store, context)
+    assert first.usage.cached_tokens == 0
+    assert first.usage.missed == "absent"
+    asked = np.concatenate([context, tokens(11, 1)])
+    again = reused(engine, store, asked)
+    assert again.usage.cached_tokens == 96
+    assert again.usage.by_source == {"disk": 96}
+    assert again.usage.missed == ""
+    np.testing.assert_allclose(again.logits, plain(engine, asked), atol=1e-5)
+
+
+@both
+def test_the_same_prompt_again_computes_at_least_one_token(engine: TorchEngine, store: BlockStore) -> None:
+    ids = tokens(4 * BLOCK)
+    reused(engine, store, ids)
+    again = reused(engine, store, ids)
+    # A state model can go back only to where a state was kept: the end, which leaves nothing to compute, or nowhere.
+    assert again.usage.cached_tokens == (0 if engine.space.needs_state else 3 * BLOCK)
+    np.testing.assert_allclose(again.logits, plain(engine, ids), atol=1e-5)
+
+
+def test_memory_serves_the_next_turn_without_a_load(llama: TorchEngine, store: BlockStore) -> None:
+    runtime = Runtime(llama, store)
+    ids = tokens(70)
+    runtime.release(runtime.prefill(ids).live)
+    longer = np.concatenate([ids, tokens(9, 1)])
+    done = runtime.prefill(longer)
+    assert done.usage.by_source == {"device": 70}
+    np.testing.assert_allclose(done.logits, plain(llama, longer), atol=1e-5)
+    runtime.release(done.live)
+    other = np.concatenate([ids[:60], tokens(9, 2)])
+    done = runtime.prefill(other)
+    assert done.usage.by_source == {"device": 60}
+    np.testing.assert_allclose(done.logits, plain(llama, other), atol=1e-5)
+    runtime.release(done.live)
+    runtime.pool.check()
+    assert len(runtime.pool) == 1
+
+
+def test_pool_keeps_its_size_and_does_not_crop_a_long_context_for_a_short_one(llama: TorchEngine) -> None:
+    runtime = Runtime(llama, None)
+    long = tokens(200)
+    runtime.release(runtime.prefill(long).live)
+    assert runtime.prefill(long[:40]).usage.cached_tokens == 0
+    assert runtime.prefill(long).usage.by_source == {"device": 199}
+    small = Runtime(llama, None, live_bytes=1)
+    small.release(small.prefill(long).live)
+    assert len(small.pool) == 0
+    assert small.prefill(long).usage.missed == "no store"
+
+
+@both
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60), st.integers(0, 3)), min_size=2, max_size=6))
+def test_any_sequence_of_overlapping_prompts(
+    engine: TorchEngine, tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int, int]]
+) -> None:
+    """Prompts that share prefixes of any length, with and without memory: always the logits of a full prefill."""
+    base = tokens(90)
+    with BlockStore.open(tmp_path_factory.mktemp("store"), capacity=64 << 20) as store:
+        runtime = Runtime(engine, store, live_bytes=1 << 20)
+        for shared, fresh, seed in lengths:
+            ids = np.concatenate([base[:shared], tokens(fresh, 10 + seed)])
+            done = runtime.prefill(ids)
+            usage = done.usage
+            assert usage.cached_tokens == sum(usage.by_source.values()) < usage.prompt_tokens == len(ids)
+            assert done.live.tokens.tolist() == ids.tolist()
+            np.testing.assert_allclose(done.logits, plain(engine, ids), atol=1e-5)
+            runtime.release(done.live)
+            runtime.pool.check()
+            store.flush()
+            store.check()
+
+
+def test_tenants_and_models_never_share(llama: TorchEngine, other_llama: TorchEngine, store: BlockStore) -> None:
+    ids = tokens(100)
+    reused(llama, store, ids, tenant="a")
+    assert reused(llama, store, ids, tenant="b").usage.cached_tokens == 0
+    theirs = reused(other_llama, store, ids, tenant="a")
+    assert theirs.usage.cached_tokens == 0
+    np.testing.assert_allclose(theirs.logits, plain(other_llama, ids), atol=1e-5)
+    assert reused(llama, store, ids, tenant="a").usage.cached_tokens == 96
+
+
+@both
+def test_eviction_costs_time_only(engine: TorchEngine, tmp_path: Path) -> None:
+    ids = tokens(120)
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        before = reused(engine, store, ids)
+        for seed in range(30):
+            reused(engine, store, tokens(120, 100 + seed))
+        after = reused(engine, store, ids)
+        assert store.stats().nbytes <= 1 << 20
+    np.testing.assert_allclose(before.logits, after.logits, atol=1e-5)
+
+
+def test_forget_drops_what_no_other_context_shares(llama: TorchEngine, store: BlockStore) -> None:
+    shared = tokens(64)
+    one, two = (np.concatenate([shared, tokens(48, seed)]) for seed in (1, 2))
+    runtime = Runtime(llama, store)
+    for ids in (one, two):
+        runtime.release(runtime.prefill(ids).live)
+    store.flush()
+    assert runtime.forget(one) == 3
+    assert len(runtime.pool) == 0
+    assert store.match(runtime.keys(one)).tokens == 64
+    assert store.match(runtime.keys(two)).tokens == 112
+    assert runtime.forget(two) == 7
+    assert store.match(runtime.keys(two)).tokens == 0
+
+
+def test_bad_prompts(llama: TorchEngine, store: BlockStore) -> None:
+    runtime = Runtime(llama, store)
+    with pytest.raises(EngineError, match="empty"):
+        runtime.prefill([])
+    with pytest.raises(TokenRangeError, match="outside the vocabulary"):
+        runtime.prefill([1, 2, VOCAB])
+    with pytest.raises(TokenRangeError):
+        runtime.prefill([1, -2])
+    with pytest.raises(ContextTooLongError, match="513 tokens and the model takes 512"):
+        runtime.prefill(tokens(513))
+    one = runtime.prefill([5])
+    np.testing.assert_allclose(one.logits, plain(llama, as_tokens([5])), atol=1e-6)
+    whole = runtime.prefill(tokens(512))
+    assert whole.usage.prompt_tokens == 512
+
+
+def test_a_store_that_refuses_or_is_closed_costs_time_only(llama: TorchEngine, tmp_path: Path) -> None:
+    ids = tokens(100)
+    store = BlockStore.open(tmp_path, capacity=64 << 20)
+    reused(llama, store, ids)
+    runtime = Runtime(llama, store, live_bytes=0)
+    store.close()
+    done = runtime.prefill(ids)
+    assert done.usage.cached_tokens == 0
+    np.testing.assert_allclose(done.logits, plain(llama, ids), atol=1e-5)
+    runtime.release(done.live)

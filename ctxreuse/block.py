@@ -41,7 +41,18 @@ from ctxreuse.errors import FormatError
 from ctxreuse.keys import KEY_BYTES, Tokens
 from ctxreuse.model import DTYPE_BYTES
 
-__all__ = ["MAX_HEADER", "MAX_PLANES", "VERSION", "BlockView", "BlockWriter", "Header", "Layout", "Plane", "parse"]
+__all__ = [
+    "MAX_HEADER",
+    "MAX_PLANES",
+    "VERSION",
+    "BlockView",
+    "BlockWriter",
+    "Header",
+    "Layout",
+    "Plane",
+    "layout_of",
+    "parse",
+]
 
 MAGIC = b"CTXRBLK\0"
 VERSION = 1

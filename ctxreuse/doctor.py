@@ -185,6 +185,7 @@ def _store(config: str | None) -> Iterator[Finding]:
         yield Finding("store", "folder", "ok", str(folder))
     else:
         yield Finding("store", "folder", "missing", f"{folder} is made at first use")
+    yield from _health(folder)
     free, used = shutil.disk_usage(home).free, _used(folder)
     if free + used < settings.capacity:
         fix = "Lower store.capacity or free some disk"
@@ -192,6 +193,24 @@ def _store(config: str | None) -> Iterator[Finding]:
         yield Finding("store", "disk", "slow", text, fix)
     else:
         yield Finding("store", "disk", "ok", f"{rounded_bytes(free)} free")
+
+
+def _health(folder: Path) -> Iterator[Finding]:
+    from ctxreuse.inspection import bad_ledger
+    from ctxreuse.store import BlockStore, Ledger
+
+    if (folder / "ledger" / "data.mdb").exists():
+        wrong = bad_ledger(folder)
+        if wrong:
+            yield Finding("store", "ledger", "broken", wrong, "Restore it from a backup")
+        else:
+            with Ledger.open(folder, readonly=True) as ledger:
+                texts = ledger.stats()
+            yield Finding("store", "ledger", "ok", f"{texts.sessions:,} sessions, {texts.turns:,} turns")
+    if (folder / "blocks" / "data.mdb").exists():
+        with BlockStore.open(folder, readonly=True) as store:
+            held = store.stats()
+        yield Finding("store", "cache", "ok", f"{held.blocks:,} blocks, {rounded_bytes(held.nbytes)}")
 
 
 def _used(folder: Path) -> int:

@@ -29,7 +29,7 @@ class Metric(NamedTuple):
 
 
 # The words that a store counts with: see StoreStats.
-_MISSES = ("absent", "corrupt", "truncated", "foreign", "older", "newer", "space", "tokens", "unreadable")
+_MISSES = ("absent", "corrupt", "truncated", "foreign", "older", "newer", "space", "tokens", "unreadable", "no store")
 _REFUSALS = ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed")
 
 _TIERS = ("device", "host", "disk")

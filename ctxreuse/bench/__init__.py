@@ -23,7 +23,6 @@ BENCHES = {
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "reuse": "ctxreuse.bench.reuse",
-    "reuse": "ctxreuse.bench.reuse",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",
 }

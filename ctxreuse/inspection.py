@@ -1,0 +1,57 @@
+"""Looking into a store from outside, while its owner may be at work: what is corrupt, and dropping it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ctxreuse.errors import StoreError
+from ctxreuse.store import BlockStore, Ledger, Progress
+from ctxreuse.store.env import Env
+from ctxreuse.store.recovery import TABLES, corrupt, sound
+
+__all__ = ["bad_blocks", "bad_ledger", "forget"]
+
+_MAP_SIZE = 1 << 30  # read only: LMDB maps the whole file whatever is asked for
+
+
+def bad_blocks(folder: Path, progress: Progress | None = None) -> list[tuple[bytes, str]]:
+    """Keys of corrupt blocks and states with what is wrong; the empty key stands for the file itself.
+
+    Reads every value of the cache in ``folder``; no store there is nothing wrong. Changes nothing.
+    """
+    home = folder / "blocks"
+    if not (home / "data.mdb").exists():
+        return []
+    try:
+        env = Env(home, TABLES, map_size=_MAP_SIZE, readonly=True, durable=False)
+    except Exception as error:
+        # The file is not LMDB's, or not whole: which of its many ways to say so does not matter here.
+        return [(b"", sound(home) or str(error))]
+    try:
+        return corrupt(env, progress)
+    finally:
+        env.close()
+
+
+def bad_ledger(folder: Path) -> str:
+    """What is wrong with the ledger in ``folder``, or an empty string. Changes nothing."""
+    if not (folder / "ledger" / "data.mdb").exists():
+        return ""
+    try:
+        with Ledger.open(folder, readonly=True) as ledger:
+            ledger.check()
+    except (AssertionError, StoreError) as error:
+        return str(error)
+    return ""
+
+
+def forget(folder: Path, keys: Sequence[bytes]) -> int:
+    """Drop entries and all below them; returns how many went. Raises StoreOwnedError while another owns it."""
+    with BlockStore.open(folder) as store:
+        before = store.stats()
+        for key in keys:
+            store.drop(key, "corrupt")
+        store.flush()
+        after = store.stats()
+    return before.blocks + before.states - after.blocks - after.states

@@ -119,6 +119,8 @@ void ctx_copy3(const ctx_kernels *k, const ctx_view *dst, const ctx_view *src, c
         }
 }
 
+/* Plain stores: streaming ones made the scatter alone 1.4 times faster, but an engine reads the layer at once, and scatter
+ * plus read came out equal (5.8 against 6.0 GB/s). */
 static void run_copy(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
                      const size_t *counts, size_t blocks, size_t heads, size_t dim, int scatter) {
     size_t token = 0;

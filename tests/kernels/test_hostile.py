@@ -1,7 +1,9 @@
 """Arguments that lie are refused with ValueError or TypeError by the extension and the reference; nothing crashes."""
 
 import mmap
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,13 @@ BAD_BOXES: list[dict[str, Any]] = [
 ]
 
 
+def _check_released(*buffers: Any) -> None:
+    """A bytearray that anyone still holds as a buffer refuses to grow."""
+    for buffer in buffers:
+        if isinstance(buffer, bytearray):
+            buffer.append(0)
+
+
 @BACKENDS
 @pytest.mark.parametrize("changed", BAD_BOXES, ids=str)
 def test_copy3_and_rope_shift_refuse(backend: Any, changed: dict[str, Any]) -> None:
@@ -57,6 +66,7 @@ def test_copy3_and_rope_shift_refuse(backend: Any, changed: dict[str, Any]) -> N
         backend.copy3(*args)
     with pytest.raises(REFUSED):
         backend.rope_shift(*args, angles, angles, False)
+    _check_released(*args)
 
 
 @BACKENDS
@@ -75,7 +85,8 @@ def test_copy3_and_rope_shift_refuse(backend: Any, changed: dict[str, Any]) -> N
 )
 def test_rope_shift_refuses_angles(backend: Any, cos: Any, sin: Any) -> None:
     with pytest.raises(REFUSED):
-        backend.rope_shift(*_box(), cos, sin, False)
+        backend.rope_shift(*(args := _box()), cos, sin, False)
+    _check_released(*args)
 
 
 def _run(**changed: Any) -> list[Any]:
@@ -113,6 +124,7 @@ def test_runs_refuse(backend: Any, changed: dict[str, Any]) -> None:
         with pytest.raises(REFUSED):
             run(*args)
         assert bytes(args[0]) == before
+        _check_released(args[0], *(args[4] if isinstance(args[4], list) else ()))
 
 
 @BACKENDS
@@ -123,7 +135,9 @@ def test_runs_refuse_what_cannot_be_written(backend: Any) -> None:
         backend.gather_run(*_run(planes=[bytearray(256), bytes(256)]))
     with pytest.raises(ValueError, match="share an address"):
         backend.scatter_run(*_run(strides=(8, 8)))
-    backend.gather_run(*_run(strides=(8, 8)))  # reading the same address twice is fine
+    args = _run(strides=(8, 8))
+    backend.gather_run(*args)  # reading the same address twice is fine
+    _check_released(args[0], *args[4])
 
 
 @BACKENDS
@@ -135,6 +149,7 @@ def test_a_run_of_nothing(backend: Any) -> None:
     ):
         backend.scatter_run(*args)
         backend.gather_run(*args)
+        _check_released(args[0], *args[4])
 
 
 @pytest.mark.parametrize("entry", ["copy3", "rope_shift", "scatter_run", "gather_run", "advise_hugepages"])
@@ -203,7 +218,7 @@ def test_the_door_refuses_names_and_floats() -> None:
 
 
 @BACKENDS
-def test_populate(backend: Any, tmp_path: Any) -> None:
+def test_populate(backend: Any, tmp_path: Path) -> None:
     path = tmp_path / "map"
     path.write_bytes(bytes(3 * mmap.PAGESIZE + 5))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -214,7 +229,26 @@ def test_populate(backend: Any, tmp_path: Any) -> None:
         backend.populate(3)
 
 
-def test_populate_tells_of_a_map_longer_than_its_file(tmp_path: Any) -> None:
+def _resident(mapped: mmap.mmap) -> int:
+    """Bytes of a map that this process has page table entries for, from /proc/self/smaps."""
+    start = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(f"{start:x}-"))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) << 10
+
+
+@BACKENDS
+@pytest.mark.skipif(sys.platform != "linux", reason="page counts are read from /proc")
+def test_populate_makes_pages_present(backend: Any, tmp_path: Path) -> None:
+    path = tmp_path / "map"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert _resident(mapped) == 0
+        backend.populate(mapped)
+        assert _resident(mapped) == 4 << 20
+
+
+def test_populate_tells_of_a_map_longer_than_its_file(tmp_path: Path) -> None:
     path = tmp_path / "cut"
     path.write_bytes(bytes(4 * mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,7 +162,7 @@ class Ledger:
             head, now, added = found.head, self._clock(), []
             id = self._next_id(txn)
             for new in turns:
-                raw = encode_turn(history.child_of(head), new, now)
+                raw = encode_turn(history.child_of(head), new, now if new.created is None else new.created)
                 txn.put(turn_key(id), raw, db=self._env.tables["turns"], append=True)
                 if new.tokens is not None:
                     self._put_tokens(txn, id, new.space or b"", new.tokens)
@@ -292,6 +293,13 @@ class Ledger:
         with self._read() as (txn, _):
             raw = txn.get(turn_key(id) + space, db=self._env.tables["tokens"])
             return bytes(raw) if raw is not None else None
+
+    def spaces(self, id: int) -> list[bytes]:
+        """Digests of the spaces in which token ids of a turn are kept."""
+        with self._read() as (txn, _):
+            cursor, prefix = txn.cursor(db=self._env.tables["tokens"]), turn_key(id)
+            keys = cursor.iternext(values=False) if cursor.set_range(prefix) else iter(())
+            return [bytes(key[8:]) for key in takewhile(lambda key: key[:8] == prefix, keys)]
 
     def drop_tokens(self, space: bytes) -> int:
         """Forget the token ids of all turns in a space (its tokenizer changed); returns how many entries."""

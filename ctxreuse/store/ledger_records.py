@@ -45,13 +45,14 @@ class Session(msgspec.Struct, frozen=True):
 
 class NewTurn(msgspec.Struct, frozen=True):
     """A turn to append. ``meta``: what MessagePack can hold. ``tokens``: int32 little-endian ids of the turn's text in
-    the model space with digest ``space``."""
+    the model space with digest ``space``. ``created``: when it was, if not now (seconds since 1970)."""
 
     role: str
     content: str
     meta: Mapping[str, Any] = {}
     tokens: bytes | None = None
     space: bytes | None = None
+    created: float | None = None
 
 
 class Hit(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ import xxhash
 
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import KEY_BYTES, Tokens
-from ctxreuse.model import DTYPE_BYTES
+from ctxreuse.model import DTYPE_BYTES, ModelSpace
 
 __all__ = [
     "MAX_HEADER",
@@ -153,6 +153,22 @@ def _layout(raw: bytes) -> Layout:
 def layout_of(planes: tuple[Plane, ...]) -> Layout:
     """The layout of these planes; made once for each tuple."""
     return Layout(planes)
+
+
+#: A model whose layers keep states only has no K/V to put in a block; the format wants one plane.
+_EMPTY = Plane(0, "empty", "uint8", (0,))
+
+
+@lru_cache(maxsize=64)
+def block_layout(space: ModelSpace) -> Layout:
+    """The planes of a block of this space: k and v [heads, block_tokens, dim] of every layer that keeps all tokens."""
+    planes = [
+        Plane(layer, role, space.dtype, (spec.kv_heads, space.block_tokens, dim))
+        for layer, spec in enumerate(space.layers)
+        if spec.blocked
+        for role, dim in (("k", spec.k_dim), ("v", spec.v_dim))
+    ]
+    return layout_of(tuple(planes) or (_EMPTY,))
 
 
 class BlockWriter:

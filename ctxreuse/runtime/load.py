@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ctxreuse.block import block_layout
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime.usage import Logits
@@ -14,11 +15,19 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Engine, Live
     from ctxreuse.store.base import Reader, WholeStore
 
-__all__ = ["Loaded", "load_prefix"]
+__all__ = ["Loaded", "SpoiledError", "load_prefix"]
 
 # Loading overlaps computing only if the computing is short: the store's read transaction, which keeps old pages alive,
 # lasts as long as both. Computing 256 tokens takes several times as long as loading 2,048.
 _OVERLAP_TOKENS = 256
+
+
+class SpoiledError(Exception):
+    """A held block turned out unusable while it was copied; only the first ``usable`` blocks may be asked for again."""
+
+    def __init__(self, usable: int, reason: str) -> None:
+        super().__init__(f"only {usable} blocks can be used: {reason}")
+        self.usable, self.reason = usable, reason
 
 
 class Loaded(NamedTuple):
@@ -36,17 +45,16 @@ def load_prefix(
 ) -> Loaded:
     """Fill the empty ``live`` with the blocks of ``keys`` and compute the rest of ``ids``.
 
-    Uses as many leading blocks as can be read; none is fine. Raises FormatError if a plane turned out corrupt while it
-    was copied: then ``live`` is spoiled, the block has been dropped from the store, and the caller starts again.
+    Uses as many leading blocks as can be read; none is fine. Raises SpoiledError if a plane turned out corrupt while it
+    was copied: then ``live`` must not be used, the store is told to drop the block, and the caller starts again.
     """
     at, logits = clock(), None
     with store.read() as reader:
-        views, state, sources = _read(engine, reader, ids, keys)
-        missed = reader.missed
+        views, state, sources, missed = _read(engine, store, reader, ids, keys)
         rest = ids[len(views) * engine.space.block_tokens :]
         if views:
-            loading = engine.load(live, views, state)
             try:
+                loading = engine.load(live, views, state)
                 try:
                     if len(rest) <= _OVERLAP_TOKENS:
                         logits = engine.prefill(live, rest)
@@ -55,8 +63,7 @@ def load_prefix(
                     loading.wait()
                 at = clock() if logits is None else at
             except FormatError:
-                _discard_corrupt(store, views if state is None else [*views, state])
-                raise
+                raise _spoiled(store, views, state) from None
             finally:
                 views.clear()
                 del state
@@ -66,32 +73,52 @@ def load_prefix(
 
 
 def _read(
-    engine: Engine, reader: Reader, ids: Tokens, keys: Sequence[bytes]
-) -> tuple[list[BlockView], BlockView | None, dict[str, int]]:
-    """Views of the leading blocks that can really be used, and the state at their end if the model needs one."""
+    engine: Engine, store: WholeStore, reader: Reader, ids: Tokens, keys: Sequence[bytes]
+) -> tuple[list[BlockView], BlockView | None, dict[str, int], str]:
+    """Views of the leading blocks that can really be used, the state at their end if the model needs one, the tokens
+    by tier, and why there are no more."""
     space, size = engine.space, engine.space.block_tokens
+    planes = block_layout(space).encoded
     views: list[BlockView] = []
     sources: list[str] = []
+    missed = ""
     for i, key in enumerate(keys):
         before = dict(reader.served)
         view = reader.block(key, ids[i * size : (i + 1) * size], space.digest)
         if view is None:
+            missed = reader.missed
+            break
+        if view.header.planes != planes or view.header.level != "exact":
+            # A writer that names our space but lays its planes out otherwise: nothing of it may reach the engine.
+            store.drop(key, missed := "layout")
             break
         views.append(view)
         sources.append(next(name for name, n in reader.served.items() if n != before.get(name, 0)))
     state = None
     while space.needs_state and views and state is None:
-        i = len(views) - 1
-        state = reader.state(keys[i], ids[i * size : (i + 1) * size], space.digest)
-        if state is None:
-            views.pop()
-            sources.pop()
-    return views, state, {name: sources.count(name) * size for name in dict.fromkeys(sources)}
+        n = store.match(keys[: len(views)]).state_blocks
+        if n:
+            state = reader.state(keys[n - 1], ids[(n - 1) * size : n * size], space.digest)
+            missed = missed or reader.missed
+        kept = n if state is not None else max(n - 1, 0)
+        del views[kept:], sources[kept:]
+    return views, state, {name: sources.count(name) * size for name in dict.fromkeys(sources)}, missed
 
 
-def _discard_corrupt(store: WholeStore, views: Sequence[BlockView]) -> None:
-    for view in views:
-        try:
-            view.verify()
-        except FormatError:
+def _spoiled(store: WholeStore, views: Sequence[BlockView], state: BlockView | None) -> SpoiledError:
+    """Find what the engine choked on and have it dropped: a plane whose checksum differs, else the state."""
+    for i, view in enumerate(views):
+        if _corrupt(view):
             store.drop(view.header.key, "corrupt")
+            return SpoiledError(i, "corrupt")
+    reason = "corrupt" if state is not None and _corrupt(state) else "layout"
+    store.drop(views[-1].header.key, reason)
+    return SpoiledError(len(views) - 1, reason)
+
+
+def _corrupt(view: BlockView) -> bool:
+    try:
+        view.verify()
+    except FormatError:
+        return True
+    return False

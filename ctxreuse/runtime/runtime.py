@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, StoreError
+from ctxreuse.errors import ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.runtime.completion import Completion
-from ctxreuse.runtime.load import load_prefix
+from ctxreuse.runtime.load import SpoiledError, load_prefix
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.usage import Logits, Prefilled, Usage
 
@@ -73,17 +73,15 @@ class Runtime:
         """
         ids = self.checked(tokens)
         with self.compute:
-            missed = "no store"
-            for _ in range(3 if self.store is not None else 0):
+            store, missed, limit = self.store, "" if self.store is not None else "no store", len(ids)
+            while True:
                 try:
-                    return self._prefill(ids, reserve, self.store)
-                except FormatError:
-                    # A plane was corrupt; its block has been dropped, so the next round reuses less.
-                    missed = "corrupt"
+                    return self._prefill(ids, reserve, store, limit, missed)
+                except SpoiledError as spoiled:
+                    # Each round asks for fewer blocks, so this ends at the latest with none.
+                    limit, missed = spoiled.usable, spoiled.reason
                 except StoreError:
-                    missed = "unreadable"
-                    break
-            return self._prefill(ids, reserve, None, missed)
+                    store, missed = None, "unreadable"
 
     def complete(self, tokens: Sequence[int] | Tokens, sampling: Sampling) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``."""
@@ -127,11 +125,11 @@ class Runtime:
             )
         return ids
 
-    def _prefill(self, ids: Tokens, reserve: int, store: WholeStore | None, missed: str = "") -> Prefilled:
+    def _prefill(self, ids: Tokens, reserve: int, store: WholeStore | None, limit: int, missed: str) -> Prefilled:
         engine, space = self.engine, self.engine.space
         size = space.block_tokens
         keys = self.keys(ids)
-        usable = keys[: (len(ids) - 1) // size]
+        usable = keys[: min(limit, (len(ids) - 1) // size)]
         started = self._clock()
         stored = 0
         if store is not None:
@@ -151,7 +149,7 @@ class Runtime:
         if store is not None and stored:
             done = load_prefix(engine, store, live, ids, usable[: stored // size], self._clock)
             loaded, sources, logits = done.at, done.sources, done.logits
-            missed = done.missed or missed
+            missed = missed or done.missed
         else:
             logits = engine.prefill(live, ids)
         return self._result(live, logits, ids, sources, missed, started, loaded)

@@ -1,4 +1,4 @@
-"""The command ``ctxreuse demo``."""
+"""The command ``ctxreuse demo``: whatever face is installed brings it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ __all__ = ["demo"]
 
 def demo() -> None:
     """See a context computed once, kept over a restart, forked and reused (fetches a small model the first time)."""
-    from ctxreuse.demo import run
+    from importlib.metadata import entry_points
 
-    run()
+    from ctxreuse.errors import ConfigError
+
+    # The core never imports a face, so the demo, which shows one, comes in through the package's metadata.
+    found = next(iter(entry_points(group="ctxreuse.commands", name="demo")), None)
+    if found is None:
+        raise ConfigError("no demo is installed", fix="Install ctxreuse again, with its package ctxreuse_agents")
+    found.load()()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,7 +90,8 @@ def list_sessions(
 @app.command("stat")
 def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
     """Show how much is kept: blocks, states and tokens of KV, sessions and turns of text."""
-    from ctxreuse.store import BlockStore, Ledger
+    from ctxreuse.inspection import held
+    from ctxreuse.store import Ledger
     from ctxreuse.units import rounded_bytes
 
     settings = _store(ctx, path)
@@ -99,20 +99,12 @@ def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
     rows: list[tuple[str, str]] = [("folder", str(folder))]
     body: dict[str, Any] = {"path": str(folder)}
     if (folder / "blocks" / "data.mdb").exists():
-        with BlockStore.open(folder, readonly=True) as store:
-            held = store.stats()
-        body["blocks"] = {
-            "blocks": held.blocks,
-            "states": held.states,
-            "tokens": held.tokens,
-            "nbytes": held.nbytes,
-            "file_bytes": held.file_bytes,
-            "capacity": settings.capacity,
-        }
+        cache = held(folder)
+        body |= {"blocks": cache, "capacity": settings.capacity}
         rows += [
-            ("KV", f"{held.tokens:,} tokens in {held.blocks:,} blocks, {held.states:,} states"),
-            ("size", f"{rounded_bytes(held.nbytes)} of {rounded_bytes(settings.capacity)}"),
-            ("file", rounded_bytes(held.file_bytes)),
+            ("KV", f"{cache.tokens:,} tokens in {cache.blocks:,} blocks, {cache.states:,} states"),
+            ("size", f"{rounded_bytes(cache.nbytes)} of {rounded_bytes(settings.capacity)}"),
+            ("file", rounded_bytes(cache.file_bytes)),
         ]
     if (folder / "ledger" / "data.mdb").exists():
         with Ledger.open(folder, readonly=True) as ledger:

@@ -222,9 +222,9 @@ class AsyncSession:
         """The history as a chat template sees it."""
         return await _settled(self.sync.messages)
 
-    async def tokens(self) -> Tokens:
-        """The ids of the context, int32 [n]."""
-        return await _settled(self.sync.tokens)
+    async def tokens(self, *, generate: bool = False) -> Tokens:
+        """The ids of the context, int32 [n]; with ``generate`` up to where an answer begins."""
+        return await _settled(self.sync.tokens, generate=generate)
 
     async def warm(self) -> Usage:
         """Compute the context now and keep its KV."""
@@ -271,6 +271,11 @@ class AsyncMemory:
         """The attached engine; None if this memory holds text only."""
         return self.sync.engine
 
+    @property
+    def runtime(self) -> Runtime | None:
+        """What computes and keeps KV; None if this memory holds text only."""
+        return self.sync.runtime
+
     async def create(self, name: str | None = None) -> AsyncSession:
         """A new, empty session."""
         return AsyncSession(await _settled(self.sync.create, name))
@@ -300,6 +305,10 @@ class AsyncMemory:
     async def import_json(self, data: Mapping[str, Any], name: str | None = None) -> AsyncSession:
         """A new session from `export_json`'s dict."""
         return AsyncSession(await _settled(self.sync.import_json, data, name))
+
+    async def flush(self) -> None:
+        """Wait until all KV that is queued is in the store."""
+        await _settled(self.sync.flush)
 
     async def stats(self) -> MemoryStats:
         """How much there is."""

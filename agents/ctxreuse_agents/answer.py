@@ -59,6 +59,11 @@ class Answer:
         return "".join(self._pieces)
 
     @property
+    def tokens(self) -> list[int]:
+        """The ids sampled so far, end marker included."""
+        return list(self._completion.tokens)
+
+    @property
     def turn(self) -> Turn | None:
         """The turn that the answer became; generates to the end first. None if it stopped before any text."""
         for _ in self:

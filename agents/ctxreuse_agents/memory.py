@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import platformdirs
@@ -15,13 +16,10 @@ import platformdirs
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import SessionError, StoreError, StoreOwnedError
 from ctxreuse.runtime import Runtime
-from ctxreuse.store import Hit, Ledger, LedgerStats, StoreStats
+from ctxreuse.store import Hit, Ledger, LedgerStats, StoreStats, TieredStore, WholeStore, open_store
 from ctxreuse_agents import transfer
 from ctxreuse_agents.session import Session
 from ctxreuse_agents.shared import Shared
-
-if TYPE_CHECKING:
-    from ctxreuse.store import TieredStore
 
 __all__ = ["CAPACITY", "Memory", "MemoryStats"]
 
@@ -34,8 +32,7 @@ _log = logging.getLogger(__name__)
 class MemoryStats(msgspec.Struct, frozen=True):
     """Figures of one moment: how much is remembered, and the KV store's own figures (None without one)."""
 
-    sessions: int
-    ledger: LedgerStats
+    text: LedgerStats
     blocks: StoreStats | None
 
 
@@ -45,8 +42,7 @@ class Memory:
     def __init__(self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False) -> None:
         """For those who open the parts themselves and close them: see `open`."""
         self._shared = Shared(ledger, runtime, readonly=readonly)
-        self._store: TieredStore | None = None
-        self._owns: list[Ledger | TieredStore | Runtime] = []
+        self._owned = ExitStack()
 
     @classmethod
     def open(
@@ -66,26 +62,19 @@ class Memory:
         has it open for writing, StoreError, and what opening the engine raises (ConfigError, EngineError).
         """
         folder = Path(path) if path is not None else _default_folder(readonly)
-        if isinstance(engine, str | os.PathLike):
-            engine = open_engine(os.fspath(engine))
-        ledger = Ledger.open(folder, readonly=readonly)
-        store = runtime = None
-        try:
-            if isinstance(engine, Runtime):
-                runtime = engine
-            elif engine is not None:
+        runs = open_engine(os.fspath(engine)) if isinstance(engine, str | os.PathLike) else engine
+        with ExitStack() as opened:
+            ledger = Ledger.open(folder, readonly=readonly)
+            opened.callback(ledger.close)
+            if runs is None or isinstance(runs, Runtime):
+                runtime = runs
+            else:
                 store = _open_blocks(folder, capacity, readonly)
-                runtime = Runtime(engine, store, tenant=tenant)
+                opened.callback(store.close)
+                runtime = Runtime(runs, store, tenant=tenant)
+                opened.callback(runtime.close)
             memory = cls(ledger, runtime, readonly=readonly)
-        except BaseException:
-            if store is not None:
-                store.close()
-            ledger.close()
-            raise
-        if runtime is not None and runtime is not engine:
-            memory._owns.append(runtime)
-        memory._store = store
-        memory._owns += [part for part in (store, ledger) if part is not None]
+            memory._owned = opened.pop_all()
         return memory
 
     def __enter__(self) -> Memory:
@@ -98,6 +87,11 @@ class Memory:
     def engine(self) -> Engine | None:
         """The attached engine; None if this memory holds text only."""
         return None if self._shared.runtime is None else self._shared.runtime.engine
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """What computes and keeps KV; None if this memory holds text only."""
+        return self._shared.runtime
 
     @property
     def shared(self) -> Shared:
@@ -145,10 +139,19 @@ class Memory:
         """A new session from `export_json`'s dict, which may come from anywhere: FormatError if it is malformed."""
         return Session(self._shared, transfer.load(self._shared.ledger, data, name).id)
 
+    @property
+    def _blocks(self) -> WholeStore | None:
+        return None if self._shared.runtime is None else self._shared.runtime.store
+
+    def flush(self) -> None:
+        """Wait until all KV that is queued is in the store. Text never waits: it is durable when a verb returns."""
+        if self._blocks is not None:
+            self._blocks.flush()
+
     def stats(self) -> MemoryStats:
         """How much there is."""
-        ledger = self._shared.ledger
-        return MemoryStats(ledger.count(), ledger.stats(), None if self._store is None else self._store.stats())
+        store = self._blocks
+        return MemoryStats(self._shared.ledger.stats(), None if store is None else store.stats())
 
     def gc(self) -> int:
         """Remove turns that no session can reach (rolled back or deleted); returns how many."""
@@ -157,15 +160,13 @@ class Memory:
     def check(self) -> None:
         """Compare everything that is counted or linked twice; raises AssertionError at a difference."""
         self._shared.ledger.check()
-        if self._store is not None:
-            self._store.check()
+        if self._blocks is not None:
+            self._blocks.check()
 
     def close(self) -> None:
         """End unfinished answers (what they have is stored), commit KV that is queued, close. Idempotent."""
         self._shared.end_answers()
-        owned, self._owns = self._owns, []
-        for part in owned:
-            part.close()
+        self._owned.close()
 
 
 def _default_folder(readonly: bool) -> Path:
@@ -175,17 +176,15 @@ def _default_folder(readonly: bool) -> Path:
     return folder
 
 
-def _open_blocks(folder: Path, capacity: int, readonly: bool) -> TieredStore | None:
-    from ctxreuse.store import open_store
-
+def _open_blocks(folder: Path, capacity: int, readonly: bool) -> TieredStore:
     try:
         return open_store(folder, capacity=capacity, readonly=readonly)
     except StoreOwnedError:
         raise
     except StoreError as error:
         # KV is a cache: without it all works, only slower.
-        _log.warning("no KV will be kept on disk: %s", error)
-        return None
+        _log.warning("KV is kept in memory only: %s", error)
+        return open_store(None)
 
 
 def _looks_like_id(text: str) -> bool:

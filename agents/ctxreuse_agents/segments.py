@@ -6,7 +6,7 @@
     segment    |--encoded--| |--encoded--| |gen|sampled|close| |--encoded--|      -> concatenated: the context
 
 The segment of a written turn is what ``render(turns up to it)`` adds to ``render(turns before it)``, encoded alone.
-That of a generated turn is the generation prompt, the ids exactly as sampled, and what the template closes a turn with. A
+That of a generated turn is the generation prompt, the ids exactly as sampled, and the template's closing of a turn. A
 segment is kept in the ledger under the digest of the model space and never made twice, so the context after the next
 turn begins with the very ids that were computed, and their KV is found again.
 
@@ -214,8 +214,8 @@ class Segments:
             spelled = self._text.decode(body[:n])
             if content.startswith(spelled):
                 rest = content[len(spelled) :]
-                return body[:n] + (self._text.encode(rest).tolist() if rest else [])
-        return self._text.encode(content).tolist()
+                return [*body[:n], *(int(token) for token in self._text.encode(rest))]
+        return [int(token) for token in self._text.encode(content)]
 
 
 def _join(segments: Sequence[Segment]) -> Tokens:

@@ -11,7 +11,7 @@ import msgspec
 
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.text import Message
-from ctxreuse.errors import ContextTooLongError, SessionError
+from ctxreuse.errors import ContextTooLongError, SessionError, StoreError
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import NewTurn, Turn
@@ -24,6 +24,8 @@ from ctxreuse_agents.shared import Shared
 
 __all__ = ["Diff", "Session"]
 
+# How long warm() waits for the disk: at 0.1 GB/s the store's queue of 256 MiB is written in three seconds.
+_WARM_SECONDS = 30.0
 _CUT = ("stop_string", "cancelled", "error")
 
 
@@ -266,9 +268,13 @@ class Session:
         """The history as a chat template sees it."""
         return [message_of(turn) for turn in self.turns()]
 
-    def tokens(self) -> Tokens:
-        """The ids of the context as the engine will see it, int32 [n]; turns without ids are tokenised and kept."""
-        return self.shared.engine()[1].context(self.turns())
+    def tokens(self, *, generate: bool = False) -> Tokens:
+        """The ids of the context as the engine will see it, int32 [n]; turns without ids are tokenised and kept.
+
+        With ``generate``, the ids that `complete` would start from: they end where the assistant's answer begins.
+        """
+        segments = self.shared.engine()[1]
+        return segments.prompt(self.turns()).ids if generate else segments.context(self.turns())
 
     def warm(self) -> Usage:
         """Compute the context now and keep its KV, so that the next question starts at once."""
@@ -278,7 +284,10 @@ class Session:
             raise SessionError("there is nothing to warm: the session has no turns", where=self._id)
         usage = runtime.warm(ids)
         if runtime.store is not None:
-            runtime.store.flush()
+            try:
+                runtime.store.flush(_WARM_SECONDS)
+            except StoreError:
+                pass  # the KV is in memory all the same; a store that cannot keep up costs time later, nothing else
         return usage
 
     def evict(self) -> int:

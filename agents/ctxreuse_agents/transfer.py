@@ -90,9 +90,9 @@ def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Re
         ids.append(segments[1:])
     record = ledger.create(name if name is not None else file.name)
     try:
-        for turn, segments in zip(ledger.append(record.id, turns) if turns else [], ids, strict=True):
+        for added, segments in zip(ledger.append(record.id, turns) if turns else [], ids, strict=True):
             for space, raw in segments:
-                ledger.put_tokens(turn.id, space, raw)
+                ledger.put_tokens(added.id, space, raw)
     except CtxReuseError:
         ledger.delete(record.id)
         raise

@@ -63,7 +63,7 @@ def test_text_verbs(tmp_path: Path) -> None:
         await memory.delete("renamed")
         await memory.delete(copy)
         assert [session.id for session in await memory.sessions()] == [trunk.id]
-        assert (await memory.stats()).sessions == 1
+        assert (await memory.stats()).text.sessions == 1
         assert await memory.gc() > 0
         assert memory.engine is None
         with pytest.raises(EngineError, match="no engine"):

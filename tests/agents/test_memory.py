@@ -238,7 +238,7 @@ def test_ten_thousand_sessions_are_listed_in_pages(tmp_path: Path) -> None:
         trunk = memory.create("trunk")
         trunk.user("shared by all")
         names = {trunk.fork(f"s{i}").name for i in range(10_000)}
-        assert memory.stats().sessions == 10_001
+        assert memory.stats().text.sessions == 10_001
         pages = [memory.sessions(2_500, offset) for offset in range(0, 10_001, 2_500)]
         assert [len(page) for page in pages] == [2_500] * 4 + [1]
         listed = {session.id for page in pages for session in page}
@@ -248,7 +248,7 @@ def test_ten_thousand_sessions_are_listed_in_pages(tmp_path: Path) -> None:
         memory.delete("s4711")
         memory.check()
     with Memory.open(tmp_path / "m", readonly=True) as again:
-        assert again.stats().sessions == 10_000
+        assert again.stats().text.sessions == 10_000
 
 
 def test_two_hundred_thousand_tokens_of_text_need_no_engine(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from ctxreuse.store.base import Progress, Reader, Store, StoreAdmin, StoreStats
+import os
+import time
+from collections.abc import Callable
+
+from ctxreuse.store.base import Progress, Reader, Store, StoreAdmin, StoreStats, WholeStore
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.ledger import Ledger
 from ctxreuse.store.ledger_records import Hit, LedgerStats, NewTurn, Session, Turn
+from ctxreuse.store.tiered import TieredStore
 
 __all__ = [
     "BlockStore",
@@ -19,5 +24,28 @@ __all__ = [
     "Store",
     "StoreAdmin",
     "StoreStats",
+    "TieredStore",
     "Turn",
+    "WholeStore",
+    "open_store",
 ]
+
+
+def open_store(
+    path: str | os.PathLike[str] | None,
+    *,
+    capacity: int = 8 << 30,
+    host_bytes: int = 256 << 20,
+    readonly: bool = False,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.time,
+) -> TieredStore:
+    """The cache in folder ``path`` with host memory in front of it, or in memory only where ``path`` is None.
+
+    ``capacity``: bytes on disk; ``host_bytes``: memory for what is not yet on disk (for all, without a disk). Raises
+    StoreOwnedError while another process writes there and StoreError for a path that cannot hold a store.
+    """
+    if path is None:
+        return TieredStore(host_bytes)
+    disk = BlockStore.open(path, capacity=capacity, readonly=readonly, progress=progress, clock=clock)
+    return TieredStore(0 if readonly else host_bytes, disk)

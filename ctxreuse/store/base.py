@@ -115,7 +115,7 @@ class StoreAdmin(Protocol):
     def forget(self, keys: Sequence[bytes]) -> int:
         """Forget the blocks of one context from its end up to where another context shares them; returns how many.
 
-        ``keys``: the context's keys, first block first. Puts still queued are not seen: ``flush`` before.
+        ``keys``: the context's keys, first block first. Waits for puts accepted before. A pin ends it too.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:

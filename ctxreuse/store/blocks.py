@@ -21,7 +21,7 @@ from ctxreuse.errors import FormatError, StoreClosedError, StoreError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
 from ctxreuse.store.env import DISK_ERRORS, Env, broken, explain
-from ctxreuse.store.index import Drop, Gone, Index, Plan, Put
+from ctxreuse.store.index import Gone, Index, Plan, Put
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
 from ctxreuse.store.reader import DiskReader
@@ -62,7 +62,7 @@ class BlockStore:
         self._retry_at = float("-inf")
         self._dirty = self._closed = False
         self._listeners: list[Callable[[Sequence[tuple[Kind, bytes]]], None]] = []
-        self._writer: Writer[Put | Drop] | None = None
+        self._writer: Writer[Put | None] | None = None
         if owner is not None:
             batch_bytes = max(1, min(256 << 20, index.capacity // 8))
             self._writer = Writer(self._commit, self._tick, limit_bytes=queue, batch_bytes=batch_bytes)
@@ -241,23 +241,26 @@ class BlockStore:
             return self._index.tree.unpin(keys)
 
     def drop(self, key: bytes, reason: str) -> None:
-        if self._writer is not None and not self._closed:
-            self._writer.put(Drop(key, reason), 0, 0.0)
+        with self._lock:
+            gone = self._index.drop(key) if self._owner is not None else []
+            for i in range(len(gone)):
+                self._dropped["below" if i else reason] += 1
+        self._doom(gone)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        gone = 0
+        self.flush()
         with self._lock:
-            for key in reversed(keys):
-                node = self._index.tree.get(key)
-                if node is not None:
-                    if node.children or node.pins:
-                        break
-                    self._doomed.append(self._index.remove(node).key)
-                    self._dropped["forgotten"] += 1
-                    gone += 1
-        if gone:
-            self.drop(keys[-1], "forgotten")  # wakes the writer, which deletes what is doomed
-        return gone
+            gone = self._index.forget(keys) if self._owner is not None else []
+            self._dropped["forgotten"] += len(gone)
+        self._doom(gone)
+        return len(gone)
+
+    def _doom(self, gone: list[bytes]) -> None:
+        """What left the tree leaves the disk with the next batch; an empty item wakes the writer for it."""
+        if gone and self._writer is not None:
+            with self._lock:
+                self._doomed += gone
+            self._writer.put(None, 0, 0.0)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -267,25 +270,21 @@ class BlockStore:
         """Call ``listener`` in the writer's thread with what each batch committed. It must be quick and not raise."""
         self._listeners.append(listener)
 
-    def _commit(self, items: list[Put | Drop]) -> None:
-        puts = [item for item in items if isinstance(item, Put)]
+    def _commit(self, items: list[Put | None]) -> None:
+        puts = [item for item in items if item is not None]
         with self._lock:
-            for item in items:
-                if isinstance(item, Drop) and item.key in self._index.tree:
-                    self._forget(item)
             plan = self._index.plan(puts, self._refused)
-            doomed = list(self._doomed)
+            doomed, self._doomed = self._doomed, []
         error = self._write(plan, doomed)
         with self._lock:
             for put in puts:
                 self._settled(put)
             if error is None:
-                self._doomed = self._doomed[len(doomed) :]
-                self._index.settle(plan)
+                self._doomed += self._index.settle(plan)
                 self._puts += len(plan.puts)
                 self._evicted += len(plan.evicted)
             else:
-                self._index.restore(plan.evicted)
+                self._doomed += doomed + self._index.restore(plan.evicted)
                 self._refused["disk"] += len(plan.puts)
                 self._retry_at = self._clock() + _BACKOFF
         if error is not None:
@@ -294,14 +293,6 @@ class BlockStore:
         written = [(put.kind, put.key) for put in plan.puts]
         for listener in self._listeners:
             listener(written)
-
-    def _forget(self, item: Drop) -> None:
-        below = self._index.tree.subtree(item.key)
-        for node in below:
-            self._doomed.append(self._index.remove(node).key)
-        self._dropped[item.reason] += 1
-        if len(below) > 1:
-            self._dropped["below"] += len(below) - 1
 
     def _write(self, plan: Plan, doomed: list[bytes]) -> Exception | None:
         """One transaction for all of it; the error if nothing of it was done."""
@@ -334,7 +325,7 @@ class BlockStore:
         """Renewed records, then everything to disk."""
         with self._lock:
             renewed = self._index.renewals()
-        error = self._write(Plan([], [], renewed), [])
+        error = self._write(Plan([], [], renewed, set()), [])
         try:
             self._env.sync()
             self._dirty = False

@@ -12,7 +12,7 @@ from ctxreuse.store.policy import LRU, Policy
 from ctxreuse.store.records import Record
 from ctxreuse.tree import ContextTree, Node
 
-__all__ = ["Drop", "Gone", "Index", "Plan", "Put"]
+__all__ = ["Gone", "Index", "Plan", "Put"]
 
 
 class Put(NamedTuple):
@@ -28,13 +28,6 @@ class Put(NamedTuple):
     replace: bool
 
 
-class Drop(NamedTuple):
-    """A queued request to forget an entry and all below it."""
-
-    key: bytes
-    reason: str
-
-
 class Gone(NamedTuple):
     """What must be known of a removed node to delete its values, or to bring it back."""
 
@@ -46,15 +39,16 @@ class Gone(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One transaction: values to write, entries to delete, records to renew."""
+    """One transaction: values to write, entries to delete, records to renew; ``known`` were held when it was made."""
 
     puts: list[Put]
     evicted: list[Gone]
     records: dict[bytes, Record]
+    known: set[bytes]
 
 
 class Index:
-    """Tree and policy in step. Not thread-safe: the store's lock guards it; only the writer changes its structure."""
+    """Tree and policy in step. Not thread-safe: the store's lock guards it, and is free between plan and settle."""
 
     def __init__(self, capacity: int, policy: Policy) -> None:
         self.tree, self.policy, self.capacity = ContextTree(), policy, capacity
@@ -130,11 +124,13 @@ class Index:
         evicted: list[Gone] = []
         free = self.capacity - tree.nbytes
         stuck = False
+        known: set[bytes] = set()
         for put in puts:
             before = staged.get(put.key)
             node = tree.get(put.key)
             if before is None and node is not None:
                 before = self.record(node, 0)
+                known.add(put.key)
             reason = self._reason(put, before, staged)
             if reason:
                 if reason != "duplicate":
@@ -160,7 +156,7 @@ class Index:
             block = put.kind == "block"
             staged[put.key] = before._replace(nbytes=put.size) if block else before._replace(state_nbytes=put.size)
             chosen.append(put)
-        return Plan(chosen, evicted, staged)
+        return Plan(chosen, evicted, staged, known)
 
     def _reason(self, put: Put, before: Record | None, staged: dict[bytes, Record]) -> str:
         if put.kind == "state":
@@ -209,25 +205,55 @@ class Index:
         self._touched.pop(node.key, None)
         return gone
 
-    def settle(self, plan: Plan) -> None:
-        """The plan's transaction is committed: hold what it wrote, as just used."""
-        tree = self.tree
+    def drop(self, key: bytes) -> list[bytes]:
+        """Remove an entry and all below it; returns their keys, children first, or nothing if it is not held."""
+        if key not in self.tree:
+            return []
+        return [self.remove(node).key for node in self.tree.subtree(key)]
+
+    def forget(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Remove the end of the path ``keys`` up to the first node with other children or pins; returns their keys."""
+        gone: list[bytes] = []
+        for node in reversed(self.tree.path(keys)):
+            if node.children or node.pins:
+                break
+            gone.append(self.remove(node).key)
+        return gone
+
+    def settle(self, plan: Plan) -> list[bytes]:
+        """The plan's transaction is committed: hold what it wrote, as just used.
+
+        Returns keys to delete again, because they or a parent were dropped meanwhile.
+        """
+        tree, lost = self.tree, []
         for key, record in plan.records.items():
+            if (key in plan.known) != (key in tree) or (record.parent != ROOT and record.parent not in tree):
+                lost.append(key)
+                continue
             if key not in tree:
                 self.policy.insert(key)
             node = tree.insert(key, record.parent, record.tokens, record.nbytes)
             self.states += bool(record.state_nbytes) - bool(node.state_nbytes)
             tree.set_state(key, record.state_nbytes)
         self.touch(plan.records)
+        return lost
 
-    def restore(self, evicted: Sequence[Gone]) -> None:
-        """The transaction failed: what it would have evicted is still on disk."""
+    def restore(self, evicted: Sequence[Gone]) -> list[bytes]:
+        """The transaction failed: what it would have evicted is still on disk.
+
+        Returns keys to delete, because a parent was dropped meanwhile.
+        """
+        lost: list[bytes] = []
         for gone in reversed(evicted):
+            if gone.parent != ROOT and gone.parent not in self.tree:
+                lost.append(gone.key)
+                continue
             self.tree.insert(gone.key, gone.parent, gone.tokens, gone.nbytes)
             if gone.state_nbytes:
                 self.tree.set_state(gone.key, gone.state_nbytes)
                 self.states += 1
             self.policy.insert(gone.key, oldest=True)
+        return lost
 
     def check(self) -> None:
         """Raises AssertionError where tree, policy, counts or capacity disagree. O(entries)."""

@@ -9,18 +9,18 @@ from typing import Any
 from ctxreuse.block import BlockView, parse
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
-from ctxreuse.store.base import Kind
+from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.records import diagnose
 
 __all__ = ["DiskReader", "prove"]
 
 
-def prove(data: memoryview, key: bytes, tokens: Tokens, space: bytes, kind: Kind) -> tuple[BlockView | None, str]:
+def prove(data: Buffer, key: bytes, tokens: Tokens, space: bytes, kind: Kind) -> tuple[BlockView | None, str]:
     """Parse bytes that should be the value of ``key``; the view, or None and the reason."""
     try:
         view = parse(data)
     except FormatError:
-        return None, diagnose(data)
+        return None, diagnose(bytes(data[:32]), len(data))
     header = view.header
     if header.key != key or header.kind != kind:
         return None, "foreign"

@@ -47,15 +47,15 @@ def footprint(nbytes: int) -> int:
     return -(-(nbytes + _LARGE_HEADER) // _PAGE) * _PAGE if nbytes else 0
 
 
-def diagnose(data: memoryview) -> str:
-    """The reason, as counted in ``StoreStats.misses``, why ``data`` does not parse as a block."""
-    if len(data) < 32:
+def diagnose(head: bytes, nbytes: int) -> str:
+    """The reason, as counted in ``StoreStats.misses``, why a value of ``nbytes`` with this head is no block."""
+    if len(head) < 32:
         return "truncated"
-    if data[:8] != MAGIC:
+    if head[:8] != MAGIC:
         return "foreign"
-    version = int.from_bytes(data[8:10], "little")
+    version = int.from_bytes(head[8:10], "little")
     if version != VERSION:
         return "newer" if version > VERSION else "older"
-    if int.from_bytes(data[16:24], "little") > len(data):
+    if int.from_bytes(head[16:24], "little") > nbytes:
         return "truncated"
     return "corrupt"

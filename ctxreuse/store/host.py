@@ -1,0 +1,154 @@
+"""Values in host memory: a bounded map in order of last use, in which only what nothing hangs on may go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ctxreuse.block import Header
+from ctxreuse.store.base import Buffer, Kind
+from ctxreuse.store.policy import LRU
+
+__all__ = ["Held", "HostTier", "Name"]
+
+Name = tuple[Kind, bytes]
+
+
+class Held(NamedTuple):
+    """One value in memory and what its header says."""
+
+    data: Buffer
+    parent: bytes
+    tokens: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+class HostTier:
+    """Blocks and states by (kind, key). Not thread-safe: its store's lock guards it.
+
+    Parents may be held elsewhere (on disk); children held here keep their parent here.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.nbytes, self.evicted = capacity, 0, 0
+        self._values: dict[Name, Held] = {}
+        self._order = LRU()
+        self._children: Counter[bytes] = Counter()
+        self.pins: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._values
+
+    def get(self, name: Name) -> Held | None:
+        """The value, or None. Pure."""
+        return self._values.get(name)
+
+    def items(self) -> dict[Name, Held]:
+        """What is held now: a copy of the map, not of the values."""
+        return dict(self._values)
+
+    def put(self, name: Name, data: Buffer, header: Header) -> bool:
+        """Hold one value, evicting the least recently used that may go; False (and no change) if there is no room."""
+        kind, key = name
+        before = self._values.get(name)
+        need = self.nbytes + len(data) - (before.nbytes if before is not None else 0) - self.capacity
+        victims = self._victims(need, {header.parent, key}) if need > 0 else []
+        if victims is None:
+            return False
+        for victim in victims:
+            self.remove(victim)
+            self.evicted += 1
+        self.nbytes += len(data) - (before.nbytes if before is not None else 0)
+        self._values[name] = Held(data, header.parent, len(header.tokens) // 4, header.end)
+        if before is None and kind == "block":
+            self._children[header.parent] += 1
+            self._order.insert(key)
+        return True
+
+    def _victims(self, need: int, keep: set[bytes]) -> list[Name] | None:
+        lost: Counter[bytes] = Counter()
+        chosen: list[Name] = []
+        gone: set[bytes] = set()
+        grown = True
+        while need > 0 and grown:
+            grown = False
+            for key in self._order.order():
+                if need <= 0:
+                    break
+                if key in keep or key in gone or self.pins[key] > 0 or self._children[key] > lost[key]:
+                    continue
+                block = self._values["block", key]
+                gone.add(key)
+                grown = True
+                lost[block.parent] += 1
+                for name in self._names(key):
+                    chosen.append(name)
+                    need -= self._values[name].nbytes
+        return chosen if need <= 0 else None
+
+    def _names(self, key: bytes) -> list[Name]:
+        # The state first: a state without its block would have no place in the order of eviction.
+        names: list[Name] = [("state", key), ("block", key)]
+        return [name for name in names if name in self._values]
+
+    def remove(self, name: Name) -> None:
+        """Forget one value; unknown ones are ignored."""
+        held = self._values.pop(name, None)
+        if held is None:
+            return
+        self.nbytes -= held.nbytes
+        kind, key = name
+        if kind == "block":
+            self._order.remove(key)
+            self._children[held.parent] -= 1
+            if not self._children[held.parent]:
+                del self._children[held.parent]
+
+    def lone(self, key: bytes) -> bool:
+        """True if the block is held and neither a child nor a pin holds on to it."""
+        return ("block", key) in self._values and not self._children[key] and not self.pins[key]
+
+    def subtree(self, key: bytes) -> list[bytes]:
+        """The key and all held below it."""
+        below = {key}
+        for (kind, child), held in sorted(self._values.items(), key=lambda entry: entry[1].end):
+            if kind == "block" and held.parent in below:
+                below.add(child)
+        return list(below)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Count the held ones of ``keys`` and their held ancestors as used now."""
+        tips = [(held.end, key) for key in keys if (held := self._values.get(("block", key))) is not None]
+        seen: set[bytes] = set()
+        for _, tip in sorted(tips, reverse=True):
+            if tip in seen:
+                continue
+            path: list[bytes] = []
+            held = self._values.get(("block", tip))
+            key = tip
+            while held is not None:
+                path.append(key)
+                key = held.parent
+                held = self._values.get(("block", key))
+            seen.update(path)
+            self._order.access(path[::-1])
+
+    def counts(self) -> tuple[int, int, int]:
+        """Blocks, states and tokens held."""
+        blocks = [held for (kind, _), held in self._values.items() if kind == "block"]
+        return len(blocks), len(self._values) - len(blocks), sum(held.tokens for held in blocks)
+
+    def check(self) -> None:
+        """Raises AssertionError where counts and contents disagree."""
+        blocks = {key: held for (kind, key), held in self._values.items() if kind == "block"}
+        assert self.nbytes == sum(held.nbytes for held in self._values.values()) <= max(self.capacity, 0)
+        assert set(self._order.order()) == set(blocks), "the order of eviction holds other keys"
+        assert +self._children == Counter(held.parent for held in blocks.values()), "children are counted wrongly"

@@ -1,0 +1,302 @@
+"""Host memory in front of the disk: what was just computed can be read at once, and the disk may fail."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ctxreuse.block import BlockView, parse
+from ctxreuse.errors import FormatError, StoreError
+from ctxreuse.keys import ROOT, Tokens
+from ctxreuse.store.base import Buffer, Kind, Reader, StoreStats
+from ctxreuse.store.blocks import BlockStore
+from ctxreuse.store.host import Held, HostTier, Name
+from ctxreuse.store.reader import prove
+from ctxreuse.tree import Match
+
+__all__ = ["TieredStore"]
+
+log = logging.getLogger(__name__)
+
+
+class TieredReader:
+    """A read over a snapshot of the host tier and one transaction on disk; see ``Reader``."""
+
+    def __init__(self, store: TieredStore, host: dict[Name, Held], disk: Reader | None) -> None:
+        self._store, self._host, self._disk = store, host, disk
+        self.used: list[bytes] = []
+        self.served: dict[str, int] = {}
+        self.missed = ""
+
+    def block(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
+        return self._get("block", key, tokens, space)
+
+    def state(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
+        return self._get("state", key, tokens, space)
+
+    def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
+        held = self._host.get((kind, key))
+        view, reason, source = None, "absent", "host"
+        if held is not None:
+            view, reason = prove(held.data, key, tokens, space, kind)
+            if view is None:
+                self._store.drop(key, reason)
+        if view is None and self._disk is not None:
+            source = "disk"
+            view = self._disk.block(key, tokens, space) if kind == "block" else self._disk.state(key, tokens, space)
+            reason = self._disk.missed if view is None and reason == "absent" else reason
+        if view is None:
+            self.missed = self.missed or reason
+            self._store.count_miss(reason)
+            return None
+        self.used.append(key)
+        if kind == "block":
+            self.served[source] = self.served.get(source, 0) + len(tokens)
+        return view
+
+
+class TieredStore:
+    """A ``Store`` of ``host_bytes`` of memory and, unless ``disk`` is None, a ``BlockStore`` that it owns and closes.
+
+    Puts are readable at once. With a disk they leave memory when they are committed, unless ``hot`` keeps what was put
+    last in memory for as long as there is room (the page cache usually serves as well). What the disk refuses stays in
+    memory while there is room: a failing disk makes the store smaller, not broken.
+    """
+
+    def __init__(self, host_bytes: int, disk: BlockStore | None = None, *, hot: bool = False) -> None:
+        self._disk, self._hot = disk, hot
+        self._host = HostTier(host_bytes)
+        self._lock = threading.RLock()
+        self._refused: Counter[str] = Counter()
+        self._misses: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._hits = self._puts = 0
+        self._closed = False
+        if disk is not None and not hot:
+            disk.subscribe(self._committed)
+
+    @property
+    def disk(self) -> BlockStore | None:
+        """The disk tier."""
+        return self._disk
+
+    def _committed(self, names: Sequence[Name]) -> None:
+        with self._lock:
+            for name in names:
+                if not self._host.pins[name[1]]:
+                    self._host.remove(name)
+
+    def _held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
+        # The disk after the host would miss what is committed and released in between, so the host goes first.
+        with self._lock:
+            blocks = [self._host.get(("block", key)) for key in keys]
+            states = [("state", key) in self._host for key in keys]
+        below = self._disk.held(keys) if self._disk is not None and not self._closed else []
+        found: list[tuple[int, bool, bool] | None] = []
+        for i, held in enumerate(blocks):
+            under = below[i] if i < len(below) else None
+            if held is None:
+                found.append(under if under is None else (under[0], under[1], under[2] or states[i]))
+            else:
+                found.append((held.tokens, True, states[i] or (under is not None and under[2])))
+        return found
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        blocks = tokens = state_blocks = state_tokens = 0
+        for entry in self._held(keys):
+            if entry is None:
+                break
+            blocks, tokens = blocks + 1, tokens + entry[0]
+            if entry[2]:
+                state_blocks, state_tokens = blocks, tokens
+        return Match(blocks, tokens, state_blocks, state_tokens)
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[TieredReader]:
+        with self._lock:
+            host = self._host.items()
+        with contextlib.ExitStack() as stack:
+            disk: Reader | None = None
+            if self._disk is not None:
+                try:
+                    disk = stack.enter_context(self._disk.read())
+                except StoreError as error:
+                    log.warning("reading goes on without the disk: %s", error)
+            reader = TieredReader(self, host, disk)
+            try:
+                yield reader
+            finally:
+                with self._lock:
+                    self._hits += len(reader.used)
+                    self._host.touch(reader.used)
+
+    def count_miss(self, reason: str) -> None:
+        """Count a miss that a reader met."""
+        with self._lock:
+            self._misses[reason] += 1
+
+    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
+        try:
+            header = parse(data).header
+        except FormatError:
+            return self._refuse("malformed")
+        if header.key != key or header.kind != kind:
+            return self._refuse("malformed")
+        if self._closed:
+            return self._refuse("closed")
+        name: Name = (kind, key)
+        anchor = header.parent if kind == "block" else key
+        known = (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None
+        if not known:
+            return self._refuse("orphan")
+        with self._lock:
+            fresh = name not in self._host
+            hosted = (self._host.put(name, data, header) if fresh or replace else True) and name in self._host
+            self._host.touch([key])
+        # The host goes first: the disk's commit takes it out again, and must find it there.
+        stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace)
+        if stored and fresh and hosted and not self._hot and self._disk is not None:
+            self._release_if_held(name)
+        if not hosted and not stored:
+            return self._refuse("no_room")
+        with self._lock:
+            self._puts += 1
+        return True
+
+    def _release_if_held(self, name: Name) -> None:
+        # A duplicate of what is on disk already is never committed again, so nobody would release it.
+        assert self._disk is not None
+        entry = self._disk.held([name[1]])[0]
+        if entry is not None and entry[1 if name[0] == "block" else 2]:
+            self._committed([name])
+
+    def _refuse(self, reason: str) -> bool:
+        with self._lock:
+            self._refused[reason] += 1
+        return False
+
+    def pin(self, keys: Sequence[bytes]) -> int:
+        return self._count(keys, 1)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        return self._count(keys, -1)
+
+    def _count(self, keys: Sequence[bytes], step: int) -> int:
+        reached = 0
+        for key in keys:
+            below = 0
+            if self._disk is not None:
+                below = self._disk.pin([key]) if step > 0 else self._disk.unpin([key])
+            with self._lock:
+                pins = self._host.pins
+                here = ("block", key) in self._host if step > 0 else pins[key] > 0
+                if here:
+                    pins[key] += step
+                if not pins[key]:
+                    del pins[key]
+            reached += bool(below or here)
+        return reached
+
+    def flush(self, timeout: float | None = None) -> None:
+        if self._disk is not None:
+            self._disk.flush(timeout)
+
+    def drop(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            gone = self._host.subtree(key)
+            held = [key for key in gone if ("block", key) in self._host or ("state", key) in self._host]
+            for below in held:
+                self._host.remove(("state", below))
+                self._host.remove(("block", below))
+                self._host.pins.pop(below, None)
+                self._dropped[reason if below == key else "below"] += 1
+        if self._disk is not None:
+            self._disk.drop(key, reason)
+
+    def forget(self, keys: Sequence[bytes]) -> int:
+        below = self._disk.forget(keys) if self._disk is not None else 0
+        gone = 0
+        with self._lock:
+            for key in reversed(keys):
+                if not self._host.lone(key):
+                    if ("block", key) in self._host:
+                        break
+                    continue
+                self._host.remove(("state", key))
+                self._host.remove(("block", key))
+                self._dropped["forgotten"] += 1
+                gone += 1
+        return max(gone, below)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._host.touch(keys)
+        if self._disk is not None:
+            self._disk.touch(keys)
+
+    def stats(self) -> StoreStats:
+        """Figures of both tiers together; ``refused`` counts what neither took."""
+        below = self._disk.stats() if self._disk is not None else None
+        with self._lock:
+            blocks, states, tokens = self._host.counts()
+            mine = StoreStats(
+                blocks=blocks,
+                states=states,
+                tokens=tokens,
+                nbytes=self._host.nbytes,
+                capacity=self._host.capacity,
+                queued=0,
+                queued_bytes=0,
+                file_bytes=0,
+                hits=self._hits,
+                misses=dict(self._misses),
+                puts=self._puts,
+                duplicates=0,
+                refused=dict(self._refused),
+                evicted=self._host.evicted,
+                dropped=dict(self._dropped),
+                errors={},
+            )
+        return mine if below is None else _sum(mine, below)
+
+    def check(self) -> None:
+        with self._lock:
+            self._host.check()
+        if self._disk is not None:
+            self._disk.check()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._disk is not None:
+            self._disk.close()
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sum(host: StoreStats, disk: StoreStats) -> StoreStats:
+    return StoreStats(
+        blocks=host.blocks + disk.blocks,
+        states=host.states + disk.states,
+        tokens=host.tokens + disk.tokens,
+        nbytes=host.nbytes + disk.nbytes,
+        capacity=host.capacity + disk.capacity,
+        queued=disk.queued,
+        queued_bytes=disk.queued_bytes,
+        file_bytes=disk.file_bytes,
+        hits=host.hits,
+        misses=host.misses,
+        puts=host.puts,
+        duplicates=disk.duplicates,
+        refused=host.refused,
+        evicted=host.evicted + disk.evicted,
+        dropped=dict(Counter(host.dropped) + Counter(disk.dropped)),
+        errors=disk.errors,
+        recovered=disk.recovered,
+    )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView as BlockView
     from ctxreuse.block import BlockWriter as BlockWriter
+    from ctxreuse.engines import open_engine as open_engine
+    from ctxreuse.engines.sampling import Sampling as Sampling
     from ctxreuse.errors import ConfigError as ConfigError
     from ctxreuse.errors import ContextTooLongError as ContextTooLongError
     from ctxreuse.errors import CtxReuseError as CtxReuseError
@@ -24,14 +26,22 @@ if TYPE_CHECKING:
     from ctxreuse.errors import TokenRangeError as TokenRangeError
     from ctxreuse.model import LayerSpec as LayerSpec
     from ctxreuse.model import ModelSpace as ModelSpace
+    from ctxreuse.runtime import Completion as Completion
+    from ctxreuse.runtime import Runtime as Runtime
+    from ctxreuse.runtime import Usage as Usage
+    from ctxreuse.store import BlockStore as BlockStore
+    from ctxreuse.store import Ledger as Ledger
+    from ctxreuse.store import open_store as open_store
     from ctxreuse.tree import ContextTree as ContextTree
     from ctxreuse.tree import Match as Match
 
     __version__: str
 
 __all__ = [
+    "BlockStore",
     "BlockView",
     "BlockWriter",
+    "Completion",
     "ConfigError",
     "ContextTooLongError",
     "ContextTree",
@@ -39,8 +49,11 @@ __all__ = [
     "EngineError",
     "FormatError",
     "LayerSpec",
+    "Ledger",
     "Match",
     "ModelSpace",
+    "Runtime",
+    "Sampling",
     "SessionError",
     "StoreClosedError",
     "StoreError",
@@ -48,16 +61,27 @@ __all__ = [
     "StoreOwnedError",
     "StoreReadOnlyError",
     "TokenRangeError",
+    "Usage",
     "__version__",
+    "open_engine",
+    "open_store",
 ]
 
 _HOME = {
+    "BlockStore": "store",
     "BlockView": "block",
     "BlockWriter": "block",
+    "Completion": "runtime",
     "ContextTree": "tree",
     "LayerSpec": "model",
+    "Ledger": "store",
     "Match": "tree",
     "ModelSpace": "model",
+    "Runtime": "runtime",
+    "Sampling": "engines.sampling",
+    "Usage": "runtime",
+    "open_engine": "engines",
+    "open_store": "store",
 }
 
 

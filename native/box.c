@@ -147,15 +147,19 @@ void ctx_gather_run(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const
     run_copy(k, tensor, planes, plane_dtype, counts, blocks, heads, dim, 0);
 }
 
-/* Rows whose dim is contiguous on both sides. 64 rows at a time, so that what is copied behind the rotated part is
- * still in the first-level cache. */
+/* The row kernels go through their rows once per vector of angles. Four rows at a time keep that close to
+ * sequential: 64 lost half the speed and more on keys that come from memory (fp32 pairs 2.4 against 16 GB/s), and
+ * gained 10% in the cache. */
+enum { ROTATED_ROWS = 4 };
+
+/* Rows whose dim is contiguous on both sides. */
 static void rotate_rows(const ctx_kernels *k, const ctx_view *dst, const ctx_view *src, size_t tokens, size_t dim,
                         const float *cos, const float *sin, size_t half, ctx_rope_fn rope) {
     const size_t dst_bytes = ctx_dtype_bytes(dst->dtype), src_bytes = ctx_dtype_bytes(src->dtype);
     const size_t rest = dim - 2 * half;
     const int in_place = dst->at == src->at && dst->dtype == src->dtype && dst->strides[1] == src->strides[1];
-    for (size_t t = 0; t < tokens; t += TILE) {
-        size_t rows = tokens - t < TILE ? tokens - t : TILE;
+    for (size_t t = 0; t < tokens; t += ROTATED_ROWS) {
+        size_t rows = tokens - t < ROTATED_ROWS ? tokens - t : ROTATED_ROWS;
         uint8_t *to = dst->at + t * dst->strides[1] * dst_bytes;
         const uint8_t *from = src->at + t * src->strides[1] * src_bytes;
         rope(to, dst->strides[1] * dst_bytes, from, src->strides[1] * src_bytes, rows, cos, sin, half);

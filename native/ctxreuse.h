@@ -46,8 +46,8 @@ typedef void (*ctx_convert_fn)(uint8_t *dst, const uint8_t *src, size_t n);
 
 /* Rotate the first 2*half elements of `rows` rows that lie dst_step and src_step bytes apart:
  *   out1 = x1*cos - x2*sin,  out2 = x2*cos + x1*sin
- * Same view for dst and src is allowed (in place); cos and sin are aligned. Callers pass few enough rows (64) that they
- * stay in the first-level cache. */
+ * Same view for dst and src is allowed (in place); cos and sin are aligned. Callers pass few rows (4), since
+ * each vector of angles is a pass over all of them. */
 typedef void (*ctx_rope_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, size_t src_step, size_t rows,
                             const float *cos, const float *sin, size_t half);
 

@@ -1,6 +1,6 @@
 """The kernels in plain numpy, with the extension's signatures: what every table must equal, and the stand-in.
 
-Arguments are those of `ctxreuse/_native.pyi`. Slower than the extension by 5 to 50 times, equal bit for bit.
+Arguments are those of `ctxreuse/_native.pyi`. Slower than the extension, equal bit for bit.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.ledger import Ledger
 from ctxreuse.store.ledger_records import Hit, LedgerStats, NewTurn, Session, Turn
 from ctxreuse.store.tiered import TieredStore
+from ctxreuse.store.verify import Collected, Verdict, gc, verify
 
 __all__ = [
     "BlockStore",
+    "Collected",
     "Hit",
     "Ledger",
     "LedgerStats",
@@ -26,8 +28,11 @@ __all__ = [
     "StoreStats",
     "TieredStore",
     "Turn",
+    "Verdict",
     "WholeStore",
+    "gc",
     "open_store",
+    "verify",
 ]
 
 

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -20,13 +19,14 @@ from ctxreuse.block import parse
 from ctxreuse.errors import FormatError, StoreClosedError, StoreError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
-from ctxreuse.store.env import DISK_ERRORS, Env, broken, explain
+from ctxreuse.store.env import DISK_ERRORS, Env, broken
 from ctxreuse.store.index import Gone, Index, Plan, Put
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
 from ctxreuse.store.reader import DiskReader
+from ctxreuse.store.readonly import counts, lookup, match_disk, open_readonly
 from ctxreuse.store.records import Record, footprint
-from ctxreuse.store.recovery import TABLES, open_cache, records
+from ctxreuse.store.recovery import TABLES, compare, corrupt, open_cache
 from ctxreuse.store.writer import Writer
 from ctxreuse.tree import Match
 
@@ -94,7 +94,7 @@ class BlockStore:
         home = place / "blocks"
         index = Index(capacity, make_policy(policy))
         if readonly:
-            return cls(_open_readonly(home), index, None, "", queue_bytes, clock)
+            return cls(open_readonly(home, map_size), index, None, "", queue_bytes, clock)
         owner = claim(place, "blocks", boot=boot, clock=clock)
         try:
             before = owner.before("blocks")
@@ -112,43 +112,25 @@ class BlockStore:
 
     def match(self, keys: Sequence[bytes]) -> Match:
         if self._owner is None:
-            return self._match_disk(keys)
+            return match_disk(self._lookup(keys))
         with self._lock:
             return self._index.tree.match(keys)
 
     def held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
         """For each key (tokens, has a block, has a state), or None if it is not held. Pure."""
         if self._owner is None:
-            found = self._records(keys, whole=False)
+            found = self._lookup(keys)
             return [(r.tokens, bool(r.nbytes), bool(r.state_nbytes)) if r is not None else None for r in found]
         with self._lock:
             nodes = [self._index.tree.get(key) for key in keys]
             return [(n.tokens, bool(n.nbytes), bool(n.state_nbytes)) if n is not None else None for n in nodes]
 
-    def _records(self, keys: Sequence[bytes], *, whole: bool) -> list[Record | None]:
-        found: list[Record | None] = []
+    def _lookup(self, keys: Sequence[bytes]) -> list[Record | None]:
         try:
-            with self._env.read() as txn:
-                table = self._env.tables["meta"]
-                for key in keys:
-                    raw = txn.get(key, db=table)
-                    found.append(Record.unpack(raw) if raw is not None else None)
-                    if whole and raw is None:
-                        break
+            return lookup(self._env, keys)
         except (lmdb.Error, StoreError, ValueError) as error:
             self._trouble(error)
-        return found
-
-    def _match_disk(self, keys: Sequence[bytes]) -> Match:
-        # A reader process has no tree of its own: the writer's records are the tree.
-        blocks = tokens = state_blocks = state_tokens = 0
-        for record in self._records(keys, whole=True):
-            if record is None:
-                break
-            blocks, tokens = blocks + 1, record.depth
-            if record.state_nbytes:
-                state_blocks, state_tokens = blocks, tokens
-        return Match(blocks, tokens, state_blocks, state_tokens)
+            return []
 
     @contextlib.contextmanager
     def read(self) -> Iterator[DiskReader]:
@@ -325,7 +307,11 @@ class BlockStore:
         """Renewed records, then everything to disk."""
         with self._lock:
             renewed = self._index.renewals()
-        error = self._write(Plan([], [], renewed, set()), [])
+            doomed, self._doomed = self._doomed, []
+        error = self._write(Plan([], [], renewed, set()), doomed)
+        if error is not None:
+            with self._lock:
+                self._doomed += doomed
         try:
             self._env.sync()
             self._dirty = False
@@ -346,7 +332,7 @@ class BlockStore:
             queued, queued_bytes = self._writer.queued if self._writer is not None else (0, 0)
             blocks, states, nbytes = sum(1 for node in tree if node.nbytes), self._index.states, tree.nbytes
             if self._owner is None and not self._closed:
-                blocks, states, nbytes = self._disk_counts()
+                blocks, states, nbytes = counts(self._env)
             return StoreStats(
                 blocks=blocks,
                 states=states,
@@ -367,11 +353,9 @@ class BlockStore:
                 recovered=self._recovered,
             )
 
-    def _disk_counts(self) -> tuple[int, int, int]:
-        with self._env.read() as txn:
-            blocks, states = (txn.stat(self._env.tables[name]) for name in TABLES[:2])
-        pages = blocks["overflow_pages"] + states["overflow_pages"]
-        return blocks["entries"], states["entries"], pages * blocks["psize"]
+    def verify(self, progress: Progress | None = None) -> list[tuple[bytes, str]]:
+        """Keys whose values fail their checksums, with what is wrong. Reads everything; changes nothing."""
+        return corrupt(self._env, progress)
 
     def check(self) -> None:
         """See ``StoreAdmin.check``. Waits for the queue first, so that memory and disk can be compared."""
@@ -380,21 +364,7 @@ class BlockStore:
             self._index.check()
             if self._owner is None:
                 return
-            doomed = set(self._doomed)
-            tree = self._index.tree
-            seen = 0
-            for key, record in records(self._env):
-                if key in doomed:
-                    continue
-                node = tree.get(key)
-                assert node is not None, f"{key.hex()[:12]} is on disk and not in the tree"
-                assert self._index.record(node, record.used) == record, f"the record of {node!r} differs"
-                seen += 1
-            assert seen == len(tree), f"{len(tree)} nodes in the tree, {seen} on disk"
-            with self._env.read() as txn:
-                for name, count in (("blocks", sum(1 for n in tree if n.nbytes)), ("states", self._index.states)):
-                    keys = {bytes(key) for key in txn.cursor(db=self._env.tables[name]).iternext(values=False)}
-                    assert len(keys - doomed) == count, f"{len(keys)} {name} on disk, {count} in the tree"
+            compare(self._index, self._env, set(self._doomed))
 
     def close(self) -> None:
         with self._lock:
@@ -433,12 +403,3 @@ def _closer(itself: weakref.ref[BlockStore]) -> Callable[[], None]:
 
 def _full(error: BaseException) -> bool:
     return getattr(error, "code", 0) in DISK_ERRORS
-
-
-def _open_readonly(home: Path) -> Env:
-    if not (home / "data.mdb").exists():
-        raise StoreError("there are no blocks here", where=str(home), fix="Open it for writing once to create it")
-    try:
-        return Env(home, TABLES, map_size=_MAP_SIZE, readonly=True, durable=False)
-    except lmdb.Error as error:
-        raise explain(error, home) from None

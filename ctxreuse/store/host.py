@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ctxreuse.block import Header
@@ -141,10 +141,10 @@ class HostTier:
             seen.update(path)
             self._order.access(path[::-1])
 
-    def counts(self) -> tuple[int, int, int]:
-        """Blocks, states and tokens held."""
-        blocks = [held for (kind, _), held in self._values.items() if kind == "block"]
-        return len(blocks), len(self._values) - len(blocks), sum(held.tokens for held in blocks)
+    def counts(self, names: Sequence[Name]) -> tuple[int, int, int]:
+        """Blocks, states and tokens among ``names``, which are held."""
+        blocks = [self._values[name] for name in names if name[0] == "block"]
+        return len(blocks), len(names) - len(blocks), sum(held.tokens for held in blocks)
 
     def check(self) -> None:
         """Raises AssertionError where counts and contents disagree."""

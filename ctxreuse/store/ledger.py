@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
 import msgspec
 
 from ctxreuse.errors import SessionError, StoreError, StoreReadOnlyError
-from ctxreuse.store.env import Env, broken, explain, shortage
+from ctxreuse.store.env import Env, explain
 from ctxreuse.store.history import History, turn_key
+from ctxreuse.store.ledger_open import open_ledger
 from ctxreuse.store.ledger_records import (
     Hit,
     LedgerStats,
@@ -36,8 +36,6 @@ __all__ = ["Ledger"]
 
 T = TypeVar("T")
 
-TABLES = ("sessions", "names", "turns", "tokens", "info")
-FORMAT = 1
 _MAP_SIZE = 1 << 36
 _NAME_BYTES = 480
 _LIST = "Session names can be listed with sessions()"
@@ -74,10 +72,10 @@ class Ledger:
             if not (home / "data.mdb").exists():
                 fix = "Open it for writing once to create it"
                 raise StoreError("there is no ledger here", where=str(home), fix=fix)
-            return cls(_open(home, map_size, readonly=True), None, clock)
+            return cls(open_ledger(home, map_size, _walk, readonly=True), None, clock)
         owner = claim(place, "ledger", boot=boot, clock=clock)
         try:
-            return cls(_open(home, map_size, readonly=False), owner, clock)
+            return cls(open_ledger(home, map_size, _walk, readonly=False), owner, clock)
         except BaseException:
             owner.end("ledger", clean=False)
             raise
@@ -380,49 +378,5 @@ class Ledger:
         self.close()
 
 
-def _damaged(home: Path, why: object) -> StoreError:
-    fix = f"Nothing was changed: keep a copy of {home}, and restore it from a backup"
-    return StoreError(f"the ledger is damaged: {why}", where=str(home), fix=fix)
-
-
-def _open(home: Path, map_size: int, *, readonly: bool) -> Env:
-    short = shortage(home)
-    whole = 0
-    try:
-        if not readonly:
-            home.mkdir(exist_ok=True)
-        if short:
-            # Touching what is missing would kill the process. Zeros do for pages that were never written; if it was
-            # truncated, the walk below finds out and the file gets its old length again.
-            whole = (home / "data.mdb").stat().st_size
-            if readonly:
-                raise _damaged(home, f"{short} bytes are missing at its end")
-            os.truncate(home / "data.mdb", whole + short)
-        env = Env(home, TABLES, map_size=map_size, readonly=readonly, durable=True)
-    except OSError as error:
-        raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
-    except lmdb.Error as error:
-        raise (_damaged(home, error) if broken(error) else explain(error, home)) from None
-    try:
-        _check_format(env, home)
-        if short:
-            ledger = Ledger(env, None, time.time)
-            ledger.check()
-        return env
-    except (StoreError, lmdb.Error, AssertionError) as error:
-        env.close()
-        if whole:
-            os.truncate(home / "data.mdb", whole)
-        if broken(error) or short:
-            raise _damaged(home, error) from None
-        raise (error if isinstance(error, StoreError) else explain(error, home)) from None
-
-
-def _check_format(env: Env, home: Path) -> None:
-    with env.read() as txn:
-        raw = txn.get(b"format", db=env.tables["info"])
-    if raw is None and not env.readonly:
-        env.write(lambda txn: txn.put(b"format", msgspec.msgpack.encode(FORMAT), db=env.tables["info"]))
-    elif raw is not None and bytes(raw) != msgspec.msgpack.encode(FORMAT):
-        fix = "Open it with the version of ctxreuse that wrote it, or update this one"
-        raise StoreError(f"the ledger has another format than {FORMAT}", where=str(home), fix=fix)
+def _walk(env: Env) -> None:
+    Ledger(env, None, time.time).check()

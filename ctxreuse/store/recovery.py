@@ -19,7 +19,7 @@ from ctxreuse.store.env import Env, broken, explain, shortage
 from ctxreuse.store.index import Index
 from ctxreuse.store.records import FORMAT, Record
 
-__all__ = ["TABLES", "corrupt", "open_cache", "records", "sound"]
+__all__ = ["TABLES", "compare", "corrupt", "open_cache", "records", "sound"]
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,22 @@ def corrupt(env: Env, progress: Progress | None = None) -> list[tuple[bytes, str
             if not more:
                 break
     return bad
+
+
+def compare(index: Index, env: Env, doomed: set[bytes]) -> None:
+    """Raises AssertionError where ``index`` and the disk hold different entries; ``doomed`` are about to be deleted."""
+    tree, seen = index.tree, 0
+    for key, record in records(env):
+        if key not in doomed:
+            node = tree.get(key)
+            assert node is not None, f"{key.hex()[:12]} is on disk and not in the tree"
+            assert index.record(node, record.used) == record, f"the record of {node!r} differs"
+            seen += 1
+    assert seen == len(tree), f"{len(tree)} nodes in the tree, {seen} on disk"
+    with env.read() as txn:
+        for name, count in (("blocks", sum(1 for node in tree if node.nbytes)), ("states", index.states)):
+            keys = {bytes(key) for key in txn.cursor(db=env.tables[name]).iternext(values=False)}
+            assert len(keys - doomed) == count, f"{len(keys)} {name} on disk, {count} in the tree"
 
 
 def sound(home: Path) -> str:

@@ -149,19 +149,19 @@ class TieredStore:
             return self._refuse("closed")
         name: Name = (kind, key)
         anchor = header.parent if kind == "block" else key
-        known = (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None
-        if not known:
-            return self._refuse("orphan")
-        with self._lock:
-            fresh = name not in self._host
-            hosted = (self._host.put(name, data, header) if fresh or replace else True) and name in self._host
-            self._host.touch([key])
-        # The host goes first: the disk's commit takes it out again, and must find it there.
+        hosted = fresh = False
+        if (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None:
+            with self._lock:
+                fresh = name not in self._host
+                hosted = self._host.put(name, data, header) if fresh or replace else True
+                self._host.touch([key])
+        # The host went first: the disk's commit takes it out again, and must find it there. What hangs on a put that
+        # still waits, and that the host had no room for, only the disk can place.
         stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace)
-        if stored and fresh and hosted and not self._hot and self._disk is not None:
-            self._release_if_held(name)
         if not hosted and not stored:
-            return self._refuse("no_room")
+            return self._refuse("no_room" if fresh else "orphan")
+        if stored and fresh and hosted and not self._hot:
+            self._release_if_held(name)
         with self._lock:
             self._puts += 1
         return True
@@ -208,11 +208,14 @@ class TieredStore:
         with self._lock:
             gone = self._host.subtree(key)
             held = [key for key in gone if ("block", key) in self._host or ("state", key) in self._host]
-            for below in held:
+            # What the disk holds too is counted there.
+            under = self._disk.held(held) if self._disk is not None else [None] * len(held)
+            for below, twin in zip(held, under):
                 self._host.remove(("state", below))
                 self._host.remove(("block", below))
                 self._host.pins.pop(below, None)
-                self._dropped[reason if below == key else "below"] += 1
+                if twin is None:
+                    self._dropped[reason if below == key else "below"] += 1
         if self._disk is not None:
             self._disk.drop(key, reason)
 
@@ -238,10 +241,15 @@ class TieredStore:
             self._disk.touch(keys)
 
     def stats(self) -> StoreStats:
-        """Figures of both tiers together; ``refused`` counts what neither took."""
+        """Figures of both tiers together, what both hold counted once; ``refused`` counts what neither took."""
         below = self._disk.stats() if self._disk is not None else None
         with self._lock:
-            blocks, states, tokens = self._host.counts()
+            names = list(self._host.items())
+            if self._disk is not None:
+                under = self._disk.held([key for _, key in names])
+                twins = [u is not None and u[1 if kind == "block" else 2] for (kind, _), u in zip(names, under)]
+                names = [name for name, twin in zip(names, twins) if not twin]
+            blocks, states, tokens = self._host.counts(names)
             mine = StoreStats(
                 blocks=blocks,
                 states=states,

@@ -1,0 +1,113 @@
+"""Looking after a store from outside: compare everything with its checksums, give space back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ctxreuse.errors import CtxReuseError, StoreError
+from ctxreuse.store.base import Progress
+from ctxreuse.store.blocks import BlockStore
+from ctxreuse.store.ledger import Ledger
+from ctxreuse.store.owner import folder
+from ctxreuse.store.readonly import open_readonly
+from ctxreuse.store.recovery import corrupt
+
+__all__ = ["Collected", "Verdict", "gc", "verify"]
+
+_MAP_SIZE = 1 << 40
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What ``verify`` found: counts of entries, and what is wrong, if anything. ``bad``: keys of cached values."""
+
+    blocks: int
+    states: int
+    sessions: int
+    turns: int
+    bad: tuple[tuple[bytes, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """True if nothing is wrong."""
+        return not self.bad and not self.problems
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """What ``gc`` removed: turns that no session reaches, damaged cache entries; bytes of files before and after."""
+
+    turns: int
+    entries: int
+    bytes_before: int
+    bytes_after: int
+
+
+def _attempt(problems: list[str], step: Callable[[], None]) -> None:
+    try:
+        step()
+    except (CtxReuseError, AssertionError) as error:
+        problems.append(str(error))
+
+
+def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Verdict:
+    """Read all of the store in folder ``path`` and compare links, records and checksums. Changes nothing.
+
+    Works beside the process that owns it, on the newest commit. Parts that are not there count as empty. Raises
+    StoreError if there is no store at all.
+    """
+    place = folder(path, readonly=True)
+    problems: list[str] = []
+    counts = {"blocks": 0, "states": 0, "sessions": 0, "turns": 0}
+    bad: list[tuple[bytes, str]] = []
+    if not any((place / part / "data.mdb").exists() for part in ("ledger", "blocks")):
+        raise StoreError("there is no store here", where=str(place), fix="Open it for writing once to create it")
+
+    def ledger() -> None:
+        with Ledger.open(place, readonly=True) as opened:
+            stats = opened.stats()
+            counts.update(sessions=stats.sessions, turns=stats.turns)
+            opened.check()
+
+    def blocks() -> None:
+        env = open_readonly(place / "blocks", _MAP_SIZE)
+        try:
+            bad.extend(corrupt(env, progress))
+            with env.read() as txn:
+                for name in ("blocks", "states"):
+                    counts[name] = txn.stat(env.tables[name])["entries"]
+        finally:
+            env.close()
+
+    for part, step in (("ledger", ledger), ("blocks", blocks)):
+        if (place / part / "data.mdb").exists():
+            _attempt(problems, step)
+    return Verdict(**counts, bad=tuple(bad), problems=tuple(problems))
+
+
+def gc(path: str | os.PathLike[str], progress: Progress | None = None) -> Collected:
+    """Remove turns that no session reaches and cache entries that are damaged. The store must have no owner.
+
+    Files keep their size: freed pages are used again. Raises StoreOwnedError, StoreError.
+    """
+    place = folder(path, readonly=True)
+    turns = entries = 0
+    before = _size(place)
+    if (place / "ledger" / "data.mdb").exists():
+        with Ledger.open(place) as ledger:
+            turns = ledger.gc()
+    if (place / "blocks" / "data.mdb").exists():
+        capacity = max(1 << 40, before)
+        with BlockStore.open(place, capacity=capacity, progress=progress) as store:
+            for key, _ in store.verify(progress):
+                store.drop(key, "corrupt")
+                entries += 1
+            store.flush()
+    return Collected(turns, entries, before, _size(place))
+
+
+def _size(place: Path) -> int:
+    return sum(file.stat().st_size for file in place.glob("*/data.mdb"))

@@ -1,0 +1,297 @@
+"""StoreContract: what any store must do, as tests to inherit from; and Context, small blocks to fill a store with.
+
+::
+
+    class TestMine(StoreContract):
+        def open(self, folder: Path) -> WholeStore: return MyStore(folder)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
+from ctxreuse.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.store.base import Reader, WholeStore
+
+__all__ = ["Context", "StoreContract"]
+
+_SALT = tenant_salt("contract")
+
+
+class Context:
+    """A context of ``blocks`` blocks of ``size`` made-up tokens, as sealed bytes; equal arguments give equal bytes.
+
+    Contexts of equal ``seed`` share their first blocks; ``branch`` changes all tokens from block ``fork`` on.
+    ``floats``: numbers in each of the two planes of a block.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        seed: int = 0,
+        branch: int = 0,
+        fork: int = 0,
+        size: int = 4,
+        floats: int = 64,
+        space: bytes = bytes(range(32)),
+    ) -> None:
+        tokens = np.arange(blocks * size) + seed * 100_000
+        tokens[fork * size :] += branch * 1_000_000
+        self.tokens, self.size, self.space, self.floats = as_tokens(tokens), size, space, floats
+        self.keys = prefix_keys(space, _SALT, self.tokens, size)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def run(self, i: int) -> npt.NDArray[np.int32]:
+        """Token ids of block ``i``."""
+        return self.tokens[i * self.size : (i + 1) * self.size]
+
+    def parent(self, i: int) -> bytes:
+        """Key of the block before block ``i``."""
+        return self.keys[i - 1] if i else ROOT
+
+    def block(self, i: int, fill: int | None = None) -> npt.NDArray[np.uint8]:
+        """Sealed bytes of block ``i``; its planes hold the byte ``fill`` (default: one that follows from its key)."""
+        planes = tuple(Plane(0, role, "float32", (1, 1, self.floats)) for role in "kv")
+        return self._seal(i, planes, "block", fill)
+
+    def state(self, i: int) -> npt.NDArray[np.uint8]:
+        """Sealed bytes of a state at the end of block ``i``."""
+        return self._seal(i, (Plane(0, "recurrent0", "float32", (self.floats,)),), "state", None)
+
+    def _seal(self, i: int, planes: tuple[Plane, ...], kind: str, fill: int | None) -> npt.NDArray[np.uint8]:
+        writer = BlockWriter(
+            layout_of(planes),
+            kind="block" if kind == "block" else "state",
+            space=self.space,
+            key=self.keys[i],
+            parent=self.parent(i),
+            end=(i + 1) * self.size,
+            tokens=self.run(i),
+        )
+        for plane in planes:
+            writer.plane(plane.layer, plane.role)[:] = self.keys[i][0] if fill is None else fill
+        return writer.seal()
+
+    def fill(self, store: WholeStore, upto: int | None = None) -> int:
+        """Put the first ``upto`` blocks (default: all) and flush; returns how many were accepted."""
+        accepted = sum(store.put(self.keys[i], self.block(i)) for i in range(len(self) if upto is None else upto))
+        store.flush(60)
+        return accepted
+
+    def get(self, reader: Reader, i: int) -> BlockView | None:
+        """Block ``i`` as this reader sees it."""
+        return reader.block(self.keys[i], self.run(i), self.space)
+
+    def intact(self, store: WholeStore, indices: Sequence[int] | None = None) -> bool:
+        """True if these blocks (default: all) can be read and hold what was put."""
+        with store.read() as reader:
+            for i in range(len(self)) if indices is None else indices:
+                view = self.get(reader, i)
+                if view is None or bytes(view.buffer) != self.block(i).tobytes():
+                    return False
+        return True
+
+
+class StoreContract:
+    """Tests of one store. Its capacity must hold 64 small blocks (4 KiB each)."""
+
+    def open(self, folder: Path) -> WholeStore:
+        """The store under test, empty."""
+        raise NotImplementedError
+
+    def test_what_was_put_is_matched_and_read(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(5)
+        try:
+            assert store.match(context.keys).blocks == 0
+            assert context.fill(store) == 5
+            match = store.match(context.keys)
+            assert (match.blocks, match.tokens, match.state_blocks) == (5, 20, 0)
+            assert context.intact(store)
+            store.check()
+        finally:
+            store.close()
+
+    def test_a_match_ends_where_contexts_part(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(4), Context(4, branch=1, fork=2)
+        try:
+            one.fill(store)
+            assert store.match(two.keys).blocks == 2
+            two.fill(store)
+            assert store.match(one.keys).blocks == store.match(two.keys).blocks == 4
+            assert store.stats().blocks == 6
+            store.check()
+        finally:
+            store.close()
+
+    def test_states_mark_where_to_resume(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(4)
+        try:
+            context.fill(store)
+            assert store.put(context.keys[1], context.state(1), kind="state")
+            store.flush()
+            match = store.match(context.keys)
+            assert (match.blocks, match.state_blocks, match.state_tokens) == (4, 2, 8)
+            with store.read() as reader:
+                view = reader.state(context.keys[1], context.run(1), context.space)
+                assert view is not None
+                assert bytes(view.buffer) == context.state(1).tobytes()
+                del view
+                assert reader.state(context.keys[2], context.run(2), context.space) is None
+                assert reader.missed == "absent"
+            store.check()
+        finally:
+            store.close()
+
+    def test_orphans_and_malformed_values_are_refused_and_counted(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(3)
+        try:
+            assert not store.put(context.keys[2], context.block(2))
+            assert not store.put(context.keys[0], context.state(0), kind="state")
+            assert not store.put(context.keys[0], context.block(1))
+            assert not store.put(context.keys[0], context.block(0)[:-8])
+            assert not store.put(context.keys[0], context.block(0), kind="state")
+            assert store.stats().refused == {"orphan": 2, "malformed": 3}
+            assert store.match(context.keys).blocks == 0
+            store.check()
+        finally:
+            store.close()
+
+    def test_reads_of_others_miss(self, tmp_path: Path) -> None:
+        context = Context(2)
+        for space, tokens, reason in (
+            (bytes(32), context.run(1), "space"),
+            (context.space, context.run(0), "tokens"),
+        ):
+            (tmp_path / reason).mkdir()
+            store = self.open(tmp_path / reason)
+            try:
+                context.fill(store)
+                with store.read() as reader:
+                    assert reader.block(context.keys[1], tokens, space) is None
+                    assert reader.missed == reason
+                store.flush()
+                assert store.stats().misses == {reason: 1}
+                # Either the caller or the entry lies; dropping it costs time at most, keeping it could miss for ever.
+                assert store.match(context.keys).blocks == 1
+                store.check()
+            finally:
+                store.close()
+
+    def test_views_end_with_the_read(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(1)
+        try:
+            context.fill(store)
+            with store.read() as reader:
+                view = context.get(reader, 0)
+                assert view is not None
+                assert reader.served in ({"disk": 4}, {"host": 4})
+            if reader.served == {"disk": 4}:
+                try:
+                    bytes(view.buffer)
+                except ValueError:
+                    return
+                raise AssertionError("the view outlived its transaction")
+        finally:
+            store.close()
+
+    def test_dropping_takes_all_below_and_is_seen_at_once(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(4), Context(4, branch=1, fork=2)
+        try:
+            one.fill(store)
+            two.fill(store)
+            store.drop(one.keys[2], "corrupt")
+            assert store.match(one.keys).blocks == 2
+            assert store.match(two.keys).blocks == 4
+            store.drop(one.keys[0], "corrupt")
+            assert store.match(two.keys).blocks == 0
+            store.drop(one.keys[0], "corrupt")
+            dropped = store.stats().dropped
+            assert dropped == {"corrupt": 2, "below": 4}
+            assert one.fill(store) == 4
+            assert one.intact(store)
+            store.check()
+        finally:
+            store.close()
+
+    def test_forgetting_spares_what_is_shared(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(4), Context(4, branch=1, fork=2)
+        try:
+            one.fill(store)
+            two.fill(store)
+            assert store.forget(one.keys) == 2
+            assert store.match(one.keys).blocks == 2
+            assert store.match(two.keys).blocks == 4
+            assert store.pin(two.keys[:3]) == 3
+            assert store.forget(two.keys) == 1
+            assert store.unpin(two.keys[:3]) == 3
+            assert store.forget(two.keys) == 3
+            assert store.forget(two.keys) == 0
+            store.check()
+        finally:
+            store.close()
+
+    def test_putting_again_and_replacing(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(2)
+        try:
+            context.fill(store)
+            assert store.put(context.keys[1], context.block(1, fill=7))
+            store.flush()
+            assert context.intact(store)
+            assert store.put(context.keys[1], context.block(1, fill=7), replace=True)
+            store.flush()
+            with store.read() as reader:
+                view = context.get(reader, 1)
+                assert view is not None
+                assert set(bytes(view.plane(0, "k"))) == {7}
+                del view
+            assert store.stats().blocks == 2
+            store.check()
+        finally:
+            store.close()
+
+    def test_many_threads(self, tmp_path: Path) -> None:
+        store = self.open(tmp_path)
+        contexts = [Context(6, seed=seed) for seed in range(4)]
+        wrong: list[object] = []
+
+        def work(context: Context) -> None:
+            try:
+                for _ in range(3):
+                    context.fill(store)
+                    store.pin(context.keys)
+                    assert context.intact(store)
+                    store.unpin(context.keys)
+                    assert store.forget(context.keys) == 6
+            except BaseException as error:
+                wrong.append(error)
+
+        try:
+            threads = [threading.Thread(target=work, args=(context,)) for context in contexts]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not wrong
+            assert store.stats().blocks == 0
+            store.check()
+        finally:
+            store.close()
+
+    def test_a_closed_store_refuses(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(2)
+        context.fill(store)
+        before = set(threading.enumerate())
+        store.close()
+        store.close()
+        assert set(threading.enumerate()) <= before
+        assert not store.put(context.keys[0], context.block(0))
+        assert store.stats().refused["closed"] == 1

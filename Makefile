@@ -53,7 +53,8 @@ $(FILES): FORCE | $(BIN)/python
 # Build tools first: without isolation the project is built by what stands in .venv, pinned as all else.
 $(READY): pyproject.toml constraints.txt $(NATIVE) $(FILES) | $(BIN)/python
 	$(PIP) -q scikit-build-core cmake ninja
-	$(PIP) --no-build-isolation -e '.[dev]'
+	@echo "installing into $(VENV)$(if $(wildcard $(BIN)/ctxreuse),, (the first time takes some minutes))"
+	$(PIP) $(if $(wildcard $(BIN)/ctxreuse),-q) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 .PHONY: FORCE

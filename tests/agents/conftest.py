@@ -22,6 +22,18 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
         memory.check()
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A model of two layers gains nothing from a thread pool, and loses much if the machine is busy."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    if torch:
+        torch.set_num_threads(1)
+    yield
+    if torch:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Any]:
     """Builds a tiny engine: see tiny_engine.py."""

@@ -15,6 +15,19 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from ctxreuse._native import Memory
 
+__all__ = [
+    "active",
+    "advise_hugepages",
+    "convert",
+    "copy3",
+    "gather_run",
+    "kernels",
+    "populate",
+    "rope_shift",
+    "scatter_run",
+    "use",
+]
+
 Bits = NDArray[np.unsignedinteger[Any]]
 
 _FP32, _FP16, _BF16 = 0, 1, 2

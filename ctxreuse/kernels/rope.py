@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+__all__ = ["inverse_frequencies", "shift_tables"]
+
 
 def inverse_frequencies(theta: float, rotary_dim: int) -> NDArray[np.float64]:
     """theta^(-2i/r) for i < r/2, shape (r/2,) (RoFormer, arXiv 2104.09864, section 3.2.2).

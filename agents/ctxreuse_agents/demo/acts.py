@@ -94,9 +94,10 @@ def second(folder: Path) -> None:
     """After the kill: ask from disk, fork twice, evict and rebuild; then compute all answers with nothing reused."""
     memory = open_memory(folder)
     handbook = memory.session("handbook", create=False)
+    assert memory.runtime is not None
     for i, question in enumerate(QUESTIONS):
         report("doing", what="asking after the restart")
-        memory.runtime.pool.clear()
+        memory.runtime.pool.clear()  # else the second question would find the first one in memory
         ask(handbook.fork(f"restart-{i}"), question, "restart")
 
     parent = memory.session("restart-0", create=False)

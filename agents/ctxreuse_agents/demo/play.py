@@ -1,0 +1,137 @@
+"""Plays the acts in processes of their own, shows what happens, and prints the table."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ctxreuse import models
+from ctxreuse.errors import EngineError, StoreError
+from ctxreuse.units import rounded_bytes
+from ctxreuse_agents.demo.acts import QUESTIONS, document
+
+__all__ = ["play"]
+
+_STEPS = {
+    "cold": "cold",
+    "warm": "warm",
+    "restart": "after kill -9",
+    "fork": "in a fork",
+    "evicted": "after eviction",
+}
+
+
+def play(keep: str | None = None, console: Console | None = None) -> bool:
+    """Run both acts and print; True if all tokens were the same. See `ctxreuse_agents.demo.run`."""
+    console = console or Console()
+    models.get("smollm2")
+    console.print(
+        f"\n[bold]A handbook of {len(document().split()):,} words, a small language model, one question at a time.[/]"
+        "\nEach line: what was asked, how long until the first token, how many tokens needed no computing.\n"
+    )
+    if keep is not None:
+        folder = Path(keep)
+        if folder.exists() and any(folder.iterdir()):
+            raise StoreError("the folder is not empty", where=keep, fix="Name a new folder for the demo's memory")
+        return _play(folder, console)
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-demo-") as folder_name:
+        return _play(Path(folder_name), console)
+
+
+def _play(folder: Path, console: Console) -> bool:
+    seen: list[dict[str, Any]] = []
+    with console.status("starting") as status:
+        for act in ("first", "second"):
+            for event in _events(act, folder):
+                seen.append(event)
+                if event["event"] == "doing":
+                    status.update(event["what"])
+                elif event["event"] == "asked":
+                    console.print(_line(event))
+                elif event["event"] == "killed":
+                    console.print(f"[bold red]kill -9[/] process {event['pid']} is gone; a new one opens the memory\n")
+    same = _same(seen)
+    console.print()
+    console.print(_table(seen, same))
+    return same
+
+
+def _events(act: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Events of one act as they come. Raises EngineError if the process ends otherwise than the act says."""
+    command = [sys.executable, "-m", "ctxreuse_agents.demo.acts", act, str(folder)]
+    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                yield msgspec.json.decode(line)
+        except BaseException:
+            child.kill()
+            raise
+        code = child.wait()
+        if code != (-signal.SIGKILL if act == "first" else 0):
+            errors.seek(0)
+            tail = errors.read()[-2000:].decode(errors="replace").strip()
+            raise EngineError(f"the demo's process ended with {code}: {tail}", where=f"act {act!r}")
+
+
+def _line(event: dict[str, Any]) -> str:
+    share = 100 * event["cached"] / event["prompt"]
+    return (
+        f"[bold]{event['question']}[/] [dim]({_STEPS[event['step']]})[/]\n"
+        f"  {event['text']}\n"
+        f"  [green]{event['seconds']:.2f} s[/] to the first token, "
+        f"{event['cached']:,} of {event['prompt']:,} tokens reused ({share:.0f} %)\n"
+    )
+
+
+def _same(seen: list[dict[str, Any]]) -> bool:
+    """True if every answer has the tokens that the same question got with nothing reused."""
+    truth = {event["question"]: event["tokens"] for event in seen if event["event"] == "plain"}
+    asked = [event for event in seen if event["event"] == "asked"]
+    return bool(asked) and set(truth) == set(QUESTIONS) and all(e["tokens"] == truth[e["question"]] for e in asked)
+
+
+def _table(seen: list[dict[str, Any]], same: bool) -> Table:
+    table = Table(title="Time to first token", title_justify="left", title_style="bold")
+    table.add_column("when")
+    table.add_column("asked", justify="right")
+    table.add_column("reused", justify="right", no_wrap=True)
+    table.add_column("from")
+    table.add_column("seconds", justify="right")
+    table.add_column("faster", justify="right")
+    full = statistics.median(event["seconds"] for event in seen if event["event"] == "plain")
+    for step, name in _STEPS.items():
+        rows = [event for event in seen if event["event"] == "asked" and event["step"] == step]
+        seconds = statistics.median(row["seconds"] for row in rows)
+        reused = statistics.median_low(row["cached"] for row in rows)
+        prompt = statistics.median_low(row["prompt"] for row in rows)
+        tiers = sorted({tier for row in rows for tier in row["sources"]})
+        table.add_row(
+            name,
+            str(len(rows)),
+            f"{reused:,} / {prompt:,}",
+            ", ".join(tiers) or "computed",
+            f"{seconds:.2f}",
+            f"{full / seconds:.1f}x" if reused else "",
+        )
+    table.add_row("full prefill, to compare", str(len(QUESTIONS)), "0", "computed", f"{full:.2f}", "")
+    forks = [event["seconds"] for event in seen if event["event"] == "forked"]
+    stored = next(event for event in seen if event["event"] == "stored")
+    blocks = stored["stats"]["blocks"]
+    table.caption = (
+        f"forking took {1000 * statistics.median(forks):.1f} ms · "
+        f"{rounded_bytes(blocks['nbytes'])} of KV in {blocks['blocks']} blocks on disk · "
+        f"same tokens: {'[bold green]yes[/]' if same else '[bold red]NO[/]'}"
+    )
+    table.caption_justify = "left"
+    return table

@@ -6,10 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
+from ctxreuse_agents.demo import acts, play
 from rich.console import Console
 
 from ctxreuse.errors import EngineError, StoreError
-from ctxreuse_agents.demo import acts, play
 
 
 @pytest.mark.model

@@ -224,6 +224,7 @@ def test_hostile_layouts_under_right_checksums(shapes: list[list[int]], dtype: s
         (4, 1 << 41, "position"),
         (5, b"", "token bytes"),
         (5, b"123", "token bytes"),
+        (5, b"12345", "token bytes"),
         (5, bytes(4 * 5000), "token bytes"),
         (6, "x" * 65, "level"),
         (6, b"\xff", "malformed"),
@@ -251,8 +252,11 @@ def test_text_that_is_not_utf8() -> None:
 
 def test_planes_past_the_end() -> None:
     header = fields_of(GOOD)
-    with pytest.raises(FormatError, match="do not fit"):
-        parse(reseal(GOOD, header, planes=bytes(64)))
+    ends = parse(GOOD).offset(2, "v") - parse(GOOD).offset(0, "k") + LAYERS[-1].nbytes
+    for size in (0, 64, ends - 1):
+        with pytest.raises(FormatError, match="do not fit"):
+            parse(reseal(GOOD, header, planes=bytes(size)))
+    assert len(parse(reseal(GOOD, header, planes=bytes(ends))).plane(2, "v", verify=False)) == LAYERS[-1].nbytes
 
 
 @pytest.mark.parametrize(("at", "patch"), [(8, b"\2"), (10, b"\1"), (0, b"Z")])

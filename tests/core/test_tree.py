@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from ctxreuse.keys import ROOT
 from ctxreuse.tree import Branch, ContextTree
 
+PICK = st.integers(0, 1000)
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
@@ -56,6 +57,31 @@ class TreeAgainstDict(RuleBasedStateMachine):
         row = self.held.setdefault(path, [tokens, nbytes, 0, 0])
         row[1] = nbytes
         assert (node.tokens, node.nbytes, node.depth) == (row[0], nbytes, self.depth(path))
+
+    @rule(pick=PICK, word=st.integers(0, 2), nbytes=st.integers(0, 1000))
+    @precondition(lambda self: self.held)
+    def extend(self, pick: int, word: int, nbytes: int) -> None:
+        paths = sorted(self.held)
+        self.insert((*paths[pick % len(paths)][:5], word), 64, nbytes)
+
+    @rule(pick=PICK)
+    @precondition(lambda self: self.free())
+    def evict(self, pick: int) -> None:
+        """Random paths are seldom leaves; these always are."""
+        paths = sorted(self.free())
+        self.remove(paths[pick % len(paths)])
+
+    @rule(pick=PICK, nbytes=st.integers(0, 1000))
+    @precondition(lambda self: self.free())
+    def state_at_a_leaf(self, pick: int, nbytes: int) -> None:
+        paths = sorted(self.free())
+        self.set_state(paths[pick % len(paths)], nbytes)
+
+    @rule(branch=branches, pick=PICK)
+    @precondition(lambda self: self.free())
+    def grow_to_a_leaf(self, branch: Branch, pick: int) -> None:
+        paths = sorted(self.free())
+        self.grow(branch, paths[pick % len(paths)])
 
     @rule(path=WORDS, nbytes=st.integers(0, 1000))
     def set_state(self, path: tuple[int, ...], nbytes: int) -> None:

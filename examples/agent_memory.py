@@ -23,7 +23,7 @@ def main(folder: str) -> None:
     with Memory.open(folder, engine="smollm2") as memory:
         session = memory.session("handbook")
         if not session.head:
-            session.system("Answer from this handbook in one sentence.\n\n" + 3 * HANDBOOK)
+            session.system("Answer from this handbook in one sentence.\n\n" + 2 * HANDBOOK)
             print("A new session: the handbook will be read for the first time.")
         else:
             print(f"Found the session with {len(session.turns())} turns.")
@@ -31,7 +31,7 @@ def main(folder: str) -> None:
         for question in ("When does the keeper write the log?", "How many steps are there?"):
             # A fork shares everything before it and costs one small record; the trunk stays clean.
             branch = session.fork()
-            answer = branch.ask(question, max_tokens=32)
+            answer = branch.ask(question, max_tokens=24)
             print(f"\n{question}\n  ", end="")
             for piece in answer:
                 print(piece, end="", flush=True)

@@ -109,13 +109,13 @@ class Segments:
         A turn's id names its whole history, so a segment made once stays right. Raises StoreError from the ledger.
         """
         found = [self._held(turn) for turn in turns]
-        made: list[tuple[int, bytes]] = []
+        made: dict[int, bytes] = {}
         for i, segment in enumerate(found):
             if segment is None:
                 segment = found[i] = self._make(turns[:i], turns[i])
-                made.append((turns[i].id, segment.pack()))
+                made[turns[i].id] = segment.pack()
         if made and not self._readonly:
-            self._keep(made)
+            self._ledger.put_all_tokens(self.space, made)
         return _join([segment for segment in found if segment is not None])
 
     def prompt(self, turns: Sequence[Turn], draft: Draft | None = None) -> Prompt:
@@ -169,10 +169,6 @@ class Segments:
     def _held(self, turn: Turn) -> Segment | None:
         raw = self._ledger.tokens(turn.id, self.space)
         return None if raw is None else unpack(raw, self._space.vocab_size)
-
-    def _keep(self, made: Sequence[tuple[int, bytes]]) -> None:
-        for turn_id, raw in made:
-            self._ledger.put_tokens(turn_id, self.space, raw)
 
     def _make(self, before: Sequence[Turn], turn: Turn | Draft) -> Segment:
         full = self._render([*before, turn])

@@ -79,7 +79,7 @@ def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Re
             f"this is not a session of format ctxreuse.session, version 1: {error}",
             fix="Give what export_json() returned, or json.loads() of a file of it",
         ) from None
-    ids: list[list[tuple[bytes, bytes]]] = []
+    more: list[dict[bytes, bytes]] = []
     turns = []
     for n, turn in enumerate(file.turns):
         check_text(turn.role, turn.content)
@@ -87,12 +87,12 @@ def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Re
         segments = [(_space(key, n), _ids(text, n)) for key, text in turn.tokens.items()]
         first, raw = segments[0] if segments else (None, None)
         turns.append(NewTurn(turn.role, turn.content, turn.meta, raw, first, created=turn.created))
-        ids.append(segments[1:])
+        more.append(dict(segments[1:]))
     record = ledger.create(name if name is not None else file.name)
     try:
-        for added, segments in zip(ledger.append(record.id, turns) if turns else [], ids, strict=True):
-            for space, raw in segments:
-                ledger.put_tokens(added.id, space, raw)
+        added = ledger.append(record.id, turns) if turns else []
+        for space in {space for ids in more for space in ids}:
+            ledger.put_all_tokens(space, {turn.id: ids[space] for turn, ids in zip(added, more) if space in ids})
     except CtxReuseError:
         ledger.delete(record.id)
         raise

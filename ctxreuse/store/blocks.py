@@ -69,6 +69,9 @@ class BlockStore:
             # A program that forgets close() still gets its queue written.
             self._at_exit = _closer(weakref.ref(self))
             atexit.register(self._at_exit)
+            over = index.shrink()
+            self._evicted += len(over)
+            self._doom(over)
 
     @classmethod
     def open(
@@ -86,7 +89,7 @@ class BlockStore:
     ) -> BlockStore:
         """Open the cache in folder ``path`` (its files lie in ``path/blocks``), creating it if need be.
 
-        ``capacity``: bytes of whole pages that values may take; lowering it evicts at the first put. ``queue_bytes``:
+        ``capacity``: bytes of whole pages that values may take; lowering it evicts at once. ``queue_bytes``:
         puts that may wait. ``boot`` stands in for the machine's boot id. Raises StoreOwnedError while another process
         writes here, StoreError for a path that cannot hold a store.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import struct
@@ -17,7 +18,7 @@ import lmdb
 from ctxreuse.errors import StoreClosedError, StoreError, StoreFullError
 from ctxreuse.store.gate import Gate
 
-__all__ = ["DISK_ERRORS", "Env", "broken", "explain", "shortage"]
+__all__ = ["DISK_ERRORS", "Env", "broken", "explain", "open_beside", "shortage"]
 
 T = TypeVar("T")
 
@@ -105,6 +106,7 @@ class Env:
         self._map_size = max(map_size, _MIN_MAP)
         self._env: Any = None
         self.tables: dict[str, Any] = {}
+        self.hold: int | None = None
         self._open()
 
     def _open(self) -> None:
@@ -248,3 +250,32 @@ class Env:
             if self._env is not None:
                 self._env.close()
                 self._env = None
+                if self.hold is not None:
+                    os.close(self.hold)
+
+
+def open_beside(path: Path, tables: Sequence[str], *, map_size: int) -> Env:
+    """Open for reading, also where this user may not write the table of readers. Raises StoreError, lmdb.Error.
+
+    Without a place in that table a writer could overwrite what is being read; so no writer may come as long as such a
+    reader is there, and none may be there when it comes.
+    """
+    try:
+        return Env(path, tables, map_size=map_size, readonly=True, durable=False)
+    except lmdb.Error as error:
+        if getattr(error, "code", 0) != errno.EACCES:
+            raise
+    hold = None
+    try:
+        hold = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(hold, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        env = Env(path, tables, map_size=map_size, readonly=True, durable=False, lock=False)
+    except BaseException as error:
+        if hold is not None:
+            os.close(hold)
+        if not isinstance(error, BlockingIOError):
+            raise
+        fix = "Let this user write lock.mdb, or wait until the owner has closed the store"
+        raise StoreError("this user can read the store only while nobody writes it", where=str(path), fix=fix) from None
+    env.hold = hold
+    return env

@@ -193,6 +193,11 @@ class Index:
                     break
         return [self.remove(node) for node in victims.values()] if freed >= need else []
 
+    def shrink(self) -> list[bytes]:
+        """Evict down to the capacity, which may be lower than when the store was last open; returns the keys."""
+        over = self.tree.nbytes - self.capacity
+        return [gone.key for gone in self._evict(over, set())] if over > 0 else []
+
     def remove(self, node: Node) -> Gone:
         """Take one leaf out of tree and policy, pinned or not."""
         if node.pins:

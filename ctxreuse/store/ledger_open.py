@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import msgspec
 
-from ctxreuse.errors import StoreError
-from ctxreuse.store.env import Env, broken, explain, shortage
+from ctxreuse.errors import SessionError, StoreError
+from ctxreuse.store.env import Env, broken, explain, open_beside, shortage
+from ctxreuse.store.owner import attended
+from ctxreuse.store.recovery import extend
 
 __all__ = ["TABLES", "open_ledger"]
 
@@ -28,35 +31,49 @@ def open_ledger(home: Path, map_size: int, whole_ledger: Callable[[Env], None], 
 
     Raises StoreError for a ledger that is damaged or of another format, and leaves its bytes as they are.
     """
-    short = shortage(home)
-    whole = 0
     try:
         if not readonly:
             home.mkdir(exist_ok=True)
-        if short:
-            # Touching what is missing would kill the process. Zeros do for pages that were never written; if it was
-            # truncated, the walk below finds out and the file gets its old length again.
-            whole = (home / "data.mdb").stat().st_size
-            if readonly:
-                raise _damaged(home, f"{short} bytes are missing at its end")
-            os.truncate(home / "data.mdb", whole + short)
-        env = Env(home, TABLES, map_size=map_size, readonly=readonly, durable=True)
+        short = shortage(home)
+        if short and not (readonly and attended(home.parent)):
+            _walk_copy(home, short, whole_ledger)
+            if not readonly:
+                extend(home / "data.mdb", short)
+        if readonly:
+            env = open_beside(home, TABLES, map_size=map_size)
+        else:
+            env = Env(home, TABLES, map_size=map_size, readonly=False, durable=True)
     except OSError as error:
         raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
     except lmdb.Error as error:
         raise (_damaged(home, error) if broken(error) else explain(error, home)) from None
     try:
         _check_format(env, home)
-        if short:
-            whole_ledger(env)
         return env
-    except (StoreError, lmdb.Error, AssertionError) as error:
+    except (StoreError, lmdb.Error) as error:
         env.close()
-        if whole:
-            os.truncate(home / "data.mdb", whole)
-        if broken(error) or short:
+        if broken(error):
             raise _damaged(home, error) from None
         raise (error if isinstance(error, StoreError) else explain(error, home)) from None
+
+
+def _walk_copy(home: Path, short: int, whole_ledger: Callable[[Env], None]) -> None:
+    """Prove that nothing of value is missing at the end, on a copy: trying it on the ledger itself would change it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copyfile(home / "data.mdb", Path(scratch) / "data.mdb")
+        extend(Path(scratch) / "data.mdb", short)
+        try:
+            wrong = f"{short} bytes are missing at its end" if shortage(Path(scratch)) else ""
+            if not wrong:
+                env = Env(Path(scratch), TABLES, map_size=1 << 30, readonly=True, durable=False)
+                try:
+                    whole_ledger(env)
+                finally:
+                    env.close()
+        except (StoreError, SessionError, lmdb.Error, AssertionError) as error:
+            wrong = f"{short} bytes are missing at its end: {error}"
+    if wrong:
+        raise _damaged(home, wrong)
 
 
 def _check_format(env: Env, home: Path) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from ctxreuse.errors import StoreError, StoreFullError, StoreOwnedError
 
-__all__ = ["Owner", "Part", "boot_id", "claim", "folder"]
+__all__ = ["Owner", "Part", "attended", "boot_id", "claim", "folder"]
 
 FILE = "owner.json"
 
@@ -111,6 +111,8 @@ class Owner:
             self._before = dict(self._parts)
             if not self.open:
                 _owners.pop(_identity(self._fd), None)
+                # Closing alone would leave the lock with a child that was forked a moment ago.
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
                 os.close(self._fd)
 
     def _write(self) -> None:
@@ -169,6 +171,21 @@ def _owned(place: Path, record: _Record) -> StoreOwnedError:
     who = f"process {record.pid} on {record.host} ({record.command}) since {since}" if record.pid else "another process"
     fix = "Close it there, talk to that process instead, or open with readonly=True"
     return StoreOwnedError(f"the store is in use by {who}", where=str(place), fix=fix)
+
+
+def attended(place: Path) -> bool:
+    """True while some process, this one included, owns the store in ``place``."""
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def claim(place: Path, part: str, *, boot: str | None = None, clock: Callable[[], float] = time.time) -> Owner:

@@ -8,7 +8,8 @@ from pathlib import Path
 import lmdb
 
 from ctxreuse.errors import StoreError
-from ctxreuse.store.env import Env, explain, shortage
+from ctxreuse.store.env import Env, explain, open_beside, shortage
+from ctxreuse.store.owner import attended
 from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import TABLES
 from ctxreuse.tree import Match
@@ -20,13 +21,16 @@ def open_readonly(home: Path, map_size: int) -> Env:
     """Open an existing environment for reading. Raises StoreError if there is none or it cannot be read."""
     if not (home / "data.mdb").exists():
         raise StoreError("there are no blocks here", where=str(home), fix="Open it for writing once to create it")
-    if shortage(home):
+    # Beside a living owner a few pages may be missing that nobody will touch; a dead one may have left a cut file.
+    if shortage(home) and not attended(home.parent):
         fix = "Open it for writing once: what is damaged is dropped"
         raise StoreError("the file of the cache is too short", where=str(home), fix=fix)
     try:
-        return Env(home, TABLES, map_size=map_size, readonly=True, durable=False)
+        return open_beside(home, TABLES, map_size=map_size)
     except lmdb.Error as error:
         raise explain(error, home) from None
+    except OSError as error:
+        raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
 
 
 def lookup(env: Env, keys: Sequence[bytes]) -> list[Record | None]:

@@ -19,15 +19,27 @@ from ctxreuse.store.env import Env, broken, explain, shortage
 from ctxreuse.store.index import Index
 from ctxreuse.store.records import FORMAT, Record
 
-__all__ = ["TABLES", "compare", "corrupt", "open_cache", "records", "sound"]
+__all__ = ["TABLES", "compare", "corrupt", "extend", "open_cache", "records", "sound"]
 
 log = logging.getLogger(__name__)
+
+_EXTEND = 64 << 20
 
 TABLES = ("blocks", "states", "meta", "info")
 
 
 class Unusable(Exception):
     """The cache's content cannot be used; says why."""
+
+
+def extend(file: Path, short: int) -> None:
+    """Put zeros where pages are missing at the end, because touching nothing at all there would kill the process.
+
+    Pages that were given back in the transaction that got them are never written, so a sound file may lack a few; a
+    file that lacks more is left to the walk that follows.
+    """
+    if short <= _EXTEND:
+        os.truncate(file, file.stat().st_size + short)
 
 
 def records(env: Env) -> Iterator[tuple[bytes, Record]]:
@@ -106,20 +118,19 @@ def sound(home: Path) -> str:
 
 def _open(home: Path, map_size: int, index: Index, suspect: bool, progress: Progress | None) -> Env:
     if suspect:
-        wrong = sound(home)
+        wrong = sound(home) or ("pages are missing at its end" if shortage(home) else "")
         if wrong:
             raise Unusable(wrong)
     env = Env(home, TABLES, map_size=map_size, readonly=False, durable=False)
     try:
         _check_format(env)
         bad = {key for key, _ in corrupt(env, progress)} if suspect else set()
-        lost = index.load((key, record) for key, record in records(env) if key not in bad)
-        doomed = bad.union(lost)
+        entries = list(records(env))
         with env.read() as txn:
-            blocks = txn.stat(env.tables["blocks"])["entries"]
-            states = txn.stat(env.tables["states"])["entries"]
-        if not doomed and (blocks != sum(1 for node in index.tree if node.nbytes) or states != index.states):
+            counts = [txn.stat(env.tables[name])["entries"] for name in ("blocks", "states")]
+        if counts != [sum(bool(r.nbytes) for _, r in entries), sum(bool(r.state_nbytes) for _, r in entries)]:
             raise Unusable("values and records differ")
+        doomed = bad.union(index.load((key, record) for key, record in entries if key not in bad))
         if doomed:
             log.warning("the cache at %s held %d entries that cannot be used; they are dropped", home, len(doomed))
             env.write(lambda txn: [txn.delete(key, db=env.tables[name]) for key in doomed for name in TABLES[:3]])
@@ -154,8 +165,7 @@ def open_cache(
         short = shortage(home)
         suspect = present and (short > 0 or not (clean or same_boot))
         if short:
-            # Pages at the end that were given back in the transaction that got them are never written; zeros will do.
-            os.truncate(home / "data.mdb", (home / "data.mdb").stat().st_size + short)
+            extend(home / "data.mdb", short)
     except OSError as error:
         raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
     try:

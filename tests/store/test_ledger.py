@@ -1,0 +1,224 @@
+"""Ledger: what callers may give, what they are told, and that it stays quick with many sessions."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ctxreuse.errors import SessionError
+from ctxreuse.store import Ledger, NewTurn
+
+SPACE = bytes(32)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    with Ledger.open(tmp_path) as opened:
+        yield opened
+
+
+def test_texts_come_back_exactly(ledger: Ledger) -> None:
+    session = ledger.create("日本語 sessions 🚀").id
+    texts = ["", "\0", "line\r\nline\n", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u202e rtl", "é" + "e\u0301", "x" * 100_000]
+    turns = ledger.append(session, [NewTurn("user", text, {"n": i, "raw": b"\0\xff"}) for i, text in enumerate(texts)])
+    assert [turn.content for turn in ledger.turns(turns[-1].id)] == texts
+    assert ledger.turn(turns[3].id).meta == {"n": 3, "raw": b"\0\xff"}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        NewTurn("user", "lone \ud800 surrogate"),
+        NewTurn("us\udfffer", "x"),
+        NewTurn("user", b"bytes"),  # type: ignore[arg-type]
+        NewTurn("user", "x", {"f": print}),
+        NewTurn("user", "x", {"big": 1 << 80}),
+        NewTurn("user", "x", {"s": "\ud800"}),
+        NewTurn("user", "x", {1: 2}),  # type: ignore[dict-item]
+        NewTurn("user", "x", {}, b"\0\0\0", SPACE),
+        NewTurn("user", "x", {}, b"\0\0\0\0", b"short"),
+        NewTurn("user", "x", {}, b"\0\0\0\0"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_whole(ledger: Ledger, turn: NewTurn) -> None:
+    session = ledger.create("s").id
+    with pytest.raises(SessionError):
+        ledger.append(session, [NewTurn("user", "good"), turn])
+    assert ledger.session("s").head == 0
+    assert ledger.stats().turns == 0
+    ledger.check()
+
+
+def test_a_loop_in_meta_is_refused(ledger: Ledger) -> None:
+    loop: dict[str, object] = {}
+    loop["self"] = loop
+    with pytest.raises(SessionError, match="meta"):
+        ledger.append(ledger.create("s").id, [NewTurn("user", "x", loop)])
+
+
+@pytest.mark.parametrize("name", ["", " padded ", "line\nbreak", "x" * 481, "é" * 241, "\ud800", "tab\t"])
+def test_names_that_cannot_be(ledger: Ledger, name: str) -> None:
+    ledger.create("fine")
+    with pytest.raises(SessionError):
+        ledger.create(name)
+    with pytest.raises(SessionError):
+        ledger.rename("fine", name)
+    with pytest.raises(SessionError):
+        ledger.session(name)
+    assert [session.name for session in ledger.sessions()] == ["fine"]
+    ledger.check()
+
+
+def test_names_that_can(ledger: Ledger) -> None:
+    for name in ("x" * 480, "ünï cödé", "a/b:c", "0" * 32):
+        assert ledger.session(ledger.create(name).id).name == name
+        assert ledger.session(name).name == name
+    auto = ledger.create()
+    assert auto.name == f"session-{auto.id[:8]}"
+
+
+def test_unknown_sessions_get_near_names(ledger: Ledger) -> None:
+    ledger.create("planning")
+    with pytest.raises(SessionError, match="Did you mean 'planning'"):
+        ledger.session("plannning")
+    for call in (ledger.delete, ledger.fork, lambda name: ledger.move(name, 0), lambda name: ledger.rename(name, "x")):
+        with pytest.raises(SessionError, match="there is no session 'nothing'"):
+            call("nothing")
+
+
+@pytest.mark.parametrize("id", [-1, 5, 1 << 64])
+def test_unknown_turns(ledger: Ledger, id: int) -> None:
+    ledger.create("s")
+    for call in (
+        ledger.turn,
+        ledger.turns,
+        lambda id: ledger.move("s", id),
+        lambda id: ledger.fork("s", "t", id),
+        lambda id: ledger.create("t", id),
+        lambda id: ledger.ancestor(0, id),
+        lambda id: ledger.common(id, 0),
+        lambda id: ledger.put_tokens(id, SPACE, b""),
+    ):
+        with pytest.raises(SessionError, match="no turn"):
+            call(id)
+    assert ledger.count() == 1
+
+
+def test_fork_only_from_its_own_history(ledger: Ledger) -> None:
+    ledger.append(ledger.create("a").id, [NewTurn("user", "1"), NewTurn("user", "2")])
+    one = ledger.fork("a", "b", 1)
+    assert (one.head, one.forked_at, one.origin) == (1, 1, ledger.session("a").id)
+    ledger.append("b", [NewTurn("user", "3")])
+    with pytest.raises(SessionError, match="turn 3 is not in session 'a'"):
+        ledger.fork("a", "c", 3)
+    assert ledger.move("a", 3).head == 3
+    assert [turn.content for turn in ledger.turns(3)] == ["1", "3"]
+    assert ledger.fork("a", "c", 0).head == 0
+
+
+def test_ids_are_never_used_twice(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        ledger.append(ledger.create("a").id, [NewTurn("user", "x")] * 3)
+        ledger.delete("a")
+        assert ledger.gc() == 3
+    with Ledger.open(tmp_path) as ledger:
+        assert ledger.append(ledger.create("a").id, [NewTurn("user", "y")])[0].id == 4
+        ledger.check()
+
+
+def test_tokens_by_space(ledger: Ledger) -> None:
+    other = bytes(range(32))
+    ledger.append(ledger.create("a").id, [NewTurn("user", "x", {}, b"\1\0\0\0", SPACE), NewTurn("user", "y")])
+    ledger.put_tokens(1, other, b"\2\0\0\0")
+    assert (ledger.tokens(1, SPACE), ledger.tokens(1, other), ledger.tokens(2, SPACE)) == (
+        b"\1\0\0\0",
+        b"\2\0\0\0",
+        None,
+    )
+    assert ledger.drop_tokens(SPACE) == 1
+    assert ledger.tokens(1, SPACE) is None
+    assert ledger.tokens(1, other) == b"\2\0\0\0"
+
+
+def test_search_finds_all_words_newest_first(ledger: Ledger) -> None:
+    a = ledger.create("a").id
+    ledger.append(a, [NewTurn("user", "The STRASSE is long"), NewTurn("user", "a long and winding road")])
+    ledger.fork("a", "b")
+    ledger.append("b", [NewTurn("user", "Straße, long " + "x" * 200)])
+    hits = ledger.search("strasse LONG")
+    assert [(hit.turn.id, hit.session.name) for hit in hits] == [(3, "b"), (1, "b")]
+    assert hits[0].snippet.startswith("Straße, long")
+    assert hits[0].snippet.endswith("…")
+    assert len(ledger.search("long", limit=2)) == 2
+    assert ledger.search("nowhere") == ledger.search("  ") == []
+    ledger.delete("b")
+    assert [hit.turn.id for hit in ledger.search("straße")] == [1]
+
+
+def test_appends_from_many_threads_keep_order(ledger: Ledger) -> None:
+    session, failed = ledger.create("s").id, []
+
+    def work(n: int) -> None:
+        for i in range(10):
+            while True:
+                head = ledger.session(session).head
+                try:
+                    ledger.append(session, [NewTurn("user", f"{n}.{i}")], expected_head=head)
+                    break
+                except SessionError:
+                    failed.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    turns = [turn.content for turn in ledger.turns(ledger.session(session).head)]
+    assert len(turns) == 40
+    for n in range(4):
+        assert [turn for turn in turns if turn.startswith(f"{n}.")] == [f"{n}.{i}" for i in range(10)]
+    ledger.check()
+
+
+def test_a_long_history_is_walked_in_few_steps(ledger: Ledger) -> None:
+    head = ledger.append(ledger.create("a").id, [NewTurn("user", "x")] * 20_000)[-1].id
+    ledger.fork("a", "b", 5)
+    other = ledger.append("b", [NewTurn("user", "y")] * 3000)[-1].id
+    reads = 0
+    with ledger._read() as (_, history):
+        plain = history.links
+
+        def counted(id: int):
+            nonlocal reads
+            reads += 1
+            return plain(id)
+
+        history.links = counted
+        assert history.ancestor(7, head)
+        assert not history.ancestor(7, other)
+        assert history.common(head, other) == 5
+    assert reads < 400
+
+
+def test_ten_thousand_sessions(ledger: Ledger) -> None:
+    """Made in one transaction, because it is the reading that is asked for."""
+    root = ledger.append(ledger.create("root").id, [NewTurn("user", "shared root")])[0].id
+
+    def work(txn, history) -> None:
+        for i in range(10_000):
+            ledger._born(txn, f"session {i}", root, None)
+
+    ledger._write(work)
+    assert ledger.count() == 10_001
+    assert len(ledger.sessions(limit=50, offset=100)) == 50
+    assert len(ledger.sessions()) == 10_001
+    assert ledger.session("session 7777").head == root
+    ledger.append("session 5", [NewTurn("user", "a needle")])
+    assert ledger.sessions(limit=1)[0].name == "session 5"
+    assert [hit.session.name for hit in ledger.search("needle")] == ["session 5"]
+    assert len(ledger.search("shared")) == 1
+    with pytest.raises(SessionError, match="Did you mean"):
+        ledger.session("sesion 12")
+    ledger.check()

@@ -98,6 +98,27 @@ def _tiny(name: str) -> hf.PreTrainedModel:
     raise KeyError(name)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny matrices are slower with two threads, and a busy machine makes spinning threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct in float32."""
+    return TorchEngine.open("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma():
+    """Gemma 3 270M in float32."""
+    return TorchEngine.open("gemma3-270m")
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(name) -> a new model with the same random weights each time, float32, evaluation mode."""

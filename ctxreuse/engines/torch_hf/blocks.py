@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ctxreuse import kernels
 from ctxreuse.block import BlockView, Layout, Plane, layout_of
 from ctxreuse.model import ModelSpace
 
 __all__ = ["bits", "block_layout", "gather", "scatter"]
 
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
+# Equal types are copied as bytes, so float16 may stand for bfloat16 too.
+_NAMES = {2: "float16", 4: "float32"}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 #: A model whose layers all keep states only has no K/V to put in a block; the format wants one plane.
 _EMPTY = Plane(0, "empty", "uint8", (0,))
@@ -46,15 +49,15 @@ def bits(plane: torch.Tensor) -> Bits:
 def scatter(target: Bits, views: Sequence[BlockView], layer: int, role: str) -> None:
     """Check plane ``layer, role`` of consecutive blocks and copy it into ``target`` [heads, capacity, dim] from row 0.
 
-    Raises FormatError at the first plane whose checksum differs; rows up to it have been written then.
+    Raises FormatError at the first plane whose checksum differs; nothing has been written then.
     """
-    heads, _, dim = target.shape
-    at = 0
-    for view in views:
-        count = len(view.header.tokens) // 4
-        source = np.frombuffer(view.plane(layer, role), target.dtype)
-        target[:, at : at + count] = source.reshape(heads, count, dim)
-        at += count
+    heads, capacity, dim = target.shape
+    # All planes first, then one native call: it copies without the interpreter lock, so two threads that load different
+    # layers need 9 ms for 94 MB, and one needs 15 ms (plane by plane: 19 and 17; numpy: 23 and 17).
+    planes = [view.plane(layer, role) for view in views]
+    kind = _NAMES[target.dtype.itemsize]
+    counts = [plane.nbytes // (heads * dim * target.dtype.itemsize) for plane in planes]
+    kernels.scatter_run(target, kind, 0, (capacity * dim, dim), planes, [0] * len(planes), kind, heads, dim, counts)
 
 
 def gather(source: Bits, start: int, target: npt.NDArray[np.uint8]) -> None:

@@ -59,9 +59,9 @@ class TorchEngine:
             raise ConfigError(
                 f"chunk is {chunk}, reserve is {reserve}", fix="chunk must be 1 or more, reserve 0 or more"
             )
+        self._forward = probe.Forward(model)
         self.model, self.text = model.eval(), tokenizer
         self._chunk, self._background = chunk, background
-        self._forward = probe.Forward(model)
         name = install(model, attention)
         self.space = self._measure(weights, folder, name, block_tokens)
         self._layout = block_layout(self.space)

@@ -10,6 +10,11 @@ from ctxreuse.errors import FormatError
 
 __all__ = ["Import"]
 
+
+def _nothing() -> None:
+    """The job of a layer that is done."""
+
+
 _TODO, _RUNNING, _DONE = range(3)
 
 
@@ -86,6 +91,7 @@ class Import:
         finally:
             with self._change:
                 self._error = self._error or error
+                self._jobs[layer] = _nothing  # lets go of the views and of the memory they were copied to
                 self._state[layer] = _DONE
                 self._change.notify_all()
 

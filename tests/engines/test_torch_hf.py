@@ -1,0 +1,294 @@
+"""What is particular to the torch engine: numbers like transformers', types, cuts, memory, failures in mid-flight."""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from ctxreuse.block import parse
+from ctxreuse.engines import open_engine
+from ctxreuse.engines.base import Engine, Live
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.engines.torch_hf.pieces import pieces
+from ctxreuse.errors import ConfigError, EngineError, FormatError
+from ctxreuse.model import LayerSpec
+from ctxreuse.testing.engine import Sealed, continuation, random_tokens, resume, seal, views
+
+KINDS = ["llama", "gemma3", "qwen3next", "lfm2", "falconh1", "jamba"]
+
+
+def plain_logits(model, ids):
+    """All logits of transformers' own forward with its own attention and cache."""
+    with torch.inference_mode():
+        return model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=True).logits[0].numpy()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_are_those_of_transformers(name, tiny, engine_of):
+    engine, model = engine_of(name), tiny(name)
+    ids = random_tokens(engine, 150)
+    expected = plain_logits(model, ids)
+    live = engine.start()
+    for at, stop in ((0, 1), (1, 70), (70, 148), (148, 149), (149, 150)):
+        got = engine.prefill(live, ids[at:stop])
+        assert np.abs(got - expected[stop - 1]).max() <= 1e-5 * np.abs(expected).max()
+    live.check()
+    assert isinstance(engine, Engine)
+    assert isinstance(live, Live)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3next", "falconh1"])
+def test_half_types_go_through_blocks_bit_for_bit(name, dtype, tiny):
+    engine = TorchEngine(tiny(name).to(dtype), block_tokens=16, chunk=64)
+    assert engine.space.dtype == str(dtype).removeprefix("torch.")
+    ids, suffix = random_tokens(engine, 96), random_tokens(engine, 5, seed=1)
+    live = engine.start()
+    engine.prefill(live, ids)
+    sealed = Sealed(engine, live)
+    expected = continuation(engine, live, engine.prefill(live, suffix), 3)
+    copy, logits = resume(engine, sealed, 96, suffix)
+    assert all(np.array_equal(a, b) for a, b in zip(continuation(engine, copy, logits, 3), expected))
+    assert [a.tobytes() for a in Sealed(engine, copy).blocks] == [b.tobytes() for b in sealed.blocks]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "qwen3next"])
+def test_any_way_to_cut_a_prompt_gives_the_same_logits(name, engine_of):
+    engine = engine_of(name)
+    ids = random_tokens(engine, 120)
+    whole = engine.prefill(engine.start(), ids)
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(st.integers(1, 119), max_size=5, unique=True), st.integers(0, 7))
+    def cut(cuts, blocks):
+        live = engine.start()
+        if blocks:
+            sealed = seal(engine, ids[: 16 * blocks])
+            engine.load(live, *views(engine, sealed, 16 * blocks)).wait()
+        for stop in [c for c in sorted(cuts) if c > live.n] + [120]:
+            logits = engine.prefill(live, ids[live.n : stop])
+            live.check()
+        assert np.abs(logits - whole).max() <= 1e-5 * np.abs(whole).max()
+
+    cut()
+
+
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 100), st.integers(0, 600), st.booleans())
+def test_pieces_cover_a_run_once_and_cut_at_the_boundary(start, count, chunk, boundary, step):
+    end = start + count
+    parts = list(pieces(start, end, chunk, boundary, step))
+    assert [p[0] for p in parts] == [start, *(p[1] for p in parts[:-1])]
+    assert parts[-1][1] == end
+    if start < boundary < end:
+        assert boundary in [p[1] for p in parts]
+    for at, stop in parts:
+        assert 0 < stop - at
+        if step and at:
+            assert stop == at + 1
+        elif not step:
+            assert stop - at <= chunk + max(chunk // 2 - 1, 0)
+
+
+def test_layers_are_told_apart(engine_of):
+    def kinds(name):
+        return [s.kind for s in engine_of(name).space.layers]
+
+    assert engine_of("llama").space.layers == (LayerSpec("full", 2, 16, 16),) * 3
+    assert engine_of("gemma3").space.layers[0] == LayerSpec("sliding", 2, 16, 16, 24)
+    assert kinds("gemma3") == ["sliding", "full", "sliding"]
+    assert kinds("qwen3next") == ["linear", "linear", "linear", "full"]
+    assert kinds("falconh1") == ["hybrid", "hybrid"]
+    assert not engine_of("llama").space.needs_state
+    assert engine_of("lfm2").space.needs_state
+
+
+def test_a_space_changes_with_weights_config_and_type_only(tiny):
+    base = TorchEngine(tiny("llama")).space
+    assert TorchEngine(tiny("llama"), chunk=32, attention="sdpa").space.digest == base.digest
+    other = tiny("llama")
+    other.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1e-3
+    assert TorchEngine(other).space.weights != base.weights
+    other = tiny("llama")
+    other.config.rms_norm_eps = 1e-3
+    assert TorchEngine(other).space.architecture != base.architecture
+    other = tiny("llama")
+    other.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    assert TorchEngine(other).space.rope != base.rope
+    assert TorchEngine(tiny("llama").to(torch.bfloat16)).space.digest != base.digest
+    assert TorchEngine(tiny("llama"), attention="eager").space.digest != base.digest
+
+
+def test_jamba_is_fed_token_by_token_after_a_context(tiny, engine_of):
+    """Its multi-token continuation ignores the saved state; if that is repaired one day, this test says so."""
+    model, engine = tiny("jamba"), engine_of("jamba")
+    ids = random_tokens(engine, 40)
+    expected = plain_logits(model, ids)[-1]
+    cache = DynamicCache(config=model.config)
+    wide = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        model(wide[:, :32], past_key_values=cache, position_ids=torch.arange(32)[None])
+        together = model(wide[:, 32:], past_key_values=cache, position_ids=torch.arange(32, 40)[None]).logits[0, -1]
+    live = engine.start()
+    engine.prefill(live, ids[:32])
+    ours = engine.prefill(live, ids[32:])
+    scale = np.abs(expected).max()
+    assert np.abs(together.numpy() - expected).max() > 1e-4 * scale
+    assert np.abs(ours - expected).max() <= 1e-5 * scale
+
+
+def test_windows_need_no_cut_for_a_snapshot(engine_of):
+    engine = engine_of("gemma3", chunk=512)
+    calls = []
+    forward = engine._forward.call
+    engine._forward.call = lambda ids, at, cache: calls.append(len(ids)) or forward(ids, at, cache)
+    live = engine.start()
+    engine.prefill(live, random_tokens(engine, 75))
+    assert calls == [75]
+    assert live.states == (64,)
+
+
+def test_only_the_newest_states_are_kept(engine_of):
+    engine = engine_of("lfm2")
+    live = engine.start()
+    for _ in range(9):
+        engine.prefill(live, random_tokens(engine, 16))
+    assert live.states == (96, 112, 128, 144)
+    live.check()
+    assert not engine.crop(live, 80)
+    assert engine.crop(live, 112)
+    assert live.states == (96, 112)
+    live.check()
+
+
+def test_a_dropped_context_gives_its_memory_to_the_next(engine_of):
+    engine = engine_of("llama", reserve=1024)
+    assert engine._pool.nbytes > 0
+    live = engine.start(900)
+    assert engine._pool.nbytes == 0
+    where = live.lease.arena
+    engine.prefill(live, random_tokens(engine, 100))
+    del live
+    gc.collect()
+    engine._pool.check()
+    assert engine.start(1000).lease.arena is where
+    engine._pool.check()
+
+
+def test_a_load_in_flight_keeps_the_memory_of_a_dropped_context(engine_of):
+    engine = engine_of("llama", reserve=256)
+    sealed = seal(engine, random_tokens(engine, 64))
+    live = engine.start(200)
+    arena = live.lease.arena
+    loading = engine.load(live, *views(engine, sealed, 64))
+    del live
+    gc.collect()
+    assert engine.start(200).lease.arena is not arena
+    loading.wait()
+    assert any(free is arena for free in engine._pool._free)
+
+
+def test_views_are_let_go_after_a_load(engine_of):
+    engine = engine_of("llama")
+    sealed = seal(engine, random_tokens(engine, 64))
+    live = engine.start()
+    blocks, _ = views(engine, sealed, 64)
+    loading = engine.load(live, blocks)
+    first = blocks.pop(0)
+    held = sys.getrefcount(first)
+    engine.prefill(live, sealed.tokens[:2])
+    loading.wait()
+    assert sys.getrefcount(first) < held
+    assert live.loading is None
+
+
+def test_an_interrupted_forward_leaves_a_usable_context_or_says_so(engine_of):
+    for name, survives in (("llama", True), ("gemma3", True), ("lfm2", False)):
+        engine = engine_of(name)
+        ids = random_tokens(engine, 50)
+        live, twin = engine.start(), engine.start()
+        for context in (live, twin):
+            engine.prefill(context, ids)
+        last = engine.model.model.layers[-1]
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        hook = last.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefill(live, ids[:20])
+        hook.remove()
+        assert live.n == 50
+        if survives:
+            live.check()
+            assert np.array_equal(engine.prefill(live, ids[:20]), engine.prefill(twin, ids[:20]))
+        else:
+            with pytest.raises(EngineError, match="interrupted"):
+                engine.prefill(live, ids[:20])
+
+
+def test_a_corrupt_layer_in_the_background_ends_the_thread_and_the_context(engine_of):
+    engine = engine_of("llama", background=True)
+    sealed = seal(engine, random_tokens(engine, 64))
+    view = parse(sealed.blocks[2])
+    sealed.blocks[2][view.offset(2, "v") + 7] ^= 1
+    live = engine.start()
+    loading = engine.load(live, *views(engine, sealed, 64))
+    with pytest.raises(FormatError, match="plane 'v' of layer 2"):
+        engine.prefill(live, sealed.tokens[:3])
+    with pytest.raises(FormatError):
+        loading.wait()
+    assert loading._thread is not None
+    assert not loading._thread.is_alive()
+    with pytest.raises(EngineError, match="corrupt"):
+        engine.export(live, sealed.keys, bytes(32), 0)
+
+
+def test_a_state_with_other_planes_is_refused(engine_of):
+    engine = engine_of("gemma3")
+    sealed = seal(engine, random_tokens(engine, 32))
+    early = seal(engine, sealed.tokens[:16])
+    blocks, _ = views(engine, sealed, 32)
+    with pytest.raises(FormatError, match="position 16"):
+        engine.load(engine.start(), blocks, parse(early.states[16]))
+
+
+def test_models_that_cannot_be_exported_are_refused(tiny):
+    config = hf.Mamba2Config(
+        vocab_size=512, hidden_size=64, num_heads=4, head_dim=32, state_size=16, n_groups=1, num_hidden_layers=2
+    )
+    with pytest.raises(EngineError, match="past_key_values"):
+        TorchEngine(hf.Mamba2ForCausalLM(config))
+    with pytest.raises(EngineError, match="not a transformers model"):
+        TorchEngine(object())
+    with pytest.raises(EngineError, match="on meta"):
+        TorchEngine(tiny("llama").to("meta"))
+    with pytest.raises(ConfigError, match="chunk"):
+        TorchEngine(tiny("llama"), chunk=0)
+
+
+def test_folders_that_are_no_model_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="neither a known model"):
+        open_engine(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="does not open"):
+        open_engine(str(tmp_path))
+    with pytest.raises(ConfigError, match="no such type"):
+        open_engine(str(tmp_path), dtype="int4")
+
+
+def test_a_saved_folder_opens_and_equals_the_model_in_memory(tiny, tmp_path):
+    model = tiny("qwen2")
+    model.save_pretrained(tmp_path)
+    engine = open_engine(str(tmp_path), block_tokens=16)
+    assert engine.text is None
+    assert engine.space.tokenizer == "none"
+    ids = random_tokens(engine, 40)
+    expected = plain_logits(model, ids)[-1]
+    assert np.abs(engine.prefill(engine.start(), ids) - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert open_engine(str(tmp_path), block_tokens=16).space.digest == engine.space.digest

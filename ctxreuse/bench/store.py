@@ -226,7 +226,7 @@ def run(options: Options) -> list[Figure]:
             note="two threads; peer: raw LMDB; bound: memcpy by two threads; bar: 0.6 of memcpy by one",
         ),
         Figure(
-            metric="read_one_thread",
+            metric="read_single",
             value=rate(warm["one"]),
             unit="GB/s",
             peer=rate(warm["raw"]),

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 __all__ = ["demo"]
 
 
-def demo() -> None:
-    """See a context computed once, kept over a restart, forked and reused (fetches a small model the first time)."""
+def demo(
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="DIR", help="Leave the demo's memory in DIR, to look at afterwards.")
+    ] = None,
+) -> None:
+    """See a context computed once, kept over a restart, forked and reused (fetches a small model the first time).
+
+    Exits with 1 if an answer differed from that of a full recompute.
+    """
     from importlib.metadata import entry_points
 
     from ctxreuse.errors import ConfigError
@@ -15,4 +26,5 @@ def demo() -> None:
     found = next(iter(entry_points(group="ctxreuse.commands", name="demo")), None)
     if found is None:
         raise ConfigError("no demo is installed", fix="Install ctxreuse again, with its package ctxreuse_agents")
-    found.load()()
+    if not found.load()(keep):
+        raise typer.Exit(1)

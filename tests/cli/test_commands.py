@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,26 @@ def test_the_command_line_starts_without_engines_or_stores() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     )
     assert not loaded & {"torch", "transformers", "lmdb", "psutil", "prometheus_client", "zmq"}
+
+
+@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+def test_the_demo_comes_from_the_installed_face(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, same: bool, code: int
+) -> None:
+    kept: list[str | None] = []
+
+    def play(keep: str | None = None) -> bool:
+        kept.append(keep)
+        return same
+
+    (found,) = entry_points(group="ctxreuse.commands", name="demo")
+    module = import_module(found.module)
+    assert callable(getattr(module, found.attr))
+    # The face's own tests play it; here it is only found, called and believed.
+    monkeypatch.setattr(module, found.attr, play)
+    assert run("demo", "--keep", str(tmp_path)).code == code
+    assert run("demo").code == code
+    assert kept == [str(tmp_path), None]
 
 
 class TestConfig:

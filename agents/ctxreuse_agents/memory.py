@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import platformdirs
@@ -62,7 +62,11 @@ class Memory:
         has it open for writing, StoreError, and what opening the engine raises (ConfigError, EngineError).
         """
         folder = Path(path) if path is not None else _default_folder(readonly)
-        runs = open_engine(os.fspath(engine)) if isinstance(engine, str | os.PathLike) else engine
+        if isinstance(engine, str | os.PathLike):
+            # An engine takes its own contexts only, which a Protocol cannot say.
+            runs: Engine | Runtime | None = cast(Engine, open_engine(os.fspath(engine)))
+        else:
+            runs = engine
         with ExitStack() as opened:
             ledger = Ledger.open(folder, readonly=readonly)
             opened.callback(ledger.close)

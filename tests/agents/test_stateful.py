@@ -161,4 +161,4 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestSessions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

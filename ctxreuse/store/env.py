@@ -166,8 +166,10 @@ class Env:
                 if not self._alive().reader_check():
                     raise explain(error, self.path) from None
                 continue
-            except BaseException:
+            except BaseException as error:
                 self.gate.leave()
+                if isinstance(error, lmdb.Error):
+                    raise explain(error, self.path) from None
                 raise
             try:
                 yield txn

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ctxreuse.block import Header
-from ctxreuse.store.base import Buffer, Kind
+from ctxreuse.store.base import Kind
+from ctxreuse.store.index import Put
 from ctxreuse.store.policy import LRU
 
 __all__ = ["Held", "HostTier", "Name"]
@@ -18,7 +18,7 @@ Name = tuple[Kind, bytes]
 class Held(NamedTuple):
     """One value in memory and what its header says."""
 
-    data: Buffer
+    data: memoryview
     parent: bytes
     tokens: int
     end: int
@@ -55,21 +55,22 @@ class HostTier:
         """What is held now: a copy of the map, not of the values."""
         return dict(self._values)
 
-    def put(self, name: Name, data: Buffer, header: Header) -> bool:
+    def put(self, item: Put) -> bool:
         """Hold one value, evicting the least recently used that may go; False (and no change) if there is no room."""
-        kind, key = name
+        kind, key, data = item.kind, item.key, item.data
+        name = kind, key
         before = self._values.get(name)
         need = self.nbytes + len(data) - (before.nbytes if before is not None else 0) - self.capacity
-        victims = self._victims(need, {header.parent, key}) if need > 0 else []
+        victims = self._victims(need, {item.parent, key}) if need > 0 else []
         if victims is None:
             return False
         for victim in victims:
             self.remove(victim)
             self.evicted += 1
         self.nbytes += len(data) - (before.nbytes if before is not None else 0)
-        self._values[name] = Held(data, header.parent, len(header.tokens) // 4, header.end)
+        self._values[name] = Held(data, item.parent, item.tokens, item.end)
         if before is None and kind == "block":
-            self._children[header.parent] += 1
+            self._children[item.parent] += 1
             self._order.insert(key)
         return True
 

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ctxreuse.block import parse
+from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.policy import LRU, Policy
-from ctxreuse.store.records import Record
+from ctxreuse.store.records import Record, footprint
 from ctxreuse.tree import ContextTree, Node
 
 __all__ = ["Gone", "Index", "Plan", "Put"]
@@ -23,9 +25,21 @@ class Put(NamedTuple):
     tokens: int
     end: int
     size: int
-    data: Buffer
+    data: memoryview
     kind: Kind
     replace: bool
+
+    @classmethod
+    def parse(cls, key: bytes, data: Buffer, kind: Kind, replace: bool) -> Put | None:
+        """What the value's own header says; None if it is no value of this key."""
+        try:
+            view = parse(data)
+        except FormatError:
+            return None
+        header, size = view.header, footprint(len(view.buffer))
+        if header.key != key or header.kind != kind:
+            return None
+        return cls(key, header.parent, len(header.tokens) // 4, header.end, size, view.buffer, kind, replace)
 
 
 class Gone(NamedTuple):

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import lmdb
+
 from ctxreuse.block import BlockView, parse
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
@@ -52,8 +54,13 @@ class DiskReader:
         return self._get("state", key, tokens, space)
 
     def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
-        data = self._txn.get(key, db=self._tables["blocks" if kind == "block" else "states"])
-        view, reason = (None, "absent") if data is None else prove(data, key, tokens, space, kind)
+        view, reason = None, "absent"
+        try:
+            data = self._txn.get(key, db=self._tables["blocks" if kind == "block" else "states"])
+            if data is not None:
+                view, reason = prove(data, key, tokens, space, kind)
+        except lmdb.Error:
+            reason = "unreadable"
         if view is None:
             self.missed = self.missed or reason
             self._miss(key, reason)

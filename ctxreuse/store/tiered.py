@@ -8,12 +8,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ctxreuse.block import BlockView, parse
-from ctxreuse.errors import FormatError, StoreError
+from ctxreuse.block import BlockView
+from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.store.base import Buffer, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.host import Held, HostTier, Name
+from ctxreuse.store.index import Put
 from ctxreuse.store.reader import prove
 from ctxreuse.tree import Match
 
@@ -139,21 +140,18 @@ class TieredStore:
             self._misses[reason] += 1
 
     def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
-        try:
-            header = parse(data).header
-        except FormatError:
-            return self._refuse("malformed")
-        if header.key != key or header.kind != kind:
+        item = Put.parse(key, data, kind, replace)
+        if item is None:
             return self._refuse("malformed")
         if self._closed:
             return self._refuse("closed")
         name: Name = (kind, key)
-        anchor = header.parent if kind == "block" else key
+        anchor = item.parent if kind == "block" else key
         hosted = fresh = False
         if (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None:
             with self._lock:
                 fresh = name not in self._host
-                hosted = self._host.put(name, data, header) if fresh or replace else True
+                hosted = self._host.put(item) if fresh or replace else True
                 self._host.touch([key])
         # The host went first: the disk's commit takes it out again, and must find it there. What hangs on a put that
         # still waits, and that the host had no room for, only the disk can place.

@@ -1,0 +1,236 @@
+"""The small parts: gate, writer, policy, records; and what a store does around its edges."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ctxreuse.errors import ConfigError, StoreError
+from ctxreuse.store import BlockStore, open_store
+from ctxreuse.store.gate import Gate
+from ctxreuse.store.host import HostTier
+from ctxreuse.store.index import Put
+from ctxreuse.store.policy import LRU, make_policy
+from ctxreuse.store.records import Record, footprint
+from ctxreuse.store.writer import Writer
+from ctxreuse.testing.clock import FakeClock
+from ctxreuse.testing.store import Context
+
+
+def test_lru_keeps_children_older_than_parents() -> None:
+    lru = LRU()
+    for key in b"abcde":
+        lru.insert(bytes([key]))
+    lru.access([b"a", b"b", b"c"])
+    assert b"".join(lru.order()) == b"decba"
+    lru.access([b"a", b"d"])
+    assert b"".join(lru.order()) == b"ecbda"
+    lru.remove(b"c")
+    lru.insert(b"c", oldest=True)
+    assert b"".join(lru.order()) == b"cebda"
+    with pytest.raises(KeyError):
+        lru.remove(b"z")
+
+
+def test_policies_by_name() -> None:
+    assert isinstance(make_policy("lru"), LRU)
+    mine = LRU()
+    assert make_policy(mine) is mine
+    with pytest.raises(ConfigError, match="lru"):
+        make_policy("fifo")
+
+
+def test_records_and_footprints() -> None:
+    record = Record(bytes(range(32)), 4, 8, 4096, 0, 1 << 40)
+    assert Record.unpack(record.pack()) == record
+    with pytest.raises(ValueError, match="record of 3 bytes"):
+        Record.unpack(b"abc")
+    assert [footprint(n) for n in (0, 1, 4080, 4081, 65520, 65536)] == [0, 4096, 4096, 8192, 65536, 69632]
+
+
+def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
+    gate = Gate()
+    gate.enter()
+    with gate.exclusive(10.0) as alone:
+        assert not alone
+    inside, left, events = threading.Event(), threading.Event(), []
+
+    def resize() -> None:
+        with gate.exclusive(30.0) as alone:
+            events.append(("alone", alone, gate.readers))
+            inside.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    while not gate._wanted:
+        inside.wait(0.001)
+    gate.enter()
+    assert gate.readers == 2
+    gate.leave()
+    gate.leave()
+    assert inside.wait(30)
+    late = threading.Thread(target=lambda: (gate.enter(), events.append(("late",)), gate.leave()))
+    late.start()
+    left.set()
+    thread.join()
+    late.join()
+    assert events == [("alone", True, 0), ("late",)]
+
+
+def test_a_failing_batch_does_not_end_the_writer(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+
+    def commit(items: list[int]) -> None:
+        if 1 in items:
+            raise RuntimeError("bad luck")
+        seen.extend(items)
+
+    writer = Writer(commit, lambda: None, limit_bytes=10, batch=1)
+    assert all(writer.put(item, 1, 10.0) for item in range(4))
+    assert writer.flush(30)
+    assert seen == [0, 2, 3]
+    assert "bad luck" in caplog.text
+    writer.close()
+    assert not writer.put(5, 1, 0.0)
+    assert writer.queued == (0, 0)
+
+
+def test_batches_are_bounded_by_bytes_and_count() -> None:
+    batches: list[list[int]] = []
+    start = threading.Event()
+
+    def commit(items: list[int]) -> None:
+        start.wait(30)
+        batches.append(items)
+
+    writer = Writer(commit, lambda: None, limit_bytes=1000, batch=4, batch_bytes=100)
+    for nbytes in [40] * 10 + [1] * 10 + [300]:
+        assert writer.put(nbytes, nbytes, 1.0)
+    start.set()
+    writer.close()
+    assert sum(batches, []) == [40] * 10 + [1] * 10 + [300]
+    assert all(len(items) <= 4 and (sum(items) <= 100 or len(items) == 1) for items in batches)
+    assert max(map(len, batches)) == 4
+
+
+def test_host_tier_evicts_leaves_first() -> None:
+    context, other = Context(3), Context(3, seed=1)
+    host = HostTier(3 * context.block(0).nbytes)
+
+    def put(source: Context, i: int) -> bool:
+        item = Put.parse(source.keys[i], source.block(i), "block", False)
+        assert item is not None
+        return host.put(item)
+
+    assert all(put(context, i) for i in range(3))
+    host.touch([context.keys[2]])
+    assert put(other, 0)
+    assert [("block", key) in host for key in context.keys] == [True, True, False]
+    host.pins[context.keys[1]] += 1
+    host.pins[other.keys[0]] += 1
+    assert not put(other, 1)
+    host.check()
+
+
+def test_closing_inside_a_read_is_refused_and_can_be_repeated(tmp_path: Path) -> None:
+    store, context = BlockStore.open(tmp_path, capacity=1 << 20), Context(2)
+    context.fill(store)
+    with store.read() as reader:
+        assert context.get(reader, 0) is not None
+        with pytest.raises(StoreError, match="open reads"):
+            store.close()
+        assert context.get(reader, 1) is not None
+    store.close()
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        assert store.stats().recovered == ""
+        assert context.intact(store)
+
+
+FORGETFUL = """
+import sys
+from ctxreuse.store import BlockStore
+from ctxreuse.testing.store import Context
+store, context = BlockStore.open(sys.argv[1], capacity=1 << 24), Context(200)
+for i in range(200):
+    assert store.put(context.keys[i], context.block(i), wait=10)
+"""
+
+
+def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path, spawn) -> None:
+    out, err = spawn(FORGETFUL, tmp_path).communicate(timeout=60)
+    assert (out, err) == ("", "")
+    with BlockStore.open(tmp_path, capacity=1 << 24) as store:
+        assert store.stats().recovered == ""
+        assert store.match(Context(200).keys).blocks == 200
+
+
+def test_the_file_stays_near_the_capacity(tmp_path: Path) -> None:
+    capacity = 256 * 4096
+    with BlockStore.open(tmp_path, capacity=capacity) as store:
+        for seed in range(60):
+            Context(64, seed=seed).fill(store)
+        stats = store.stats()
+        assert stats.nbytes == capacity
+        assert stats.evicted == 60 * 64 - 256
+        assert stats.file_bytes < 1.6 * capacity
+        store.check()
+
+
+def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
+    old, new = Context(4), Context(4, seed=1)
+    with BlockStore.open(tmp_path, capacity=8 * 4096) as store:
+        old.fill(store)
+        new.fill(store)
+        assert old.intact(store)
+    with BlockStore.open(tmp_path, capacity=8 * 4096) as store:
+        Context(4, seed=2).fill(store)
+        assert (store.match(old.keys).blocks, store.match(new.keys).blocks) == (4, 0)
+
+
+def test_the_back_off_is_not_longer_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with BlockStore.open(tmp_path, capacity=1 << 20, clock=clock) as store:
+        store._retry_at = clock() + 5.0
+        assert Context(1).fill(store) == 0
+        clock.jump(clock() - 3600.0)
+        assert Context(1).fill(store) == 1
+
+
+def test_memory_only_and_beside_an_owner(tmp_path: Path) -> None:
+    context = Context(3)
+    with open_store(None, host_bytes=1 << 20) as store:
+        assert context.fill(store) == 3
+        assert context.intact(store)
+    with open_store(tmp_path) as store:
+        context.fill(store)
+    with open_store(tmp_path, readonly=True) as store:
+        assert store.match(context.keys).blocks == 3
+        assert context.intact(store)
+        assert not store.put(Context(1, seed=9).keys[0], Context(1, seed=9).block(0))
+        assert store.pin(context.keys) == 0
+        assert store.forget(context.keys) == 0
+        store.drop(context.keys[0], "test")
+        assert context.intact(store)
+        store.check()
+        assert store.stats().blocks == 3
+
+
+def test_what_is_queued_can_be_read_from_memory(tmp_path: Path) -> None:
+    context = Context(6)
+    with open_store(tmp_path) as store:
+        assert store.disk is not None
+        release = threading.Event()
+        store.disk.subscribe(lambda _: release.wait(30) and None)
+        for i in range(6):
+            assert store.put(context.keys[i], context.block(i))
+        assert store.match(context.keys).blocks == 6
+        assert context.intact(store)
+        release.set()
+        store.flush()
+        with store.read() as reader:
+            assert all(context.get(reader, i) is not None for i in range(6))
+            assert reader.served == {"disk": 24}
+        store.check()

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from ctxreuse.config import load
-from ctxreuse.errors import CtxReuseError
+from ctxreuse.errors import CtxReuseError, StoreError
 from ctxreuse.units import rounded_bytes
 
 __all__ = ["Finding", "cpu_features", "examine", "satisfies"]
@@ -196,21 +196,23 @@ def _store(config: str | None) -> Iterator[Finding]:
 
 
 def _health(folder: Path) -> Iterator[Finding]:
-    from ctxreuse.inspection import bad_ledger
-    from ctxreuse.store import BlockStore, Ledger
+    from ctxreuse.inspection import held
+    from ctxreuse.store import Ledger
 
     if (folder / "ledger" / "data.mdb").exists():
-        wrong = bad_ledger(folder)
-        if wrong:
-            yield Finding("store", "ledger", "broken", wrong, "Restore it from a backup")
-        else:
+        try:
             with Ledger.open(folder, readonly=True) as ledger:
+                ledger.check()
                 texts = ledger.stats()
             yield Finding("store", "ledger", "ok", f"{texts.sessions:,} sessions, {texts.turns:,} turns")
+        except (AssertionError, StoreError) as error:
+            yield Finding("store", "ledger", "broken", str(error), "Keep a copy, then restore it from a backup")
     if (folder / "blocks" / "data.mdb").exists():
-        with BlockStore.open(folder, readonly=True) as store:
-            held = store.stats()
-        yield Finding("store", "cache", "ok", f"{held.blocks:,} blocks, {rounded_bytes(held.nbytes)}")
+        try:
+            cache = held(folder)
+            yield Finding("store", "cache", "ok", f"{cache.blocks:,} blocks, {rounded_bytes(cache.nbytes)}")
+        except StoreError as error:
+            yield Finding("store", "cache", "broken", str(error), error.fix or "It is rebuilt when next opened")
 
 
 def _used(folder: Path) -> int:

@@ -20,11 +20,9 @@ ctxreuse store stat --json            figures for a monitor
 
 ctxreuse store verify                 read everything, compare all checksums
 
-ctxreuse store verify --repair        and drop what is corrupt (it is recomputed)
+ctxreuse store gc                     drop what is corrupt or out of reach
 
-ctxreuse store gc                     remove turns that no session reaches
-
-Reading is safe while another process owns the store; --repair and gc need it closed.
+Reading is safe while another process owns the store; gc needs it closed.
 """
 
 app = typer.Typer(help="The store of contexts on this machine.", no_args_is_help=True, epilog=_EXAMPLES)
@@ -118,42 +116,44 @@ def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
         typer.echo(f"{name:<8}{value}")
 
 
-@app.command("verify")
-def verify(
-    ctx: typer.Context,
-    path: _Path = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Drop what is corrupt; it is recomputed when needed.")
-    ] = False,
-) -> None:
-    """Read everything and compare all checksums and links; exits with 1 if anything is wrong."""
-    from ctxreuse.inspection import bad_blocks, bad_ledger, forget
+@app.command("verify", epilog=_EXAMPLES)
+def verify(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
+    """Read everything and compare all checksums and links; exits with 1 if anything is wrong. Changes nothing."""
+    from ctxreuse.store import verify as read_all
 
     folder = _store(ctx, path).folder()
     with _progress("verifying") as advance:
-        bad = bad_blocks(folder, advance)
-    text = bad_ledger(folder)
-    for key, why in bad:
-        typer.echo(f"{key.hex()[:16] or 'cache'}  {why}")
-    if text:
-        typer.echo(f"ledger  {text}")
-    if not bad and not text:
-        typer.echo("Everything is as it was written.")
-        return
-    if repair and bad:
-        typer.echo(f"{forget(folder, [key for key, _ in bad if key])} entries dropped.")
-        if not text:
-            return
-    raise typer.Exit(1)
+        verdict = read_all(folder, advance)
+    if json:
+        bad = [{"key": key.hex(), "why": why} for key, why in verdict.bad]
+        counts = {name: getattr(verdict, name) for name in ("blocks", "states", "sessions", "turns")}
+        _json({"clean": verdict.clean, **counts, "bad": bad, "problems": verdict.problems})
+    else:
+        for key, why in verdict.bad:
+            typer.echo(f"{key.hex()[:16]}  {why}")
+        for why in verdict.problems:
+            typer.echo(why)
+        found = "Everything is as it was written" if verdict.clean else "`ctxreuse store gc` drops what is corrupt"
+        typer.echo(
+            f"{found}: {verdict.blocks:,} blocks, {verdict.states:,} states, {verdict.sessions:,} sessions, "
+            f"{verdict.turns:,} turns read."
+        )
+    if not verdict.clean:
+        raise typer.Exit(1)
 
 
-@app.command("gc")
-def gc(ctx: typer.Context, path: _Path = None) -> None:
-    """Remove turns, and their token ids, that no session reaches any more."""
-    from ctxreuse.store import Ledger
+@app.command("gc", epilog=_EXAMPLES)
+def gc(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
+    """Remove turns that no session reaches and cached entries that are corrupt."""
+    from ctxreuse.store import gc as collect
 
-    with Ledger.open(_store(ctx, path).folder()) as ledger:
-        typer.echo(f"{ledger.gc():,} turns removed.")
+    folder = _store(ctx, path).folder()
+    with _progress("collecting") as advance:
+        gone = collect(folder, advance)
+    if json:
+        _json(gone)
+    else:
+        typer.echo(f"{gone.turns:,} turns and {gone.entries:,} corrupt entries removed; their pages are used again.")
 
 
 class _progress:

@@ -7,9 +7,9 @@
         @classmethod
         def engine(cls): return MyEngine(...)
 
-The engine should be small (a context of six blocks is prefilled some twenty times). ``tolerance`` bounds the difference of
-logits between a resumed and a whole prefill, relative to the largest logit; a restored context that goes on like the
-live one must have the same bits whatever the tolerance.
+The engine should be small (a context of six blocks is prefilled some twenty times). ``tolerance`` bounds the difference
+of logits between a resumed and a whole prefill, relative to the largest logit; a restored context that goes on like
+the live one must have the same bits whatever the tolerance.
 """
 
 from __future__ import annotations

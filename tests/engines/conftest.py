@@ -70,6 +70,35 @@ def _tiny(name: str) -> hf.PreTrainedModel:
         return hf.GraniteMoeHybridForCausalLM(
             hf.GraniteMoeHybridConfig(**_BASE, **shared, **_MOE, num_hidden_layers=3, layer_types=types)
         )
+    if name == "nemotronh":
+        config = hf.NemotronHConfig(
+            **_BASE,
+            layers_block_type=["mamba", "attention", "mlp", "mamba"],
+            head_dim=16,
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            n_groups=1,
+            ssm_state_size=16,
+            conv_kernel=4,
+            chunk_size=32,
+            use_mamba_kernels=False,
+        )
+        return hf.NemotronHForCausalLM(config)
+    if name == "zamba2":
+        config = hf.Zamba2Config(
+            **_BASE,
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "hybrid", "mamba"],
+            mamba_d_state=16,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            mamba_ngroups=1,
+            n_mamba_heads=4,
+            chunk_size=32,
+            num_mem_blocks=1,
+            use_mamba_kernels=False,
+        )
+        return hf.Zamba2ForCausalLM(config)
     if name == "bamba":
         shared = {k: v for k, v in _MAMBA.items() if k != "mamba_d_ssm"}
         return hf.BambaForCausalLM(

@@ -7,7 +7,20 @@ from ctxreuse.testing.engine import EngineContract
 
 @pytest.mark.parametrize(
     "engine",
-    ["llama", "qwen2", "gpt2", "gemma3", "qwen3next", "lfm2", "falconh1", "granitemoehybrid", "bamba", "jamba"],
+    [
+        "llama",
+        "qwen2",
+        "gpt2",
+        "gemma3",
+        "qwen3next",
+        "lfm2",
+        "falconh1",
+        "granitemoehybrid",
+        "bamba",
+        "jamba",
+        "nemotronh",
+        "zamba2",
+    ],
     indirect=True,
     scope="class",
 )

@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from ctxreuse import models
+from ctxreuse.engines.torch_hf.pieces import pieces
 from ctxreuse.testing.engine import Sealed, continuation, resume
 
 pytestmark = pytest.mark.gemma
@@ -17,8 +21,24 @@ def ids(gemma):
 
 
 @pytest.fixture(scope="module")
+def plain():
+    """plain(ids, cuts) -> logits of transformers' own model and cache, cut there."""
+    model = AutoModelForCausalLM.from_pretrained(str(models.resolve("gemma3-270m")), dtype=torch.float32)
+
+    def run(ids, cuts):
+        cache, wide = DynamicCache(config=model.config), torch.from_numpy(ids.astype(np.int64))[None]
+        with torch.inference_mode():
+            for at, stop in cuts:
+                where = torch.arange(at, stop)[None]
+                out = model(wide[:, at:stop], position_ids=where, past_key_values=cache, logits_to_keep=1)
+        return out.logits[0, -1].numpy()
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def whole(gemma, ids):
-    return {end: gemma.prefill(gemma.start(), ids[:end]) for end in (TOKENS,)}
+    return gemma.prefill(gemma.start(), ids)
 
 
 def test_its_layers_are_windows_and_full_ones(gemma):
@@ -29,7 +49,7 @@ def test_its_layers_are_windows_and_full_ones(gemma):
 
 
 @pytest.mark.parametrize("end", [64, 448, 512, 576, 704])
-def test_resumed_anywhere_it_goes_on_like_the_live_context_and_like_a_whole_prefill(gemma, ids, whole, end):
+def test_resumed_anywhere_it_goes_on_like_the_live_context_and_like_a_whole_prefill(gemma, ids, whole, plain, end):
     live = gemma.start()
     gemma.prefill(live, ids[:end])
     sealed = Sealed(gemma, live)
@@ -38,8 +58,13 @@ def test_resumed_anywhere_it_goes_on_like_the_live_context_and_like_a_whole_pref
     copy, logits = resume(gemma, sealed, end, ids[end:])
     got = continuation(gemma, copy, logits, 4)
     assert all(np.array_equal(a, b) for a, b in zip(got, expected))
-    assert np.abs(logits - whole[TOKENS]).max() < 1e-4
     copy.check()
+    if end > 512:
+        cuts = [*pieces(0, end, 512, 0, False), *pieces(end, TOKENS, 512, 0, False)]
+        assert np.abs(logits - plain(ids, cuts)).max() < 1e-4
+    # Other cuts round otherwise: plain transformers in float32 is 2e-4 to 5e-4 away from float64 here (scale 31).
+    assert np.abs(logits - whole).max() < 1e-3
+    assert logits.argmax() == whole.argmax()
 
 
 def test_a_fork_inside_a_generation_goes_both_ways(gemma, ids):
@@ -50,10 +75,10 @@ def test_a_fork_inside_a_generation_goes_both_ways(gemma, ids):
     sealed = Sealed(gemma, live)
     rest = live.tokens[640:].copy()
     _, again = resume(gemma, sealed, 640, rest)
-    assert np.abs(again - seen[-1]).max() < 1e-4
+    assert np.abs(again - seen[-1]).max() < 1e-3
     assert int(again.argmax()) == int(seen[-1].argmax())
     _, other = resume(gemma, sealed, 640, ids[:5])
     full = gemma.prefill(gemma.start(), np.concatenate([sealed.tokens[:640], ids[:5]]))
-    assert np.abs(other - full).max() < 1e-4
+    assert np.abs(other - full).max() < 1e-3
     assert gemma.crop(live, 640)
     assert np.array_equal(gemma.prefill(live, rest), again)

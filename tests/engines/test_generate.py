@@ -1,5 +1,8 @@
 """The decode loop: what ends an answer, what is fed back, what is told about each token."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -116,3 +119,11 @@ def test_a_generation_that_is_left_can_be_taken_up(engine):
     logits = engine.prefill(live, [first[-1].token])
     rest = list(generate(engine, words(), live, logits, Sampling(max_tokens=3)))
     assert [p.token for p in first + rest] == [p.token for p in whole]
+
+
+def test_the_loop_needs_no_torch():
+    code = (
+        "import sys, ctxreuse.engines, ctxreuse.engines.generate, ctxreuse.engines.text, ctxreuse.testing.engine;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'tokenizers', 'jinja2')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,10 +14,13 @@ from ctxreuse.testing.engine import Sealed, resume, seal
 pytestmark = pytest.mark.model
 
 STORY = (
-    "The lighthouse at Harrow Point was founded in 1839 by Captain Josiah Bellweather, who had lost two brothers to the "
-    "reef. His daughter Eleanor kept the lamp for forty years with a grey terrier named Biscuit. On a night in November "
-    "the Marigold lost her rudder and drifted towards the rocks with eighty-seven people on board. Eleanor lit a second "
-    "fire on the eastern cliff, and the crew steered between the two lights. "
+    "The lighthouse at Harrow Point was founded in 1839 by Captain Josiah Bellweather, who had lost two "
+    "brothers to the reef. His daughter Eleanor kept the lamp for forty years with a grey terrier named "
+    "Biscuit. On a night in November the Marigold lost her rudder and drifted towards the rocks with eighty-"
+    "seven people on board. Eleanor lit a second fire on the eastern cliff, and the crew steered between the "
+    "two lights. After the war the lamp was made electric and the last keeper left. The village bought the "
+    "tower, painted it red and white, and opened a small museum in the oil store, where the log books of the "
+    "keepers are shown in a glass case. "
 )
 QUESTIONS = ["Who founded the lighthouse?", "What was the dog's name?", "How many people were on board the Marigold?"]
 
@@ -50,7 +53,7 @@ def test_answers_are_the_same_restored_as_computed(smollm2):
 
 def test_numbers_are_those_of_plain_transformers(smollm2):
     plain = AutoModelForCausalLM.from_pretrained(str(models.resolve("smollm2")), dtype=torch.float32)
-    ids = np.concatenate(list(prompts(smollm2)))[:400]
+    ids = np.concatenate(list(prompts(smollm2)) * 2)[:400]
     wide, cache, live = torch.from_numpy(ids.astype(np.int64))[None], DynamicCache(config=plain.config), smollm2.start()
     with torch.inference_mode():
         for at, stop in ((0, 320), (320, 390), (390, 391), (391, 400)):

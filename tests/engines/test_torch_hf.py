@@ -88,7 +88,7 @@ def test_pieces_cover_a_run_once_and_cut_at_the_boundary(start, count, chunk, bo
     if start < boundary < end:
         assert boundary in [p[1] for p in parts]
     for at, stop in parts:
-        assert 0 < stop - at
+        assert stop - at > 0
         if step and at:
             assert stop == at + 1
         elif not step:

@@ -26,7 +26,7 @@ from ctxreuse.store.reader import DiskReader
 from ctxreuse.store.readonly import counts, lookup, match_disk, open_readonly
 from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import TABLES, compare, corrupt, open_cache
-from ctxreuse.store.writer import Writer
+from ctxreuse.store.writer import Writer, closer
 from ctxreuse.tree import Match
 
 __all__ = ["BlockStore"]
@@ -68,7 +68,7 @@ class BlockStore:
             batch_bytes = max(1, min(32 << 20, index.capacity // 16))
             self._writer = Writer(self._commit, self._tick, limit_bytes=queue, batch_bytes=batch_bytes)
             # A program that forgets close() still gets its queue written.
-            self._at_exit = _closer(weakref.ref(self))
+            self._at_exit = closer(weakref.ref(self))
             atexit.register(self._at_exit)
             over = index.shrink()
             self._evicted += len(over)
@@ -394,15 +394,6 @@ class BlockStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _closer(itself: weakref.ref[BlockStore]) -> Callable[[], None]:
-    def close() -> None:
-        store = itself()
-        if store is not None:
-            store.close()
-
-    return close
 
 
 def _full(error: BaseException) -> bool:

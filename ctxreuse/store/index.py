@@ -92,7 +92,7 @@ class Index:
             node = tree.get(key)
             if node is not None and node.parent is not None:
                 used[node.parent.key] = max(used[node.parent.key], used[key])
-        for key in sorted(used, key=lambda key: (used[key], -tree_depth(tree, key))):
+        for _, _, key in sorted([(used[node.key], -node.depth, node.key) for node in tree]):
             self.policy.insert(key)
         self._sequence = max(used.values(), default=0)
         return lost
@@ -287,8 +287,3 @@ class Index:
             for node in tree:
                 above = node.parent
                 assert above is None or place[above.key] > place[node.key], f"{node!r} is newer than its parent"
-
-
-def tree_depth(tree: ContextTree, key: bytes) -> int:
-    node = tree.get(key)
-    return node.depth if node is not None else 0

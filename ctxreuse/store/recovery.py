@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -116,6 +117,18 @@ def sound(home: Path) -> str:
     return str(found[0]) if found else ""
 
 
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Loading makes hundreds of thousands of objects and no garbage; looking for it doubled the time to open."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _open(home: Path, map_size: int, index: Index, suspect: bool, progress: Progress | None) -> Env:
     if suspect:
         wrong = sound(home) or ("pages are missing at its end" if shortage(home) else "")
@@ -125,12 +138,14 @@ def _open(home: Path, map_size: int, index: Index, suspect: bool, progress: Prog
     try:
         _check_format(env)
         bad = {key for key, _ in corrupt(env, progress)} if suspect else set()
-        entries = list(records(env))
+        with _no_collector():
+            entries = list(records(env))
         with env.read() as txn:
             counts = [txn.stat(env.tables[name])["entries"] for name in ("blocks", "states")]
         if counts != [sum(bool(r.nbytes) for _, r in entries), sum(bool(r.state_nbytes) for _, r in entries)]:
             raise Unusable("values and records differ")
-        doomed = bad.union(index.load((key, record) for key, record in entries if key not in bad))
+        with _no_collector():
+            doomed = bad.union(index.load([entry for entry in entries if entry[0] not in bad] if bad else entries))
         if doomed:
             log.warning("the cache at %s held %d entries that cannot be used; they are dropped", home, len(doomed))
             env.write(lambda txn: [txn.delete(key, db=env.tables[name]) for key in doomed for name in TABLES[:3]])

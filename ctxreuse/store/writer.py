@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "closer"]
 
 log = logging.getLogger(__name__)
 
@@ -117,3 +118,18 @@ class Writer(Generic[T]):
             step()
         except Exception:
             log.exception("the store's writer failed; it goes on with the next batch")
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def closer(itself: weakref.ref[_Closable]) -> Callable[[], None]:
+    """What to call at exit to close a store that is still there, without keeping it there."""
+
+    def close() -> None:
+        store = itself()
+        if store is not None:
+            store.close()
+
+    return close

@@ -111,7 +111,7 @@ def test_batches_are_bounded_by_bytes_and_count() -> None:
         assert writer.put(nbytes, nbytes, 1.0)
     start.set()
     writer.close()
-    assert sum(batches, []) == [40] * 10 + [1] * 10 + [300]
+    assert [nbytes for items in batches for nbytes in items] == [40] * 10 + [1] * 10 + [300]
     assert all(len(items) <= 4 and (sum(items) <= 100 or len(items) == 1) for items in batches)
     assert max(map(len, batches)) == 4
 

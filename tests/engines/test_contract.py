@@ -31,8 +31,15 @@ class TestTiny(EngineContract):
         return engine_of(request.param)
 
 
-class TestBackgroundLoad(EngineContract):
+class TestLoadInThread(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, engine_of):
         return engine_of("llama", background=True)
+
+
+class TestLoadInPrefill(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, engine_of):
+        return engine_of("llama", background=False)

@@ -8,6 +8,8 @@ import weakref
 
 import torch
 
+from ctxreuse import kernels
+
 __all__ = ["Arena", "Lease", "Pool"]
 
 _HUGE = 2 << 20
@@ -43,20 +45,17 @@ class Arena:
 
     def populate(self) -> None:
         """Touch every page now, so that no request waits for the system to clear it."""
-        self._memory[:: mmap.PAGESIZE] = 0
+        kernels.advise_hugepages(self._memory.numpy(), populate=True)
+        self._memory[:: mmap.PAGESIZE] = 0  # what is no whole huge page, and systems without them
 
 
 def _map(size: int) -> torch.Tensor:
     """uint8 [size] of anonymous memory, from a 2 MiB boundary, advised to huge pages where the system has them."""
-    room = mmap.mmap(-1, max(size, 1) + _HUGE)
-    whole = torch.frombuffer(room, dtype=torch.uint8)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            room.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without transparent huge pages only costs more page faults
+    whole = torch.frombuffer(mmap.mmap(-1, max(size, 1) + _HUGE), dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
-    return whole[start : start + size]
+    memory = whole[start : start + size]
+    kernels.advise_hugepages(memory.numpy())
+    return memory
 
 
 class Lease:

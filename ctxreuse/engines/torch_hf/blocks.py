@@ -1,4 +1,4 @@
-"""Planes between blocks and an arena: the one place that moves K and V bytes in either direction."""
+"""Between blocks and a context's memory: the one place that moves K, V and state bytes in either direction."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import numpy.typing as npt
 import torch
 
 from ctxreuse import kernels
-from ctxreuse.block import BlockView, Layout, Plane, layout_of
+from ctxreuse.block import BlockView, BlockWriter, Layout, Plane, layout_of
+from ctxreuse.engines.torch_hf.arena import Lease
+from ctxreuse.engines.torch_hf.live import TorchLive
+from ctxreuse.engines.torch_hf.states import Snapshot
+from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["bits", "block_layout", "gather", "scatter"]
+__all__ = ["block_layout", "fill_layer", "seal_block", "seal_state"]
 
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
 # Equal types are copied as bytes, so float16 may stand for bfloat16 too.
@@ -65,3 +69,52 @@ def gather(source: Bits, start: int, target: npt.NDArray[np.uint8]) -> None:
     heads, _, dim = source.shape
     plane = target.view(source.dtype).reshape(heads, -1, dim)
     plane[:] = source[:, start : start + plane.shape[1]]
+
+
+def fill_layer(lease: Lease, views: Sequence[BlockView], layer: int) -> None:
+    """Check and copy K and V of one layer. Holding the lease keeps the memory from another context meanwhile."""
+    scatter(bits(lease.arena.k[layer]), views, layer, "k")
+    scatter(bits(lease.arena.v[layer]), views, layer, "v")
+
+
+def seal_block(
+    space: ModelSpace, layout: Layout, live: TorchLive, number: int, key: bytes, parent: bytes
+) -> npt.NDArray[np.uint8]:
+    """The bytes of block ``number`` of a context; K stands there as rotated at its own position."""
+    size = space.block_tokens
+    at = number * size
+    writer = BlockWriter(
+        layout,
+        kind="block",
+        space=space.digest,
+        key=key,
+        parent=parent,
+        end=at + size,
+        tokens=live.tokens[at : at + size],
+        rope_at=at,
+    )
+    for index, _ in live.arena_layers:
+        assert live.lease is not None
+        gather(bits(live.lease.arena.k[index]), at, writer.plane(index, "k"))
+        gather(bits(live.lease.arena.v[index]), at, writer.plane(index, "v"))
+    return writer.seal()
+
+
+def seal_state(
+    space: ModelSpace, snapshot: Snapshot, tokens: Tokens, key: bytes, parent: bytes
+) -> npt.NDArray[np.uint8]:
+    """The bytes of the states at a position; the header names the ids of the block that ends there."""
+    end = snapshot.position
+    writer = BlockWriter(
+        snapshot.layout,
+        kind="state",
+        space=space.digest,
+        key=key,
+        parent=parent,
+        end=end,
+        tokens=tokens[end - space.block_tokens : end],
+        extra=snapshot.flags,
+    )
+    for (layer, role), tensor in snapshot.planes.items():
+        writer.plane(layer, role)[:] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return writer.seal()

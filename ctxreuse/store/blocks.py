@@ -26,6 +26,7 @@ from ctxreuse.store.reader import DiskReader
 from ctxreuse.store.readonly import counts, lookup, match_disk, open_readonly
 from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import TABLES, compare, corrupt, open_cache
+from ctxreuse.store.tally import Tally
 from ctxreuse.store.writer import Writer, closer
 from ctxreuse.tree import Match
 
@@ -51,17 +52,14 @@ class BlockStore:
     ) -> None:
         self._env, self._index, self._owner, self._recovered, self._clock = env, index, owner, recovered, clock
         self._lock = threading.RLock()
-        self._refused: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._hits = self._puts = self._duplicates = self._evicted = 0
+        self._tally = Tally()
         self._pending: Counter[tuple[Kind, bytes]] = Counter()
         self._doomed: list[bytes] = []
         self._retry_at = float("-inf")
         self._dirty = self._closed = False
         self._listeners: list[Callable[[Sequence[tuple[Kind, bytes]]], None]] = []
         self._writer: Writer[Put | None] | None = None
+        _opened.add(self)
         if owner is not None:
             # LMDB reuses pages two commits later, so large batches make the file larger and not faster: at 295 MB held,
             # batches of 256 MB led to a file of 2.3 times that, of 16 to 32 MB to 1.1 to 1.2 times.
@@ -71,7 +69,7 @@ class BlockStore:
             self._at_exit = closer(weakref.ref(self))
             atexit.register(self._at_exit)
             over = index.shrink()
-            self._evicted += len(over)
+            self._tally.evicted += len(over)
             self._doom(over)
 
     @classmethod
@@ -146,20 +144,20 @@ class BlockStore:
             finally:
                 reader.release()
                 with self._lock:
-                    self._hits += len(reader.used)
+                    self._tally.hits += len(reader.used)
                     if self._owner is not None:
                         self._index.touch(reader.used)
 
     def _miss(self, key: bytes, reason: str) -> None:
         with self._lock:
-            self._misses[reason] += 1
+            self._tally.misses[reason] += 1
         if reason != "absent":
             log.warning("entry %s is %s and counts as a miss", key.hex()[:16], reason)
             self.drop(key, reason)
 
     def _trouble(self, error: BaseException) -> None:
         with self._lock:
-            self._errors["damaged" if broken(error) else "disk" if _full(error) else "other"] += 1
+            self._tally.errors["damaged" if broken(error) else "disk" if _full(error) else "other"] += 1
         if not isinstance(error, StoreClosedError):
             log.warning("the cache at %s failed: %s", self._env.path, error)
 
@@ -171,7 +169,7 @@ class BlockStore:
         with self._lock:
             reason = self._unfit(item)
             if reason == "duplicate":
-                self._duplicates += 1
+                self._tally.duplicates += 1
                 return True
             if reason:
                 return self._refuse(reason)
@@ -184,7 +182,7 @@ class BlockStore:
 
     def _refuse(self, reason: str) -> bool:
         with self._lock:
-            self._refused[reason] += 1
+            self._tally.refused[reason] += 1
         return False
 
     def _settled(self, put: Put) -> None:
@@ -196,7 +194,7 @@ class BlockStore:
     def _unfit(self, put: Put) -> str:
         if self._owner is None:
             return "readonly"
-        if self._closed or os.getpid() != self._env.pid:
+        if self._closed:
             return "closed"
         if put.size > self._index.capacity:
             return "too_big"
@@ -225,15 +223,14 @@ class BlockStore:
     def drop(self, key: bytes, reason: str) -> None:
         with self._lock:
             gone = self._index.drop(key) if self._owner is not None else []
-            for i in range(len(gone)):
-                self._dropped["below" if i else reason] += 1
+            self._tally.drop(len(gone), reason, "below")
         self._doom(gone)
 
     def forget(self, keys: Sequence[bytes]) -> int:
         self.flush()
         with self._lock:
             gone = self._index.forget(keys) if self._owner is not None else []
-            self._dropped["forgotten"] += len(gone)
+            self._tally.dropped["forgotten"] += len(gone)
         self._doom(gone)
         return len(gone)
 
@@ -255,7 +252,7 @@ class BlockStore:
     def _commit(self, items: list[Put | None]) -> None:
         puts = [item for item in items if item is not None]
         with self._lock:
-            plan = self._index.plan(puts, self._refused)
+            plan = self._index.plan(puts, self._tally.refused)
             doomed, self._doomed = self._doomed, []
         error = self._write(plan, doomed)
         with self._lock:
@@ -263,11 +260,11 @@ class BlockStore:
                 self._settled(put)
             if error is None:
                 self._doomed += self._index.settle(plan)
-                self._puts += len(plan.puts)
-                self._evicted += len(plan.evicted)
+                self._tally.puts += len(plan.puts)
+                self._tally.evicted += len(plan.evicted)
             else:
                 self._doomed += doomed + self._index.restore(plan.evicted)
-                self._refused["disk"] += len(plan.puts)
+                self._tally.refused["disk"] += len(plan.puts)
                 self._retry_at = self._clock() + _BACKOFF
         if error is not None:
             self._trouble(error)
@@ -333,27 +330,13 @@ class BlockStore:
     def stats(self) -> StoreStats:
         with self._lock:
             tree = self._index.tree
-            queued, queued_bytes = self._writer.queued if self._writer is not None else (0, 0)
-            blocks, states, nbytes = len(tree), self._index.states, tree.nbytes
-            if self._owner is None and not self._closed:
-                blocks, states, nbytes = counts(self._env)
-            return StoreStats(
-                blocks=blocks,
-                states=states,
+            held = len(tree), self._index.states, tree.nbytes
+            return self._tally.stats(
+                held=counts(self._env) if self._owner is None and not self._closed else held,
                 tokens=tree.tokens,
-                nbytes=nbytes,
                 capacity=self._index.capacity,
-                queued=queued,
-                queued_bytes=queued_bytes,
+                queued=self._writer.queued if self._writer is not None else (0, 0),
                 file_bytes=self._env.file_bytes(),
-                hits=self._hits,
-                misses=dict(self._misses),
-                puts=self._puts,
-                duplicates=self._duplicates,
-                refused=dict(self._refused),
-                evicted=self._evicted,
-                dropped=dict(self._dropped),
-                errors=dict(self._errors),
                 recovered=self._recovered,
             )
 
@@ -394,6 +377,18 @@ class BlockStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_opened: weakref.WeakSet[BlockStore] = weakref.WeakSet()
+
+
+def _abandon() -> None:
+    # A forked child has no writer thread, and locks may be held by threads that it does not have either.
+    for store in _opened:
+        store._lock, store._writer, store._closed = threading.RLock(), None, True
+
+
+os.register_at_fork(after_in_child=_abandon)
 
 
 def _full(error: BaseException) -> bool:

@@ -184,6 +184,7 @@ class Env:
 
         ``work`` runs again after the map has grown. Raises lmdb.Error (see ``explain``) or what ``work`` raises.
         """
+        self._alive()
         with self._write_lock:
             while True:
                 try:

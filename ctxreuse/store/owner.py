@@ -100,6 +100,8 @@ class Owner:
 
     def end(self, part: str, *, clean: bool) -> None:
         """Give one part back; with the last one the lock goes. Any thread; a second call does nothing."""
+        if os.getpid() != self._me.pid:
+            return
         with _guard:
             if part not in self.open:
                 return

@@ -16,6 +16,7 @@ from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.host import Held, HostTier, Name
 from ctxreuse.store.index import Put
 from ctxreuse.store.reader import prove
+from ctxreuse.store.tally import Tally
 from ctxreuse.tree import Match
 
 __all__ = ["TieredStore"]
@@ -71,10 +72,7 @@ class TieredStore:
         self._disk, self._hot = disk, hot
         self._host = HostTier(host_bytes)
         self._lock = threading.RLock()
-        self._refused: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._hits = self._puts = 0
+        self._tally = Tally()
         self._closed = False
         if disk is not None and not hot:
             disk.subscribe(self._committed)
@@ -131,13 +129,13 @@ class TieredStore:
                 yield reader
             finally:
                 with self._lock:
-                    self._hits += len(reader.used)
+                    self._tally.hits += len(reader.used)
                     self._host.touch(reader.used)
 
     def count_miss(self, reason: str) -> None:
         """Count a miss that a reader met."""
         with self._lock:
-            self._misses[reason] += 1
+            self._tally.misses[reason] += 1
 
     def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
         item = Put.parse(key, data, kind, replace)
@@ -161,7 +159,7 @@ class TieredStore:
         if stored and fresh and hosted and not self._hot:
             self._release_if_held(name)
         with self._lock:
-            self._puts += 1
+            self._tally.puts += 1
         return True
 
     def _release_if_held(self, name: Name) -> None:
@@ -173,7 +171,7 @@ class TieredStore:
 
     def _refuse(self, reason: str) -> bool:
         with self._lock:
-            self._refused[reason] += 1
+            self._tally.refused[reason] += 1
         return False
 
     def pin(self, keys: Sequence[bytes]) -> int:
@@ -213,7 +211,7 @@ class TieredStore:
                 self._host.remove(("block", below))
                 self._host.pins.pop(below, None)
                 if twin is None:
-                    self._dropped[reason if below == key else "below"] += 1
+                    self._tally.dropped[reason if below == key else "below"] += 1
         if self._disk is not None:
             self._disk.drop(key, reason)
 
@@ -228,7 +226,7 @@ class TieredStore:
                     continue
                 self._host.remove(("state", key))
                 self._host.remove(("block", key))
-                self._dropped["forgotten"] += 1
+                self._tally.dropped["forgotten"] += 1
                 gone += 1
         return max(gone, below)
 
@@ -248,24 +246,9 @@ class TieredStore:
                 twins = [u is not None and u[1 if kind == "block" else 2] for (kind, _), u in zip(names, under)]
                 names = [name for name, twin in zip(names, twins) if not twin]
             blocks, states, tokens = self._host.counts(names)
-            mine = StoreStats(
-                blocks=blocks,
-                states=states,
-                tokens=tokens,
-                nbytes=self._host.nbytes,
-                capacity=self._host.capacity,
-                queued=0,
-                queued_bytes=0,
-                file_bytes=0,
-                hits=self._hits,
-                misses=dict(self._misses),
-                puts=self._puts,
-                duplicates=0,
-                refused=dict(self._refused),
-                evicted=self._host.evicted,
-                dropped=dict(self._dropped),
-                errors={},
-            )
+            held = blocks, states, self._host.nbytes
+            self._tally.evicted = self._host.evicted
+            mine = self._tally.stats(held=held, tokens=tokens, capacity=self._host.capacity)
         return mine if below is None else _sum(mine, below)
 
     def check(self) -> None:

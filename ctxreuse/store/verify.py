@@ -6,14 +6,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import msgspec
 
 from ctxreuse.errors import CtxReuseError, StoreError
 from ctxreuse.store.base import Progress
 from ctxreuse.store.blocks import BlockStore
+from ctxreuse.store.env import Env
 from ctxreuse.store.ledger import Ledger
 from ctxreuse.store.owner import folder
 from ctxreuse.store.readonly import open_readonly
+from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import corrupt
 
 __all__ = ["Collected", "Verdict", "gc", "verify"]
@@ -49,7 +52,7 @@ class Collected(msgspec.Struct, frozen=True):
 def _attempt(problems: list[str], step: Callable[[], None]) -> None:
     try:
         step()
-    except (CtxReuseError, AssertionError) as error:
+    except (CtxReuseError, lmdb.Error, AssertionError, ValueError) as error:
         problems.append(str(error))
 
 
@@ -76,9 +79,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
         env = open_readonly(place / "blocks", _MAP_SIZE)
         try:
             bad.extend(corrupt(env, progress))
-            with env.read() as txn:
-                for name in ("blocks", "states"):
-                    counts[name] = txn.stat(env.tables[name])["entries"]
+            counts.update(zip(("blocks", "states"), _paired(env)))
         finally:
             env.close()
 
@@ -86,6 +87,17 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
         if (place / part / "data.mdb").exists():
             _attempt(problems, step)
     return Verdict(**counts, bad=tuple(bad), problems=tuple(problems))
+
+
+def _paired(env: Env) -> tuple[int, int]:
+    """Blocks and states on disk; raises StoreError if their records say otherwise."""
+    with env.read() as txn:
+        entries = [Record.unpack(raw) for _, raw in txn.cursor(db=env.tables["meta"])]
+        found = tuple(txn.stat(env.tables[name])["entries"] for name in ("blocks", "states"))
+    noted = (sum(bool(entry.nbytes) for entry in entries), sum(bool(entry.state_nbytes) for entry in entries))
+    if found != noted:
+        raise StoreError(f"{found} blocks and states, {noted} records of them", where=str(env.path))
+    return noted
 
 
 def gc(path: str | os.PathLike[str], progress: Progress | None = None) -> Collected:
@@ -104,8 +116,8 @@ def gc(path: str | os.PathLike[str], progress: Progress | None = None) -> Collec
         with BlockStore.open(place, capacity=capacity, progress=progress) as store:
             for key, _ in store.verify(progress):
                 store.drop(key, "corrupt")
-                entries += 1
             store.flush()
+            entries = sum(store.stats().dropped.values())
     return Collected(turns, entries, before, _size(place))
 
 

@@ -115,6 +115,35 @@ def test_use_after_closing_and_after_a_fork(tmp_path: Path) -> None:
         pass
 
 
+FORK = """
+import os, sys
+from ctxreuse.store import BlockStore, Ledger
+from ctxreuse.testing.store import Context
+store, ledger, context = BlockStore.open(sys.argv[1]), Ledger.open(sys.argv[1]), Context(3)
+context.fill(store, upto=1)
+pid = os.fork()
+if not pid:
+    assert not store.put(context.keys[1], context.block(1))
+    store.flush(); store.match(context.keys); store.stats(); store.drop(context.keys[0], "x")
+    store.close(); ledger.close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert context.fill(store) == 3 and context.intact(store)
+ledger.create("after")
+store.close(); ledger.close()
+print("fine")
+"""
+
+
+def test_a_forked_child_that_ends_normally_disturbs_nothing(tmp_path: Path, spawn) -> None:
+    out, err = spawn(FORK, tmp_path).communicate(timeout=60)
+    assert (out, err) == ("fine\n", "")
+    with BlockStore.open(tmp_path) as store, Ledger.open(tmp_path) as ledger:
+        assert store.stats().recovered == ""
+        assert Context(3).intact(store)
+        assert ledger.count() == 1
+
+
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     hear, say = os.pipe()

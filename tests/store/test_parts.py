@@ -234,3 +234,54 @@ def test_what_is_queued_can_be_read_from_memory(tmp_path: Path) -> None:
             assert all(context.get(reader, i) is not None for i in range(6))
             assert reader.served == {"disk": 24}
         store.check()
+
+
+def test_drops_while_a_batch_is_being_committed(tmp_path: Path) -> None:
+    context = Context(4)
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        context.fill(store, upto=2)
+        write = store._env.write
+        during: list[bytes] = [context.keys[1]]
+
+        def slow_write(work):
+            while during:
+                store.drop(during.pop(), "test")
+            return write(work)
+
+        store._env.write = slow_write
+        # A new block whose parent goes while it is written.
+        assert store.put(context.keys[2], context.block(2))
+        store.flush()
+        assert store.match(context.keys).blocks == 1
+        assert store.stats().dropped == {"test": 1}
+        # A held block that goes while its replacement is written.
+        during.append(context.keys[0])
+        assert store.put(context.keys[0], context.block(0), replace=True)
+        store.flush()
+        assert store.match(context.keys).blocks == 0
+        assert context.fill(store) == 4
+        assert context.intact(store)
+        store.check()
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        assert context.intact(store)
+        store.check()
+
+
+def test_a_parent_is_never_older_than_its_child_after_a_crash(tmp_path: Path) -> None:
+    context, other = Context(3), Context(2, seed=1)
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        context.fill(store)
+        other.fill(store)
+        # Renewed numbers are written later than values: set them as a crash in between may leave them.
+        tables = store._env.tables
+        for used, key in enumerate([*context.keys, *other.keys], 1):
+
+            def rewrite(txn, key=key, used=used) -> None:
+                record = Record.unpack(txn.get(key, db=tables["meta"]))._replace(used=used)
+                txn.put(key, record.pack(), db=tables["meta"])
+
+            store._env.write(rewrite)
+        store._index.renewals()
+    with BlockStore.open(tmp_path, capacity=1 << 20) as store:
+        store.check()
+        assert list(store._index.policy.order()) == [*reversed(context.keys), *reversed(other.keys)]

@@ -262,6 +262,11 @@ def test_verify_reports_and_gc_removes(tmp_path: Path) -> None:
     verdict = verify(tmp_path)
     assert verdict.clean
     assert (verdict.blocks, verdict.states, verdict.sessions, verdict.turns) == (4, 0, 1, 40)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    wreck_pairs(tmp_path / "copy")
+    assert verify(tmp_path / "copy").problems
+    wreck_record(tmp_path / "copy")
+    assert verify(tmp_path / "copy").problems
     flip_plane(tmp_path)
     steps: list[tuple[int, int]] = []
     verdict = verify(tmp_path, lambda done, total: steps.append((done, total)))
@@ -271,7 +276,7 @@ def test_verify_reports_and_gc_removes(tmp_path: Path) -> None:
     with Ledger.open(tmp_path) as ledger:
         ledger.delete("main")
     collected = gc(tmp_path)
-    assert (collected.turns, collected.entries) == (40, 1)
+    assert (collected.turns, collected.entries) == (40, 2)
     verdict = verify(tmp_path)
     assert verdict.clean
     assert (verdict.blocks, verdict.turns) == (2, 0)

@@ -296,9 +296,10 @@ class BlockStore:
         self._dirty = True
         return None
 
-    def _tick(self) -> None:
+    def _tick(self) -> bool:
         if self._dirty and not self._resting():
             self._save()
+        return self._dirty
 
     def _resting(self) -> bool:
         """True for a while after a failed commit; a clock that was set back does not make it longer."""

@@ -18,15 +18,16 @@ T = TypeVar("T")
 
 
 class Writer(Generic[T]):
-    """Calls ``commit(items)`` with up to ``batch`` items (and ``batch_bytes``) and ``tick()`` about each ``period`` s.
+    """Calls ``commit(items)`` with up to ``batch`` items (and ``batch_bytes``), and ``tick()`` a ``period`` (s) later.
 
-    Both run in the writer's own thread and must not raise; an exception there is logged and the thread goes on.
+    ``tick`` returns True to be called again after another period; else the thread sleeps until the next item. Both run
+    in the writer's own thread and must not raise; an exception there is logged and the thread goes on.
     """
 
     def __init__(
         self,
         commit: Callable[[list[T]], None],
-        tick: Callable[[], None],
+        tick: Callable[[], bool],
         *,
         limit_bytes: int,
         batch: int = 64,
@@ -82,7 +83,7 @@ class Writer(Generic[T]):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _take(self, wait: float) -> tuple[list[T], int]:
+    def _take(self, wait: float | None) -> tuple[list[T], int]:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing, wait)
             items: list[T] = []
@@ -96,28 +97,29 @@ class Writer(Generic[T]):
             return items, size
 
     def _run(self) -> None:
-        due = time.monotonic() + self._period
+        due: float | None = None
         while True:
-            items, size = self._take(max(0.0, due - time.monotonic()))
+            items, size = self._take(None if due is None else max(0.0, due - time.monotonic()))
             if items:
-                self._guarded(lambda: self._commit(items))  # noqa: B023  (called at once)
+                self._guarded(self._commit, items)
                 count = len(items)
                 items = []
                 with self._changed:
                     self._bytes -= size
                     self._finished += count
                     self._changed.notify_all()
-            if time.monotonic() >= due:
-                self._guarded(self._tick)
-                due = time.monotonic() + self._period
+                due = time.monotonic() + self._period if due is None else due
+            if due is not None and time.monotonic() >= due:
+                due = time.monotonic() + self._period if self._guarded(self._tick) else None
             if self._closing and not self._queue:
                 return
 
-    def _guarded(self, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[..., object], *arguments: object) -> bool:
         try:
-            step()
+            return bool(step(*arguments))
         except Exception:
             log.exception("the store's writer failed; it goes on with the next batch")
+            return False
 
 
 class _Closable(Protocol):

@@ -88,7 +88,7 @@ def test_a_failing_batch_does_not_end_the_writer(caplog: pytest.LogCaptureFixtur
             raise RuntimeError("bad luck")
         seen.extend(items)
 
-    writer = Writer(commit, lambda: None, limit_bytes=10, batch=1)
+    writer = Writer(commit, lambda: False, limit_bytes=10, batch=1)
     assert all(writer.put(item, 1, 10.0) for item in range(4))
     assert writer.flush(30)
     assert seen == [0, 2, 3]
@@ -96,6 +96,36 @@ def test_a_failing_batch_does_not_end_the_writer(caplog: pytest.LogCaptureFixtur
     writer.close()
     assert not writer.put(5, 1, 0.0)
     assert writer.queued == (0, 0)
+
+
+def test_the_tick_comes_after_items_until_it_is_content() -> None:
+    calls: list[str] = []
+    content = threading.Event()
+
+    def tick() -> bool:
+        calls.append("tick")
+        if calls.count("tick") == 3:
+            content.set()
+        return calls.count("tick") < 3
+
+    writer = Writer(lambda items: calls.append("commit"), tick, limit_bytes=10, period=0.001)
+    assert calls == []
+    writer.put(1, 1, 1.0)
+    assert content.wait(30)
+    writer.close()
+    assert calls == ["commit", "tick", "tick", "tick"]
+
+
+def test_what_was_committed_is_synced_by_the_tick(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with BlockStore.open(tmp_path, capacity=1 << 20, clock=clock) as store:
+        Context(2).fill(store)
+        store._retry_at = clock() + 1.0
+        store._dirty = True
+        assert store._tick()
+        clock.advance(2.0)
+        assert not store._tick()
+        assert not store._dirty
 
 
 def test_batches_are_bounded_by_bytes_and_count() -> None:
@@ -106,7 +136,7 @@ def test_batches_are_bounded_by_bytes_and_count() -> None:
         start.wait(30)
         batches.append(items)
 
-    writer = Writer(commit, lambda: None, limit_bytes=1000, batch=4, batch_bytes=100)
+    writer = Writer(commit, lambda: False, limit_bytes=1000, batch=4, batch_bytes=100)
     for nbytes in [40] * 10 + [1] * 10 + [300]:
         assert writer.put(nbytes, nbytes, 1.0)
     start.set()

@@ -39,6 +39,8 @@ def _tiny(name: str) -> hf.PreTrainedModel:
             **_BASE, head_dim=16, num_hidden_layers=3, sliding_window=24, layer_types=types, query_pre_attn_scalar=16
         )
         return hf.Gemma3ForCausalLM(config)
+    if name == "mistral":  # windows only: blocks without planes, all in the state
+        return hf.MistralForCausalLM(hf.MistralConfig(**_BASE, num_hidden_layers=2, sliding_window=24))
     if name == "qwen3next":
         config = hf.Qwen3NextConfig(
             **_BASE,

@@ -12,6 +12,7 @@ from ctxreuse.testing.engine import EngineContract
         "qwen2",
         "gpt2",
         "gemma3",
+        "mistral",
         "qwen3next",
         "lfm2",
         "falconh1",

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -292,3 +293,27 @@ def test_a_saved_folder_opens_and_equals_the_model_in_memory(tiny, tmp_path):
     expected = plain_logits(model, ids)[-1]
     assert np.abs(engine.prefill(engine.start(), ids) - expected).max() <= 1e-5 * np.abs(expected).max()
     assert open_engine(str(tmp_path), block_tokens=16).space.digest == engine.space.digest
+
+
+def test_a_context_ends_where_its_rotation_would_change(tiny):
+    model = tiny("llama")
+    model.config.rope_parameters = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    assert TorchEngine(model).space.max_tokens == 512
+    assert TorchEngine(tiny("llama")).space.max_tokens == 2048
+
+
+def test_contexts_run_in_threads_of_their_own(engine_of):
+    engine = engine_of("gemma3")
+    prompts = [random_tokens(engine, 150, seed=i) for i in range(4)]
+    expected = [engine.prefill(engine.start(), ids) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            got = list(pool.map(lambda ids: engine.prefill(engine.start(), ids), prompts))
+            assert all(np.array_equal(a, b) for a, b in zip(got, expected))
+    gc.collect()
+    engine._pool.check()

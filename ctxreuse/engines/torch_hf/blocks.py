@@ -10,34 +10,21 @@ import numpy.typing as npt
 import torch
 
 from ctxreuse import kernels
-from ctxreuse.block import BlockView, BlockWriter, Layout, Plane, layout_of
+from ctxreuse.block import BlockView, BlockWriter, Layout
 from ctxreuse.engines.torch_hf.arena import Lease
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.states import Snapshot
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["block_layout", "fill_layer", "seal_block", "seal_state"]
+__all__ = ["fill_layer", "seal_block", "seal_state"]
 
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
 # Equal types are copied as bytes, so float16 may stand for bfloat16 too.
 _NAMES = {2: "float16", 4: "float32"}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-#: A model whose layers all keep states only has no K/V to put in a block; the format wants one plane.
-_EMPTY = Plane(0, "empty", "uint8", (0,))
 
 Bits = npt.NDArray[Any]
-
-
-def block_layout(space: ModelSpace) -> Layout:
-    """The planes of a block of this space: k and v [heads, block_tokens, dim] of every layer that keeps all tokens."""
-    planes = [
-        Plane(layer, role, space.dtype, (spec.kv_heads, space.block_tokens, dim))
-        for layer, spec in enumerate(space.layers)
-        if spec.blocked
-        for role, dim in (("k", spec.k_dim), ("v", spec.v_dim))
-    ]
-    return layout_of(tuple(planes) or (_EMPTY,))
 
 
 def bits(plane: torch.Tensor) -> Bits:

@@ -15,13 +15,13 @@ import torch
 from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse import models
-from ctxreuse.block import BlockView
+from ctxreuse.block import BlockView, block_layout
 from ctxreuse.engines.base import Logits, check_length, check_prompt
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf import probe, states
 from ctxreuse.engines.torch_hf.arena import Pool
 from ctxreuse.engines.torch_hf.attention import inference, install
-from ctxreuse.engines.torch_hf.blocks import block_layout, fill_layer, seal_block, seal_state
+from ctxreuse.engines.torch_hf.blocks import fill_layer, seal_block, seal_state
 from ctxreuse.engines.torch_hf.checks import check_blocks, check_state
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.loading import Import

@@ -77,11 +77,25 @@ def model_space(
         layers=layer_specs(model, filled),
         rope=rope_of(model),
         vocab_size=int(config.vocab_size),
-        # A model without learnt or rotated positions has no limit of its own.
-        max_tokens=int(getattr(config, "max_position_embeddings", None) or 1 << 20),
+        max_tokens=_positions(config),
         block_tokens=block_tokens,
         attention=attention,
     )
+
+
+def _positions(config: Any) -> int:
+    """How many tokens a context may have so that its first ones never change.
+
+    "dynamic" and "longrope" rotate by other frequencies once a context is longer than the model was first trained on; K
+    rotated before is wrong then, cached or not, so such a model ends there. A model without learnt or rotated positions
+    has no limit of its own.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
+    return limit
 
 
 def layer_specs(model: Any, filled: DynamicCache) -> tuple[LayerSpec, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ctxreuse.engines.base import Engine, Live, Logits
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
-from ctxreuse.engines.sampling import Sampler, Sampling, log_softmax
+from ctxreuse.engines.sampling import Sampler, Sampling, largest, log_softmax
 from ctxreuse.engines.text import TextModel
 
 __all__ = ["Finish", "Piece", "generate"]
@@ -75,7 +75,5 @@ def _logprobs(logits: Logits, token: int, count: int) -> tuple[float | None, tup
     if not count:
         return None, ()
     scores = log_softmax(logits)
-    count = min(count, len(scores))
-    best = np.argpartition(scores, -count)[-count:]
-    best = best[np.lexsort((best, -scores[best]))]
+    best = largest(scores, min(count, len(scores)))
     return float(scores[token]), tuple((int(i), float(scores[i])) for i in best)

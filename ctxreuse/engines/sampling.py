@@ -12,7 +12,10 @@ from ctxreuse.engines.base import Logits
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 
-__all__ = ["Sampler", "Sampling", "log_softmax"]
+__all__ = ["Sampler", "Sampling", "largest", "log_softmax"]
+
+#: Tokens among which top-p looks first.
+_NUCLEUS = 512
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -108,21 +111,29 @@ class Sampler:
             scores[said] -= how.presence_penalty + how.frequency_penalty * counts
 
     def _filtered(self, scores: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """Ids left by top-k, then top-p, then min-p, most likely first, and their weights."""
+        """Ids left by top-k, then top-p, then min-p, and their weights; ties go to the smaller id."""
         how = self.sampling
+        weights = np.exp(scores - scores.max())
+        ids = np.arange(len(scores))
         if 0 < how.top_k < len(scores):
-            ids = np.argpartition(scores, -how.top_k)[-how.top_k :]
-        else:
-            ids = np.arange(len(scores))
-        # Ties are broken by id, so that the same logits give the same order everywhere.
-        ids = ids[np.lexsort((ids, -scores[ids]))]
-        weights = np.exp(scores[ids] - scores[ids[0]])
-        weights /= weights.sum()
+            ids = largest(weights, how.top_k)
         if how.top_p < 1:
-            # The smallest set whose probability reaches top_p (Holtzman et al. 2020, nucleus sampling).
-            kept = int(np.searchsorted(np.cumsum(weights), how.top_p)) + 1
-            ids, weights = ids[:kept], weights[:kept]
+            # The smallest set whose probability reaches top_p (Holtzman et al. 2020, nucleus sampling). It is nearly
+            # always among a few tokens: ordering all 262,144 of Gemma takes 31 ms, finding the first 512 takes 3 ms.
+            target = how.top_p * weights[ids].sum()
+            first = largest(weights, min(_NUCLEUS, len(ids)))
+            if weights[first].sum() < target:
+                first = largest(weights, len(ids))
+            ids = first[: int(np.searchsorted(np.cumsum(weights[first]), target)) + 1]
         if how.min_p > 0:
-            kept = int((weights >= how.min_p * weights[0]).sum())
-            ids, weights = ids[:kept], weights[:kept]
-        return ids, weights
+            ids = ids[weights[ids] >= how.min_p]  # the largest weight is 1
+        return ids, weights[ids]
+
+
+def largest(weights: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
+    """Ids of the ``count`` largest numbers, largest first, ties by id; ``count`` is at most all."""
+    if count < len(weights):
+        ids = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
+    else:
+        ids = np.arange(len(weights))
+    return ids[np.lexsort((ids, -weights[ids]))][:count]

@@ -51,8 +51,8 @@ class TextModel(Protocol):
 class HFText:
     """The text side of a Hugging Face folder (tokenizer.json, tokenizer_config.json, generation_config.json).
 
-    A folder without a chat template is a base model's: messages are rendered as lines ``role: content``, and an answer
-    begins after ``assistant:``.
+    A folder without a chat template is a base model's: messages are rendered as lines ``role: content``, after the mark
+    that the tokenizer itself would put at the beginning of a text, and an answer begins after ``assistant:``.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class HFText:
     def render(self, messages: Sequence[Message], *, generate: bool) -> str:
         """See `TextModel.render`. Raises EngineError if the template refuses the messages."""
         if self._template is None:
-            text = "".join(f"{m.name or m.role}: {m.content}\n" for m in messages)
+            text = self._begin + "".join(f"{m.name or m.role}: {m.content}\n" for m in messages)
             return text + "assistant:" if generate else text
         plain = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
         from jinja2.exceptions import TemplateError
@@ -129,6 +129,13 @@ class HFText:
             return str(self._compiled.render(messages=plain, add_generation_prompt=generate, **self._specials))
         except TemplateError as error:
             raise EngineError(f"the chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def _begin(self) -> str:
+        # Gemma answers nonsense without its mark at the beginning, and only its tokenizer's post-processor knows that.
+        mark = self._specials.get("bos_token", "")
+        added = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
+        return mark if mark and added == [self._tokenizer.token_to_id(mark)] else ""
 
     @cached_property
     def _compiled(self) -> Any:

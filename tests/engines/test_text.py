@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
 from ctxreuse.engines.text import HFText, Message, TextModel
@@ -87,6 +87,18 @@ def test_a_base_model_gets_lines(folder):
     messages = [Message("system", "S"), Message("user", "U", name="Ann")]
     assert text.render(messages, generate=True) == "system: S\nAnn: U\nassistant:"
     assert text.render(messages, generate=False) == "system: S\nAnn: U\n"
+
+
+def test_a_base_models_text_begins_with_the_mark_its_tokenizer_adds():
+    tokenizer = byte_level()
+    specials = {"bos_token": "<s>"}
+    assert HFText(tokenizer, specials=specials).render([], generate=True) == "assistant:"
+    mark = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", mark)])
+    text = HFText(tokenizer, specials=specials)
+    assert text.render([], generate=True) == "<s>assistant:"
+    assert mark not in text.encode("x"), "encode adds nothing"
+    assert text.encode(text.render([], generate=True))[0] == mark
 
 
 def test_templates_that_refuse_or_are_broken_or_hostile(folder):

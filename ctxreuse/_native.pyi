@@ -52,6 +52,20 @@ def scatter_run(
     token_counts: Sequence[int],
     /,
 ) -> None: ...
+def scatter_checked(
+    dst: Memory,
+    dst_dtype: int,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    srcs: Sequence[Memory],
+    src_offsets: Sequence[int],
+    src_dtype: int,
+    heads: int,
+    dim: int,
+    token_counts: Sequence[int],
+    checksums: Sequence[int],
+    /,
+) -> int: ...
 def gather_run(
     src: Memory,
     src_dtype: int,

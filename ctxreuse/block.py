@@ -239,7 +239,7 @@ class BlockView:
 
     def __init__(self, header: Header, layout: Layout, start: int, buffer: memoryview) -> None:
         self.header, self.layout, self.buffer, self._start = header, layout, buffer, start
-        self._sums = np.frombuffer(header.checksums, "<u8").tolist()
+        self._sums: list[int] = np.frombuffer(header.checksums, "<u8").tolist()
 
     @property
     def tokens(self) -> Tokens:
@@ -253,6 +253,10 @@ class BlockView:
     def offset(self, layer: int, role: str) -> int:
         """Byte offset of a plane in ``buffer``; KeyError if the block has no such plane."""
         return self._start + self.layout.offsets[self.layout.index[layer, role]]
+
+    def checksum(self, layer: int, role: str) -> int:
+        """The XXH3-64 that a plane's bytes must have; KeyError if the block has no such plane."""
+        return self._sums[self.layout.index[layer, role]]
 
     def plane(self, layer: int, role: str, *, verify: bool = True) -> memoryview:
         """The bytes of one plane, zero-copy; raises FormatError if it is missing or its checksum differs."""

@@ -1,4 +1,4 @@
-/* ctxreuse.h - the native core's whole interface: kernel tables, strided copies, rotation, page population.
+/* ctxreuse.h - the native core's whole interface: kernel tables, strided copies, checksums, rotation, pages.
  *
  * The core is C11 without Python and without global state except one atomic pointer (the active table), starts no
  * threads and keeps no buffer after a call returns. Everything here may be called from any thread at any time.
@@ -55,6 +55,14 @@ typedef void (*ctx_rope_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, s
 typedef void (*ctx_transpose_fn)(uint8_t *dst, size_t dst_step, const uint8_t *src, size_t src_step, size_t rows,
                                  size_t cols);
 
+/* Take n stripes of 64 bytes into the accumulators of XXH3; stripe i is mixed with the secret from byte 8*i on:
+ *   v = data ^ secret (8 lanes of 64 bits),  acc[i] += low32(v[i]) * high32(v[i]),  acc[i ^ 1] += data[i] */
+typedef void (*ctx_stripes_fn)(uint64_t acc[8], const uint8_t *src, const uint8_t *secret, size_t n);
+
+/* The same, and copies the stripes to dst, which is aligned to 64 bytes, past the caches where the machine can. The
+ * caller ends a run of such calls with ctx_kernels.fence. */
+typedef void (*ctx_copy_stripes_fn)(uint64_t acc[8], uint8_t *dst, const uint8_t *src, const uint8_t *secret, size_t n);
+
 /* Bits of the processor and of the operating system's saved state that a table may need. */
 enum { CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8 };
 
@@ -65,6 +73,9 @@ typedef struct ctx_kernels {
     ctx_rope_fn rope_half[CTX_DTYPES][CTX_DTYPES];    /* pairs (i, i + half): NeoX, Hugging Face */
     ctx_rope_fn rope_pairs[CTX_DTYPES][CTX_DTYPES];   /* pairs (2i, 2i + 1): GPT-J, llama in GGUF */
     ctx_transpose_fn transpose16, transpose32;        /* 2- and 4-byte elements */
+    ctx_stripes_fn stripes;
+    ctx_copy_stripes_fn copy_stripes;
+    void (*fence)(void);                              /* makes streamed copies visible to other threads */
 } ctx_kernels;
 
 /* Tables usable on this machine, best first; returns their number and sets *tables to a static array's start.
@@ -107,6 +118,14 @@ void ctx_scatter_run(const ctx_kernels *k, const ctx_view *tensor, uint8_t *cons
                      const size_t *counts, size_t blocks, size_t heads, size_t dim);
 void ctx_gather_run(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
                     const size_t *counts, size_t blocks, size_t heads, size_t dim);
+
+/* XXH3-64 (seed 0) of more than 240 bytes. */
+uint64_t ctx_xxh3(const ctx_kernels *k, const uint8_t *at, size_t bytes);
+
+/* scatter_run that compares each plane's XXH3-64 with sums[i] while it copies; every plane has 0 or more than 240 bytes.
+ * Returns the first plane that differs (it and those before it may have been written), or `blocks`. */
+size_t ctx_scatter_checked(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
+                           const size_t *counts, const uint64_t *sums, size_t blocks, size_t heads, size_t dim);
 
 /* Rotate every vector of a box by the same angles; elements from 2*half on are copied. cos and sin: `half` floats.
  * Views as for ctx_copy3, or equal (in place); 2*half <= dim. CTX_NO_MEMORY only if dim is strided. */

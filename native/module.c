@@ -180,6 +180,29 @@ static int planes_of(planes *run, PyObject *buffers, PyObject *offsets, PyObject
     return failed ? -1 : 0;
 }
 
+/* One checksum a plane; planes must be long enough for the kernel, or empty. New memory, or NULL with an error set. */
+static uint64_t *sums_of(PyObject *obj, const planes *run, size_t heads, size_t dim) {
+    PyObject *tuple = tuple_of(obj, "checksums");
+    uint64_t *sums = tuple ? PyMem_Calloc(run->blocks + 1, sizeof *sums) : NULL;
+    if (tuple && !sums) PyErr_NoMemory();
+    if (sums && (size_t)PyTuple_Size(tuple) != run->blocks)
+        PyErr_Format(PyExc_ValueError, "checksums: %zd for %zu blocks", PyTuple_Size(tuple), run->blocks);
+    for (size_t i = 0; sums && !PyErr_Occurred() && i < run->blocks; i++) {
+        size_t bytes = heads * run->counts[i] * dim * ctx_dtype_bytes(run->dtype); /* planes_fill checked the product */
+        if (bytes && bytes <= 240)
+            PyErr_Format(PyExc_ValueError, "block %zu: a plane of %zu bytes is too short to be checked here", i, bytes);
+        else
+            sums[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(tuple, (Py_ssize_t)i));
+    }
+    Py_XDECREF(tuple);
+    if (sums && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) PyErr_SetString(PyExc_ValueError, "checksum: not of 64 bits");
+        PyMem_Free(sums);
+        return NULL;
+    }
+    return sums;
+}
+
 /* (tensor, dtype, offset, strides, planes, offsets, planes_dtype, heads, dim, token_counts) */
 static PyObject *run_entry(PyObject *const *args, Py_ssize_t nargs, int scatter) {
     const ctx_kernels *k = table();
@@ -216,6 +239,36 @@ static PyObject *run_entry(PyObject *const *args, Py_ssize_t nargs, int scatter)
 static PyObject *scatter_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     (void)module;
     return run_entry(args, nargs, 1);
+}
+
+/* (… as scatter_run, checksums) -> index of the first plane whose XXH3-64 differs, or -1 */
+static PyObject *scatter_checked(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const ctx_kernels *k = table();
+    ctx_view tensor;
+    region buffer;
+    planes run = {0};
+    size_t offset, heads, dim, bad = 0;
+    PyObject *result = NULL;
+    uint64_t *sums = NULL;
+    (void)module;
+    if (!k || arity(nargs, 11, "scatter_checked") < 0 || dtype_of(args[1], "tensor dtype", &tensor.dtype) < 0 ||
+        size_of(args[2], "tensor offset", &offset) < 0 || sizes_of(args[3], "tensor strides", 1, tensor.strides) < 0 ||
+        dtype_of(args[6], "block dtype", &run.dtype) < 0 || size_of(args[7], "heads", &heads) < 0 ||
+        size_of(args[8], "dim", &dim) < 0 || take(args[0], 1, "tensor", &buffer) < 0)
+        return NULL;
+    if (planes_of(&run, args[4], args[5], args[9], heads, dim, 0, "block") == 0 &&
+        (sums = sums_of(args[10], &run, heads, dim))) {
+        const size_t shape[3] = {heads, run.tokens, dim};
+        if (place(&buffer, offset, shape, 1, "tensor", &tensor) == 0) {
+            MOVE(volume(shape, CTX_FP32),
+                 bad = ctx_scatter_checked(k, &tensor, run.at, run.dtype, run.counts, sums, run.blocks, heads, dim));
+            result = PyLong_FromSsize_t(bad == run.blocks ? -1 : (Py_ssize_t)bad);
+        }
+    }
+    PyMem_Free(sums);
+    planes_release(&run);
+    PyBuffer_Release(&buffer.view);
+    return result;
 }
 
 static PyObject *gather_run(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
@@ -298,6 +351,7 @@ static int start(PyObject *module) {
 static PyMethodDef methods[] = {
     FAST(copy3),
     FAST(scatter_run),
+    FAST(scatter_checked),
     FAST(gather_run),
     FAST(rope_shift),
     FAST(advise_hugepages),

@@ -27,7 +27,7 @@ import numpy as np
 from ctxreuse.bench.measure import Options, fresh, paired
 from ctxreuse.bench.report import Figure
 from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
-from ctxreuse.kernels import scatter_run
+from ctxreuse.kernels import scatter_checked
 from ctxreuse.keys import ROOT, SALT_BYTES, as_tokens, prefix_keys
 from ctxreuse.store import BlockStore
 
@@ -47,7 +47,7 @@ class Load:
         self.tokens = as_tokens(np.arange(blocks * _BLOCK))
         self.keys = prefix_keys(_SPACE, bytes(SALT_BYTES), self.tokens, _BLOCK)
         self.nbytes = blocks * sum(plane.nbytes for plane in _PLANES)
-        self.tensors = [np.zeros((_HEADS, blocks * _BLOCK, _DIM), np.uint32) for _ in _PLANES]
+        self.tensors = [_aligned(_HEADS, blocks * _BLOCK, _DIM) for _ in _PLANES]
         for tensor in self.tensors:
             tensor.fill(1)
 
@@ -81,9 +81,12 @@ class Load:
 
     def _import(self, views: list[BlockView], plane: Plane, tensor: Any) -> None:
         strides = (len(self.tokens) * _DIM, _DIM)
-        offsets, counts = [0] * len(views), [_BLOCK] * len(views)
-        planes = [view.plane(plane.layer, plane.role) for view in views]
-        scatter_run(tensor, "float32", 0, strides, planes, offsets, "float32", _HEADS, _DIM, counts)
+        counts = [_BLOCK] * len(views)
+        buffers = [view.buffer for view in views]
+        offsets = [view.offset(plane.layer, plane.role) for view in views]
+        sums = [view.checksum(plane.layer, plane.role) for view in views]
+        bad = scatter_checked(tensor, "float32", 0, strides, buffers, offsets, "float32", _HEADS, _DIM, counts, sums)
+        assert bad == -1
 
     def raw(self, env: Any, table: Any, into: Any) -> None:
         """The same values out of LMDB, copied one after another and not looked at."""
@@ -93,6 +96,13 @@ class Load:
                 value = np.frombuffer(txn.get(key, db=table), np.uint8)
                 into[at : at + value.nbytes] = value
                 at += value.nbytes
+
+
+def _aligned(*shape: int) -> Any:
+    """A tensor of 4-byte numbers at a multiple of 64 bytes, where engines put theirs; numpy's are at 16."""
+    room = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + 4 * int(np.prod(shape))].view(np.uint32).reshape(shape)
 
 
 def _raw_env(folder: Path, *, readonly: bool = False) -> tuple[Any, Any]:

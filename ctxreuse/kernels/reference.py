@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "kernels",
     "populate",
     "rope_shift",
+    "scatter_checked",
     "scatter_run",
     "use",
 ]
@@ -89,6 +91,29 @@ def scatter_run(
     for plane in filter(np.size, planes):
         tensor[:, token : token + plane.shape[1]] = convert(plane, src_dtype, dst_dtype)
         token += plane.shape[1]
+
+
+def scatter_checked(
+    dst: Memory,
+    dst_dtype: int,
+    dst_offset: int,
+    dst_strides: Sequence[int],
+    srcs: Sequence[Memory],
+    src_offsets: Sequence[int],
+    src_dtype: int,
+    heads: int,
+    dim: int,
+    token_counts: Sequence[int],
+    checksums: Sequence[int],
+) -> int:
+    """Compare checksums, then write. See `ctxreuse.kernels.scatter_checked`."""
+    if len(checksums) != len(srcs) or not all(0 <= value < 1 << 64 for value in checksums):
+        raise ValueError(f"checksums: {len(checksums)} for {len(srcs)} blocks, each of 64 bits")
+    for i, plane in enumerate(_planes(srcs, src_offsets, src_dtype, heads, dim, token_counts, writable=False)):
+        if plane.size and xxhash.xxh3_64_intdigest(plane.tobytes()) != checksums[i]:
+            return i
+    scatter_run(dst, dst_dtype, dst_offset, dst_strides, srcs, src_offsets, src_dtype, heads, dim, token_counts)
+    return -1
 
 
 def gather_run(

@@ -53,4 +53,36 @@ static inline vec flip_even(vec v) {
     return _mm256_xor_ps(v, _mm256_castsi256_ps(_mm256_set1_epi64x(0x80000000)));
 }
 
+#define STRIPES
+static inline __m256i stripe(__m256i sum, const uint8_t *src, const uint8_t *secret) {
+    __m256i data = _mm256_loadu_si256((const __m256i *)(const void *)src);
+    __m256i v = _mm256_xor_si256(data, _mm256_loadu_si256((const __m256i *)(const void *)secret));
+    __m256i product = _mm256_mul_epu32(v, _mm256_srli_epi64(v, 32));
+    return _mm256_add_epi64(sum, _mm256_add_epi64(product, _mm256_shuffle_epi32(data, 0x4e)));
+}
+static void stripes(uint64_t acc[8], const uint8_t *src, const uint8_t *secret, size_t n) {
+    __m256i *held = (__m256i *)(void *)acc, low = _mm256_loadu_si256(held), high = _mm256_loadu_si256(held + 1);
+    for (size_t j = 0; j < n; j++, src += 64, secret += 8) {
+        low = stripe(low, src, secret);
+        high = stripe(high, src + 32, secret + 32);
+    }
+    _mm256_storeu_si256(held, low);
+    _mm256_storeu_si256(held + 1, high);
+}
+static inline void stream(uint8_t *dst, const uint8_t *src) {
+    _mm256_stream_si256((__m256i *)(void *)dst, _mm256_loadu_si256((const __m256i *)(const void *)src));
+}
+static void copy_stripes(uint64_t acc[8], uint8_t *dst, const uint8_t *src, const uint8_t *secret, size_t n) {
+    __m256i *held = (__m256i *)(void *)acc, low = _mm256_loadu_si256(held), high = _mm256_loadu_si256(held + 1);
+    for (size_t j = 0; j < n; j++, src += 64, secret += 8, dst += 64) {
+        stream(dst, src);
+        stream(dst + 32, src + 32);
+        low = stripe(low, src, secret);
+        high = stripe(high, src + 32, secret + 32);
+    }
+    _mm256_storeu_si256(held, low);
+    _mm256_storeu_si256(held + 1, high);
+}
+static void fence(void) { _mm_sfence(); }
+
 #include "shapes.inc"

@@ -49,4 +49,26 @@ static inline vec flip_even(vec v) {
     return _mm512_xor_ps(v, _mm512_castsi512_ps(_mm512_set1_epi64(0x80000000)));
 }
 
+#define STRIPES
+static void stripes(uint64_t acc[8], const uint8_t *src, const uint8_t *secret, size_t n) {
+    __m512i sum = _mm512_loadu_si512(acc);
+    for (size_t j = 0; j < n; j++, src += 64, secret += 8) {
+        __m512i data = _mm512_loadu_si512(src), v = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
+        __m512i product = _mm512_mul_epu32(v, _mm512_srli_epi64(v, 32));
+        sum = _mm512_add_epi64(sum, _mm512_add_epi64(product, _mm512_shuffle_epi32(data, _MM_PERM_BADC)));
+    }
+    _mm512_storeu_si512(acc, sum);
+}
+static void copy_stripes(uint64_t acc[8], uint8_t *dst, const uint8_t *src, const uint8_t *secret, size_t n) {
+    __m512i sum = _mm512_loadu_si512(acc);
+    for (size_t j = 0; j < n; j++, src += 64, secret += 8, dst += 64) {
+        __m512i data = _mm512_loadu_si512(src), v = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
+        __m512i product = _mm512_mul_epu32(v, _mm512_srli_epi64(v, 32));
+        _mm512_stream_si512((void *)dst, data);
+        sum = _mm512_add_epi64(sum, _mm512_add_epi64(product, _mm512_shuffle_epi32(data, _MM_PERM_BADC)));
+    }
+    _mm512_storeu_si512(acc, sum);
+}
+static void fence(void) { _mm_sfence(); }
+
 #include "shapes.inc"

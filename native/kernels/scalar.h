@@ -27,6 +27,15 @@ static inline uint16_t get16(const uint8_t *at) {
     return value;
 }
 
+static inline uint64_t get64(const uint8_t *at) { /* little-endian, as XXH3 reads */
+    uint64_t value;
+    memcpy(&value, at, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    value = __builtin_bswap64(value);
+#endif
+    return value;
+}
+
 static inline void put16(uint8_t *at, uint16_t value) { memcpy(at, &value, 2); }
 
 static inline uint32_t get32(const uint8_t *at) {

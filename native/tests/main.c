@@ -35,6 +35,7 @@ int main(void) {
     test_pages();
     test_numbers();
     test_boxes();
+    test_checksums();
     puts("all native tests passed");
     return 0;
 }

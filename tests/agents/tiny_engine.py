@@ -26,7 +26,7 @@ def tiny_text(template: str = CHATML) -> Any:
 
 
 def tiny_model(seed: int = 7, positions: int = 2048) -> Any:
-    """Two layers of 32; weights wide enough that greedy answers vary."""
+    """Two layers of width 32; weights wide enough that greedy answers vary."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,7 +45,10 @@ def tiny_model(seed: int = 7, positions: int = 2048) -> Any:
         pad_token_id=257,
         tie_word_embeddings=False,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight[256] = 0  # a greedy answer never begins a turn inside itself, so its ids spell its text
+    return model
 
 
 def tiny_engine(template: str = CHATML, *, seed: int = 7, positions: int = 2048, **options: Any) -> Any:

@@ -34,7 +34,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: Annotated[str, _about("Folder of the store; empty: the user's data folder")] = ""
     capacity: Annotated[int, _about("Bytes of KV kept on disk", ge=1 << 20, size=True)] = 8_000_000_000
-    host_bytes: Annotated[int, _about("Bytes of KV kept in host memory before the disk", ge=0, size=True)] = 1 << 30
+    host_bytes: Annotated[int, _about("Bytes of KV that may wait in memory for the disk", ge=0, size=True)] = 256 << 20
     policy: Annotated[str, _about("What is evicted first when the store is full")] = "lru"
 
     def folder(self) -> Path:

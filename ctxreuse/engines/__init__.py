@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Live", "Loading", "open_engine"]
 
 
-def open_engine(name_or_folder: str, **options: Any) -> TorchEngine:
+def open_engine(name_or_folder: str | None = None, **options: Any) -> TorchEngine:
     """The engine for a known model name (``smollm2``) or a Hugging Face folder; fetches a known model if need be.
 
-    ``options`` are those of `TorchEngine.open`. Raises ConfigError for an unknown name, a folder without a model, or
-    if the extra ``ctxreuse[torch]`` is not installed.
+    Without a name: the model, numeric type, threads and chunk of the user's settings (``ctxreuse config show``).
+    ``options`` are those of `TorchEngine.open` and beat the settings. Raises ConfigError for an unknown name, a folder
+    without a model, or if the extra ``ctxreuse[torch]`` is not installed.
     """
+    from ctxreuse.config import load
     from ctxreuse.errors import ConfigError
 
+    if name_or_folder is None:
+        chosen = load().settings.engine
+        name_or_folder = chosen.model
+        options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk, **options}
     try:
         from ctxreuse.engines.torch_hf import TorchEngine
     except ModuleNotFoundError as error:

@@ -41,16 +41,18 @@ def open_store(
     *,
     capacity: int = 8 << 30,
     host_bytes: int = 256 << 20,
+    policy: str = "lru",
     readonly: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> TieredStore:
     """The cache in folder ``path`` with host memory in front of it, or in memory only where ``path`` is None.
 
-    ``capacity``: bytes on disk; ``host_bytes``: memory for what is not yet on disk (for all, without a disk). Raises
-    StoreOwnedError while another process writes there and StoreError for a path that cannot hold a store.
+    ``capacity``: bytes on disk; ``host_bytes``: memory for what is not yet on disk (for all, without a disk);
+    ``policy``: what is evicted first. Raises ConfigError for an unknown policy, StoreOwnedError while another process
+    writes there and StoreError for a path that cannot hold a store.
     """
     if path is None:
         return TieredStore(host_bytes)
-    disk = BlockStore.open(path, capacity=capacity, readonly=readonly, progress=progress, clock=clock)
+    disk = BlockStore.open(path, capacity=capacity, policy=policy, readonly=readonly, progress=progress, clock=clock)
     return TieredStore(0 if readonly else host_bytes, disk)

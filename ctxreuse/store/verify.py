@@ -41,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What ``gc`` removed: turns that no session reaches, damaged cache entries; bytes of files before and after."""
+    """What ``gc`` removed: turns that no session reaches, cache entries that were damaged or hung below such; file bytes."""
 
     turns: int
     entries: int

@@ -31,6 +31,7 @@ NO_LONE_SYSTEM = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+NO_LAST_ANSWER = NO_LONE_SYSTEM.replace("'system'", "'assistant'")
 COUNTS_DOWN = (
     "{{ messages | length }} turns\n{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -87,6 +88,16 @@ def test_a_turn_that_cannot_end_a_history_is_carried_by_the_next(tmp_path: Path,
         assert session.tokens().tolist() == []
         session.user("hi")
         assert spelled(engine, session)[0] == "system: rules<|im_end|>user: hi<|im_end|>"
+
+
+def test_an_answer_that_cannot_end_a_history_is_not_said_twice(tmp_path: Path, tiny: Callable[..., Any]) -> None:
+    engine = tiny(NO_LAST_ANSWER)
+    with opened(tmp_path / "m", engine) as memory:
+        session = memory.create()
+        assert session.ask("one", **EXACT).text
+        session.user("two")
+        said, meant = spelled(engine, session)
+        assert said == meant
 
 
 def test_roles_that_a_template_refuses_are_an_error_and_no_turn(tmp_path: Path, tiny: Callable[..., Any]) -> None:

@@ -41,7 +41,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What ``gc`` removed: turns that no session reaches, cache entries that were damaged or hung below such; file bytes."""
+    """What ``gc`` removed: unreachable turns, and cache entries that were damaged or hung below one; bytes of files."""
 
     turns: int
     entries: int

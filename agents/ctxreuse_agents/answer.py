@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -106,17 +107,16 @@ class Answer:
         return f"Answer({''.join(self._pieces)[:40]!r}, {state})"
 
     def __del__(self) -> None:
-        if getattr(self, "_ended", True):
+        # While the interpreter is torn down no thread can start any more; open memories were closed just before.
+        if getattr(self, "_ended", True) or sys.is_finalizing():
             return
         self._gate.disown()
         # The collector may run inside a call that holds a lock of the ledger; a thread of its own can wait for it.
-        closing = threading.Thread(target=_close_forgotten, args=(self._completion, self._keep, self._gate))
-        try:
-            closing.start()
-        except RuntimeError:  # the interpreter is shutting down
-            _close_forgotten(self._completion, self._keep, self._gate)
-        else:
-            closing.join(_FORGOTTEN_SECONDS)
+        closing = threading.Thread(
+            target=_close_forgotten, args=(self._completion, self._keep, self._gate), daemon=True
+        )
+        closing.start()
+        closing.join(_FORGOTTEN_SECONDS)
 
     def _step(self) -> None:
         if self._stop:

@@ -42,7 +42,6 @@ class Memory:
     def __init__(self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False) -> None:
         """For those who open the parts themselves and close them: see `open`."""
         self._shared = Shared(ledger, runtime, readonly=readonly)
-        self._owned = ExitStack()
 
     @classmethod
     def open(
@@ -78,7 +77,7 @@ class Memory:
                 runtime = Runtime(runs, store, tenant=tenant)
                 opened.callback(runtime.close)
             memory = cls(ledger, runtime, readonly=readonly)
-            memory._owned = opened.pop_all()
+            memory.shared.owned = opened.pop_all()
         return memory
 
     def __enter__(self) -> Memory:
@@ -168,9 +167,11 @@ class Memory:
             self._blocks.check()
 
     def close(self) -> None:
-        """End unfinished answers (what they have is stored), commit KV that is queued, close. Idempotent."""
-        self._shared.end_answers()
-        self._owned.close()
+        """End unfinished answers (what they have is stored), commit KV that is queued, close. Idempotent.
+
+        Happens by itself when the interpreter exits.
+        """
+        self._shared.close()
 
 
 def _default_folder(readonly: bool) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+from contextlib import ExitStack, suppress
 from weakref import WeakSet, WeakValueDictionary
 
-from ctxreuse.errors import EngineError
+from ctxreuse.errors import EngineError, StoreError
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger
 from ctxreuse_agents.answer import Answer
@@ -26,6 +28,9 @@ class Shared:
         self._lock = threading.Lock()
         self._gates: WeakValueDictionary[str, Gate] = WeakValueDictionary()
         self._answers: WeakSet[Answer] = WeakSet()
+        #: What to close, last opened first, when the memory closes.
+        self.owned = ExitStack()
+        _open.add(self)
 
     def gate(self, session_id: str) -> Gate:
         """The one turn lock of a session, whichever object asks; the caller must keep it while it is held."""
@@ -54,9 +59,21 @@ class Shared:
         with self._lock:
             self._answers.add(answer)
 
-    def end_answers(self) -> None:
-        """Close every unfinished answer; what they have so far is stored."""
+    def close(self) -> None:
+        """Close every unfinished answer, so that what it has is stored, then all that is owned. Idempotent."""
         with self._lock:
             answers = list(self._answers)
         for answer in answers:
             answer.close()
+        self.owned.close()
+
+
+_open: WeakSet[Shared] = WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    # A script that ends without closing keeps its half answers, and leaves no thread behind that stops the exit.
+    for shared in list(_open):
+        with suppress(StoreError):  # one that cannot close must not keep the others from it
+            shared.close()

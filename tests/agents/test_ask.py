@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -394,3 +396,27 @@ def test_a_runtime_of_ones_own_stays_open_and_a_broken_store_fails_no_ask(
     (tmp_path / "m" / "blocks").write_bytes(b"not a folder")
     with Memory.open(tmp_path / "m", tiny()) as memory:
         assert memory.create().ask("Why?", **EXACT).text == first
+
+
+FORGETFUL = """
+import runpy, sys
+from ctxreuse_agents import Memory
+
+memory = Memory.open(sys.argv[1], runpy.run_path(sys.argv[2])["tiny_engine"]())
+answer = memory.create("s").ask("Why?", max_tokens=200, ignore_eos=True)
+pieces = iter(answer)
+print(len(next(pieces)) + len(next(pieces)))
+"""
+
+
+def test_a_script_that_ends_without_closing_ends_and_keeps_what_was_said(
+    tmp_path: Path, child_env: dict[str, str]
+) -> None:
+    tiny_engine = str(Path(__file__).with_name("tiny_engine.py"))
+    command = [sys.executable, "-c", FORGETFUL, str(tmp_path / "m"), tiny_engine]
+    done = subprocess.run(command, env=child_env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    with Memory.open(tmp_path / "m") as memory:
+        turn = memory.session("s").turns()[-1]
+        assert (turn.role, turn.meta) == ("assistant", {"finish": "cancelled"})
+        assert len(turn.content) == int(done.stdout)

@@ -22,7 +22,7 @@ from ctxreuse.store import Hit, NewTurn, Turn
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
 from ctxreuse_agents.inputs import check_text, choose_sampling
-from ctxreuse_agents.memory import CAPACITY, Memory, MemoryStats
+from ctxreuse_agents.memory import Memory, MemoryStats
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.session import Diff, Session
 
@@ -252,7 +252,7 @@ class AsyncMemory:
         engine: str | os.PathLike[str] | Engine | Runtime | None = None,
         *,
         tenant: str = "default",
-        capacity: int = CAPACITY,
+        capacity: int | None = None,
         readonly: bool = False,
     ) -> AsyncMemory:
         """As `Memory.open`."""

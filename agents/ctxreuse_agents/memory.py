@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, cast
 
 import msgspec
-import platformdirs
 
+from ctxreuse.config import StoreConfig, load
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import SessionError, StoreError, StoreOwnedError
 from ctxreuse.runtime import Runtime
@@ -21,10 +21,7 @@ from ctxreuse_agents import transfer
 from ctxreuse_agents.session import Session
 from ctxreuse_agents.shared import Shared
 
-__all__ = ["CAPACITY", "Memory", "MemoryStats"]
-
-#: Default limit of the KV on disk, in bytes. Text and token ids are not limited.
-CAPACITY = 8 << 30
+__all__ = ["Memory", "MemoryStats"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,17 +47,21 @@ class Memory:
         engine: str | os.PathLike[str] | Engine | Runtime | None = None,
         *,
         tenant: str = "default",
-        capacity: int = CAPACITY,
+        capacity: int | None = None,
         readonly: bool = False,
     ) -> Memory:
-        """Open the memory in folder ``path`` (default: the user's data folder), creating it if need be.
+        """Open the memory in folder ``path`` (default: ``store.path`` of the settings), creating it if need be.
 
         ``engine``: None (text only: nothing is tokenised or computed), a model's name or folder, an engine, or a
         runtime, which is used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
-        different tenants shares nothing. ``capacity``: bytes of KV on disk. Raises StoreOwnedError if another process
-        has it open for writing, StoreError, and what opening the engine raises (ConfigError, EngineError).
+        different tenants shares nothing. ``capacity``: bytes of KV on disk (default, like all else about the store: the
+        settings, see ``ctxreuse config show``). Raises StoreOwnedError if another process has it open for writing,
+        StoreError, and what opening the engine raises (ConfigError, EngineError).
         """
-        folder = Path(path) if path is not None else _default_folder(readonly)
+        settings = load().settings.store
+        folder = Path(path) if path is not None else settings.folder()
+        if path is None and not readonly:
+            folder.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(engine, str | os.PathLike):
             # An engine takes its own contexts only, which a Protocol cannot say.
             runs: Engine | Runtime | None = cast(Engine, open_engine(os.fspath(engine)))
@@ -72,7 +73,9 @@ class Memory:
             if runs is None or isinstance(runs, Runtime):
                 runtime = runs
             else:
-                store = _open_blocks(folder, capacity, readonly)
+                if capacity is not None:
+                    settings = msgspec.structs.replace(settings, capacity=capacity)
+                store = _open_blocks(folder, settings, readonly)
                 opened.callback(store.close)
                 runtime = Runtime(runs, store, tenant=tenant)
                 opened.callback(runtime.close)
@@ -174,22 +177,18 @@ class Memory:
         self._shared.close()
 
 
-def _default_folder(readonly: bool) -> Path:
-    folder = platformdirs.user_data_path("ctxreuse") / "memory"
-    if not readonly:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _open_blocks(folder: Path, capacity: int, readonly: bool) -> TieredStore:
+def _open_blocks(folder: Path, settings: StoreConfig, readonly: bool) -> TieredStore:
+    room = settings.host_bytes
     try:
-        return open_store(folder, capacity=capacity, readonly=readonly)
+        return open_store(
+            folder, capacity=settings.capacity, host_bytes=room, policy=settings.policy, readonly=readonly
+        )
     except StoreOwnedError:
         raise
     except StoreError as error:
         # KV is a cache: without it all works, only slower.
         _log.warning("KV is kept in memory only: %s", error)
-        return open_store(None)
+        return open_store(None, host_bytes=room)
 
 
 def _looks_like_id(text: str) -> bool:

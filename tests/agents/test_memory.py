@@ -230,7 +230,12 @@ def test_the_default_place_is_the_users_data_folder(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
     with Memory.open() as memory:
         memory.create("here")
-    assert (tmp_path / "share" / "ctxreuse" / "memory").is_dir()
+    assert (tmp_path / "share" / "ctxreuse" / "store" / "ledger").is_dir()
+    monkeypatch.setenv("CTXREUSE_STORE__PATH", str(tmp_path / "elsewhere" / "deep"))
+    with Memory.open() as memory:
+        assert memory.sessions() == []
+        memory.create("there")
+    assert (tmp_path / "elsewhere" / "deep" / "ledger").is_dir()
 
 
 def test_ten_thousand_sessions_are_listed_in_pages(tmp_path: Path) -> None:

@@ -29,13 +29,31 @@ class Metric(NamedTuple):
 
 
 # The words that a store counts with: see StoreStats.
-_MISSES = ("absent", "corrupt", "truncated", "foreign", "older", "newer", "space", "tokens", "unreadable", "no store")
+_MISSES = (
+    "absent",
+    "corrupt",
+    "truncated",
+    "foreign",
+    "older",
+    "newer",
+    "space",
+    "tokens",
+    "unreadable",
+    "layout",
+    "no store",
+)
 _REFUSALS = ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed")
 
 _TIERS = ("device", "host", "disk")
 
 METRICS = (
-    Metric("ctxreuse_requests_total", "counter", "Requests that finished.", "finish", ("stop", "length", "error")),
+    Metric(
+        "ctxreuse_requests_total",
+        "counter",
+        "Requests that finished.",
+        "finish",
+        ("stop", "length", "stop_string", "cancelled", "error"),
+    ),
     Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by where their KV came from.", "source", SOURCES),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", "reason", _MISSES),

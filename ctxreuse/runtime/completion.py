@@ -86,6 +86,8 @@ class Completion:
         live, self._live, self._pieces = self._live, None, None
         if live is not None and finish != "error":
             self._runtime.release(live)
+        if self._runtime.metrics is not None:
+            self._runtime.metrics.record(self.usage, finish)
 
     def drain(self) -> str:
         """Generate to the end and return the whole text."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Engine, Live
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
+    from ctxreuse.metrics import Metrics
     from ctxreuse.store.base import WholeStore
 
 __all__ = ["Runtime"]
@@ -40,6 +41,7 @@ class Runtime:
 
     ``store``: where blocks are kept (None: only in memory). ``tenant``: whose keys these are. ``live_bytes``: how much
     KV of finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
+    ``metrics``: where finished answers are counted.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class Runtime:
         text: TextModel | None = None,
         tenant: str = "default",
         live_bytes: int = 1 << 30,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine, self.store, self.tenant = engine, store, tenant
         self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
+        self.metrics = metrics
         self.pool = LivePool(live_bytes)
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)

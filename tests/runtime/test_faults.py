@@ -17,6 +17,7 @@ from ctxreuse.block import BlockView, parse
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.keys import ROOT
+from ctxreuse.metrics import Metrics
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import BlockStore
 
@@ -186,8 +187,15 @@ def test_greedy_answers_are_token_identical(
         ids = context(seed)
         for turn, n in enumerate(lengths):
             ids = np.concatenate([ids, np.random.default_rng(turn).integers(3, VOCAB, n).astype("<i4")])
-            with_store = Runtime(engine, store, text=Plain(), live_bytes=0).complete(ids, greedy)
+            metrics = Metrics()
+            runtime = Runtime(engine, store, text=Plain(), live_bytes=0, metrics=metrics)
+            with_store = runtime.complete(ids, greedy)
             with_store.drain()
+            with_store.close()
+            assert metrics.read("ctxreuse_requests_total", "length") == 1
+            assert metrics.read("ctxreuse_completion_tokens_total") == 20
+            sources = [metrics.read("ctxreuse_prompt_tokens_total", source) for source in ("disk", "compute")]
+            assert sources == [with_store.usage.cached_tokens, len(ids) - with_store.usage.cached_tokens]
             without = Runtime(engine, None, text=Plain(), live_bytes=0).complete(ids, greedy)
             without.drain()
             assert with_store.tokens == without.tokens

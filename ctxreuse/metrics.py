@@ -39,7 +39,6 @@ _MISSES = (
     "space",
     "tokens",
     "unreadable",
-    "layout",
     "no store",
 )
 _REFUSALS = ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed")

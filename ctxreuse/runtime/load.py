@@ -90,7 +90,7 @@ def _read(
             break
         if view.header.planes != planes or view.header.level != "exact":
             # A writer that names our space but lays its planes out otherwise: nothing of it may reach the engine.
-            store.drop(key, missed := "layout")
+            store.drop(key, missed := "foreign")
             break
         views.append(view)
         sources.append(next(name for name, n in reader.served.items() if n != before.get(name, 0)))
@@ -111,7 +111,7 @@ def _spoiled(store: WholeStore, views: Sequence[BlockView], state: BlockView | N
         if _corrupt(view):
             store.drop(view.header.key, "corrupt")
             return SpoiledError(i, "corrupt")
-    reason = "corrupt" if state is not None and _corrupt(state) else "layout"
+    reason = "corrupt" if state is not None and _corrupt(state) else "foreign"
     store.drop(views[-1].header.key, reason)
     return SpoiledError(len(views) - 1, reason)
 

@@ -157,7 +157,7 @@ def test_layers_of_another_shape_are_refused(engine: TorchEngine, tmp_path: Path
         fill(store, keys, blocks, states)
         done = answer(engine, store, ids)
         assert done.usage.cached_tokens == (0 if engine.space.needs_state else BLOCK)
-        assert done.usage.missed == "layout"
+        assert done.usage.missed == "foreign"
         np.testing.assert_allclose(done.logits, engine.prefill(engine.start(), ids), atol=1e-5)
 
 

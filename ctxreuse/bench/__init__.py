@@ -22,6 +22,7 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 BENCHES = {
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
+    "kernels": "ctxreuse.bench.kernels",
     "reuse": "ctxreuse.bench.reuse",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",

@@ -61,6 +61,10 @@ def unpack(raw: bytes, vocab_size: int = 1 << 31) -> Segment | None:
     return Segment(ids, whole)
 
 
+# Stands for a content where a template is asked what it writes around it; private-use characters, so no text is it.
+_PROBE = "\ue000content\ue001"
+
+
 class Draft(NamedTuple):
     """A turn that is not in the ledger yet."""
 
@@ -156,7 +160,7 @@ class Segments:
             return Segment(as_tokens([]))
         if not full.startswith(prompt.text + content):
             # The template shows this answer otherwise than it was sampled (trimmed, without reasoning).
-            return self._delta(prompt.base, full)
+            return self._delta(prompt.base, full, [*turns, Draft("assistant", content)])
         body = list(sampled)
         while body and body[-1] in self._text.stop_ids:
             # The template's own closing follows, which begins with the model's end-of-turn token.
@@ -172,11 +176,34 @@ class Segments:
 
     def _make(self, before: Sequence[Turn], turn: Turn | Draft) -> Segment:
         full = self._render([*before, turn])
-        return Segment(as_tokens([])) if full is None else self._delta(self._base(before), full)
+        return Segment(as_tokens([])) if full is None else self._delta(self._base(before), full, [*before, turn])
 
-    def _delta(self, base: str, full: str) -> Segment:
+    def _delta(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Segment:
         whole = not full.startswith(base)
+        if not whole and any(marker in path[-1].content for marker in self._text.markers):
+            parts = self._around(base, full, path)
+            if parts is not None:
+                head, content, tail = parts
+                ids = [self._text.encode(head), self._text.encode(content, markers=False), self._text.encode(tail)]
+                return Segment(as_tokens(np.concatenate(ids)))
         return Segment(as_tokens(self._text.encode(full if whole else full[len(base) :])), whole)
+
+    def _around(self, base: str, full: str, path: Sequence[Turn | Draft]) -> tuple[str, str, str] | None:
+        """What the template writes before the last turn's content, that content, and what it writes behind.
+
+        A document that spells the end of its own turn and a system turn after it would be obeyed as one if it were
+        encoded together with the template's marks. None if the template shows the content in a way of its own.
+        """
+        last = path[-1]
+        probe = self._render([*path[:-1], Draft(last.role, _PROBE, message_of(last).name)])
+        if probe is None or not probe.startswith(base):
+            return None
+        head, found, tail = probe[len(base) :].partition(_PROBE)
+        if found:
+            for content in (last.content, last.content.strip()):
+                if base + head + content + tail == full:
+                    return head, content, tail
+        return None
 
     def _base(self, path: Sequence[Turn | Draft]) -> str:
         """The text of the longest beginning of ``path`` that the template takes; the segments so far spell it."""

@@ -30,8 +30,11 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 class TextModel(Protocol):
     """How a model's text becomes ids and back. Thread-safe."""
 
-    def encode(self, text: str) -> Tokens:
-        """Ids of a text, int32 [n]; nothing is added, markers such as ``<|im_start|>`` become their special ids."""
+    def encode(self, text: str, *, markers: bool = True) -> Tokens:
+        """Ids of a text, int32 [n]; nothing is added.
+
+        Markers such as ``<|im_start|>`` become their special ids; without ``markers`` they stay the text they are.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
@@ -45,6 +48,11 @@ class TextModel(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
+        ...
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts that ``encode`` turns into special ids."""
         ...
 
 
@@ -92,13 +100,18 @@ class HFText:
         """See `TextModel.stop_ids`."""
         return self._stop_ids
 
+    @cached_property
+    def markers(self) -> frozenset[str]:
+        """See `TextModel.markers`."""
+        return frozenset(t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special)
+
     @property
     def vocab_size(self) -> int:
         """Number of ids the tokenizer knows."""
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
-        """See `TextModel.encode`. Without ``markers``, special tokens spelt out in the text stay plain text."""
+        """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
         try:
             ids = (self._tokenizer if markers else self._literal).encode(text, add_special_tokens=False).ids
         except (UnicodeError, TypeError) as error:

@@ -173,7 +173,9 @@ def test_greedy_answers_are_token_identical(
     class Plain:
         stop_ids: frozenset[int] = frozenset()
 
-        def encode(self, text: str) -> Any:
+        markers: frozenset[str] = frozenset()
+
+        def encode(self, text: str, *, markers: bool = True) -> Any:
             raise AssertionError
 
         def decode(self, ids: Any) -> str:

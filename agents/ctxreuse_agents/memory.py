@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -63,8 +63,7 @@ class Memory:
         if path is None and not readonly:
             folder.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(engine, str | os.PathLike):
-            # An engine takes its own contexts only, which a Protocol cannot say.
-            runs: Engine | Runtime | None = cast(Engine, open_engine(os.fspath(engine)))
+            runs: Engine | Runtime | None = open_engine(os.fspath(engine))
         else:
             runs = engine
         with ExitStack() as opened:

@@ -29,6 +29,8 @@ QUESTIONS = (
 )
 _TASK = "You answer questions about this handbook, in one sentence.\n\n"
 _ANSWER_TOKENS = 24
+# Memory for one context, taken at the start as engines do: the document, a question and its answer.
+_ROOM = 2304
 
 
 def document() -> str:
@@ -66,10 +68,11 @@ def ask(session: Session, question: str, step: str) -> None:
 
 def open_memory(folder: Path) -> Memory:
     """The memory with its engine, warmed up so that the first question is not charged for starting torch."""
+    from ctxreuse.engines import open_engine
     from ctxreuse_agents import Memory
 
     report("doing", what="loading the model")
-    memory = Memory.open(folder, engine="smollm2")
+    memory = Memory.open(folder, engine=open_engine("smollm2", reserve=_ROOM))
     assert memory.runtime is not None
     memory.runtime.prefill([1, 2, 3, 4])
     return memory

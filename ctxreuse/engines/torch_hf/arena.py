@@ -16,6 +16,10 @@ _HUGE = 2 << 20
 #: A plane starts at a multiple of this in its arena, as torch's own allocations do; kernels then take the same path.
 _ALIGN = 64
 
+#: Tokens. In steps, so that a context serves the next one that is a little longer: new pages cost more than copying
+#: into them does (94 MB: 0.1 s, against 0.01 s into pages that are there).
+_STEP = 256
+
 #: (layer, heads, width of K, width of V) of each layer that keeps K and V of all tokens.
 Shape = tuple[tuple[int, int, int, int], ...]
 
@@ -89,7 +93,8 @@ class Pool:
         self.put(arena)
 
     def lease(self, capacity: int) -> Lease:
-        """An arena for at least ``capacity`` tokens: the smallest free one, else a new one of just this size."""
+        """An arena for at least ``capacity`` tokens: the smallest free one, else a new one of the next whole size."""
+        capacity = -(-capacity // _STEP) * _STEP
         with self._lock:
             fit = min((a for a in self._free if a.capacity >= capacity), key=lambda a: a.capacity, default=None)
             if fit is not None:

@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse import models
 from ctxreuse.block import BlockView, block_layout
-from ctxreuse.engines.base import Logits, check_length, check_prompt
+from ctxreuse.engines.base import Live, Logits, check_length, check_prompt
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf import probe, states
 from ctxreuse.engines.torch_hf.arena import Pool
@@ -136,10 +136,16 @@ class TorchEngine:
         check_length(self.space, reserve)
         return TorchLive(new_cache(self.model), self._pool, self.space.max_tokens, reserve)
 
-    @inference
-    def load(self, live: TorchLive, views: Sequence[BlockView], state: BlockView | None = None) -> Import:
-        """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
+    def _own(self, live: Live) -> TorchLive:
+        if not isinstance(live, TorchLive):
+            raise EngineError(f"a {type(live).__name__} is no context of this engine", fix="Use one that start() gave")
         live.usable()
+        return live
+
+    @inference
+    def load(self, live: Live, views: Sequence[BlockView], state: BlockView | None = None) -> Import:
+        """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
+        live = self._own(live)
         if live.n or live.loading is not None:
             raise EngineError(f"the context holds {live.n} tokens already", fix="Load into a new one")
         if not views:
@@ -169,9 +175,9 @@ class TorchEngine:
         live.attach(loading)
         return loading
 
-    def prefill(self, live: TorchLive, tokens: Tokens) -> Logits:
+    def prefill(self, live: Live, tokens: Tokens) -> Logits:
         """See `Engine.prefill`."""
-        live.usable()
+        live = self._own(live)
         ids = check_prompt(self.space, live.n, tokens)
         start, end, size = live.n, live.n + len(ids), self.space.block_tokens
         live.room(end)
@@ -210,11 +216,9 @@ class TorchEngine:
         for window in live.windows:
             window.truncate(live.n)
 
-    def export(
-        self, live: TorchLive, keys: Sequence[bytes], parent: bytes, first: int
-    ) -> Iterator[npt.NDArray[np.uint8]]:
+    def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
-        live.usable()
+        live = self._own(live)
         size = self.space.block_tokens
         if first < 0 or (first + len(keys)) * size > live.n:
             raise EngineError(
@@ -233,17 +237,18 @@ class TorchEngine:
             yield seal_block(self.space, self._layout, live, number, key, parent)
             parent = key
 
-    def export_state(self, live: TorchLive, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
+    def export_state(self, live: Live, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`."""
+        live = self._own(live)
         snapshot = live.snapshots.get(position)
         if snapshot is None:
             raise EngineError(f"no states are held at position {position}", fix=f"Held: {list(live.states)}")
         return seal_state(self.space, snapshot, live.tokens, key, parent)
 
     @inference
-    def crop(self, live: TorchLive, n: int) -> bool:
+    def crop(self, live: Live, n: int) -> bool:
         """See `Engine.crop`."""
-        live.usable()
+        live = self._own(live)
         if not 0 <= n <= live.n:
             raise EngineError(f"position {n} is not in a context of {live.n} tokens")
         if n == live.n:

@@ -32,8 +32,14 @@ def test_demo_reuses_after_a_kill_and_all_tokens_are_the_same(tmp_path: Path) ->
 
 def test_an_act_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(EngineError, match=r"act 'first'.*|.*not a folder"):
+    with pytest.raises(StoreError, match="a store is a folder") as caught:
         list(play._events("first", tmp_path / "file"))
+    assert caught.value.fix
+
+
+def test_an_act_that_crashes_shows_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="KeyError: 'third'"):
+        list(play._events("third", tmp_path))
 
 
 def test_a_table_without_equal_tokens_says_no() -> None:

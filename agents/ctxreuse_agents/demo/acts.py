@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ctxreuse.errors import CtxReuseError
+
 if TYPE_CHECKING:
     from ctxreuse_agents import Memory, Session
 
@@ -148,7 +150,11 @@ ACTS: dict[str, Callable[[Path], None]] = {"first": first, "second": second}
 def main(arguments: Sequence[str]) -> int:
     """Run one act: ACT FOLDER."""
     act, folder = arguments
-    ACTS[act](Path(folder))
+    try:
+        ACTS[act](Path(folder))
+    except CtxReuseError as error:
+        report("failed", error=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
+        return 1
     return 0
 
 

@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ctxreuse import models
+from ctxreuse import errors, models
 from ctxreuse.errors import EngineError, StoreError
 from ctxreuse.units import rounded_bytes
 from ctxreuse_agents.demo.acts import QUESTIONS, document
@@ -67,20 +67,23 @@ def _play(folder: Path, console: Console) -> bool:
 
 
 def _events(act: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Events of one act as they come. Raises EngineError if the process ends otherwise than the act says."""
+    """Events of one act as they come. Raises what the act raised, EngineError if its process ends in another way."""
     command = [sys.executable, "-m", "ctxreuse_agents.demo.acts", act, str(folder)]
-    with tempfile.TemporaryFile() as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors) as child:
+    with tempfile.TemporaryFile() as noise, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise) as child:
         assert child.stdout is not None
         try:
             for line in child.stdout:
-                yield msgspec.json.decode(line)
+                event = msgspec.json.decode(line)
+                if event["event"] == "failed":
+                    raise getattr(errors, event["error"])(event["what"], where=event["where"], fix=event["fix"])
+                yield event
         except BaseException:
             child.kill()
             raise
         code = child.wait()
         if code != (-signal.SIGKILL if act == "first" else 0):
-            errors.seek(0)
-            tail = errors.read()[-2000:].decode(errors="replace").strip()
+            noise.seek(0)
+            tail = noise.read()[-2000:].decode(errors="replace").strip()
             raise EngineError(f"the demo's process ended with {code}: {tail}", where=f"act {act!r}")
 
 

@@ -87,6 +87,14 @@ class Prompt(NamedTuple):
     text: str
     whole: bool
 
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """Where in ``ids`` the context before the draft ends, and the draft: forks go on from there."""
+        end = len(self.ids) - len(self.added)
+        if self.whole or end <= 0:
+            return ()
+        return (end,) if self.draft is None or self.draft.whole else (end - len(self.draft.ids), end)
+
 
 def message_of(turn: Turn | Draft) -> Message:
     """The message that a template sees; a string ``name`` in a turn's meta is its name."""

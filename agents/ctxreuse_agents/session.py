@@ -165,7 +165,7 @@ class Session:
                 fix="Nothing was added. Fork from an earlier turn, roll back, or append a summary to a new session",
             )
         limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        completion = runtime.complete(prompt.ids, limited)
+        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends)
         if draft is not None:
             ids = prompt.draft.pack() if prompt.draft is not None else None
             question = NewTurn(draft.role, draft.content, {}, ids, segments.space)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,10 +28,10 @@ class Completion:
     while more may come, then ``stop``, ``length``, ``stop_string``, ``cancelled`` or ``error``.
     """
 
-    def __init__(self, runtime: Runtime, prompt: Tokens, sampling: Sampling) -> None:
+    def __init__(self, runtime: Runtime, prompt: Tokens, sampling: Sampling, branches: Sequence[int]) -> None:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
-        self._runtime, self._prompt, self._sampling = runtime, prompt, sampling
+        self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
         self._live: Live | None = None
         self._pieces: Iterator[Piece] | None = None
         self._usage = Usage(len(prompt), 0, {})
@@ -74,7 +74,7 @@ class Completion:
         runtime, sampling = self._runtime, self._sampling
         assert runtime.text is not None
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
-        done = runtime.prefill(self._prompt, reserve=min(sampling.max_tokens, room))
+        done = runtime.prefill(self._prompt, reserve=min(sampling.max_tokens, room), branches=self._branches)
         self._live, self._usage = done.live, done.usage
         return generate(runtime.engine, runtime.text, done.live, done.logits, sampling)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ctxreuse.block import block_layout
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
+from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.usage import Logits
 
 if TYPE_CHECKING:
@@ -41,9 +42,15 @@ class Loaded(NamedTuple):
 
 
 def load_prefix(
-    engine: Engine, store: WholeStore, live: Live, ids: Tokens, keys: Sequence[bytes], clock: Callable[[], float]
+    engine: Engine,
+    store: WholeStore,
+    live: Live,
+    ids: Tokens,
+    keys: Sequence[bytes],
+    branches: Sequence[int],
+    clock: Callable[[], float],
 ) -> Loaded:
-    """Fill the empty ``live`` with the blocks of ``keys`` and compute the rest of ``ids``.
+    """Fill the empty ``live`` with the blocks of ``keys`` and compute the rest of ``ids`` (see ``advance``).
 
     Uses as many leading blocks as can be read; none is fine. Raises SpoiledError if a plane turned out corrupt while it
     was copied: then ``live`` must not be used, the store is told to drop the block, and the caller starts again.
@@ -57,7 +64,7 @@ def load_prefix(
                 loading = engine.load(live, views, state)
                 try:
                     if len(rest) <= _OVERLAP_TOKENS:
-                        logits = engine.prefill(live, rest)
+                        logits = advance(engine, live, rest, branches)
                 finally:
                     # The views die with the reader, so the copying must have ended, whatever happened.
                     loading.wait()
@@ -68,7 +75,7 @@ def load_prefix(
                 views.clear()
                 del state
     if logits is None:
-        logits = engine.prefill(live, rest)
+        logits = advance(engine, live, rest, branches)
     return Loaded(logits, sources, missed, at)
 
 

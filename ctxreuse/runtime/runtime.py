@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ctxreuse.errors import ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.load import SpoiledError, load_prefix
 from ctxreuse.runtime.pool import LivePool
@@ -68,32 +69,38 @@ class Runtime:
         space = self.engine.space
         return prefix_keys(space.digest, self._salt, as_tokens(tokens), space.block_tokens)
 
-    def prefill(self, tokens: Sequence[int] | Tokens, *, reserve: int = 0) -> Prefilled:
+    def prefill(self, tokens: Sequence[int] | Tokens, *, reserve: int = 0, branches: Sequence[int] = ()) -> Prefilled:
         """Bring ``tokens`` into the engine's memory, reusing the longest held prefix.
 
         The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
-        ``reserve``: room for this many further tokens. Raises EngineError for an empty prompt, ContextTooLongError,
-        TokenRangeError.
+        ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
+        differently, such as the ends of turns; models with states can be resumed there (see ``advance``). Raises
+        EngineError for an empty prompt, ContextTooLongError, TokenRangeError.
         """
         ids = self.checked(tokens)
         with self.compute:
             store, missed, limit = self.store, "" if self.store is not None else "no store", len(ids)
             while True:
                 try:
-                    return self._prefill(ids, reserve, store, limit, missed)
+                    return self._prefill(ids, reserve, branches, store, limit, missed)
                 except SpoiledError as spoiled:
                     # Each round asks for fewer blocks, so this ends at the latest with none.
                     limit, missed = spoiled.usable, spoiled.reason
                 except StoreError:
                     store, missed = None, "unreadable"
 
-    def complete(self, tokens: Sequence[int] | Tokens, sampling: Sampling) -> Completion:
-        """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``."""
-        return Completion(self, self.checked(tokens), sampling)
+    def complete(
+        self, tokens: Sequence[int] | Tokens, sampling: Sampling, *, branches: Sequence[int] = ()
+    ) -> Completion:
+        """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
-    def warm(self, tokens: Sequence[int] | Tokens) -> Usage:
-        """Compute a context now and keep its KV, so that a later request finds it."""
-        done = self.prefill(tokens)
+        ``branches``: see ``prefill``.
+        """
+        return Completion(self, self.checked(tokens), sampling, branches)
+
+    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = ()) -> Usage:
+        """Compute a context now and keep its KV, so that a later request finds it. ``branches``: see ``prefill``."""
+        done = self.prefill(tokens, branches=branches)
         self.release(done.live)
         return done.usage
 
@@ -129,7 +136,9 @@ class Runtime:
             )
         return ids
 
-    def _prefill(self, ids: Tokens, reserve: int, store: WholeStore | None, limit: int, missed: str) -> Prefilled:
+    def _prefill(
+        self, ids: Tokens, reserve: int, branches: Sequence[int], store: WholeStore | None, limit: int, missed: str
+    ) -> Prefilled:
         engine, space = self.engine, self.engine.space
         size = space.block_tokens
         keys = self.keys(ids)
@@ -143,7 +152,7 @@ class Runtime:
         taken = self.pool.take(engine, ids, stored)
         if taken is not None:
             live, reused = taken
-            logits = engine.prefill(live, ids[reused:])
+            logits = advance(engine, live, ids[reused:], branches)
             missed = missed or (_ABSENT if len(ids) - reused > size else "")
             return self._result(live, logits, ids, {"device": reused}, missed, started, started)
 
@@ -151,11 +160,11 @@ class Runtime:
         missed = missed or (_ABSENT if len(usable) * size > stored else "")
         loaded, sources = started, {}
         if store is not None and stored:
-            done = load_prefix(engine, store, live, ids, usable[: stored // size], self._clock)
+            done = load_prefix(engine, store, live, ids, usable[: stored // size], branches, self._clock)
             loaded, sources, logits = done.at, done.sources, done.logits
             missed = missed or done.missed
         else:
-            logits = engine.prefill(live, ids)
+            logits = advance(engine, live, ids, branches)
         return self._result(live, logits, ids, sources, missed, started, loaded)
 
     def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8]) -> bool:

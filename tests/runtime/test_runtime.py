@@ -186,3 +186,26 @@ def test_a_store_that_refuses_or_is_closed_costs_time_only(llama: TorchEngine, t
     assert done.usage.cached_tokens == 0
     np.testing.assert_allclose(done.logits, plain(llama, ids), atol=1e-5)
     runtime.release(done.live)
+
+
+def test_a_fork_from_the_end_of_a_turn_is_resumed(gemma: TorchEngine, store: BlockStore) -> None:
+    """Two long questions over one document: without a state where the document ends, the second would start anew."""
+    document, size = tokens(100), BLOCK
+    first, second = (np.concatenate([document, tokens(40, seed)]) for seed in (1, 2))
+    for branches, cached in (((), 0), ((100,), 100 // size * size)):
+        runtime = Runtime(gemma, store, live_bytes=0)
+        runtime.forget(first)
+        runtime.forget(second)
+        done = runtime.prefill(first, branches=branches)
+        np.testing.assert_allclose(done.logits, plain(gemma, first), atol=1e-5)
+        runtime.release(done.live)
+        store.flush()
+        forked = runtime.prefill(second, branches=branches)
+        assert forked.usage.cached_tokens == cached
+        np.testing.assert_allclose(forked.logits, plain(gemma, second), atol=1e-5)
+    # In memory as well: the context is cropped to the state.
+    runtime = Runtime(gemma, None)
+    runtime.release(runtime.prefill(first, branches=(100, 100, 3, 999)).live)
+    again = runtime.prefill(second)
+    assert again.usage.by_source == {"device": 96}
+    np.testing.assert_allclose(again.logits, plain(gemma, second), atol=1e-5)

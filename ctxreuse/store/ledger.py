@@ -24,7 +24,9 @@ from ctxreuse.store.ledger_records import (
     NewTurn,
     Session,
     Turn,
+    decode_id,
     decode_session,
+    encode_id,
     encode_session,
     encode_turn,
     require_text,
@@ -114,7 +116,8 @@ class Ledger:
         return decode_session(bytes(raw_id or b""), raw)
 
     def _near(self, txn: Any, name: str) -> str:
-        names = [bytes(key).decode() for key in txn.cursor(db=self._env.tables["names"]).iternext(values=False)]
+        keys = txn.cursor(db=self._env.tables["names"]).iternext(values=False)
+        names = [bytes(key).decode(errors="replace") for key in keys]
         near = difflib.get_close_matches(name, names, 3, 0.5)
         return f"Did you mean {' or '.join(repr(one) for one in near)}?" if near else _LIST
 
@@ -166,7 +169,7 @@ class Ledger:
                     self._put_tokens(txn, id, new.space or b"", new.tokens)
                 added.append(history.turn(id))
                 head, id = id, id + 1
-            txn.put(b"next", msgspec.msgpack.encode(id), db=self._env.tables["info"])
+            txn.put(b"next", encode_id(id), db=self._env.tables["info"])
             self._save(txn, msgspec.structs.replace(found, head=head, updated=now))
             return added
 
@@ -175,7 +178,7 @@ class Ledger:
     def _next_id(self, txn: Any) -> int:
         # Ids are never used twice, not even when gc() removed the last ones.
         raw = txn.get(b"next", db=self._env.tables["info"])
-        return msgspec.msgpack.decode(raw, type=int) if raw is not None else 1
+        return decode_id(raw) if raw is not None else 1
 
     def _expect(self, txn: Any, session: str, head: int | None) -> Session:
         found = self._find(txn, session)
@@ -303,16 +306,6 @@ class Ledger:
             cursor, prefix = txn.cursor(db=self._env.tables["tokens"]), turn_key(id)
             keys = cursor.iternext(values=False) if cursor.set_range(prefix) else iter(())
             return [bytes(key[8:]) for key in takewhile(lambda key: key[:8] == prefix, keys)]
-
-    def drop_tokens(self, space: bytes) -> int:
-        """Forget the token ids of all turns in a space (its tokenizer changed); returns how many entries."""
-
-        def work(txn: Any, _: History) -> int:
-            table = self._env.tables["tokens"]
-            gone = [key for key in txn.cursor(db=table).iternext(values=False) if key[8:] == space]
-            return sum(txn.delete(key, db=table) for key in gone)
-
-        return self._write(work)
 
     def search(self, text: str, limit: int = 20) -> list[Hit]:
         """Turns reachable from a session that hold all words of ``text``, whatever their case; newest first."""

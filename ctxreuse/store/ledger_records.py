@@ -10,7 +10,21 @@ import msgspec
 
 from ctxreuse.errors import SessionError, StoreError
 
-__all__ = ["Hit", "LedgerStats", "Links", "NewTurn", "Session", "Turn", "encode_turn", "require_text"]
+__all__ = [
+    "Hit",
+    "LedgerStats",
+    "Links",
+    "NewTurn",
+    "Session",
+    "Turn",
+    "decode_id",
+    "decode_session",
+    "decode_turn",
+    "encode_id",
+    "encode_session",
+    "encode_turn",
+    "require_text",
+]
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -73,6 +87,9 @@ class LedgerStats(msgspec.Struct, frozen=True):
 
 
 _LINKS = struct.Struct("<QQQ")
+_RESTORE = "Restore the ledger from a backup"
+# msgspec lets the UnicodeDecodeError of a damaged text through as it is.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _body = msgspec.msgpack.Decoder(tuple[str, str, float, dict[str, Any]])
 _encode = msgspec.msgpack.encode
 
@@ -90,8 +107,9 @@ class Links(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> Links:
+        """The links at the head of a turn's bytes. Raises StoreError if there are too few."""
         if len(raw) < _LINKS.size:
-            raise StoreError(f"a turn of {len(raw)} bytes in the ledger", fix="Restore the ledger from a backup")
+            raise StoreError(f"a turn of {len(raw)} bytes in the ledger", fix=_RESTORE)
         return cls(*_LINKS.unpack_from(raw))
 
 
@@ -124,16 +142,32 @@ def decode_turn(id: int, raw: bytes | memoryview) -> Turn:
     links = Links.unpack(raw)
     try:
         role, content, created, meta = _body.decode(memoryview(raw)[_LINKS.size :])
-    except msgspec.MsgspecError as error:
-        fix = "Restore the ledger from a backup"
-        raise StoreError(f"turn {id} is damaged: {error}", fix=fix) from None
+    except _UNREADABLE as error:
+        raise StoreError(f"turn {id} is damaged: {error}", fix=_RESTORE) from None
     return Turn(id, links.parent, role, content, created, links.depth, meta)
+
+
+_id = msgspec.msgpack.Decoder(int)
+
+
+def encode_id(id: int) -> bytes:
+    """The bytes of the id that the next turn gets."""
+    return _encode(id)
+
+
+def decode_id(raw: bytes | memoryview) -> int:
+    """The id of these bytes. Raises StoreError if they are damaged."""
+    try:
+        return _id.decode(raw)
+    except _UNREADABLE as error:
+        raise StoreError(f"the id of the next turn is damaged: {error}", fix=_RESTORE) from None
 
 
 _session = msgspec.msgpack.Decoder(tuple[str, int, str | None, int, float, float])
 
 
 def encode_session(session: Session) -> bytes:
+    """A session's bytes; its id is the key that they are kept under."""
     return _encode(msgspec.structs.astuple(session)[1:])
 
 
@@ -141,6 +175,5 @@ def decode_session(id: bytes, raw: bytes | memoryview) -> Session:
     """The session of these bytes. Raises StoreError if they are damaged."""
     try:
         return Session(id.hex(), *_session.decode(raw))
-    except msgspec.MsgspecError as error:
-        fix = "Restore the ledger from a backup"
-        raise StoreError(f"session {id.hex()} is damaged: {error}", fix=fix) from None
+    except _UNREADABLE as error:
+        raise StoreError(f"session {id.hex()} is damaged: {error}", fix=_RESTORE) from None

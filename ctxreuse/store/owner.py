@@ -8,6 +8,7 @@ cleanly and in which boot of the machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shlex
@@ -124,14 +125,14 @@ class Owner:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 if os.write(fd, body) != len(body):
-                    raise OSError(28, "no space left")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)
             os.replace(fresh, self._place / FILE)
         except OSError as error:
             with contextlib.suppress(OSError):
                 fresh.unlink(missing_ok=True)
-            kind = StoreFullError if error.errno in (27, 28, 122) else StoreError
+            kind = StoreFullError if error.errno in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT) else StoreError
             fix = "Make room on that disk" if kind is StoreFullError else _WRITABLE
             raise kind(f"cannot write the store: {error.strerror}", where=str(self._place), fix=fix) from None
 
@@ -163,7 +164,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 def _read(place: Path) -> _Record:
     # A torn or foreign file counts as nothing known: then the parts are verified.
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode((place / FILE).read_bytes(), type=_Record)
     return _Record()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ctxreuse.errors import SessionError
+from ctxreuse.errors import SessionError, StoreError
 from ctxreuse.store import Ledger, NewTurn
 
 SPACE = bytes(32)
@@ -137,9 +138,25 @@ def test_tokens_by_space(ledger: Ledger) -> None:
         b"\2\0\0\0",
         None,
     )
-    assert ledger.drop_tokens(SPACE) == 1
-    assert ledger.tokens(1, SPACE) is None
-    assert ledger.tokens(1, other) == b"\2\0\0\0"
+    assert ledger.spaces(1) == [SPACE, other]
+    assert ledger.spaces(2) == []
+
+
+@pytest.mark.parametrize("table", ["turns", "sessions", "info"])
+def test_a_damaged_record_is_a_store_error(ledger: Ledger, table: str) -> None:
+    session = ledger.create("name")
+    ledger.append("name", [NewTurn("role", "hello")])
+    key = {"turns": (1).to_bytes(8, "big"), "sessions": bytes.fromhex(session.id), "info": b"next"}[table]
+
+    def wreck(txn: Any) -> None:
+        db = ledger._env.tables[table]
+        # 0xff begins nothing in UTF-8, 0xc1 nothing in MessagePack.
+        raw = bytes(txn.get(key, db=db)).replace(b"role", b"\xffole").replace(b"name", b"\xffame")
+        txn.put(key, b"\xc1" if table == "info" else raw, db=db)
+
+    ledger._env.write(wreck)
+    with pytest.raises(StoreError, match="damaged"):
+        ledger.turn(ledger.append("name", [NewTurn("role", "more")])[0].parent)
 
 
 def test_search_finds_all_words_newest_first(ledger: Ledger) -> None:

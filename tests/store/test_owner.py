@@ -58,9 +58,10 @@ def test_one_process_may_open_each_part_once(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "owner.json").stat().st_mode) == 0o600
 
 
-def test_a_torn_owner_file_locks_nobody_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"pid": ', b'{"host": "\xff"}'])
+def test_a_torn_owner_file_locks_nobody_out(tmp_path: Path, content: bytes) -> None:
     Ledger.open(tmp_path).close()
-    (tmp_path / "owner.json").write_bytes(b'{"pid": ')
+    (tmp_path / "owner.json").write_bytes(content)
     with Ledger.open(tmp_path) as ledger:
         assert ledger.count() == 0
 

@@ -235,10 +235,6 @@ class Env:
             return (self.path / "data.mdb").stat().st_size
         return 0
 
-    def map_bytes(self) -> int:
-        """Size of the map at present."""
-        return self._map_size
-
     def close(self, timeout: float = _GROW_WAIT) -> None:
         """Close; waits for reads that are still open. Raises StoreError if they stay. A second call does nothing."""
         if self._env is None:

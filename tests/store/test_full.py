@@ -199,7 +199,7 @@ def test_the_map_grows_beside_readers(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert not wrong
-        assert store._env.map_bytes() > 8 << 20
+        assert store._env.file_bytes() > 8 << 20
         assert all(context.intact(store) for context in contexts)
         assert store.stats().errors == {}
         store.check()

@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -48,8 +48,10 @@ __all__ = [
     "BlockView",
     "BlockWriter",
     "Header",
+    "Kind",
     "Layout",
     "Plane",
+    "block_layout",
     "layout_of",
     "parse",
 ]
@@ -64,7 +66,8 @@ ALIGN = 64
 _PRELUDE = struct.Struct("<8sHHIQQ")
 _PAGE, _LMDB_PAGE_HEADER = 4096, 16
 
-Kind = Literal["block", "state"]
+#: A block covers a run of tokens, a state is valid at one position only.
+Kind: TypeAlias = Literal["block", "state"]
 
 
 class Plane(NamedTuple):

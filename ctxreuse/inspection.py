@@ -13,8 +13,6 @@ from ctxreuse.store.recovery import Unusable, records
 
 __all__ = ["Held", "held"]
 
-_MAP_SIZE = 1 << 40
-
 
 class Held(msgspec.Struct, frozen=True):
     """Entries of a cache, tokens of its blocks, bytes in whole pages, bytes of the file."""
@@ -28,7 +26,7 @@ class Held(msgspec.Struct, frozen=True):
 
 def held(folder: Path) -> Held:
     """Counts of the cache in ``folder``; reads no value. Raises StoreError if there is none or it cannot be read."""
-    env = open_readonly(folder / "blocks", _MAP_SIZE)
+    env = open_readonly(folder / "blocks")
     try:
         rows = [record for _, record in records(env)]
         file_bytes = env.file_bytes()

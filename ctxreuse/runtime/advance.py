@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctxreuse.keys import Tokens
-from ctxreuse.runtime.usage import Logits
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.base import Engine, Live
+    from ctxreuse.engines.base import Engine, Live, Logits
 
 __all__ = ["advance"]
 

@@ -9,11 +9,10 @@ from ctxreuse.block import block_layout
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime.advance import advance
-from ctxreuse.runtime.usage import Logits
 
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView
-    from ctxreuse.engines.base import Engine, Live
+    from ctxreuse.engines.base import Engine, Live, Logits
     from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["Loaded", "SpoiledError", "load_prefix"]

@@ -17,13 +17,13 @@ from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.load import SpoiledError, load_prefix
 from ctxreuse.runtime.pool import LivePool
-from ctxreuse.runtime.usage import Logits, Prefilled, Usage
+from ctxreuse.runtime.usage import Prefilled, Usage
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ctxreuse.engines.base import Engine, Live
+    from ctxreuse.engines.base import Engine, Live, Logits
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.base import Live
+    from ctxreuse.engines.base import Live, Logits
 
-__all__ = ["Logits", "Prefilled", "Usage"]
-
-Logits = npt.NDArray[np.float32]
+__all__ = ["Prefilled", "Usage"]
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView
+from ctxreuse.block import BlockView, Kind
 from ctxreuse.keys import Tokens
 from ctxreuse.tree import Match
 
 __all__ = ["Buffer", "Kind", "Progress", "Reader", "Store", "StoreAdmin", "StoreStats", "WholeStore"]
 
-Kind: TypeAlias = Literal["block", "state"]
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 #: Called as ``progress(done, total)`` from the thread that does the work; both count entries.

@@ -18,7 +18,7 @@ import lmdb
 from ctxreuse.errors import StoreClosedError, StoreError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
-from ctxreuse.store.env import DISK_ERRORS, Env, broken
+from ctxreuse.store.env import CACHE_MAP, DISK_ERRORS, Env, broken
 from ctxreuse.store.index import Gone, Index, Plan, Put
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
@@ -34,8 +34,6 @@ __all__ = ["BlockStore"]
 
 log = logging.getLogger(__name__)
 
-# Address space costs nothing, and a map that never grows never has to wait for readers.
-_MAP_SIZE = 1 << 40
 _BACKOFF = 5.0
 
 
@@ -82,7 +80,7 @@ class BlockStore:
         readonly: bool = False,
         clock: Callable[[], float] = time.time,
         queue_bytes: int = 256 << 20,
-        map_size: int = _MAP_SIZE,
+        map_size: int = CACHE_MAP,
         boot: str | None = None,
         progress: Progress | None = None,
     ) -> BlockStore:

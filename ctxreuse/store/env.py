@@ -18,9 +18,12 @@ import lmdb
 from ctxreuse.errors import StoreClosedError, StoreError, StoreFullError
 from ctxreuse.store.gate import Gate
 
-__all__ = ["DISK_ERRORS", "Env", "broken", "explain", "open_beside", "shortage"]
+__all__ = ["CACHE_MAP", "DISK_ERRORS", "Env", "broken", "explain", "open_beside", "shortage"]
 
 T = TypeVar("T")
+
+#: Map of the cache of blocks, bytes: address space costs nothing, and a map that never grows never waits for readers.
+CACHE_MAP = 1 << 40
 
 #: A commit that ran out of room shows as any of these: LMDB reports a short write as EIO.
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)

@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 
 from ctxreuse.errors import StoreError
-from ctxreuse.store.env import Env, explain, open_beside, shortage
+from ctxreuse.store.env import CACHE_MAP, Env, explain, open_beside, shortage
 from ctxreuse.store.owner import attended
 from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import TABLES
@@ -17,7 +17,7 @@ from ctxreuse.tree import Match
 __all__ = ["counts", "lookup", "match_disk", "open_readonly"]
 
 
-def open_readonly(home: Path, map_size: int) -> Env:
+def open_readonly(home: Path, map_size: int = CACHE_MAP) -> Env:
     """Open an existing environment for reading. Raises StoreError if there is none or it cannot be read."""
     if not (home / "data.mdb").exists():
         raise StoreError("there are no blocks here", where=str(home), fix="Open it for writing once to create it")

@@ -21,8 +21,6 @@ from ctxreuse.store.recovery import corrupt
 
 __all__ = ["Collected", "Verdict", "gc", "verify"]
 
-_MAP_SIZE = 1 << 40
-
 
 class Verdict(msgspec.Struct, frozen=True):
     """What ``verify`` found: counts of entries, and what is wrong, if anything. ``bad``: keys of cached values."""
@@ -76,7 +74,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
             opened.check()
 
     def blocks() -> None:
-        env = open_readonly(place / "blocks", _MAP_SIZE)
+        env = open_readonly(place / "blocks")
         try:
             bad.extend(corrupt(env, progress))
             counts.update(zip(("blocks", "states"), _paired(env)))

@@ -181,6 +181,14 @@ def test_a_dropped_context_gives_its_memory_to_the_next(engine_of):
     engine._pool.check()
 
 
+@pytest.mark.parametrize("reserve", [1, 255, 257, 1023])
+def test_what_was_reserved_serves_a_context_of_just_that_length(engine_of, reserve):
+    engine = engine_of("llama", reserve=reserve)
+    held = engine._pool.nbytes
+    live = engine.start(reserve)
+    assert (live.lease.arena.nbytes, engine._pool.nbytes) == (held, 0)
+
+
 def test_a_load_in_flight_keeps_the_memory_of_a_dropped_context(engine_of):
     engine = engine_of("llama", reserve=256)
     sealed = seal(engine, random_tokens(engine, 64))

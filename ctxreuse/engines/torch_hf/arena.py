@@ -24,6 +24,10 @@ _STEP = 256
 Shape = tuple[tuple[int, int, int, int], ...]
 
 
+def _stepped(capacity: int) -> int:
+    return -(-capacity // _STEP) * _STEP
+
+
 class Arena:
     """Room for ``capacity`` tokens: ``k[layer]`` and ``v[layer]``, [1, heads, capacity, dim], of full-attention layers.
 
@@ -86,7 +90,7 @@ class Pool:
 
     def reserve(self, capacity: int) -> None:
         """Make an arena of ``capacity`` tokens, its pages touched, and keep it whatever ``keep`` said before."""
-        arena = Arena(self._shape, self._dtype, capacity)
+        arena = Arena(self._shape, self._dtype, _stepped(capacity))
         arena.populate()
         with self._lock:
             self._keep = max(self._keep, 2 * arena.nbytes)
@@ -94,7 +98,7 @@ class Pool:
 
     def lease(self, capacity: int) -> Lease:
         """An arena for at least ``capacity`` tokens: the smallest free one, else a new one of the next whole size."""
-        capacity = -(-capacity // _STEP) * _STEP
+        capacity = _stepped(capacity)
         with self._lock:
             fit = min((a for a in self._free if a.capacity >= capacity), key=lambda a: a.capacity, default=None)
             if fit is not None:

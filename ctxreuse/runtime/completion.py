@@ -32,6 +32,7 @@ class Completion:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
+        self._text = runtime.text
         self._live: Live | None = None
         self._pieces: Iterator[Piece] | None = None
         self._usage = Usage(len(prompt), 0, {})
@@ -58,11 +59,10 @@ class Completion:
         except BaseException:
             self.close("error")
             raise
-        if piece is None:
-            self.close("stop")
+        if piece is None:  # max_tokens is 0: the prompt was all that was wanted
+            self.close("length")
             raise StopIteration
-        if piece.token >= 0:
-            self.tokens.append(piece.token)
+        self.tokens.append(piece.token)
         self.text += piece.text
         if piece.finish is not None:
             self.close(piece.finish)
@@ -72,11 +72,10 @@ class Completion:
         from ctxreuse.engines.generate import generate
 
         runtime, sampling = self._runtime, self._sampling
-        assert runtime.text is not None
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
         done = runtime.prefill(self._prompt, reserve=min(sampling.max_tokens, room), branches=self._branches)
         self._live, self._usage = done.live, done.usage
-        return generate(runtime.engine, runtime.text, done.live, done.logits, sampling)
+        return generate(runtime.engine, self._text, done.live, done.logits, sampling)
 
     def close(self, finish: str = "cancelled") -> None:
         """Stop here and keep the KV of what was processed; after an error nothing is kept. Idempotent."""

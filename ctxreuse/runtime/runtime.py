@@ -40,9 +40,10 @@ _PATIENCE = 10.0
 class Runtime:
     """Any thread may call; computing is serialised by a lock that is held for one step of one request at a time.
 
-    ``store``: where blocks are kept (None: only in memory). ``tenant``: whose keys these are. ``live_bytes``: how much
-    KV of finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
-    ``metrics``: where finished answers are counted.
+    ``store``: where blocks are kept (None: only in memory); it stays the caller's to close. ``text``: how text becomes
+    tokens, for `complete` (default: the engine's own). ``tenant``: whose keys these are. ``live_bytes``: how much KV of
+    finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
+    ``metrics``: where finished answers are counted. ``clock``: seconds, for ``Usage``; it must never go back.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Runtime:
     ) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
-        ``branches``: see ``prefill``.
+        ``branches``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
         """
         return Completion(self, self.checked(tokens), sampling, branches)
 

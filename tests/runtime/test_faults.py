@@ -198,6 +198,8 @@ def test_greedy_answers_are_token_identical(
             assert metrics.read("ctxreuse_completion_tokens_total") == 20
             sources = [metrics.read("ctxreuse_prompt_tokens_total", source) for source in ("disk", "compute")]
             assert sources == [with_store.usage.cached_tokens, len(ids) - with_store.usage.cached_tokens]
+            nothing = runtime.complete(ids, Sampling(max_tokens=0))
+            assert (nothing.drain(), nothing.tokens, nothing.finish) == ("", [], "length")
             without = Runtime(engine, None, text=Plain(), live_bytes=0).complete(ids, greedy)
             without.drain()
             assert with_store.tokens == without.tokens

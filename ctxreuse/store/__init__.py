@@ -39,7 +39,7 @@ __all__ = [
 def open_store(
     path: str | os.PathLike[str] | None,
     *,
-    capacity: int = 8 << 30,
+    capacity: int = 8_000_000_000,
     host_bytes: int = 256 << 20,
     policy: str = "lru",
     readonly: bool = False,

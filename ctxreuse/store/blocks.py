@@ -75,7 +75,7 @@ class BlockStore:
         cls,
         path: str | os.PathLike[str],
         *,
-        capacity: int = 8 << 30,
+        capacity: int = 8_000_000_000,
         policy: str | Policy = "lru",
         readonly: bool = False,
         clock: Callable[[], float] = time.time,

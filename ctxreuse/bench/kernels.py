@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from ctxreuse import kernels
-from ctxreuse.bench.measure import Options, paired
+from ctxreuse.bench.measure import Options, aligned, paired
 from ctxreuse.bench.report import Figure
 from ctxreuse.kernels import reference
 
@@ -25,21 +25,13 @@ _HEADS, _DIM, _BLOCK = 3, 64, 64
 _ROOM = _DIM  # tokens of room behind the context, as an engine has for the answer
 
 
-def _aligned(*shape: int) -> Any:
-    """A float32 tensor at a multiple of 64 bytes, its pages present."""
-    size = 4 * int(np.prod(shape))
-    room = np.ones(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(np.float32).reshape(shape)
-
-
 class _Data:
     """Layers of an engine's K, the same as planes of blocks, and the checksums of those."""
 
     def __init__(self, layers: int, blocks: int) -> None:
         tokens = blocks * _BLOCK
         random = np.random.default_rng(0)
-        self.layers = [_aligned(_HEADS, tokens + _ROOM, _DIM) for _ in range(layers)]
+        self.layers = [aligned(_HEADS, tokens + _ROOM, _DIM) for _ in range(layers)]
         for layer in self.layers:
             layer[:] = random.standard_normal(layer.shape, np.float32)
         size = _HEADS * _BLOCK * _DIM * 4

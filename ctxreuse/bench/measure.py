@@ -7,6 +7,7 @@ and what is reported is the median; a ratio of medians over paired rounds moves 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from typing import Any, TypeVar
 
 from ctxreuse.errors import EngineError
 
-__all__ = ["Options", "Step", "fresh", "paired", "seconds"]
+__all__ = ["FRESH_TIMEOUT", "Options", "Step", "aligned", "fresh", "paired", "seconds"]
 
 T = TypeVar("T")
-_FRESH_TIMEOUT = 600.0
+#: Seconds that a process of a bench may take.
+FRESH_TIMEOUT = 600.0
 
 
 class Step:
@@ -62,6 +64,16 @@ class Options:
             self._step.close()
 
 
+def aligned(*shape: int) -> Any:
+    """A float32 array at a multiple of 64 bytes, as engines put theirs (numpy's are at 16), its pages present."""
+    import numpy as np
+
+    size = 4 * math.prod(shape)
+    room = np.ones(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(np.float32).reshape(shape)
+
+
 def seconds(call: Callable[[], object], *, rounds: int, warm: int = 1) -> float:
     """Median wall time of one call, after ``warm`` calls that do not count."""
     return paired({"": call}, rounds=rounds, warm=warm)[""]
@@ -81,13 +93,13 @@ def paired(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm: int 
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 
-def fresh(code: str, *arguments: object, env: Mapping[str, str] | None = None) -> Any:
+def fresh(code: str, *arguments: object) -> Any:
     """Run Python ``code`` in a new process and return the JSON value that it prints as its last line.
 
     ``arguments`` come as ``sys.argv[1:]``. Raises EngineError with the end of its standard error if it fails.
     """
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_FRESH_TIMEOUT, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=FRESH_TIMEOUT, check=False)
     if done.returncode:
         tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise EngineError(f"a fresh process of the bench failed: {tail[0]}", where=f"exit status {done.returncode}")

@@ -10,6 +10,7 @@ it: its seconds are its own, so compare the ratios to its own prefill.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ctxreuse.bench.measure import Options, fresh
+from ctxreuse.bench.measure import FRESH_TIMEOUT, Options, fresh
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
@@ -232,11 +233,9 @@ def _llama(folder: Path, rounds: int) -> Mapping[str, float] | None:
     if not gguf.exists():
         raise EngineError("the GGUF of the model is missing", where=str(gguf), fix=f"Run: ctxreuse model rm {MODEL}")
     runs: list[dict[str, Any]] = []
-    import json
-
     for _ in range(rounds):
         command = [python, "-c", _LLAMA, str(gguf), str(CONTEXT), str(QUESTION), str(folder / "slot.bin")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FRESH_TIMEOUT, check=False)
         if done.returncode:
             raise EngineError(f"llama.cpp failed: {done.stderr.strip()[-300:]}")
         runs.append(json.loads(done.stdout.strip().splitlines()[-1]))

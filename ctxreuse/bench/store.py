@@ -24,7 +24,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from ctxreuse.bench.measure import Options, fresh, paired
+from ctxreuse.bench.measure import Options, aligned, fresh, paired
 from ctxreuse.bench.report import Figure
 from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
 from ctxreuse.kernels import scatter_checked
@@ -47,9 +47,7 @@ class Load:
         self.tokens = as_tokens(np.arange(blocks * _BLOCK))
         self.keys = prefix_keys(_SPACE, bytes(SALT_BYTES), self.tokens, _BLOCK)
         self.nbytes = blocks * sum(plane.nbytes for plane in _PLANES)
-        self.tensors = [_aligned(_HEADS, blocks * _BLOCK, _DIM) for _ in _PLANES]
-        for tensor in self.tensors:
-            tensor.fill(1)
+        self.tensors = [aligned(_HEADS, blocks * _BLOCK, _DIM) for _ in _PLANES]
 
     def of(self, i: int) -> Any:
         """Token ids of block ``i``."""
@@ -96,13 +94,6 @@ class Load:
                 value = np.frombuffer(txn.get(key, db=table), np.uint8)
                 into[at : at + value.nbytes] = value
                 at += value.nbytes
-
-
-def _aligned(*shape: int) -> Any:
-    """A tensor of 4-byte numbers at a multiple of 64 bytes, where engines put theirs; numpy's are at 16."""
-    room = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + 4 * int(np.prod(shape))].view(np.uint32).reshape(shape)
 
 
 def _raw_env(folder: Path, *, readonly: bool = False) -> tuple[Any, Any]:
@@ -181,11 +172,10 @@ def run(options: Options) -> list[Figure]:
             for way, put in (("ours", _put), ("raw", _put_raw)) if turn % 2 else (("raw", _put_raw), ("ours", _put)):
                 spot = home / f"put{next(names)}"
                 spent = put(load, sealed, spot)
-                # Dropping what is not yet on the disk keeps its writing out of the next round.
-                if turn >= 0:
-                    shutil.rmtree(spot)
-                if turn >= 0:
+                if turn >= 0:  # the warm-up's stay: they are read below
                     puts[way].append(spent)
+                    # Dropping what is not yet on the disk keeps its writing out of the next round.
+                    shutil.rmtree(spot)
         wrote = {way: statistics.median(spent) for way, spent in puts.items()}
         store_home = home / "put0"
         options.step("reading in a process that has read before")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView as BlockView
     from ctxreuse.block import BlockWriter as BlockWriter
+    from ctxreuse.engines import Engine as Engine
     from ctxreuse.engines import open_engine as open_engine
     from ctxreuse.engines.sampling import Sampling as Sampling
+    from ctxreuse.engines.text import TextModel as TextModel
     from ctxreuse.errors import ConfigError as ConfigError
     from ctxreuse.errors import ContextTooLongError as ContextTooLongError
     from ctxreuse.errors import CtxReuseError as CtxReuseError
@@ -46,6 +48,7 @@ __all__ = [
     "ContextTooLongError",
     "ContextTree",
     "CtxReuseError",
+    "Engine",
     "EngineError",
     "FormatError",
     "LayerSpec",
@@ -60,6 +63,7 @@ __all__ = [
     "StoreFullError",
     "StoreOwnedError",
     "StoreReadOnlyError",
+    "TextModel",
     "TokenRangeError",
     "Usage",
     "__version__",
@@ -73,12 +77,14 @@ _HOME = {
     "BlockWriter": "block",
     "Completion": "runtime",
     "ContextTree": "tree",
+    "Engine": "engines",
     "LayerSpec": "model",
     "Ledger": "store",
     "Match": "tree",
     "ModelSpace": "model",
     "Runtime": "runtime",
     "Sampling": "engines.sampling",
+    "TextModel": "engines.text",
     "Usage": "runtime",
     "open_engine": "engines",
     "open_store": "store",

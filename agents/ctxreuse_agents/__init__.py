@@ -1,6 +1,7 @@
 """Agent memory without a server: durable sessions over a KV store that makes returning to them cheap."""
 
 from ctxreuse.engines.sampling import Sampling
+from ctxreuse.engines.text import Message
 from ctxreuse.runtime import Usage
 from ctxreuse.store import Hit, NewTurn, Turn
 from ctxreuse_agents.aio import AsyncAnswer, AsyncMemory, AsyncSession
@@ -17,6 +18,7 @@ __all__ = [
     "Hit",
     "Memory",
     "MemoryStats",
+    "Message",
     "NewTurn",
     "Sampling",
     "Session",

@@ -59,9 +59,7 @@ METRICS = (
     Metric("ctxreuse_load_seconds", "histogram", "Time to bring reused KV into the engine."),
     Metric("ctxreuse_prefill_seconds", "histogram", "Time to compute the rest of the prompt."),
     Metric("ctxreuse_store_bytes", "gauge", "Bytes of KV held, by tier.", "tier", _TIERS),
-    Metric(
-        "ctxreuse_store_capacity_bytes", "gauge", "Bytes of KV allowed, by tier.", "tier", ("device", "host", "disk")
-    ),
+    Metric("ctxreuse_store_capacity_bytes", "gauge", "Bytes of KV allowed, by tier.", "tier", _TIERS),
     Metric("ctxreuse_store_blocks", "gauge", "Blocks held, by tier.", "tier", _TIERS),
     Metric("ctxreuse_store_evicted_bytes_total", "counter", "Bytes evicted to make room."),
     Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", "reason", _REFUSALS),

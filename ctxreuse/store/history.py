@@ -11,13 +11,17 @@ from ctxreuse.store.ledger_records import Links, Turn, decode_turn
 __all__ = ["History", "turn_key"]
 
 _NONE = Links(0, 0, 0)
+_ROOT = bytes(8)
 
 
-def turn_key(id: int) -> bytes:
-    """Big-endian, so that LMDB's order is the order of ids; ids outside 64 bits name no turn."""
-    if not 0 <= id < 1 << 64:
-        raise SessionError(f"there is no turn {id}", fix="List a session's turns for the ids it has")
-    return id.to_bytes(8, "big")
+def turn_key(id: object) -> bytes:
+    """Big-endian, so that LMDB's order is the order of ids; ids outside 64 bits name no turn.
+
+    Neither does True, which Python takes for 1 and which no session's record can be read back with.
+    """
+    if isinstance(id, int) and not isinstance(id, bool) and 0 <= id < 1 << 64:
+        return id.to_bytes(8, "big")
+    raise SessionError(f"there is no turn {id!r}", fix="List a session's turns for the ids it has")
 
 
 class History:
@@ -27,14 +31,15 @@ class History:
         self._txn, self._table = txn, table
 
     def raw(self, id: int) -> bytes | memoryview:
-        found: bytes | memoryview | None = self._txn.get(turn_key(id), db=self._table) if id else None
+        key = turn_key(id)
+        found: bytes | memoryview | None = self._txn.get(key, db=self._table) if id else None
         if found is None:
             raise SessionError(f"there is no turn {id}", fix="List a session's turns for the ids it has")
         return found
 
     def links(self, id: int) -> Links:
         """The links of a turn; of turn 0, zeros. Raises SessionError if unknown."""
-        return Links.unpack(self.raw(id)) if id else _NONE
+        return Links.unpack(self.raw(id)) if id or turn_key(id) != _ROOT else _NONE
 
     def turn(self, id: int) -> Turn:
         """Raises SessionError if unknown."""

@@ -5,6 +5,7 @@
  * do the stripes (64 bytes into eight accumulators); the rest happens once in 1,024 bytes and is here.
  */
 #include "ctxreuse.h"
+#include "kernels/scalar.h"
 
 #include <string.h>
 
@@ -28,15 +29,6 @@ static const uint8_t secret[SECRET] = {
     0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
 
-static uint64_t read64(const uint8_t *at) {
-    uint64_t value;
-    memcpy(&value, at, 8);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    value = __builtin_bswap64(value);
-#endif
-    return value;
-}
-
 typedef struct hash {
     uint64_t acc[8];
     const uint8_t *at; /* everything before it is in the accumulators */
@@ -51,7 +43,7 @@ static hash begin(const uint8_t *start, size_t bytes) {
 
 static void scramble(hash *h) {
     for (int i = 0; i < 8; i++)
-        h->acc[i] = (h->acc[i] ^ h->acc[i] >> 47 ^ read64(secret + SECRET - STRIPE + 8 * i)) * PRIME32_1;
+        h->acc[i] = (h->acc[i] ^ h->acc[i] >> 47 ^ get64(secret + SECRET - STRIPE + 8 * i)) * PRIME32_1;
 }
 
 /* Take in whole blocks up to `end`; the last byte of the input never belongs to one. */
@@ -76,7 +68,7 @@ static uint64_t finish(const ctx_kernels *k, hash *h) {
     k->stripes(h->acc, end - STRIPE, secret + SECRET - STRIPE - 7, 1);
     uint64_t sum = h->bytes * PRIME64_1;
     for (int i = 0; i < 4; i++)
-        sum += fold(h->acc[2 * i] ^ read64(secret + 11 + 16 * i), h->acc[2 * i + 1] ^ read64(secret + 19 + 16 * i));
+        sum += fold(h->acc[2 * i] ^ get64(secret + 11 + 16 * i), h->acc[2 * i + 1] ^ get64(secret + 19 + 16 * i));
     sum = (sum ^ sum >> 37) * 0x165667919E3779F9u;
     return sum ^ sum >> 32;
 }
@@ -110,7 +102,8 @@ static uint64_t copy_checked(const ctx_kernels *k, uint8_t *dst, size_t dst_step
                              size_t row_bytes) {
     const size_t bytes = rows * row_bytes;
     hash h = begin(src, bytes);
-    if (row_bytes % BLOCK == 0 && ((uintptr_t)dst | dst_step) % STRIPE == 0) return stream_checked(k, dst, dst_step, src, rows, row_bytes);
+    if (row_bytes % BLOCK == 0 && ((uintptr_t)dst | dst_step) % STRIPE == 0)
+        return stream_checked(k, dst, dst_step, src, rows, row_bytes);
     size_t row = 0, column = 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < STEP ? bytes - done : STEP;

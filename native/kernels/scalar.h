@@ -50,7 +50,8 @@ static inline void put32(uint8_t *at, uint32_t value) { memcpy(at, &value, 4); }
 static inline uint32_t bits_fp32(const uint8_t *at) { return get32(at); }
 static inline uint32_t bits_bf16(const uint8_t *at) { return (uint32_t)get16(at) << 16; }
 
-/* No branches from here on: the generic table's loops are then vectorised for the base instruction set (fp16 to fp32: 1.9 to 4.8 GB/s). */
+/* No branches from here on: the generic table's loops are then vectorised for the base instruction set (fp16 to fp32:
+ * 1.9 to 4.8 GB/s). */
 static inline uint32_t bits_fp16(const uint8_t *at) {
     uint32_t half = get16(at), sign = (half & 0x8000u) << 16, magnitude = (half & 0x7fffu) << 13;
     /* A subnormal is m * 2^-24: put m behind the exponent of 2^-14 and take 2^-14 away, exactly. */

@@ -31,7 +31,7 @@ class Held(NamedTuple):
 class HostTier:
     """Blocks and states by (kind, key). Not thread-safe: its store's lock guards it.
 
-    Parents may be held elsewhere (on disk); children held here keep their parent here.
+    Parents, and the block of a state, may be held elsewhere (on disk); children held here keep their parent here.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -71,6 +71,7 @@ class HostTier:
         self._values[name] = Held(data, item.parent, item.tokens, item.end)
         if before is None and kind == "block":
             self._children[item.parent] += 1
+        if before is None and len(self._names(key)) == 1:
             self._order.insert(key)
         return True
 
@@ -86,17 +87,17 @@ class HostTier:
                     break
                 if key in keep or key in gone or self.pins[key] > 0 or self._children[key] > lost[key]:
                     continue
-                block = self._values["block", key]
+                block = self._values.get(("block", key))
                 gone.add(key)
                 grown = True
-                lost[block.parent] += 1
+                if block is not None:
+                    lost[block.parent] += 1
                 for name in self._names(key):
                     chosen.append(name)
                     need -= self._values[name].nbytes
         return chosen if need <= 0 else None
 
     def _names(self, key: bytes) -> list[Name]:
-        # The state first: a state without its block would have no place in the order of eviction.
         names: list[Name] = [("state", key), ("block", key)]
         return [name for name in names if name in self._values]
 
@@ -107,8 +108,9 @@ class HostTier:
             return
         self.nbytes -= held.nbytes
         kind, key = name
-        if kind == "block":
+        if not self._names(key):
             self._order.remove(key)
+        if kind == "block":
             self._children[held.parent] -= 1
             if not self._children[held.parent]:
                 del self._children[held.parent]
@@ -127,18 +129,15 @@ class HostTier:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Count the held ones of ``keys`` and their held ancestors as used now."""
-        tips = [(held.end, key) for key in keys if (held := self._values.get(("block", key))) is not None]
+        tips = [(self._values[names[0]].end, key) for key in keys if (names := self._names(key))]
         seen: set[bytes] = set()
         for _, tip in sorted(tips, reverse=True):
             if tip in seen:
                 continue
-            path: list[bytes] = []
-            held = self._values.get(("block", tip))
-            key = tip
-            while held is not None:
-                path.append(key)
+            path, key = [tip], tip
+            while (held := self._values.get(("block", key))) is not None and ("block", held.parent) in self._values:
                 key = held.parent
-                held = self._values.get(("block", key))
+                path.append(key)
             seen.update(path)
             self._order.access(path[::-1])
 
@@ -151,5 +150,5 @@ class HostTier:
         """Raises AssertionError where counts and contents disagree."""
         blocks = {key: held for (kind, key), held in self._values.items() if kind == "block"}
         assert self.nbytes == sum(held.nbytes for held in self._values.values()) <= max(self.capacity, 0)
-        assert set(self._order.order()) == set(blocks), "the order of eviction holds other keys"
+        assert set(self._order.order()) == {key for _, key in self._values}, "the order of eviction holds other keys"
         assert +self._children == Counter(held.parent for held in blocks.values()), "children are counted wrongly"

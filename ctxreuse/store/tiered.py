@@ -63,18 +63,17 @@ class TieredReader:
 class TieredStore:
     """A ``Store`` of ``host_bytes`` of memory and, unless ``disk`` is None, a ``BlockStore`` that it owns and closes.
 
-    Puts are readable at once. With a disk they leave memory when they are committed, unless ``hot`` keeps what was put
-    last in memory for as long as there is room (the page cache usually serves as well). What the disk refuses stays in
-    memory while there is room: a failing disk makes the store smaller, not broken.
+    Puts are readable at once. With a disk they leave memory when they are committed: the page cache serves as well.
+    What the disk refuses stays in memory while there is room: a failing disk makes the store smaller, not broken.
     """
 
-    def __init__(self, host_bytes: int, disk: BlockStore | None = None, *, hot: bool = False) -> None:
-        self._disk, self._hot = disk, hot
+    def __init__(self, host_bytes: int, disk: BlockStore | None = None) -> None:
+        self._disk = disk
         self._host = HostTier(host_bytes)
         self._lock = threading.RLock()
         self._tally = Tally()
         self._closed = False
-        if disk is not None and not hot:
+        if disk is not None:
             disk.subscribe(self._committed)
 
     @property
@@ -156,7 +155,7 @@ class TieredStore:
         stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace)
         if not hosted and not stored:
             return self._refuse("no_room" if fresh else "orphan")
-        if stored and fresh and hosted and not self._hot:
+        if stored and fresh and hosted:
             self._release_if_held(name)
         with self._lock:
             self._tally.puts += 1
@@ -223,6 +222,8 @@ class TieredStore:
                 if not self._host.lone(key):
                     if ("block", key) in self._host:
                         break
+                    if self._disk is not None and self._disk.held([key])[0] is None:
+                        self._host.remove(("state", key))  # its block went from the disk
                     continue
                 self._host.remove(("state", key))
                 self._host.remove(("block", key))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ctxreuse.errors import ConfigError, StoreError
-from ctxreuse.store import BlockStore, open_store
+from ctxreuse.store import BlockStore, TieredStore, open_store
 from ctxreuse.store.gate import Gate
 from ctxreuse.store.host import HostTier
 from ctxreuse.store.index import Put
@@ -163,6 +163,29 @@ def test_host_tier_evicts_leaves_first() -> None:
     host.pins[other.keys[0]] += 1
     assert not put(other, 1)
     host.check()
+
+
+def test_a_state_that_the_disk_refused_makes_room_in_memory_and_can_be_forgotten(tmp_path: Path) -> None:
+    """Its block is on disk only, so it had no place in memory's order of eviction and stayed for good."""
+    contexts = [Context(1, seed=seed) for seed in range(3)]
+    room = 2 * contexts[0].state(0).nbytes
+    with TieredStore(room, BlockStore.open(tmp_path, capacity=3 * 4096)) as store:
+        for context in contexts:
+            assert store.put(context.keys[0], context.block(0))
+            store.flush()  # memory has no room for a third
+            store.pin(context.keys)
+        states = [store.put(context.keys[0], context.state(0), kind="state") for context in contexts]
+        assert states == [True] * 3
+        store.flush()
+        assert store.disk is not None
+        assert store.disk.stats().refused == {"no_room": 3}
+        assert store.stats().evicted == 1
+        assert [store.match(context.keys).state_blocks for context in contexts] == [0, 1, 1]
+        store.check()
+        store.unpin(contexts[2].keys)
+        assert store.forget(contexts[2].keys) == 1
+        assert store.stats().states == 1
+        store.check()
 
 
 def test_closing_inside_a_read_is_refused_and_can_be_repeated(tmp_path: Path) -> None:

@@ -95,11 +95,10 @@ class Setting(NamedTuple):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Settings as loaded: ``settings``, the ``origins`` by dotted name, and the ``path`` of the file, read or not."""
+    """Settings as loaded, and the ``origins`` of their values by dotted name."""
 
     settings: Settings
     origins: dict[str, str]
-    path: Path
 
 
 def settings(schema: type[msgspec.Struct] = Settings, prefix: str = "") -> Iterator[Setting]:
@@ -149,7 +148,7 @@ def load(
                 raise ConfigError(f"no setting is called {name!r}", where=source, fix=_nearest(name, list(known)))
             origin = f"env {setting.env}" if source == "env" else source
             values[name], origins[name] = setting.read(raw, origin), origin
-    return Loaded(msgspec.convert(_nest(values), Settings), origins, file)
+    return Loaded(msgspec.convert(_nest(values), Settings), origins)
 
 
 def example() -> str:

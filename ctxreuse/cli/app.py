@@ -17,9 +17,9 @@ from ctxreuse.cli import bench, config, demo, doctor, store
 from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.models.commands import app as models
 
-__all__ = ["EXIT_CHECK", "EXIT_ERROR", "EXIT_USAGE", "app", "main"]
+__all__ = ["EXIT_ERROR", "EXIT_USAGE", "app", "main"]
 
-EXIT_CHECK, EXIT_USAGE, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_USAGE, EXIT_ERROR, EXIT_INTERRUPTED = 2, 3, 130
 
 _EXAMPLES = """[bold]Examples[/bold]
 

@@ -61,7 +61,7 @@ __all__ = [
 ITEM_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of an element, by the short name of its type."""
 
-_SIZES: Final = (4, 2, 2)
+_SIZES: Final = tuple(ITEM_BYTES.values())
 # XXH3 has forms of its own for inputs up to this many bytes; the native kernel has the long one only.
 _SHORT: Final = 240
 _CODES: Final = {"fp32": 0, "fp16": 1, "bf16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
@@ -143,9 +143,9 @@ def scatter_checked(
     """`scatter_run` that compares each plane's XXH3-64 with `checksums[i]` while it copies.
 
     Returns the index of the first plane that differs, or -1. What was written of that plane and of those before it
-    stays written: the destination is not to be used then. Memory is read once and, where the
-    tensor is aligned to 64 bytes, written past the caches (94 MB of 48 KiB planes on one core: 12.4 GB/s with AVX-512,
-    11.7 with AVX2; checking first and copying then 5.8; memcpy 14.9).
+    stays written: the destination is not to be used then. Memory is read once and, where the tensor is aligned to 64
+    bytes, written past the caches (94 MB of 48 KiB planes on one core: 12.2 GB/s with AVX-512, 10.4 with AVX2; memcpy
+    14.9; see ``ctxreuse bench kernels``. Checking first and copying then: 5.8).
     """
     to, of = _code(dst_dtype, dst), _code(src_dtype)
     call = _backend.scatter_checked

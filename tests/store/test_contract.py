@@ -23,11 +23,6 @@ class TestTiers(StoreContract):
         return TieredStore(1 << 20, BlockStore.open(folder, capacity=1 << 20))
 
 
-class TestHotTiers(StoreContract):
-    def open(self, folder: Path) -> TieredStore:
-        return TieredStore(1 << 20, BlockStore.open(folder, capacity=1 << 20), hot=True)
-
-
 class TestNoMemory(StoreContract):
     def open(self, folder: Path) -> TieredStore:
         return TieredStore(0, BlockStore.open(folder, capacity=1 << 20))

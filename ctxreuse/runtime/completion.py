@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,10 @@ __all__ = ["Completion"]
 class Completion:
     """Iterate to get the answer's pieces as they are made.
 
-    One consumer at a time (it may move between threads). When the iteration ends or is closed, the KV of what was
-    processed is kept. ``text``, ``tokens`` (generated ids) and ``usage`` hold what there is so far; ``finish`` is None
-    while more may come, then ``stop``, ``length``, ``stop_string``, ``cancelled`` or ``error``.
+    Any thread may call; each piece goes to one caller, and ``close`` takes effect after the token in the making. When
+    the iteration ends or is closed, the KV of what was processed is kept. ``text``, ``tokens`` (generated ids) and
+    ``usage`` hold what there is so far; ``finish`` is None while more may come, then ``stop``, ``length``,
+    ``stop_string``, ``cancelled`` or ``error``.
     """
 
     def __init__(self, runtime: Runtime, prompt: Tokens, sampling: Sampling, branches: Sequence[int]) -> None:
@@ -33,6 +35,9 @@ class Completion:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
         self._text = runtime.text
+        # Re-entrant, as the last piece closes. The context goes to the pool then: nobody may be inside it any more.
+        self._lock = threading.RLock()
+        self._closing = ""
         self._live: Live | None = None
         self._pieces: Iterator[Piece] | None = None
         self._usage = Usage(len(prompt), 0, {})
@@ -49,6 +54,12 @@ class Completion:
         return self
 
     def __next__(self) -> Piece:
+        with self._lock:
+            return self._next()
+
+    def _next(self) -> Piece:
+        if self._closing:
+            self.close(self._closing)
         if self.finish is not None:
             raise StopIteration
         try:
@@ -79,8 +90,13 @@ class Completion:
 
     def close(self, finish: str = "cancelled") -> None:
         """Stop here and keep the KV of what was processed; after an error nothing is kept. Idempotent."""
-        if self.finish is not None:
-            return
+        # Said before the wait: a consumer in a tight loop would take the lock again and again.
+        self._closing = self._closing or finish
+        with self._lock:
+            if self.finish is None:
+                self._end(finish)
+
+    def _end(self, finish: str) -> None:
         self.finish = finish
         live, self._live, self._pieces = self._live, None, None
         if live is not None and finish != "error":

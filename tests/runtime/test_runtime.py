@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
 from ctxreuse.keys import as_tokens
@@ -44,6 +46,22 @@ def reused(engine: TorchEngine, store: BlockStore, ids: Any, **options: Any) -> 
     runtime.release(done.live)
     store.flush()
     return done
+
+
+class Letters:
+    """Any id as a letter: what a completion needs of a tokenizer."""
+
+    stop_ids: frozenset[int] = frozenset()
+    markers: frozenset[str] = frozenset()
+
+    def encode(self, text: str, *, markers: bool = True) -> Any:
+        raise AssertionError
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(0x100 + int(i)) for i in ids)
+
+    def render(self, messages: Any, *, generate: bool) -> str:
+        raise AssertionError
 
 
 @both
@@ -209,3 +227,44 @@ def test_a_fork_from_the_end_of_a_turn_is_resumed(gemma: TorchEngine, store: Blo
     again = runtime.prefill(second)
     assert again.usage.by_source == {"device": 96}
     np.testing.assert_allclose(again.logits, plain(gemma, second), atol=1e-5)
+
+
+def test_closing_from_another_thread_while_a_token_is_made(llama: TorchEngine) -> None:
+    """The context goes to the pool only when the token is there, and the iteration ends instead of failing."""
+    runtime = Runtime(llama, None, text=Letters())
+    lock, entered, errors = runtime.compute, threading.Event(), []
+
+    class Watched:
+        def __enter__(self) -> None:
+            entered.set()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    def drain() -> None:
+        try:
+            completion.drain()
+        except BaseException as error:
+            errors.append(error)
+
+    prompt, greedy = tokens(40), Sampling(max_tokens=200, ignore_eos=True)
+    whole = runtime.complete(prompt, greedy)
+    whole.drain()
+    runtime.close()
+    completion = runtime.complete(prompt, greedy)
+    next(completion)
+    runtime.compute = Watched()  # type: ignore[assignment]
+    reader, closer = threading.Thread(target=drain), threading.Thread(target=completion.close)
+    with lock:
+        reader.start()
+        assert entered.wait(30)
+        closer.start()
+    closer.join(30)
+    reader.join(30)
+    assert errors == []
+    assert completion.finish == "cancelled"
+    assert completion.tokens == whole.tokens[: len(completion.tokens)]
+    runtime.pool.check()
+    again = runtime.complete(prompt, greedy)
+    assert again.drain() == whole.text

@@ -149,7 +149,7 @@ class Segments:
             raise EngineError(
                 f"the model's chat template refuses these turns: {error.what}",
                 where=" ".join(turn.role for turn in path[-8:]),
-                fix="Look at the order of roles; many templates want user and assistant in turn",
+                fix=error.fix,
             ) from error
         whole = not text.startswith(base)
         added = self._text.encode(text if whole else text[len(base) :])

@@ -105,11 +105,6 @@ class HFText:
         """See `TextModel.markers`."""
         return frozenset(t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows."""
-        return int(self._tokenizer.get_vocab_size())
-
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
         try:
@@ -136,12 +131,14 @@ class HFText:
             text = self._begin + "".join(f"{m.name or m.role}: {m.content}\n" for m in messages)
             return text + "assistant:" if generate else text
         plain = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
-        from jinja2.exceptions import TemplateError
-
+        template = self._compiled
         try:
-            return str(self._compiled.render(messages=plain, add_generation_prompt=generate, **self._specials))
-        except TemplateError as error:
-            raise EngineError(f"the chat template refuses these messages: {error}") from error
+            return str(template.render(messages=plain, add_generation_prompt=generate, **self._specials))
+        except Exception as error:  # a template is a stranger's program and may fail as any program does
+            raise EngineError(
+                f"the chat template refuses these messages: {error}",
+                fix="Look at the order of roles; many templates want user and assistant in turn",
+            ) from error
 
     @cached_property
     def _begin(self) -> str:
@@ -161,7 +158,7 @@ class HFText:
             raise TemplateError(message)
 
         jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        jinja.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        jinja.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
         jinja.globals["raise_exception"] = refuse
         jinja.globals["strftime_now"] = lambda pattern: self._now().strftime(pattern)
         try:
@@ -194,8 +191,12 @@ def _ids(value: Any) -> frozenset[int]:
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template cannot be read: {error}", where=str(path)) from error
     found = settings.get("chat_template")
     if isinstance(found, list):  # several named ones
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
+        defaults = (entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default")
+        found = next(defaults, {}).get("template")
     return found if isinstance(found, str) else None

@@ -111,9 +111,15 @@ def test_templates_that_refuse_or_are_broken_or_hostile(folder):
         render("{% for %}")
     with pytest.raises(EngineError, match="unsafe"):
         render("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(EngineError, match="refuses these messages"):
+        render("{{ messages[0].content + 1 }}")
+    assert render("{{ 'é'|tojson(ensure_ascii=true) }}") == '"\\u00e9"'
 
 
 def test_files_that_are_broken_are_named(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        HFText.open(folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         HFText.open(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from ctxreuse.store import Turn
 from ctxreuse_agents.gate import Gate
 
 __all__ = ["Answer"]
+
+_log = logging.getLogger(__name__)
 
 # How long the collection of a forgotten answer waits until it is stored. It waits for one token and one commit; the
 # limit matters only when the collector ran inside the very call that this needs to end.
@@ -155,5 +158,5 @@ def _close_forgotten(completion: Completion, keep: Callable[[Completion, str], T
     try:
         _settle(completion, keep, gate, "cancelled")
     except Exception:
-        # Nobody is left to tell: whoever wanted the answer has let go of it.
-        pass
+        # Nobody is left to raise it to: whoever wanted the answer has let go of it.
+        _log.warning("an answer that was let go of could not be stored", exc_info=True)

@@ -182,7 +182,11 @@ class Session:
     # Branches
 
     def fork(self, name: str | None = None, *, at: Turn | int | None = None) -> Session:
-        """A new session with this one's history, up to ``at`` (a turn or its id) if given. O(1): nothing is copied."""
+        """A new session with this one's history, up to ``at`` (a turn or its id) if given.
+
+        Nothing is copied: O(1), with ``at`` O(log turns). Raises SessionError if ``at`` is not in the history or the
+        name is taken.
+        """
         record = self.shared.ledger.fork(self._id, name, at.id if isinstance(at, Turn) else at)
         return Session(self.shared, record.id)
 

@@ -175,13 +175,6 @@ class ContextTree:
                 reached += 1
         return reached
 
-    def evictable(self, order: Iterable[bytes]) -> Iterator[Node]:
-        """Nodes that may go, in the policy's ``order`` of keys: no children, no pins. Pure; stops when you stop."""
-        for key in order:
-            node = self._nodes.get(key)
-            if node is not None and not node.children and not node.pins:
-                yield node
-
     def branch(self, keys: Sequence[bytes] = ()) -> Branch:
         """A new branch whose tip is the end of the longest held prefix of ``keys``."""
         path = self.path(keys)

@@ -73,7 +73,7 @@ class TorchEngine:
         self.space = self._measure(weights, folder, name, block_tokens)
         self._layout = block_layout(self.space)
         shape = tuple((i, s.kv_heads, s.k_dim, s.v_dim) for i, s in enumerate(self.space.layers) if s.blocked)
-        self._pool = Pool(shape, getattr(torch, self.space.dtype))
+        self._pool = Pool(shape, states.DTYPES[self.space.dtype])
         if reserve and shape:
             check_length(self.space, reserve)
             self._pool.reserve(reserve)

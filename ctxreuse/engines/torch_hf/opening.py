@@ -6,16 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ctxreuse import models
+from ctxreuse.engines.torch_hf.states import DTYPES
 from ctxreuse.errors import ConfigError, CtxReuseError
 
-__all__ = ["DTYPES", "open_model"]
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+__all__ = ["open_model"]
 
 
 def open_model(name_or_folder: str | os.PathLike[str], dtype: str) -> tuple[Any, Path]:

@@ -12,10 +12,11 @@ from ctxreuse.block import BlockView, Layout, Plane, layout_of
 from ctxreuse.engines.torch_hf.layers import WindowLayer
 from ctxreuse.errors import FormatError
 
-__all__ = ["Snapshot", "capture", "clear_states", "fits", "read_state", "restore"]
+__all__ = ["DTYPES", "Snapshot", "capture", "clear_states", "fits", "read_state", "restore"]
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_TYPES = {name: kind for kind, name in _NAMES.items()}
+#: The numeric types that a model may have, by the names that a model space uses.
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 class Snapshot:
@@ -107,8 +108,8 @@ def read_state(view: BlockView) -> Snapshot:
     for plane in view.layout.planes:
         # The view's memory is read-only, and torch wants to know that nobody writes: copy the bytes first.
         raw = bytearray(view.plane(plane.layer, plane.role))
-        if plane.dtype not in _TYPES:
+        if plane.dtype not in DTYPES:
             raise FormatError(f"state plane of type {plane.dtype}")
-        tensor = torch.frombuffer(raw, dtype=_TYPES[plane.dtype]) if raw else torch.empty(0, dtype=_TYPES[plane.dtype])
+        tensor = torch.frombuffer(raw, dtype=DTYPES[plane.dtype]) if raw else torch.empty(0, dtype=DTYPES[plane.dtype])
         planes[plane.layer, plane.role] = tensor.view(plane.shape)
     return Snapshot(view.header.end, planes, dict(view.header.extra))

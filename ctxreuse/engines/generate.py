@@ -44,10 +44,12 @@ def generate(engine: Engine, text: TextModel, live: Live, logits: Logits, sampli
     """
     prompt = live.n
     sampler = Sampler(sampling, prompt)
-    history = np.empty(prompt + sampling.max_tokens, "<i4")
+    # The last token needs no position, as it is never fed.
+    end = min(prompt + sampling.max_tokens, engine.space.max_tokens + 1)
+    history = np.empty(end, "<i4")
     history[:prompt] = live.tokens
     words, stops = Detokenizer(text, history[:prompt].tolist()), StopStrings(sampling.stop)
-    for count in range(prompt, prompt + sampling.max_tokens):
+    for count in range(prompt, end):
         if count > prompt:
             logits = engine.prefill(live, history[count - 1 : count])
         token = sampler.next(logits, history[:count])
@@ -57,7 +59,7 @@ def generate(engine: Engine, text: TextModel, live: Live, logits: Logits, sampli
             finish, out = "stop", stops.add(words.flush())
         else:
             out = stops.add(words.add(token))
-            if count + 1 == prompt + sampling.max_tokens or count + 1 > engine.space.max_tokens:
+            if count + 1 == end:
                 finish = "length"
                 if not stops.found:
                     out += stops.add(words.flush())

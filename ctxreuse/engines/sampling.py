@@ -14,6 +14,8 @@ from ctxreuse.keys import Tokens
 
 __all__ = ["Sampler", "Sampling", "largest", "log_softmax"]
 
+_MOST = float(np.finfo(np.float64).max)
+
 #: Tokens among which top-p looks first.
 _NUCLEUS = 512
 
@@ -41,20 +43,24 @@ class Sampling(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name, good, rule in (
-            ("max_tokens", self.max_tokens >= 0, "0 or more"),
+            ("max_tokens", _whole(self.max_tokens), "a whole number, 0 or more"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, up to 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", _whole(self.top_k), "a whole number, 0 (off) or more"),
             ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0; 1 is off"),
             ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a number; 0 is off"),
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a number; 0 is off"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 128, "0 to 2^128 - 1"),
-            ("stop", all(self.stop), "without empty strings"),
-            ("logprobs", self.logprobs >= 0, "0 (off) or more"),
+            ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
+            ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
         ):
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", fix=f"It must be {rule}")
+
+
+def _whole(value: int) -> bool:
+    return hasattr(value, "__index__") and value >= 0
 
 
 def log_softmax(logits: Logits) -> Logits:
@@ -93,7 +99,10 @@ class Sampler:
             self._penalise(scores, history)
         if not how.temperature:
             return int(scores.argmax())
-        ids, weights = self._filtered(scores / how.temperature)
+        # Shifted first, and -inf is a fair score: the quotients of a tiny temperature have no number.
+        with np.errstate(over="ignore"):
+            scores = (scores - scores.max()) / how.temperature
+        ids, weights = self._filtered(scores)
         # Philox is counter-based: draw n is block n of the seed's stream, whatever was drawn before.
         uniform = np.random.Generator(np.random.Philox(key=self.seed, counter=self._draws)).random()
         self._draws += 1
@@ -102,18 +111,24 @@ class Sampler:
 
     def _penalise(self, scores: npt.NDArray[np.float64], history: Tokens) -> None:
         how = self.sampling
-        if how.repetition_penalty != 1 and len(history):
-            seen = np.unique(history)
-            was = scores[seen]
-            scores[seen] = np.where(was > 0, was / how.repetition_penalty, was * how.repetition_penalty)
-        if how.presence_penalty or how.frequency_penalty:
-            said, counts = np.unique(history[self._prompt :], return_counts=True)
-            scores[said] -= how.presence_penalty + how.frequency_penalty * counts
+        with np.errstate(over="ignore"):
+            if how.repetition_penalty != 1 and len(history):
+                seen = np.unique(history)
+                was = scores[seen]
+                scores[seen] = np.where(was > 0, was / how.repetition_penalty, was * how.repetition_penalty)
+            if how.presence_penalty or how.frequency_penalty:
+                said, counts = np.unique(history[self._prompt :], return_counts=True)
+                penalties = how.presence_penalty + how.frequency_penalty * counts
+                scores[said] -= np.clip(penalties, -_MOST, _MOST)
+        np.clip(scores, -_MOST, _MOST, out=scores)
 
     def _filtered(self, scores: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-        """Ids left by top-k, then top-p, then min-p, and their weights; ties go to the smaller id."""
+        """Ids left by top-k, then top-p, then min-p, and their weights; ties go to the smaller id.
+
+        ``scores`` are at most 0, and the best is.
+        """
         how = self.sampling
-        weights = np.exp(scores - scores.max())
+        weights = np.exp(scores)
         ids = np.arange(len(scores))
         if 0 < how.top_k < len(scores):
             ids = largest(weights, how.top_k)

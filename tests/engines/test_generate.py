@@ -102,6 +102,16 @@ def test_a_full_context_ends_with_length(engine_of):
     assert live.n == engine.space.max_tokens
 
 
+def test_any_number_of_tokens_may_be_wanted(engine_of):
+    """Memory is taken for what the model has positions for, not for what is asked."""
+    engine = engine_of("gpt2")
+    live = engine.start()
+    logits = engine.prefill(live, np.arange(5, 1020, dtype=np.int32) % 500)
+    pieces = list(generate(engine, words(), live, logits, Sampling(max_tokens=10**15, ignore_eos=True)))
+    assert len(pieces) == 1024 - 1015 + 1
+    assert pieces[-1].finish == "length"
+
+
 def test_no_tokens_wanted_gives_none(engine):
     live, pieces = answer(engine, Sampling(max_tokens=0))
     assert pieces == []

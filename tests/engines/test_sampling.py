@@ -118,3 +118,25 @@ def test_logits_that_are_no_numbers_are_an_error(bad):
 def test_values_without_a_meaning_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stop": "END"}, {"stop": ("",)}, {"max_tokens": 1.5}, {"top_k": 1.5}, {"logprobs": -1}, {"temperature": -1}]
+    + [{name: float("nan")} for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")],
+)
+def test_values_without_a_meaning_are_refused_before_anything_is_computed(wrong):
+    """A bare string would have stopped at each of its letters."""
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-30, 1e300])
+@pytest.mark.parametrize("penalty", [{}, {"repetition_penalty": 5e-324}, {"presence_penalty": -1e308}])
+def test_the_smallest_and_largest_numbers_draw_a_token(temperature, penalty):
+    said = np.array([3, 3, 4], np.int32)
+    for scores in (logits(1), np.where(np.arange(50) % 2, logits(1), -np.inf).astype(np.float32)):
+        how = Sampling(temperature=temperature, seed=1, frequency_penalty=-1e308, **penalty)
+        assert np.isfinite(scores[Sampler(how).next(scores, said)])
+        cold = Sampling(temperature=min(temperature, 1e-30), seed=1)
+        assert Sampler(cold).next(scores, said) == scores.argmax()

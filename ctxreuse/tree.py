@@ -6,7 +6,7 @@ walks the keys of a request until one is missing. Store, eviction, planner, rout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -213,38 +213,30 @@ class ContextTree:
             tip.branches += 1
             self._tips.setdefault(tip.key, set()).add(branch)
 
-    def check(self, fail: Callable[[str], None] | None = None) -> None:
-        """Compare every count with what it counts; calls ``fail`` on each difference (default: AssertionError)."""
-
-        def report(text: str) -> None:
-            if fail is None:
-                raise AssertionError(text)
-            fail(text)
-
+    def check(self) -> None:
+        """Compare every count with what it counts; raises AssertionError at the first difference. O(nodes)."""
         children: dict[int, int] = {}
         for key, node in self._nodes.items():
-            if node.key != key:
-                report(f"{node!r} is filed under {key.hex()[:12]}")
-            if node.parent is not None:
-                children[id(node.parent)] = children.get(id(node.parent), 0) + 1
-                if self._nodes.get(node.parent.key) is not node.parent:
-                    report(f"the parent of {node!r} is not held")
-            if node.depth != node.tokens + (node.parent.depth if node.parent else 0):
-                report(f"{node!r} has the wrong depth")
+            above = node.parent
+            assert node.key == key, f"{node!r} is filed under {key.hex()[:12]}"
+            assert node.depth == node.tokens + (above.depth if above else 0), f"{node!r} has the wrong depth"
+            if above is not None:
+                assert self._nodes.get(above.key) is above, f"the parent of {node!r} is not held"
+                children[id(above)] = children.get(id(above), 0) + 1
         tips: dict[int, int] = {}
         for branch in self._branches:
-            if branch.tip is not None:
-                tips[id(branch.tip)] = tips.get(id(branch.tip), 0) + 1
-                if self._nodes.get(branch.tip.key) is not branch.tip:
-                    report(f"a branch ends at {branch.tip!r}, which is not held")
-                if branch not in self._tips.get(branch.tip.key, ()):
-                    report(f"a branch is not filed under its tip {branch.tip!r}")
-        if sum(tips.values()) != sum(map(len, self._tips.values())):
-            report("branches are filed under nodes where they do not end")
+            tip = branch.tip
+            if tip is not None:
+                assert self._nodes.get(tip.key) is tip, f"a branch ends at {tip!r}, which is not held"
+                assert branch in self._tips.get(tip.key, ()), f"a branch is not filed under its tip {tip!r}"
+                tips[id(tip)] = tips.get(id(tip), 0) + 1
+        filed = sum(map(len, self._tips.values()))
+        assert sum(tips.values()) == filed, "branches are filed under nodes where they do not end"
         for node in self._nodes.values():
-            if node.children != children.get(id(node), 0) or node.branches != tips.get(id(node), 0) or node.pins < 0:
-                report(f"{node!r} counts {node.children} children and {node.branches} branches wrongly")
-        if self.tokens != sum(node.tokens for node in self._nodes.values()):
-            report(f"the tree counts {self.tokens} tokens")
-        if self.nbytes != sum(node.nbytes + node.state_nbytes for node in self._nodes.values()):
-            report(f"the tree counts {self.nbytes} bytes")
+            held = children.get(id(node), 0), tips.get(id(node), 0)
+            assert (node.children, node.branches) == held, f"{node!r} counts its children or branches wrongly"
+            assert node.pins >= 0, f"{node!r} has fewer than no pins"
+        tokens = sum(node.tokens for node in self._nodes.values())
+        assert self.tokens == tokens, f"the tree counts {self.tokens} tokens, its nodes have {tokens}"
+        nbytes = sum(node.nbytes + node.state_nbytes for node in self._nodes.values())
+        assert self.nbytes == nbytes, f"the tree counts {self.nbytes} bytes, its nodes have {nbytes}"

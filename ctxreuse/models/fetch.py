@@ -22,7 +22,7 @@ Bar = Callable[[int], None]
 _VOCABULARY_BYTES = 40_000_000  # tokenizer.json of a vocabulary of 262,144 tokens, and the small files
 
 
-def get(name: str, progress: bool = True, *, keep_gguf: bool = False) -> Path:
+def get(name: str, *, progress: bool = True, keep_gguf: bool = False) -> Path:
     """The Hugging Face folder of the catalog model `name`, fetched and converted first if it is not there yet.
 
     Any thread or process may call it at any time: one does the work, the others wait for it. With `progress`, bars go

@@ -100,7 +100,7 @@ class Ledger:
             raise explain(error, self._env.path) from None
 
     def _find(self, txn: Any, name: str) -> Session:
-        raw_id = None
+        raw_id, key = None, require_text(name, "a session name")
         if len(name) == 32:
             try:
                 raw_id = bytes.fromhex(name)
@@ -108,8 +108,7 @@ class Ledger:
                 pass
         raw = txn.get(raw_id, db=self._env.tables["sessions"]) if raw_id else None
         if raw is None:
-            key = require_text(name, "a session name")[:_NAME_BYTES]
-            raw_id = txn.get(key, db=self._env.tables["names"]) if key else None
+            raw_id = txn.get(key, db=self._env.tables["names"]) if 0 < len(key) <= _NAME_BYTES else None
             raw = txn.get(raw_id, db=self._env.tables["sessions"]) if raw_id is not None else None
         if raw is None:
             raise SessionError(f"there is no session {name!r}", fix=self._near(txn, name))

@@ -170,8 +170,11 @@ def _read(place: Path) -> _Record:
 
 
 def _owned(place: Path, record: _Record) -> StoreOwnedError:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.since))
-    who = f"process {record.pid} on {record.host} ({record.command}) since {since}" if record.pid else "another process"
+    who = f"process {record.pid} on {record.host} ({record.command})" if record.pid else "another process"
+    # The file may say anything: a time that no calendar has must not hide whose store it is.
+    with contextlib.suppress(OverflowError, ValueError, OSError):
+        if record.pid:
+            who += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(record.since))
     fix = "Close it there, talk to that process instead, or open with readonly=True"
     return StoreOwnedError(f"the store is in use by {who}", where=str(place), fix=fix)
 

@@ -253,3 +253,11 @@ def test_what_is_no_turn_id_never_becomes_a_head(ledger: Ledger, id: Any) -> Non
             ledger.fork("s", at=id)
     assert [session.name for session in ledger.sessions()] == ["s"]
     ledger.check()
+
+
+def test_a_longer_name_is_not_the_session_whose_name_it_begins_with(ledger: Ledger) -> None:
+    ledger.create("x" * 480)
+    for name in ("x" * 481, "x" * 5000, "", None, 7):
+        with pytest.raises(SessionError):
+            ledger.delete(name)  # type: ignore[arg-type]
+    assert ledger.session("x" * 480).name == "x" * 480

@@ -66,6 +66,14 @@ def test_a_torn_owner_file_locks_nobody_out(tmp_path: Path, content: bytes) -> N
         assert ledger.count() == 0
 
 
+@pytest.mark.parametrize("since", ["1e300", "-1e300", "1e12"])
+def test_an_owner_file_of_nonsense_still_says_that_the_store_is_owned(tmp_path: Path, since: str) -> None:
+    with Ledger.open(tmp_path):
+        (tmp_path / "owner.json").write_text(f'{{"pid": 7, "host": "h", "command": "c", "since": {since}}}')
+        with pytest.raises(StoreOwnedError, match="process 7 on h"):
+            Ledger.open(tmp_path)
+
+
 def test_deleting_the_owner_file_frees_nothing(tmp_path: Path, spawn) -> None:
     other = spawn(HOLD, tmp_path)
     assert other.stdout.readline() == "ready\n"

@@ -32,8 +32,14 @@ Tokens = npt.NDArray[np.int32]
 
 
 def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
-    """Token ids as a contiguous little-endian int32 array [n]; raises TokenRangeError below 0 or above 2^31 - 1."""
-    wide = np.asarray(tokens)
+    """Token ids as a contiguous little-endian int32 array [n].
+
+    Raises TokenRangeError for an id below 0 or above 2^31 - 1 and for what is no flat list of whole numbers.
+    """
+    try:
+        wide = np.asarray(tokens)
+    except ValueError as error:  # lists of different lengths in a list
+        raise TokenRangeError(f"token ids must be a flat list of whole numbers: {error}") from None
     if wide.size == 0:
         return np.zeros(0, "<i4")
     if wide.ndim != 1 or wide.dtype.kind not in "iu":

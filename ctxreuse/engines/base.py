@@ -13,7 +13,7 @@ from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["Engine", "Live", "Loading", "Logits", "check_prompt"]
+__all__ = ["Engine", "Live", "Loading", "Logits", "check_prompt", "check_vocabulary"]
 
 #: float32 [vocab]: the scores of the next token, a copy that the caller owns.
 Logits = npt.NDArray[np.float32]
@@ -116,14 +116,19 @@ def check_prompt(space: ModelSpace, held: int, tokens: Sequence[int] | npt.NDArr
     ids = as_tokens(tokens)
     if not len(ids):
         raise EngineError("no tokens to process", fix="A prompt needs at least one token, e.g. the model's BOS")
+    check_vocabulary(space, ids)
+    check_length(space, held + len(ids))
+    return ids
+
+
+def check_vocabulary(space: ModelSpace, ids: Tokens) -> None:
+    """Raises TokenRangeError if one of ``ids`` (at least one) is not in the model's vocabulary."""
     if int(ids.max()) >= space.vocab_size:
         raise TokenRangeError(
             f"token id {int(ids.max())} is outside the vocabulary of {space.vocab_size}",
             where=space.architecture,
             fix="Tokenise the text with this model's own tokenizer",
         )
-    check_length(space, held + len(ids))
-    return ids
 
 
 def check_length(space: ModelSpace, n: int) -> None:

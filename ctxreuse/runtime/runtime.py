@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ctxreuse.engines.base import check_vocabulary
 from ctxreuse.errors import ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.runtime.advance import advance
@@ -129,6 +130,7 @@ class Runtime:
         ids, space = as_tokens(tokens), self.engine.space
         if not len(ids):
             raise EngineError("the context is empty", fix="Give at least one token: there is nothing to continue")
+        check_vocabulary(space, ids)
         if len(ids) > space.max_tokens:
             raise ContextTooLongError(
                 f"the context has {len(ids):,} tokens and the model takes {space.max_tokens:,}",

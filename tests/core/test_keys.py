@@ -93,7 +93,9 @@ def test_as_tokens_keeps_the_ids(tokens: list[int]) -> None:
         assert array.tolist() == tokens
 
 
-@pytest.mark.parametrize("bad", [[-1], [2**31], [1.5], [[1, 2]], ["x"], [True, False], [1, -5, 2**40]])
+@pytest.mark.parametrize(
+    "bad", [[-1], [2**31], [1.5], [[1, 2]], ["x"], [True, False], [1, -5, 2**40], [[1], [2, 3]], None, b"ab"]
+)
 def test_ids_that_are_none(bad: list[object]) -> None:
     with pytest.raises(TokenRangeError):
         as_tokens(bad)  # type: ignore[arg-type]

@@ -184,6 +184,8 @@ def test_bad_prompts(llama: TorchEngine, store: BlockStore) -> None:
         runtime.prefill([])
     with pytest.raises(TokenRangeError, match="outside the vocabulary"):
         runtime.prefill([1, 2, VOCAB])
+    with pytest.raises(TokenRangeError, match="outside the vocabulary"):
+        Runtime(llama, store, text=Letters()).complete([1, 2, VOCAB], Sampling())  # before the first token is asked for
     with pytest.raises(TokenRangeError):
         runtime.prefill([1, -2])
     with pytest.raises(ContextTooLongError, match="513 tokens and the model takes 512"):

@@ -117,9 +117,11 @@ class Memory:
                 raise
         try:
             return self.create(id_or_name)
-        except SessionError:
-            # Another thread may have made it since.
-            return Session(self._shared, ledger.session(id_or_name).id)
+        except SessionError as error:
+            try:  # another thread may have made it since
+                return Session(self._shared, ledger.session(id_or_name).id)
+            except SessionError:
+                raise error from None
 
     def sessions(self, limit: int | None = None, offset: int = 0) -> list[Session]:
         """Sessions, last changed first."""

@@ -39,7 +39,7 @@ _MAX_DEPTH = 64
 
 
 class _Turn(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    role: Annotated[str, Meta(min_length=1, max_length=256)]
+    role: Annotated[str, Meta(min_length=1)]
     content: str
     created: Annotated[float, Meta(ge=0, le=253402300800)]
     meta: dict[str, Any] = {}

@@ -269,3 +269,16 @@ def test_two_hundred_thousand_tokens_of_text_need_no_engine(tmp_path: Path) -> N
         assert len(fork.turns()) == 402
         assert fork.turns()[400] == one
         assert [hit.turn.content[:3] for hit in memory.search("399 lazy")] == ["399"]
+
+
+@pytest.mark.parametrize("name", ["two\nlines", " ", "", "x" * 481])
+def test_a_name_that_cannot_be_says_so(memory: Memory, name: str) -> None:
+    """Asked for by such a name, a session was said not to exist, as if it could."""
+    with pytest.raises(SessionError, match="cannot name a session"):
+        memory.session(name)
+
+
+def test_a_role_of_any_length_is_exported_and_imported(memory: Memory) -> None:
+    session = memory.create()
+    session.append("r" * 1000, "x")
+    assert memory.import_json(memory.export_json(session), "again").turns()[0].role == "r" * 1000

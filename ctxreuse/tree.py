@@ -6,7 +6,7 @@ walks the keys of a request until one is missing. Store, eviction, planner, rout
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -174,6 +174,32 @@ class ContextTree:
                 node.pins += step
                 reached += 1
         return reached
+
+    def evictable(
+        self, order: Callable[[], Iterable[bytes]], need: int, keep: Container[bytes] = frozenset()
+    ) -> list[Node]:
+        """Nodes that may go so that ``need`` bytes are free, children before parents; fewer if there are no more. Pure.
+
+        ``order`` gives the policy's keys, first to go first; it is asked again when the loss of children has freed
+        parents that it named before. Nodes with pins or in ``keep`` stay, and so do their ancestors.
+        """
+        lost: dict[bytes, int] = {}
+        victims: dict[bytes, Node] = {}
+        freed, grown = 0, True
+        while freed < need and grown:
+            grown = False
+            for key in order():
+                node = self._nodes.get(key)
+                if node is None or node.pins or key in keep or key in victims or node.children > lost.get(key, 0):
+                    continue
+                victims[key] = node
+                grown = True
+                freed += node.nbytes + node.state_nbytes
+                if node.parent is not None:
+                    lost[node.parent.key] = lost.get(node.parent.key, 0) + 1
+                if freed >= need:
+                    break
+        return list(victims.values())
 
     def branch(self, keys: Sequence[bytes] = ()) -> Branch:
         """A new branch whose tip is the end of the longest held prefix of ``keys``."""

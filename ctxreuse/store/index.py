@@ -187,25 +187,9 @@ class Index:
 
     def _evict(self, need: int, keep: set[bytes]) -> list[Gone]:
         """Remove the first to go until ``need`` bytes are free; nothing if that cannot be reached."""
-        tree = self.tree
-        lost: Counter[bytes] = Counter()
-        victims: dict[bytes, Node] = {}
-        freed = 0
-        grown = True
-        while freed < need and grown:
-            grown = False
-            for key in self.policy.order():
-                node = tree.get(key)
-                if node is None or node.pins or key in keep or key in victims or node.children > lost[key]:
-                    continue
-                victims[key] = node
-                grown = True
-                freed += node.nbytes + node.state_nbytes
-                if node.parent is not None:
-                    lost[node.parent.key] += 1
-                if freed >= need:
-                    break
-        return [self.remove(node) for node in victims.values()] if freed >= need else []
+        victims = self.tree.evictable(self.policy.order, need, keep)
+        freed = sum(node.nbytes + node.state_nbytes for node in victims)
+        return [self.remove(node) for node in victims] if freed >= need else []
 
     def shrink(self) -> list[bytes]:
         """Evict down to the capacity, which may be lower than when the store was last open; returns the keys."""

@@ -173,8 +173,25 @@ class TreeAgainstDict(RuleBasedStateMachine):
         assert len(self.tree) == len(self.held)
         assert self.tree.tokens == sum(row[0] for row in self.held.values())
         assert self.tree.nbytes == sum(row[1] + row[2] for row in self.held.values())
+        order = [key(path) for path in sorted(self.held)]
         free = {node.key for node in self.tree if not node.children and not node.pins}
         assert free == {key(path) for path in self.free()}
+        # Everything but pinned nodes and what stands above them can go, each after all its children.
+        gone = [node.key for node in self.tree.evictable(lambda: [*order, bytes(32)], 1 << 60)]
+        pinned = {node.key for node in self.tree if node.pins}
+        stays = {key(path[:n]) for path in self.held if key(path) in pinned for n in range(1, len(path) + 1)}
+        assert len(gone) == len(set(gone))
+        assert set(gone) == set(order) - stays
+        for path in self.held:
+            if len(path) > 1 and key(path[:-1]) in gone:
+                assert gone.index(key(path)) < gone.index(key(path[:-1]))
+        # No more than is needed: without the last one the bytes would not do.
+        need = 1 + self.tree.nbytes // 3
+        some = [
+            node.nbytes + node.state_nbytes for node in self.tree.evictable(lambda: order, need, keep=set(order[:1]))
+        ]
+        assert sum(some[:-1]) < need
+        assert all(node.key != order[0] for node in self.tree.evictable(lambda: order, need, keep=set(order[:1])))
         for branch, tip in self.tips.items():
             assert (branch.tip.key if branch.tip else None) == (key(tip) if tip else None)
 

@@ -26,7 +26,7 @@ from ctxreuse.store import BlockStore, TieredStore
 TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
 # What one round may leave behind: interned strings, caches of libraries that fill once.
 _SLACK_BYTES = 128 << 10
-# What the allocator and pages of mapped files may add; one context that is never given back is 200 KB.
+# What the allocator and pages of mapped files may add; a context that is never given back is 64 KB.
 _SLACK_RSS = 24 << 20
 
 

@@ -136,11 +136,20 @@ class Env:
                 size //= 2
         try:
             self._map_size = size
+            self._file = self._on_disk()
             self._env.reader_check()
             self.tables = {name: self._env.open_db(name.encode(), create=not self.readonly) for name in self._tables}
         except BaseException:
             self._env.close()
             raise
+
+    def _on_disk(self) -> tuple[int, int] | None:
+        """The file that the path leads to now; None if there is none."""
+        try:
+            found = os.stat(self.path / "data.mdb")
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
 
     def _alive(self) -> Any:
         env = self._env
@@ -185,9 +194,15 @@ class Env:
     def write(self, work: Callable[[Any], T]) -> T:
         """Run ``work(txn)`` in one transaction and commit; nothing of it stays if anything raises.
 
-        ``work`` runs again after the map has grown. Raises lmdb.Error (see ``explain``) or what ``work`` raises.
+        ``work`` runs again after the map has grown. Raises lmdb.Error (see ``explain``) or what ``work`` raises;
+        StoreError if it should be durable and the file was deleted or replaced: nobody would ever read it.
         """
         self._alive()
+        if self._durable and self._on_disk() != self._file:
+            fix = "Restore its folder from a backup, then open it again"
+            raise StoreError(
+                "the store's file was deleted or replaced while it was open", where=str(self.path), fix=fix
+            )
         with self._write_lock:
             while True:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,15 @@ def test_a_longer_name_is_not_the_session_whose_name_it_begins_with(ledger: Ledg
         with pytest.raises(SessionError):
             ledger.delete(name)  # type: ignore[arg-type]
     assert ledger.session("x" * 480).name == "x" * 480
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_goes_into_a_deleted_file_is_not_called_durable(tmp_path: Path, again: bool) -> None:
+    with Ledger.open(tmp_path / "s") as ledger:
+        ledger.append(ledger.create("s").id, [NewTurn("user", "x")])
+        shutil.rmtree(tmp_path / "s")
+        if again:
+            Ledger.open(tmp_path / "s").close()
+        with pytest.raises(StoreError, match="deleted or replaced"):
+            ledger.append("s", [NewTurn("user", "y")])
+        assert [turn.content for turn in ledger.turns(ledger.session("s").head)] == ["x"]

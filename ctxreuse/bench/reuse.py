@@ -121,8 +121,8 @@ def run(options: Options) -> list[Figure]:
     """Figures in seconds and as ratios; medians over fresh processes."""
     with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
         path = Path(folder)
-        exact = _measure(options, path, "float32", options.pick(1, 7))
-        fast = _measure(options, path, "bfloat16", options.pick(1, 5))
+        exact = _measure(options, path, "float32", options.pick(1, 5))
+        fast = _measure(options, path, "bfloat16", options.pick(1, 3))
         options.step("llama.cpp, if it is installed")
         peer = _llama(path, options.pick(1, 3))
     return [

@@ -211,9 +211,14 @@ def test_a_wrecked_cache_starts_empty_and_works(tmp_path: Path, caplog, name: st
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(page=st.integers(0, 30), at=st.integers(0, 4080), junk=st.binary(min_size=1, max_size=16))
-def test_random_damage_after_a_crash_of_the_machine(tmp_path: Path, page: int, at: int, junk: bytes) -> None:
-    """Pages as a lost power supply may leave them: LMDB itself must not be trusted with them."""
+@given(
+    page=st.integers(0, 30),
+    at=st.integers(0, 4080),
+    junk=st.binary(min_size=1, max_size=16) | st.just(bytes(4096)),
+    crashed=st.booleans(),
+)
+def test_random_damage(tmp_path: Path, page: int, at: int, junk: bytes, crashed: bool) -> None:
+    """Pages as a lost power supply or a bad disk may leave them: LMDB, which would abort, never sees them."""
     folder = tmp_path / "store"
     if folder.exists():
         shutil.rmtree(folder)
@@ -224,11 +229,14 @@ def test_random_damage_after_a_crash_of_the_machine(tmp_path: Path, page: int, a
         file.write(junk)
 
     pages(folder, damage)
-    leave_unclean(folder, "one")
-    with BlockStore.open(folder, capacity=CAPACITY, boot="two") as store:
+    if crashed:
+        leave_unclean(folder, "one")
+    with BlockStore.open(folder, capacity=CAPACITY, boot="two" if crashed else "one") as store:
         held = store.match(CONTEXT.keys).blocks
-        assert CONTEXT.intact(store, range(held)) or store.stats().recovered == "verified"
-        assert store.verify() == []
+        recovered = store.stats().recovered
+        # After a clean close the values are believed until they are read, when their checksums tell.
+        assert CONTEXT.intact(store, range(held)) or recovered == "verified" or not crashed
+        assert store.verify() == [] or not crashed
         CONTEXT.fill(store)
         store.check()
 

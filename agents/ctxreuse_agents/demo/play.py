@@ -62,7 +62,8 @@ def _play(folder: Path, console: Console) -> bool:
                     console.print(f"[bold red]kill -9[/] process {event['pid']} is gone; a new one opens the memory\n")
     same = _same(seen)
     console.print()
-    console.print(_table(seen, same))
+    console.print(_table(seen))
+    console.print(_summary(seen, same), soft_wrap=True)
     return same
 
 
@@ -104,7 +105,7 @@ def _same(seen: list[dict[str, Any]]) -> bool:
     return bool(asked) and set(truth) == set(QUESTIONS) and all(e["tokens"] == truth[e["question"]] for e in asked)
 
 
-def _table(seen: list[dict[str, Any]], same: bool) -> Table:
+def _table(seen: list[dict[str, Any]]) -> Table:
     table = Table(title="Time to first token", title_justify="left", title_style="bold")
     table.add_column("when")
     table.add_column("asked", justify="right")
@@ -128,13 +129,15 @@ def _table(seen: list[dict[str, Any]], same: bool) -> Table:
             f"{full / seconds:.1f}x" if reused else "",
         )
     table.add_row("nothing reused", str(len(QUESTIONS)), "0", "computed", f"{full:.2f}", "")
+    return table
+
+
+def _summary(seen: list[dict[str, Any]], same: bool) -> str:
     forks = [event["seconds"] for event in seen if event["event"] == "forked"]
     stored = next(event for event in seen if event["event"] == "stored")
     blocks = stored["stats"]["blocks"]
-    table.caption = (
+    return (
         f"forking took {1000 * statistics.median(forks):.1f} ms · "
         f"{rounded_bytes(blocks['nbytes'])} of KV in {blocks['blocks']} blocks on disk · "
         f"same tokens: {'[bold green]yes[/]' if same else '[bold red]NO[/]'}"
     )
-    table.caption_justify = "left"
-    return table

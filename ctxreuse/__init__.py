@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ctxreuse.errors import CtxReuseError as CtxReuseError
     from ctxreuse.errors import EngineError as EngineError
     from ctxreuse.errors import FormatError as FormatError
+    from ctxreuse.errors import LinkDownError as LinkDownError
+    from ctxreuse.errors import LinkError as LinkError
+    from ctxreuse.errors import LinkRefusedError as LinkRefusedError
+    from ctxreuse.errors import ProtocolError as ProtocolError
     from ctxreuse.errors import SessionError as SessionError
     from ctxreuse.errors import StoreClosedError as StoreClosedError
     from ctxreuse.errors import StoreError as StoreError
@@ -53,8 +57,12 @@ __all__ = [
     "FormatError",
     "LayerSpec",
     "Ledger",
+    "LinkDownError",
+    "LinkError",
+    "LinkRefusedError",
     "Match",
     "ModelSpace",
+    "ProtocolError",
     "Runtime",
     "Sampling",
     "SessionError",

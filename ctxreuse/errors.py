@@ -10,6 +10,10 @@
     │   ├── StoreFullError          the disk or the map has no room left
     │   ├── StoreReadOnlyError      a write on a store that was opened for reading
     │   └── StoreClosedError        use after close()
+    ├── LinkError                   another node cannot be reached or does not do what was agreed; work goes on without it
+    │   ├── LinkDownError           no answer in time, or the connection was lost
+    │   ├── LinkRefusedError        the peer does not accept this node: unknown or revoked key, version, model space
+    │   └── ProtocolError           the peer sent what the protocol does not allow
     ├── SessionError                a session, turn or fork that does not exist or cannot be changed so
     └── EngineError                 the model or its engine cannot do what was asked
         ├── ContextTooLongError     more tokens than the model has positions for
@@ -26,6 +30,10 @@ __all__ = [
     "CtxReuseError",
     "EngineError",
     "FormatError",
+    "LinkDownError",
+    "LinkError",
+    "LinkRefusedError",
+    "ProtocolError",
     "SessionError",
     "StoreClosedError",
     "StoreError",
@@ -79,6 +87,22 @@ class StoreReadOnlyError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was used after close()."""
+
+
+class LinkError(CtxReuseError):
+    """Another node cannot be reached or does not do what was agreed. Requests go on without it."""
+
+
+class LinkDownError(LinkError):
+    """No answer in time, or the connection was lost; trying again later may work."""
+
+
+class LinkRefusedError(LinkError):
+    """The peer does not accept this node: its key, protocol version, tenant or model space."""
+
+
+class ProtocolError(LinkError):
+    """The peer sent what the protocol does not allow; the link to it is closed."""
 
 
 class SessionError(CtxReuseError):

@@ -1,0 +1,109 @@
+"""Between the protocol and the node it runs in: what a node that serves others must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ctxreuse.keys import Tokens
+
+__all__ = ["Grant", "Intake", "Matched", "Service", "Supply"]
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """What an accepted peer may do: its ``tenant`` (from its key, never from a message), the ``salt`` [16 bytes] with
+    which it makes keys on this link, and the ``spaces`` (digests) in which this node can prefill for it."""
+
+    tenant: str
+    salt: bytes
+    spaces: tuple[bytes, ...] = ()
+
+
+class Matched(msgspec.Struct, frozen=True):
+    """How many leading blocks of a chain of keys are held, at how many of them the last state is, and the bytes of the
+    held blocks together (0: not known)."""
+
+    blocks: int
+    state_blocks: int
+    nbytes: int = 0
+
+
+class Supply(Protocol):
+    """Blocks that one peer asked for, as sealed bytes. One thread calls, the one that owns the sockets.
+
+    Items ``0 … count - 1`` are the blocks in the order of their keys; if the state was asked for it is item ``count``.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    def parts(self, item: int) -> tuple[int, ...] | None:
+        """Byte offsets of an item's parts, ascending: part p is ``[offsets[p], offsets[p + 1])``, part 0 is the head
+        (all before the first plane), part 1 + i the i-th layer, the last offset the total size. None while the item is
+        still being made. Raises LookupError if it is not held (any more)."""
+        ...
+
+    def read(self, item: int, start: int, stop: int) -> memoryview | bytes:
+        """A copy of these bytes (memory that nobody changes). Raises LookupError if the item is gone."""
+        ...
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` (from any thread, cheap) whenever another item is ready or the making has ended."""
+        ...
+
+    def close(self) -> None:
+        """The peer has all, or wants no more. Idempotent; a prefill that nobody else waits for is given up."""
+        ...
+
+
+class Intake(Protocol):
+    """Blocks that one peer wants to give. One thread calls."""
+
+    @property
+    def wanted(self) -> Sequence[int]:
+        """Indices of the offered keys that are lacking here and that there is room for, ascending."""
+        ...
+
+    def put(self, item: int, data: memoryview) -> str:
+        """The whole sealed bytes of an offered block (memory that nobody changes). ``""`` if it was taken, else why
+        not: ``corrupt``, ``foreign`` (key, tenant, space or tokens), ``full``, ``orphan``, ``audit``, …"""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Service(Protocol):
+    """A node that serves its peers. One thread calls all methods, none of which may block for more than milliseconds.
+
+    The tenant is an argument everywhere: nothing of another tenant may be matched, read, replaced or counted.
+    """
+
+    def admit(self, user: str, node: bytes, spaces: Sequence[bytes]) -> Grant:
+        """Accept a peer whose key belongs to ``user`` (its entry in the allow-list). Raises LinkRefusedError."""
+        ...
+
+    def match(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> Matched: ...
+
+    def supply(self, tenant: str, space: bytes, keys: Sequence[bytes], *, state: bool) -> Supply:
+        """Open a fetch. ``state``: also the state at the end of the last key."""
+        ...
+
+    def intake(self, tenant: str, space: bytes, keys: Sequence[bytes], sizes: Sequence[int], parent: bytes) -> Intake:
+        """Open a put of consecutive blocks that follow ``parent``; ``sizes`` are bytes."""
+        ...
+
+    def prefill(self, tenant: str, space: bytes, tokens: Tokens, *, first: int, state: bool) -> Supply:
+        """Compute (or find) the whole blocks of ``tokens`` from block ``first`` on; items become ready as they are made.
+
+        Raises LinkRefusedError if this node cannot (``space`` not served, too many waiting, tokens out of range)."""
+        ...
+
+    def held(self, tenant: str) -> Sequence[bytes]:
+        """Keys of all blocks of the tenant that are held now: the snapshot of an announcement."""
+        ...
+
+    def changes(self, tenant: str) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
+        """Keys that came and went for the tenant since the last call with it; None: too many, announce anew."""
+        ...

@@ -100,10 +100,11 @@ class Service(Protocol):
         Raises LinkRefusedError if this node cannot (``space`` not served, too many waiting, tokens out of range)."""
         ...
 
-    def held(self, tenant: str) -> Sequence[bytes]:
-        """Keys of all blocks of the tenant that are held now: the snapshot of an announcement."""
+    def held(self, tenant: str) -> tuple[int, Sequence[bytes]]:
+        """A version and the keys of all blocks of the tenant that are held at it: the snapshot of an announcement."""
         ...
 
-    def changes(self, tenant: str) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
-        """Keys that came and went for the tenant since the last call with it; None: too many, announce anew."""
+    def changes(self, tenant: str, since: int) -> tuple[int, Sequence[bytes], Sequence[bytes]] | None:
+        """The present version and the keys that came and went since version ``since``; None if that is not known any
+        more (too long ago, or of another epoch): announce anew. Several peers of one tenant each ask with their own."""
         ...

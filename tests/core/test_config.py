@@ -63,7 +63,7 @@ def test_a_path_beats_the_environment(tmp_path: Path) -> None:
         ("[store]\ncapasity = 5", "store.capacity"),
         ("[engine]\ncapacity = '1GB'", "store.capacity"),
         ("[sture]\npath = 'x'", "store.path"),
-        ("[weather]\nrain = 1", "config show"),
+        ("[weather]\nwind_south_west = 1", "config show"),
         ("store = 5", "no setting is called 'store'"),
         ("[engine]\nthreads = '4'", "cannot be '4'"),
         ("[engine]\nthreads = -1", "cannot be -1"),

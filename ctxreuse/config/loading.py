@@ -1,8 +1,7 @@
-"""Settings: frozen structs, filled from defaults, then one TOML file, then ``CTXREUSE_*``, then flags.
+"""Loading settings: defaults, then one TOML file, then ``CTXREUSE_*``, then flags; each value keeps its origin.
 
-Every value keeps its origin, so that ``ctxreuse config show --origin`` can say why it is what it is. An environment
-variable names a setting by its path with double underscores: ``CTXREUSE_STORE__CAPACITY=8GB`` is ``store.capacity``.
-Which settings exist, their units and what they mean stands in the structs here and nowhere else.
+``ctxreuse config show --origin`` can so say why a value is what it is. An environment variable names a setting by its
+path with double underscores: ``CTXREUSE_STORE__CAPACITY=8GB`` is ``store.capacity``.
 """
 
 from __future__ import annotations
@@ -12,86 +11,14 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any
 
 import msgspec
 
+from ctxreuse.config.schema import ENV_PREFIX, Setting, Settings, settings
 from ctxreuse.errors import ConfigError
-from ctxreuse.units import format_bytes, parse_bytes
 
-__all__ = ["EngineConfig", "Loaded", "Setting", "Settings", "StoreConfig", "config_path", "example", "load", "settings"]
-
-ENV_PREFIX = "CTXREUSE_"
-_UNIT = {"unit": "bytes"}
-
-
-def _about(text: str, *, ge: int | None = None, size: bool = False) -> Any:
-    return msgspec.Meta(description=text, ge=ge, extra=_UNIT if size else None)
-
-
-class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where contexts are kept and how much of them."""
-
-    path: Annotated[str, _about("Folder of the store; empty: the user's data folder")] = ""
-    capacity: Annotated[int, _about("Bytes of KV kept on disk", ge=1 << 20, size=True)] = 8_000_000_000
-    host_bytes: Annotated[int, _about("Bytes of KV that may wait in memory for the disk", ge=0, size=True)] = 256 << 20
-    policy: Annotated[str, _about("What is evicted first when the store is full")] = "lru"
-
-    def folder(self) -> Path:
-        """The folder of the store: ``path``, or ``store`` in the user's data folder."""
-        if self.path:
-            return Path(self.path).expanduser()
-        import platformdirs
-
-        return platformdirs.user_data_path("ctxreuse", appauthor=False) / "store"
-
-
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which model computes, and how."""
-
-    model: Annotated[str, _about("A name that `ctxreuse model ls` knows, or a Hugging Face folder")] = "smollm2"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], _about("Numeric type of weights and KV")] = "float32"
-    threads: Annotated[int, _about("CPU threads of the engine; 0: one a core", ge=0)] = 0
-    chunk: Annotated[int, _about("Tokens of one prefill step: more is faster and takes more memory", ge=1)] = 512
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings of the core, by section."""
-
-    store: StoreConfig = StoreConfig()
-    engine: EngineConfig = EngineConfig()
-
-
-class Setting(NamedTuple):
-    """One setting: dotted ``name``, its plain ``type``, ``default``, what it is ``about``, and its ``unit`` if any."""
-
-    name: str
-    type: Any
-    default: Any
-    about: str
-    unit: str
-
-    @property
-    def env(self) -> str:
-        """The environment variable that sets it."""
-        return ENV_PREFIX + self.name.upper().replace(".", "__")
-
-    def show(self, value: Any) -> str:
-        """The value as TOML that reads back as the same value."""
-        if self.unit == "bytes":
-            value = format_bytes(value)
-        return msgspec.json.encode(value).decode()
-
-    def read(self, raw: Any, origin: str) -> Any:
-        """A checked value from TOML, environment or flag. Raises ConfigError naming the origin."""
-        try:
-            if self.unit == "bytes" and isinstance(raw, str):
-                raw = parse_bytes(raw)
-            # Text from outside TOML has no types, so "4" must do for a number; a TOML value must have its own type.
-            return msgspec.convert(raw, self.type, strict=origin.startswith("file"))
-        except (msgspec.ValidationError, ConfigError) as error:
-            fix = error.fix if isinstance(error, ConfigError) else f"The default is {self.show(self.default)}"
-            raise ConfigError(f"{self.name} cannot be {raw!r}: {error}", where=origin, fix=fix) from None
+__all__ = ["Loaded", "config_path", "example", "load"]
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -99,19 +26,6 @@ class Loaded(msgspec.Struct, frozen=True):
 
     settings: Settings
     origins: dict[str, str]
-
-
-def settings(schema: type[msgspec.Struct] = Settings, prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a schema, in the order of its structs."""
-    hints = get_type_hints(schema, include_extras=True)
-    for field in msgspec.structs.fields(schema):
-        hint, name = hints[field.name], prefix + field.name
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from settings(hint, f"{name}.")
-            continue
-        meta = next(m for m in get_args(hint) if isinstance(m, msgspec.Meta)) if get_origin(hint) is Annotated else None
-        about = (meta.description if meta else None) or ""
-        yield Setting(name, hint, field.default, about, (meta.extra or {}).get("unit", "") if meta else "")
 
 
 def config_path(env: Mapping[str, str] = os.environ) -> Path:
@@ -153,14 +67,29 @@ def load(
 
 def example() -> str:
     """A config file that documents every setting, each commented out at its default; it is valid TOML."""
-    lines, section = ["# Settings of ctxreuse. Sizes are written as 8GB or 512MiB.", ""], ""
+    lines, section = (
+        ["# Settings of ctxreuse. Sizes are written as 8GB or 512MiB, times as 30s or 5m, rates as 1MB/s.", ""],
+        "",
+    )
     for setting in settings():
         head, _, name = setting.name.rpartition(".")
         if head != section:
             section = head
             lines += ["", f"[{head}]"] if len(lines) > 2 else [f"[{head}]"]
-        lines += [f"# {setting.about}. ({setting.env})", f"# {name} = {setting.show(setting.default)}"]
+        lines.append(f"# {setting.about}. ({setting.env})")
+        if setting.rows is not None:
+            lines += [
+                f"# A table [[{setting.name}]], after all else of this section, for each:",
+                *_columns(setting.rows),
+            ]
+        lines.append(f"# {name} = {setting.show(setting.default)}")
     return "\n".join(lines) + "\n"
+
+
+def _columns(rows: type[msgspec.Struct]) -> Iterator[str]:
+    for column in settings(rows):
+        needed = column.default is msgspec.NODEFAULT
+        yield f"#   {column.name}: {column.about}" + (" (needed)" if needed else "")
 
 
 def _file_values(file: Path, *, required: bool) -> dict[str, Any]:

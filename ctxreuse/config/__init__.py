@@ -1,0 +1,34 @@
+"""Settings: what there is to set (``schema``), and how values are found and where they came from (``loading``)."""
+
+from ctxreuse.config.loading import Loaded, config_path, example, load
+from ctxreuse.config.schema import (
+    BackendConfig,
+    BusConfig,
+    CloudConfig,
+    EdgeConfig,
+    EngineConfig,
+    LinkConfig,
+    LogConfig,
+    Setting,
+    Settings,
+    StoreConfig,
+    settings,
+)
+
+__all__ = [
+    "BackendConfig",
+    "BusConfig",
+    "CloudConfig",
+    "EdgeConfig",
+    "EngineConfig",
+    "LinkConfig",
+    "Loaded",
+    "LogConfig",
+    "Setting",
+    "Settings",
+    "StoreConfig",
+    "config_path",
+    "example",
+    "load",
+    "settings",
+]

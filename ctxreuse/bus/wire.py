@@ -1,0 +1,316 @@
+"""The bus protocol: what two nodes say to each other, as bytes and back, without any input or output.
+
+An **edge** connects to a **cloud**. The transport (ZeroMQ DEALER and ROUTER in `ctxreuse.bus.zmqio`) keeps the frames
+of a message together and the messages of one connection in order; it may lose the connection at any moment, and with it
+what was on its way. Nothing else is expected of it.
+
+Frames
+======
+A message is one or two frames. The first holds prelude and body, the second, of `payload` messages only, bare bytes of
+blocks. Integers of the prelude are little-endian::
+
+    offset  size  field
+    0       4     magic "ctxb"
+    4       2     version of the protocol (1)
+    6       1     type, see below
+    7       1     flags: bit 0 = a payload frame follows, all others 0
+    8       …     body: MessagePack array of the message's fields in the order given below; at most MAX_HEADER bytes
+
+Messages
+========
+``E`` is sent by the edge, ``C`` by the cloud. ``id`` is chosen by the edge, from 1, never used twice in the life of its
+session; everything about one request bears its id. ``round`` counts how often the edge has opened this request (once
+for every connection that it lived on); whatever bears an older round is ignored, so nothing of a lost connection
+counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks::
+
+    type  name      by  fields
+    1     hello     E   oldest, newest (versions spoken), node[16], program, spaces[32 each], max_payload,
+                        epoch and version (of the announcements that it still knows; 0, 0: none)
+    2     welcome   C   version (spoken from now on), node[16], epoch (of this life of the cloud), salt[16] (for keys on
+                        this link), spaces[32 each] (in which it prefills), terms: max_payload, transfers, puts,
+                        max_block, window, heartbeat_ms, silence_ms
+    3     refused   EC  id (0: the whole link), code, text
+    4     announce  C   seq, base, version, more, added and removed (the first 8 bytes of each key, in a row)
+    5     resync    E   (none)
+    6     match     E   id, space[32], keys
+    7     matched   C   id, blocks, state_blocks, nbytes
+    8     fetch     E   id, round, space[32], keys, state, order, payload (bytes wanted a payload; 0: max_payload),
+                        have [(item, bytes, check)], credit
+    9     payload   EC  id, round, pieces [(item, start, bytes)]; the second frame has these bytes in a row
+    10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all)
+    11    done      C   id, round: all was sent (fetch, prefill), or all was taken or refused (put)
+    12    cancel    E   id
+    13    put       E   id, round, space[32], parent[32], keys, sizes (bytes of each block)
+    14    want      C   id, round, items (indices of keys; what is not named is there already), credit
+    15    stored    C   id, round, item, reason ("" = taken)
+    16    skip      E   id, round, item: the edge has this block no more
+    17    prefill   E   id, round, space[32], tokens (int32 little-endian, from the start), first, state, payload,
+                        have, credit
+    18    ping      E   number
+    19    pong      C   number
+    20    bye       EC  text: no new requests; what is on its way is finished
+
+**Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
+``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
+(`ctxreuse.block`) and its bytes are sent from first to last, so what has arrived of it is one number. Between items the
+sender follows ``order``: ``layers`` (all heads, the state, then layer 0 of all blocks, layer 1, …), ``tail`` (whole
+items, last first) or ``front`` (whole items, first first; put and prefill always). A payload carries whole *parts*
+(head, or planes of one layer), only a part that is larger than a payload is split.
+
+**Credit** counts payload messages. The receiver says up to how many may have been sent in this round; the sender never
+sends more. Saying it twice, or an old number, does nothing.
+
+**Resume.** After a cut the edge connects, says hello and opens each of its live requests again, with the next round.
+``have`` names how many bytes of which items it has; ``check`` is the header checksum (8 bytes at offset 24 of the
+block) so that bytes of two different makings are never mixed: if it differs, the cloud refuses with ``changed``. A put
+is offered again and ``want`` says what still lacks. Matches are just asked again. All requests are idempotent.
+
+**Announcements** let the edge know without a round trip what the cloud holds for its tenant. ``base`` 0 starts anew,
+else the message changes version ``base`` into ``version``; while ``more`` is true, the rest is in the messages that
+follow. ``seq`` rises by one a message of a connection, from 1. After a gap the edge knows nothing, sends resync, and
+gets a snapshot. A new ``epoch`` (the cloud was restarted) makes everything that was announced void.
+
+**Silence.** The edge pings every ``heartbeat_ms`` in which it sent nothing else; a side that heard nothing for
+``silence_ms`` gives the connection up. Both then do as after a cut.
+
+Sequence
+========
+::
+
+    E                                   C
+    |-- hello ------------------------->|   admitted by its key, not by what it says
+    |<------------------------ welcome -|
+    |<-- announce 1 base=0 more ... ----|   snapshot, between payloads
+    |-- match 1 ----------------------->|
+    |<----------------------- matched 1 |
+    |-- fetch 2 round 1 credit=8 ------>|
+    |<--- payload 2.1 (heads of all) ---|
+    |<--- payload 2.1 (layer 0 ...) ----|
+    |-- credit 2.1 upto=12 ------------>|   sent at half the window: the sender never has to stop
+    |<--- payload ... --- X             |   the connection is cut
+    |-- hello ------------------------->|
+    |<------------------------ welcome -|
+    |-- fetch 2 round 2 have=[...] ---->|   nothing that is here is sent again
+    |<--- payload 2.2 ... --------------|
+    |<------------------------ done 2.2 |
+    |                                   |
+    |-- put 3 round 1 sizes ----------->|
+    |<------------- want 3.1 credit=4 --|   only what lacks
+    |-- payload 3.1 (block 0 ...) ----->|
+    |<------------ stored 3.1 item 0 "" |   or why it was not taken
+    |<------------- credit 3.1 upto=6 --|
+    |<------------------------ done 3.1 |
+    |                                   |
+    |-- prefill 4 round 1 tokens ------>|
+    |<--- payload 4.1 (block 0) --------|   as soon as it is made
+    |<--- payload 4.1 (block 1) ... ----|
+    |<------------------------ done 4.1 |
+    |                                   |
+    |<----------------------------- bye |   drain: running requests end, new ones are refused
+    |                                   X
+
+Limits
+======
+A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and 1
+Mi tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a text.
+All numbers are below 2^62. Memory follows from bytes that are there, never from a number in them. What breaks a rule is
+a ProtocolError; the side that sees it closes the connection.
+
+Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
+(not held any more), ``changed``, ``stalled`` (no credit for too long), ``space``, ``tokens``, ``failed``.
+
+Versions
+========
+Fields may be appended to a message within a version; a receiver ignores those that it does not know. All else is a new
+version. In every version prelude, ``hello`` and ``refused`` begin as they do here. Hello names the oldest and newest
+version that the edge speaks; the cloud answers with the highest that both speak, or refuses with ``version`` naming
+both."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import TypeAlias, cast
+
+import msgspec
+
+from ctxreuse.bus.wire_messages import (
+    MAX_KEYS,
+    MAX_PAYLOAD,
+    MAX_PIECES,
+    MAX_PREFIXES,
+    MAX_TOKENS,
+    PREFIX_BYTES,
+    Announce,
+    Body,
+    Bye,
+    Cancel,
+    Credit,
+    Done,
+    Fetch,
+    Have,
+    Hello,
+    Match,
+    Matched,
+    Message,
+    Payload,
+    Piece,
+    Ping,
+    Pong,
+    Prefill,
+    Put,
+    Refused,
+    Resync,
+    Skip,
+    Stored,
+    Terms,
+    Want,
+    Welcome,
+)
+from ctxreuse.errors import ProtocolError
+from ctxreuse.keys import KEY_BYTES
+
+__all__ = [
+    "MAX_HEADER",
+    "MAX_KEYS",
+    "MAX_PAYLOAD",
+    "MAX_PIECES",
+    "MAX_PREFIXES",
+    "MAX_TOKENS",
+    "PREFIX_BYTES",
+    "VERSION",
+    "Announce",
+    "Bye",
+    "Cancel",
+    "Credit",
+    "Done",
+    "Fetch",
+    "Frame",
+    "Have",
+    "Hello",
+    "Match",
+    "Matched",
+    "Message",
+    "Payload",
+    "Piece",
+    "Ping",
+    "Pong",
+    "Prefill",
+    "Put",
+    "Refused",
+    "Resync",
+    "Skip",
+    "Stored",
+    "Terms",
+    "Want",
+    "Welcome",
+    "decode",
+    "encode",
+    "joined",
+    "split",
+]
+
+VERSION = 1
+MAGIC = b"ctxb"
+MAX_HEADER = 2 << 20
+_HAS_PAYLOAD = 1
+_PRELUDE = struct.Struct("<4sHBB")
+
+#: One frame of a message, as it goes to or comes from the transport.
+Frame: TypeAlias = bytes | bytearray | memoryview
+
+_TYPES = cast("tuple[type[Body], ...]", Message.__args__)
+_DECODERS = {kind.TYPE: (kind.__name__.lower(), msgspec.msgpack.Decoder(kind)) for kind in _TYPES}
+_PRELUDES = {kind: _PRELUDE.pack(MAGIC, VERSION, kind.TYPE, _HAS_PAYLOAD * (kind is Payload)) for kind in _TYPES}
+_FOR_ALL_VERSIONS = (Hello.TYPE, Refused.TYPE)
+_encoder = msgspec.msgpack.Encoder()
+# msgspec lets the UnicodeDecodeError of a malformed string through as it is.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def joined(keys: Sequence[bytes]) -> bytes:
+    """Keys in a row, as messages carry them; ValueError for too many or one of another length than 32 bytes."""
+    row = b"".join(keys)
+    if len(row) != KEY_BYTES * len(keys) or not 0 < len(keys) <= MAX_KEYS:
+        raise ValueError(f"{len(keys)} keys of {len(row)} bytes together in one message")
+    return row
+
+
+def split(row: bytes, width: int = KEY_BYTES) -> list[bytes]:
+    """The keys (or with ``width`` the prefixes) of a row."""
+    return [row[i : i + width] for i in range(0, len(row), width)]
+
+
+def encode(message: Message, payload: Frame | None = None) -> list[Frame]:
+    """The frames of a message; ``payload`` is passed on as it is, not copied. A few microseconds.
+
+    ValueError if a `Payload` comes without its bytes (or another message with some), or a header would be too long: then
+    the caller has not kept the limits.
+    """
+    kind = type(message)
+    if (payload is not None) is not (kind is Payload):
+        raise ValueError(f"{kind.__name__.lower()} {'with' if payload is not None else 'without'} a payload frame")
+    header = _PRELUDES[kind] + _encoder.encode(message)
+    if len(header) > MAX_HEADER:
+        raise ValueError(f"header of {len(header)} bytes")
+    return [header] if payload is None else [header, payload]
+
+
+def _bad(what: str, where: str) -> ProtocolError:
+    return ProtocolError(what, where=f"message {where}", fix="The link is closed and opened again")
+
+
+def decode(frames: Sequence[Frame]) -> tuple[Message, memoryview | None]:
+    """One message, and the bytes of its payload frame (a view, not a copy). A few microseconds.
+
+    Everything that the docstring of this module promises about a single message is checked. Raises ProtocolError with
+    what is wrong and in which message; nothing else, whatever the bytes are. `Hello` and `Refused` of other versions are
+    read as far as they are known here.
+    """
+    if not 1 <= len(frames) <= 2:
+        raise _bad(f"a message of {len(frames)} frames", "of unknown type")
+    head = memoryview(frames[0]).cast("B")
+    if not _PRELUDE.size < len(head) <= MAX_HEADER:
+        raise _bad(f"a header of {len(head)} bytes", "of unknown type")
+    magic, version, number, flags = _PRELUDE.unpack_from(head)
+    if magic != MAGIC:
+        raise _bad("a frame that is not of this protocol", f"magic {bytes(magic)!r}")
+    if version != VERSION and number not in _FOR_ALL_VERSIONS:
+        raise _bad(f"version {version} of the protocol, this is version {VERSION}", f"type {number}")
+    if number not in _DECODERS:
+        raise _bad("a message of unknown type", f"type {number}")
+    name, decoder = _DECODERS[number]
+    try:
+        message = decoder.decode(head[_PRELUDE.size :])
+    except _UNREADABLE as error:
+        raise _bad(f"malformed: {str(error)[:200]}", name) from None
+    payload = memoryview(frames[1]).cast("B") if len(frames) == 2 else None
+    if flags != _HAS_PAYLOAD * (payload is not None) or (payload is not None) is not isinstance(message, Payload):
+        raise _bad(f"{len(frames)} frames with flags {flags:#x}", name)
+    _check(cast(Message, message), payload, name)
+    return cast(Message, message), payload
+
+
+def _check(message: Message, payload: memoryview | None, name: str) -> None:
+    """What a type cannot say."""
+    match message:
+        case Payload() if payload is not None:
+            if sum(piece[2] for piece in message.pieces) != len(payload) or len(payload) > MAX_PAYLOAD:
+                raise _bad(f"pieces do not add up to the payload's {len(payload)} bytes", name)
+        case Match() | Fetch() | Put():
+            if len(message.keys) % KEY_BYTES:
+                raise _bad(f"keys of {len(message.keys)} bytes", name)
+            if isinstance(message, Put) and len(message.sizes) * KEY_BYTES != len(message.keys):
+                raise _bad(f"{len(message.sizes)} sizes for keys of {len(message.keys)} bytes", name)
+        case Prefill():
+            if len(message.tokens) % 4:
+                raise _bad(f"tokens of {len(message.tokens)} bytes", name)
+        case Announce():
+            if len(message.added) % PREFIX_BYTES or len(message.removed) % PREFIX_BYTES:
+                raise _bad(f"prefixes of {len(message.added)} and {len(message.removed)} bytes", name)
+        case Hello():
+            if message.oldest > message.newest:
+                raise _bad(f"versions {message.oldest} to {message.newest}", name)
+        case Want():
+            if any(b <= a for a, b in zip(message.items, message.items[1:])):
+                raise _bad("items that do not ascend", name)

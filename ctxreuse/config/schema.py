@@ -136,6 +136,9 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     url: Annotated[str, _about("Where it listens, without /v1, such as http://127.0.0.1:8000")]
     name: Annotated[str, _about("What logs and metrics call it; empty: its address")] = ""
     api_key_file: Annotated[str, _about("File with the key that it wants; empty: none")] = ""
+    cache_salt: Annotated[bool, _about("It keeps tenants' prefix caches apart by `cache_salt`, as vLLM does")] = False
+    max_inflight: Annotated[int, _about("Requests that it may have at once; 0 is no limit", ge=0)] = 0
+    health: Annotated[str, _about("Path that answers 200 while it is well; empty: /health, else /v1/models")] = ""
 
 
 class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,8 +150,18 @@ class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_bytes: Annotated[int, _about("Bytes of KV kept on its disk", ge=1 << 20, unit="bytes")] = 32_000_000_000
     backends: Annotated[tuple[BackendConfig, ...], _about("Servers that answer requests")] = ()
     keys_file: Annotated[
-        str, _about("File of lines `tenant key`: whose requests are answered; empty: everyone's, as tenant default")
+        str,
+        _about(
+            "Whose requests are answered (`ctxreuse-cloud tenants`); empty: all, as tenant default, on loopback only"
+        ),
     ] = ""
+    tenant_requests: Annotated[int, _about("Requests that one tenant may have at once; 0 is no limit", ge=0)] = 64
+    attempts: Annotated[int, _about("Backends that a request is tried on at most", ge=1, le=10)] = 3
+    connect: Annotated[float, _about("How long connecting to a backend may take", gt=0, unit="seconds")] = 2.0
+    silence: Annotated[
+        float, _about("How long a backend or a caller may be silent in an answer", gt=0, unit="seconds")
+    ] = 300.0
+    health: Annotated[float, _about("How often backends are looked at", gt=0, unit="seconds")] = 5.0
     prefill_workers: Annotated[int, _about("Engine processes that compute contexts for devices", ge=0, le=64)] = 1
     max_waiting: Annotated[int, _about("Requests that may wait or run at once; more are told to come back", ge=1)] = 256
     max_body: Annotated[int, _about("Largest request", ge=1 << 10, unit="bytes")] = 16 << 20

@@ -1,1 +1,1 @@
-"""What the edge daemon and the cloud sidecar share: logs, probes, life cycle, and the words of OpenAI's interface."""
+"""What the daemons share: logs, the OpenAI API's words, probes, who may ask, and a life cycle that loses nothing."""

@@ -1,0 +1,83 @@
+"""Logs of a daemon: standard logging, as lines for people or as JSON, each with the request it belongs to.
+
+A module logs as everywhere: ``logging.getLogger(__name__).info("bound", extra={"url": url})``. What stands in ``extra``
+and what `fields` put around the call appear as ``url=...`` at the end of a text line, or as members of the JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+__all__ = ["Lines", "fields", "setup"]
+
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+# A level below warning is for our own lines: libraries would drown them.
+_OURS = ("ctxreuse", "ctxreuse_agents", "ctxreuse_cloud", "ctxreuse_edge")
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_fields: ContextVar[Mapping[str, Any]] = ContextVar("ctxreuse_log_fields", default=_NONE)
+
+
+@contextlib.contextmanager
+def fields(**more: Any) -> Iterator[None]:
+    """Add fields to every line that this task or thread logs inside the ``with`` block."""
+    token = _fields.set({**_fields.get(), **more})
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+class Lines(logging.Formatter):
+    """One record, one line: ``time level logger message field=value …``, or a JSON object of the same.
+
+    The text form gives a traceback lines of its own; in JSON it is the member ``error``. Times are UTC.
+    """
+
+    def __init__(self, form: Literal["text", "json"]) -> None:
+        super().__init__()
+        self._json = form == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        level, text = record.levelname.lower(), record.getMessage()
+        extra = {**_fields.get(), **{name: value for name, value in vars(record).items() if name not in _OWN}}
+        error = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._json:
+            body = {"time": time, "level": level, "logger": record.name, "message": text, **extra}
+            return msgspec.json.encode(body | ({"error": error} if error else {}), enc_hook=repr).decode()
+        # A line break in a message that came from outside must not begin a line of its own.
+        words = [time, f"{level:<7}", record.name, text.replace("\n", "\\n")]
+        words += [f"{name}={_shown(value)}" for name, value in extra.items()]
+        return " ".join(words) + (f"\n{error}" if error else "")
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    plain = text and all(char.isprintable() and char not in ' "=' for char in text)
+    return text if plain else msgspec.json.encode(text).decode()
+
+
+def setup(form: Literal["text", "json"] = "text", level: str = "info", stream: TextIO | None = None) -> None:
+    """Send all logs of this process, warnings of libraries included, to ``stream`` (standard error). Again: replaces."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler.formatter, Lines):
+            root.removeHandler(handler)
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(Lines(form))
+    root.addHandler(handler)
+    root.setLevel(max(logging.WARNING, logging.getLevelNamesMapping()[level.upper()]))
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level.upper())

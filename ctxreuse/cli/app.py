@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ctxreuse.cli import bench, config, demo, doctor, store
+from ctxreuse.cli import bench, config, demo, doctor, keys, store
 from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.models.commands import app as models
 
@@ -50,6 +50,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 app.add_typer(models, name="model")
 app.add_typer(store.app, name="store")
 app.command("demo")(demo.demo)

@@ -18,6 +18,7 @@ from ctxreuse.errors import ConfigError, StoreError
 
 GROUPS = ["", "config", "config show", "config path", "config example", "doctor", "demo", "bench", "model"]
 GROUPS += ["store", "store ls", "store stat", "store verify", "store gc"]
+GROUPS += ["keys", "keys new", "keys list", "keys allow", "keys revoke"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -27,7 +28,7 @@ def test_help(run: Any, group: str) -> None:
     assert f"Usage: ctxreuse {group}".strip() in done.out
 
 
-@pytest.mark.parametrize("group", ["", "config show", "doctor", "bench", "store"])
+@pytest.mark.parametrize("group", ["", "config show", "doctor", "bench", "store", "keys"])
 def test_help_has_examples_that_fit_a_terminal(run: Any, monkeypatch: pytest.MonkeyPatch, group: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(*group.split(), "--help").out.splitlines()

@@ -29,8 +29,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     2     welcome   C   version (spoken from now on), node[16], epoch (of this life of the cloud), salt[16] (for keys on
                         this link), spaces[32 each] (in which it prefills), terms: max_payload, transfers, puts,
                         max_block, window, heartbeat_ms, silence_ms
-    3     refused   EC  id (0: the whole link), code, text
-    4     announce  C   seq, base, version, more, added and removed (the first 8 bytes of each key, in a row)
+    3     refused   EC  id (0: the whole link), code, text, round
+    4     announce  C   seq, base, version, part, parts, added and removed (first 8 bytes of each key, in a row)
     5     resync    E   (none)
     6     match     E   id, space[32], keys
     7     matched   C   id, blocks, state_blocks, nbytes
@@ -80,7 +80,7 @@ Sequence
     E                                   C
     |-- hello ------------------------->|   admitted by its key, not by what it says
     |<------------------------ welcome -|
-    |<-- announce 1 base=0 more ... ----|   snapshot, between payloads
+    |<-- announce 1 base=0 part 0/9 ----|   snapshot, between payloads
     |-- match 1 ----------------------->|
     |<----------------------- matched 1 |
     |-- fetch 2 round 1 credit=8 ------>|
@@ -139,6 +139,7 @@ from ctxreuse.bus.wire_messages import (
     MAX_PAYLOAD,
     MAX_PIECES,
     MAX_PREFIXES,
+    MAX_TEXT,
     MAX_TOKENS,
     PREFIX_BYTES,
     Announce,
@@ -171,11 +172,13 @@ from ctxreuse.errors import ProtocolError
 from ctxreuse.keys import KEY_BYTES
 
 __all__ = [
+    "CODES",
     "MAX_HEADER",
     "MAX_KEYS",
     "MAX_PAYLOAD",
     "MAX_PIECES",
     "MAX_PREFIXES",
+    "MAX_TEXT",
     "MAX_TOKENS",
     "PREFIX_BYTES",
     "VERSION",
@@ -211,6 +214,8 @@ __all__ = [
 ]
 
 VERSION = 1
+#: Why a request or a link is refused.
+CODES = ("version", "unknown", "busy", "drain", "gone", "changed", "stalled", "space", "tokens", "failed")
 MAGIC = b"ctxb"
 MAX_HEADER = 2 << 20
 _HAS_PAYLOAD = 1
@@ -244,8 +249,8 @@ def split(row: bytes, width: int = KEY_BYTES) -> list[bytes]:
 def encode(message: Message, payload: Frame | None = None) -> list[Frame]:
     """The frames of a message; ``payload`` is passed on as it is, not copied. A few microseconds.
 
-    ValueError if a `Payload` comes without its bytes (or another message with some), or a header would be too long: then
-    the caller has not kept the limits.
+    ValueError if a `Payload` comes without its bytes (or another message with some), or a header would be too long:
+    then the caller has not kept the limits.
     """
     kind = type(message)
     if (payload is not None) is not (kind is Payload):
@@ -264,8 +269,8 @@ def decode(frames: Sequence[Frame]) -> tuple[Message, memoryview | None]:
     """One message, and the bytes of its payload frame (a view, not a copy). A few microseconds.
 
     Everything that the docstring of this module promises about a single message is checked. Raises ProtocolError with
-    what is wrong and in which message; nothing else, whatever the bytes are. `Hello` and `Refused` of other versions are
-    read as far as they are known here.
+    what is wrong and in which message; nothing else, whatever the bytes are. `Hello` and `Refused` of other versions
+    are read as far as they are known here.
     """
     if not 1 <= len(frames) <= 2:
         raise _bad(f"a message of {len(frames)} frames", "of unknown type")
@@ -306,6 +311,8 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
             if len(message.tokens) % 4:
                 raise _bad(f"tokens of {len(message.tokens)} bytes", name)
         case Announce():
+            if not message.part < message.parts:
+                raise _bad(f"part {message.part} of {message.parts}", name)
             if len(message.added) % PREFIX_BYTES or len(message.removed) % PREFIX_BYTES:
                 raise _bad(f"prefixes of {len(message.added)} and {len(message.removed)} bytes", name)
         case Hello():

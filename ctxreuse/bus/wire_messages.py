@@ -107,7 +107,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     max_payload: _LinkPayload = 1 << 20
     transfers: Annotated[int, Meta(ge=1, le=4096)] = 32
     puts: Annotated[int, Meta(ge=1, le=64)] = 2
-    max_block: _Size = 256 << 20
+    max_block: _Size = 64 << 20
     window: _Window = 256
     heartbeat_ms: _Millis = 2_000
     silence_ms: _Millis = 10_000
@@ -132,16 +132,18 @@ class Refused(Body, frozen=True, array_like=True):
     id: _Number
     code: _Code
     text: _Text = ""
+    round: _Number = 0
 
 
 class Announce(Body, frozen=True, array_like=True):
-    """Prefixes of keys that came and went, from version ``base`` (0: from nothing) to ``version``."""
+    """Part ``part`` of ``parts`` of what came and went from version ``base`` (0: from nothing) to ``version``."""
 
     TYPE: ClassVar[int] = 4
     seq: _Id
     base: _Number
     version: _Number
-    more: bool
+    part: _Number
+    parts: _Number
     added: _Prefixes = b""
     removed: _Prefixes = b""
 

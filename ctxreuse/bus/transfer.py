@@ -1,0 +1,240 @@
+"""Which bytes go over a link next: the sending side of transfers, and the order between and inside them.
+
+**Between transfers: fewest remaining bytes first.** It gives the least mean time to completion, and a fetch of one
+block does not wait behind a whole document. **Ageing:** every `SHARE`-th payload of a node goes to the ready transfer
+that has waited longest since its last one, so each of n large transfers moves at least one payload in ``n * SHARE``,
+whatever else arrives. **Inside a transfer: the order its receiver asked for**, see `ctxreuse.bus.wire`.
+
+The receiving side, `Assembly`, has its own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Sequence
+from typing import Literal, TypeAlias, TypeVar
+
+from ctxreuse.bus.base import Supply
+from ctxreuse.bus.transfer_assembly import Assembly, part_offsets
+from ctxreuse.bus.wire import MAX_PIECES, Frame, Have, Payload, Piece, encode
+
+__all__ = ["SHARE", "Assembly", "ChangedError", "Outgoing", "Outlet", "SendOrder", "part_offsets"]
+
+SendOrder: TypeAlias = Literal["layers", "tail", "front"]
+#: Every so many payloads, one goes by age.
+SHARE = 16
+
+_Span: TypeAlias = tuple[int, int, int]
+_T = TypeVar("_T")
+_Spans: TypeAlias = Generator[_Span | None, None, _T]
+
+
+class ChangedError(LookupError):
+    """An item is not the one any more of which the receiver has the beginning."""
+
+
+class Outgoing:
+    """Items of one `Supply` on their way to one peer. Owned by the thread of the sockets; only `wake` is for any.
+
+    ``owner``: whose transfer it is (a session). ``items``: which items to send, ascending (all by default). With
+    ``state`` the last item is a state. ``payload``: bytes at most in one message. ``have``: what the receiver has
+    already; it is skipped. Making and `take` raise LookupError if an item is gone, ChangedError if it is another one.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        number: int,
+        turn: int,
+        supply: Supply,
+        *,
+        order: SendOrder,
+        payload: int,
+        credit: int = 0,
+        items: Sequence[int] | None = None,
+        state: bool = False,
+        have: Sequence[Have] = (),
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        self.owner, self.id, self.round, self.supply = owner, number, turn, supply
+        self.order, self.payload, self.credit = order, payload, credit
+        self.items = range(supply.count) if items is None else items
+        self.sent = 0  # payloads
+        self.bytes = 0
+        self.last = 0  # the outlet's payload number when this one was served, or added
+        self.finished = False
+        self._state = state
+        self._have = {item: (nbytes, check) for item, nbytes, check in have}
+        self._skipped = sum(nbytes for nbytes, _ in self._have.values())
+        self._size = 0  # of one item, once known
+        self._wake = wake
+        self._woken, self._waits = False, False
+        self._spans = self._plan()
+        supply.watch(self.wake)
+        self._next: _Span | None = self._ahead()
+
+    @property
+    def remaining(self) -> int:
+        """Bytes still to be sent, as far as is known: all items are taken to be as large as the first that is ready."""
+        return max(0, self._size * len(self.items) - self._skipped - self.bytes)
+
+    @property
+    def ready(self) -> bool:
+        """True if the peer's credit and the items made so far may allow another payload."""
+        return self.credit > self.sent and not self.finished and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """True while the next item is still being made."""
+        return self._waits and not self._woken
+
+    def wake(self) -> None:
+        """Another item may be ready. Any thread."""
+        self._woken = True
+        if self._wake is not None:
+            self._wake()
+
+    def take(self) -> list[Frame] | None:
+        """The frames of the next payload message, None if nothing is ready; ``finished`` after the last.
+
+        Raises LookupError if an item is gone.
+        """
+        if self.credit <= self.sent or self.finished:
+            return None
+        pieces: list[Piece] = []
+        room = self.payload
+        while len(pieces) < MAX_PIECES:
+            span = self._next or self._ahead()
+            self._next = span
+            if span is None or span[2] - span[1] > room:
+                break
+            self._next = None
+            item, start, stop = span
+            room -= stop - start
+            if pieces and pieces[-1][0] == item and pieces[-1][1] + pieces[-1][2] == start:
+                pieces[-1] = (item, pieces[-1][1], pieces[-1][2] + stop - start)
+            else:
+                pieces.append((item, start, stop - start))
+        if not pieces:
+            return None
+        read = self.supply.read
+        parts = [read(item, start, start + nbytes) for item, start, nbytes in pieces]
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.sent += 1
+        self.bytes += self.payload - room
+        if self._next is None:  # so that the end is known with the last payload
+            self._next = self._ahead()
+        return encode(Payload(self.id, self.round, tuple(pieces)), data)
+
+    def close(self) -> None:
+        """Give up the supply."""
+        self.finished = True
+        self._spans.close()
+        self.supply.close()
+
+    def _ahead(self) -> _Span | None:
+        """The next span; None if its item is not ready yet, or at the end (``finished``)."""
+        self._woken = False
+        span = None
+        try:
+            span = next(self._spans)
+        except StopIteration:
+            self.finished = True
+        self._waits = span is None
+        return span
+
+    def _plan(self) -> _Spans[None]:
+        """Spans of at most one payload in the order of sending; None while an item is not ready."""
+        if self.order == "layers":
+            yield from self._by_layer()
+            return
+        for item in self.items if self.order == "front" else reversed(self.items):
+            offsets = yield from self._offsets(item)
+            for part in range(len(offsets) - 1):
+                yield from self._part(item, offsets, part)
+
+    def _by_layer(self) -> _Spans[None]:
+        known: dict[int, tuple[int, ...]] = {}
+        for item in self.items:
+            known[item] = yield from self._offsets(item)
+            yield from self._part(item, known[item], 0)
+        if self._state:  # it is needed before any layer can be computed
+            last = self.items[-1]
+            offsets = known.pop(last)
+            for part in range(1, len(offsets) - 1):
+                yield from self._part(last, offsets, part)
+        for part in range(1, max(map(len, known.values()), default=0) - 1):
+            for item, offsets in known.items():
+                yield from self._part(item, offsets, part)
+
+    def _offsets(self, item: int) -> _Spans[tuple[int, ...]]:
+        while (offsets := self.supply.parts(item)) is None:
+            yield None
+        self._size = self._size or offsets[-1]
+        nbytes, check = self._have.get(item, (0, b""))
+        if 0 < nbytes != offsets[-1] and (nbytes > offsets[-1] or self.supply.read(item, 24, 32) != check):
+            raise ChangedError(item)
+        return offsets
+
+    def _part(self, item: int, offsets: tuple[int, ...], part: int) -> _Spans[None]:
+        if part >= len(offsets) - 1:
+            return
+        start, end = max(offsets[part], self._have.get(item, (0, b""))[0]), offsets[part + 1]
+        while start < end:
+            stop = min(end, start + self.payload)
+            yield item, start, stop
+            start = stop
+
+    def check(self) -> None:
+        """Raise AssertionError if more was sent than granted."""
+        assert self.sent <= self.credit
+        assert self.bytes <= self.sent * self.payload
+
+
+class Outlet:
+    """All transfers of a node on their way out. Owned by the thread of the sockets."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[Outgoing, None] = {}
+        self._payloads = 0
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def add(self, transfer: Outgoing) -> None:
+        """Schedule a transfer from now on."""
+        transfer.last = self._payloads
+        self._transfers[transfer] = None
+
+    def remove(self, transfer: Outgoing) -> None:
+        """Forget a transfer; nothing happens if it is not there."""
+        self._transfers.pop(transfer, None)
+
+    def turn(self, blocked: Container[object] = ()) -> object | None:
+        """The owner whose ``next`` is to be called now, None if nothing can be sent; those in ``blocked`` (their
+        transport takes no more at present) are passed over."""
+        best = self._best([t for t in self._transfers if t.ready and t.owner not in blocked])
+        return best.owner if best is not None else None
+
+    def pick(self, owner: object) -> Outgoing | None:
+        """The ready transfer of ``owner`` that goes first."""
+        return self._best([t for t in self._transfers if t.ready and t.owner is owner])
+
+    def served(self, transfer: Outgoing) -> None:
+        """A payload of ``transfer`` was handed to the transport."""
+        self._payloads += 1
+        transfer.last = self._payloads
+        if transfer.finished:
+            self.remove(transfer)
+
+    def _best(self, ready: Sequence[Outgoing]) -> Outgoing | None:
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        if self._payloads % SHARE == SHARE - 1:
+            return min(ready, key=lambda t: t.last)
+        return min(ready, key=lambda t: (t.remaining, t.last))
+
+    def check(self) -> None:
+        """Raise AssertionError if a transfer is in a state that it cannot be in."""
+        for transfer in self._transfers:
+            transfer.check()
+            assert transfer.last <= self._payloads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -53,8 +53,9 @@ class Loading(Protocol):
     def wait(self) -> None:
         """Return when all planes are verified and copied; the views may be released then.
 
-        Raises FormatError if a plane was corrupt: the context is unusable then and must be dropped. After wait(),
-        raised or not, nothing reads the views any more. Any thread may call it, any number of times.
+        Raises FormatError if a plane was corrupt, LinkError if ``ready`` said that a layer will not come: the context
+        is unusable then and must be dropped. After wait(), raised or not, nothing reads the views any more. Any thread
+        may call it, any number of times.
         """
         ...
 
@@ -72,13 +73,27 @@ class Engine(Protocol):
         """An empty context with room for ``reserve`` tokens; it grows as needed. Raises ContextTooLongError."""
         ...
 
-    def load(self, live: Live, views: Sequence[BlockView], state: BlockView | None = None) -> Loading:
-        """Fill an empty context with consecutive blocks from position 0; returns at once, prefill may follow at once.
+    def load(
+        self,
+        live: Live,
+        views: Sequence[BlockView],
+        state: BlockView | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Loading:
+        """Append consecutive blocks to a context; returns at once, prefill may follow at once.
 
-        ``state`` is the state at the blocks' end, needed exactly if ``space.needs_state``. The views must stay valid
-        until ``wait()`` of the result has returned. Raises FormatError, before anything is changed, if the views are
-        not blocks of this space, do not follow each other, or have other shapes; EngineError if the context is not
-        empty or the state is missing.
+        The context is empty, or ends at a block boundary with no load in flight: the blocks follow at ``live.n``. What
+        parent the first block names is the caller's business: the context does not know its keys. ``state`` is the
+        state at the blocks' end, needed exactly if ``space.needs_state``; it replaces the states held. The views must
+        stay valid until ``wait()`` of the result has returned.
+
+        ``ready(layer)`` is called by whoever copies a layer, before its planes are read, so that blocks can be loaded
+        that are still on their way: it returns when the planes are in, or raises LinkError. It may be called from
+        another thread, and must return or raise some day, as ``wait()`` waits for it.
+
+        Raises FormatError, before anything is changed, if the views are not blocks of this space at this position, do
+        not follow each other, or have other shapes; EngineError if the context ends inside a block, a load is in
+        flight, or the state is missing.
         """
         ...
 
@@ -86,8 +101,8 @@ class Engine(Protocol):
         """Append tokens and return the logits after the last one, float32 [vocab].
 
         Where ``space.needs_state``, states are kept at the last block boundary that the run reaches. Raises
-        EngineError (no tokens), TokenRangeError, ContextTooLongError before anything is changed, and FormatError if a
-        plane of a load in flight turns out corrupt: nothing computed from it is returned, the context is unusable.
+        EngineError (no tokens), TokenRangeError, ContextTooLongError before anything is changed, and what
+        `Loading.wait` raises if a load in flight fails: nothing computed from it is returned, the context is unusable.
         """
         ...
 
@@ -107,6 +122,15 @@ class Engine(Protocol):
         """Forget all tokens after position ``n``. False, and no change, if the states at ``n`` are not held.
 
         Raises EngineError if ``n`` is below 0 or beyond the context.
+        """
+        ...
+
+    def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:
+        """K of single tokens where it depends on the token and its position only: in the model's first layer.
+
+        Returns that layer and K [heads, n, k_dim] float32 of ``tokens`` [n] as they would stand at ``positions`` [n],
+        equal (to rounding) to the rows that a prefill stores; None if the first layer keeps no K of all tokens. Costs
+        one layer of n tokens and touches no context: whoever has a block from elsewhere can check a sample of it.
         """
         ...
 

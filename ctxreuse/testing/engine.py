@@ -15,70 +15,16 @@ the live one must have the same bits whatever the tolerance.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from ctxreuse.block import BlockView, parse
+from ctxreuse.block import parse
 from ctxreuse.engines.base import Engine, Live, Logits
-from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, TokenRangeError
-from ctxreuse.keys import ROOT, Tokens, prefix_keys, tenant_salt
+from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, LinkDownError, TokenRangeError
+from ctxreuse.keys import ROOT
+from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, resume, seal, views
 
-__all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume", "seal"]
+__all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume", "seal", "views"]
 
-_SALT = tenant_salt("contract")
 _BLOCKS = 6
-
-
-class Sealed:
-    """A context as bytes: its blocks, the state at each position where it was held, and the keys."""
-
-    def __init__(self, engine: Engine, live: Live) -> None:
-        size, space = engine.space.block_tokens, engine.space.digest
-        self.tokens: Tokens = live.tokens.copy()
-        self.keys = prefix_keys(space, _SALT, self.tokens, size)
-        self.blocks = list(engine.export(live, self.keys, ROOT, 0))
-        self.states: dict[int, npt.NDArray[np.uint8]] = {}
-        for at in live.states:
-            number = at // size - 1
-            parent = self.keys[number - 1] if number else ROOT
-            self.states[at] = engine.export_state(live, self.keys[number], parent, at)
-
-
-def random_tokens(engine: Engine, count: int, seed: int = 0) -> Tokens:
-    """``count`` ids of the engine's vocabulary, int32."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, engine.space.vocab_size, count).astype(np.int32)
-
-
-def continuation(engine: Engine, live: Live, logits: Logits, steps: int) -> list[Logits]:
-    """Logits of ``steps`` greedy tokens, one forward each."""
-    seen = [logits]
-    for _ in range(steps):
-        seen.append(engine.prefill(live, np.array([seen[-1].argmax()], np.int32)))
-    return seen
-
-
-def seal(engine: Engine, tokens: Tokens) -> Sealed:
-    """Prefill tokens into a new context and export it; states are taken at the end only (a block boundary)."""
-    live = engine.start()
-    engine.prefill(live, tokens)
-    return Sealed(engine, live)
-
-
-def views(engine: Engine, sealed: Sealed, end: int) -> tuple[list[BlockView], BlockView | None]:
-    """Parsed blocks up to position ``end`` and, where the engine needs it, the state there."""
-    space = engine.space
-    blocks = [parse(data, space=space.digest) for data in sealed.blocks[: end // space.block_tokens]]
-    return blocks, parse(sealed.states[end], space=space.digest) if space.needs_state else None
-
-
-def resume(engine: Engine, sealed: Sealed, end: int, suffix: Tokens) -> tuple[Live, Logits]:
-    """A new context loaded up to ``end``, then ``suffix`` prefilled into it."""
-    live = engine.start()
-    blocks, state = views(engine, sealed, end)
-    loading = engine.load(live, blocks, state)
-    logits = engine.prefill(live, suffix)
-    loading.wait()
-    return live, logits
 
 
 def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
@@ -293,7 +239,95 @@ class EngineContract:
             _raises(EngineError, engine.load, live, blocks, blocks[2])
         engine.load(live, blocks, state).wait()
         assert np.array_equal(live.tokens, sealed.tokens)
+        _raises(FormatError, engine.load, live, blocks, state)
+        assert live.n == 3 * size
+        engine.prefill(live, sealed.tokens[:1])
         _raises(EngineError, engine.load, live, blocks, state)
+
+    def test_blocks_continue_a_context_at_a_boundary(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, _BLOCKS * size + 5)
+        whole = engine.prefill(engine.start(), ids)
+        sealed = seal(engine, ids[: _BLOCKS * size])
+        blocks, state = views(engine, sealed, _BLOCKS * size)
+        for cut in range(1, _BLOCKS):
+            live = engine.start()
+            engine.prefill(live, ids[: cut * size])
+            loading = engine.load(live, blocks[cut:], state)
+            assert live.n == _BLOCKS * size
+            assert self.close(engine.prefill(live, ids[live.n :]), whole), f"continued at block {cut}"
+            loading.wait()
+            assert np.array_equal(live.tokens, ids)
+            again = list(engine.export(live, sealed.keys[cut:], sealed.keys[cut - 1], cut))
+            assert [a.tobytes() for a in again] == [b.tobytes() for b in sealed.blocks[cut:]]
+        if not engine.space.needs_state:  # two loads, one behind the other
+            live = engine.start()
+            engine.load(live, blocks[:2]).wait()
+            engine.load(live, blocks[2:]).wait()
+            assert self.close(engine.prefill(live, ids[live.n :]), whole)
+
+    def test_layers_are_read_only_when_they_are_ready(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, 2 * size + 3)
+        sealed = seal(engine, ids[: 2 * size])
+        blanks = [data.copy() for data in sealed.blocks]
+        blocks = [parse(data) for data in blanks]
+        _, state = views(engine, sealed, 2 * size)
+        whole = {plane.layer for plane in blocks[0].layout.planes if plane.nbytes}
+        for view, data in zip(blocks, blanks):
+            data[view.offset(*view.layout.planes[0][:2]) :] = 0
+        asked: list[int] = []
+
+        def arrive(layer: int) -> None:
+            asked.append(layer)
+            for view, data, full in zip(blocks, blanks, sealed.blocks):
+                for role in ("k", "v"):
+                    at = view.offset(layer, role)
+                    end = at + view.layout.planes[view.layout.index[layer, role]].nbytes
+                    data[at:end] = full[at:end]
+
+        live = engine.start()
+        loading = engine.load(live, blocks, state, arrive)
+        logits = engine.prefill(live, ids[2 * size :])
+        loading.wait()
+        assert sorted(asked) == sorted(whole)
+        assert self.close(logits, engine.prefill(engine.start(), ids))
+
+    def test_a_layer_that_never_comes_ends_the_context(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        sealed = seal(engine, random_tokens(engine, 2 * size))
+        blocks, state = views(engine, sealed, 2 * size)
+        layers = sorted({plane.layer for plane in blocks[0].layout.planes if plane.nbytes})
+
+        def cut(layer: int) -> None:
+            if layer == layers[-1]:
+                raise LinkDownError("the link was cut")
+
+        if not layers:
+            return
+        live = engine.start()
+        loading = engine.load(live, blocks, state, cut)
+        _raises(LinkDownError, engine.prefill, live, sealed.tokens[:3])
+        _raises(LinkDownError, loading.wait)
+        _raises(EngineError, engine.prefill, live, sealed.tokens[:3])
+
+    def test_first_rows_are_those_that_a_prefill_stores(self, engine: Engine) -> None:
+        size = engine.space.block_tokens
+        ids = random_tokens(engine, 3 * size)
+        sealed = seal(engine, ids)
+        positions = np.array([2 * size + 1, 0, size, size - 1, 3 * size - 1], np.int32)
+        found = engine.first_rows(ids[positions], positions)
+        if found is None:
+            return
+        layer, rows = found
+        spec = engine.space.layers[layer]
+        assert layer == 0
+        assert rows.shape == (spec.kv_heads, len(positions), spec.k_dim)
+        assert rows.dtype == np.float32
+        if engine.space.dtype == "float32":
+            for i, at in enumerate(positions):
+                stored = parse(sealed.blocks[at // size]).array(layer, "k")[:, at % size].astype(np.float32)
+                assert np.abs(stored - rows[:, i]).max() <= 1e-5 * np.abs(stored).max()
 
     def test_a_corrupt_plane_is_never_computed_with(self, engine: Engine) -> None:
         size = engine.space.block_tokens

@@ -96,6 +96,22 @@ def test_pieces_cover_a_run_once_and_cut_at_the_boundary(start, count, chunk, bo
             assert stop - at <= chunk + max(chunk // 2 - 1, 0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falconh1"])
+def test_first_rows_depend_on_the_position(name, engine_of):
+    engine = engine_of(name)
+    ids, at = random_tokens(engine, 8), np.arange(8, dtype=np.int32)
+    here, there = engine.first_rows(ids, at), engine.first_rows(ids, at + 5)
+    assert here is not None
+    assert there is not None
+    assert np.abs(here[1] - there[1]).max() > 1e-2 * np.abs(here[1]).max()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "lfm2", "zamba2"])
+def test_models_whose_first_layer_keeps_no_k_have_no_first_rows(name, engine_of):
+    engine = engine_of(name)
+    assert engine.first_rows(random_tokens(engine, 8), np.arange(8, dtype=np.int32)) is None
+
+
 def test_layers_are_told_apart(engine_of):
     def kinds(name):
         return [s.kind for s in engine_of(name).space.layers]

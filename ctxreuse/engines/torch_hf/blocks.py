@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ def bits(plane: torch.Tensor) -> Bits:
     return array.view(_BITS[size])
 
 
-def scatter(target: Bits, views: Sequence[BlockView], layer: int, role: str) -> None:
-    """Check plane ``layer, role`` of consecutive blocks and copy it into ``target`` [heads, capacity, dim] from row 0.
+def scatter(target: Bits, start: int, views: Sequence[BlockView], layer: int, role: str) -> None:
+    """Check plane ``layer, role`` of consecutive blocks and copy it to rows from ``start`` of [heads, capacity, dim].
 
     Raises FormatError at the first plane whose checksum differs; rows have been written then, the context is spoiled.
     """
@@ -50,7 +50,8 @@ def scatter(target: Bits, views: Sequence[BlockView], layer: int, role: str) -> 
     counts = [len(view.header.tokens) // 4 for view in views]
     sums = [view.checksum(layer, role) for view in views]
     strides = (capacity * dim, dim)
-    bad = kernels.scatter_checked(target, kind, 0, strides, buffers, offsets, kind, heads, dim, counts, sums)
+    at = start * dim * target.dtype.itemsize
+    bad = kernels.scatter_checked(target, kind, at, strides, buffers, offsets, kind, heads, dim, counts, sums)
     if bad >= 0:
         views[bad].plane(layer, role)  # raises, naming the plane
 
@@ -62,10 +63,17 @@ def gather(source: Bits, start: int, target: npt.NDArray[np.uint8]) -> None:
     plane[:] = source[:, start : start + plane.shape[1]]
 
 
-def fill_layer(lease: Lease, views: Sequence[BlockView], layer: int) -> None:
-    """Check and copy K and V of one layer. Holding the lease keeps the memory from another context meanwhile."""
-    scatter(bits(lease.arena.k[layer]), views, layer, "k")
-    scatter(bits(lease.arena.v[layer]), views, layer, "v")
+def fill_layer(
+    lease: Lease, start: int, views: Sequence[BlockView], layer: int, ready: Callable[[int], None] | None
+) -> None:
+    """Check and copy K and V of one layer to the rows from ``start``, once ``ready`` says that they are in.
+
+    Holding the lease keeps the memory from another context meanwhile.
+    """
+    if ready is not None:
+        ready(layer)
+    scatter(bits(lease.arena.k[layer]), start, views, layer, "k")
+    scatter(bits(lease.arena.v[layer]), start, views, layer, "v")
 
 
 def seal_block(

@@ -12,9 +12,9 @@ from ctxreuse.model import ModelSpace
 __all__ = ["check_blocks", "check_state"]
 
 
-def check_blocks(views: Sequence[BlockView], space: ModelSpace, layout: Layout) -> None:
-    """Raises FormatError unless the views are consecutive exact blocks of this space from position 0."""
-    size, end, last = space.block_tokens, 0, None
+def check_blocks(views: Sequence[BlockView], space: ModelSpace, layout: Layout, start: int) -> None:
+    """Raises FormatError unless the views are consecutive exact blocks of this space from position ``start``."""
+    size, end, last = space.block_tokens, start, None
     for view in views:
         header, end = view.header, end + size
         where = f"block {header.key.hex()[:16]} for position {end - size}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from ctxreuse.engines.torch_hf.loading import Import
 from ctxreuse.engines.torch_hf.opening import open_model
 from ctxreuse.engines.torch_hf.pieces import pieces
 from ctxreuse.engines.torch_hf.space import model_space, new_cache
-from ctxreuse.errors import ConfigError, EngineError, FormatError
+from ctxreuse.errors import ConfigError, EngineError, FormatError, LinkError
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
@@ -143,19 +143,32 @@ class TorchEngine:
         return live
 
     @inference
-    def load(self, live: Live, views: Sequence[BlockView], state: BlockView | None = None) -> Import:
+    def load(
+        self,
+        live: Live,
+        views: Sequence[BlockView],
+        state: BlockView | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Import:
         """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
         live = self._own(live)
-        if live.n or live.loading is not None:
-            raise EngineError(f"the context holds {live.n} tokens already", fix="Load into a new one")
+        live.detach()
+        start = live.n
+        if start % self.space.block_tokens:
+            raise EngineError(
+                f"the context holds {start} tokens, which is no block boundary",
+                fix=f"Crop or compute to a multiple of {self.space.block_tokens}",
+            )
+        if live.loading is not None:
+            raise EngineError("a load into the context is still in flight, or has failed", fix="wait() for it first")
         if not views:
             if state is not None:
                 raise EngineError("a state without blocks")
             return Import((), background=False)
         views = list(views)
-        end = len(views) * self.space.block_tokens
+        end = start + len(views) * self.space.block_tokens
         check_length(self.space, end)
-        check_blocks(views, self.space, self._layout)
+        check_blocks(views, self.space, self._layout, start)
         check_state(state, self.space, end, self._probe, self._windows)
         snapshot = states.read_state(state) if state is not None else None
         live.room(end)
@@ -166,7 +179,7 @@ class TorchEngine:
         for index, layer in live.arena_layers:
             assert live.lease is not None
             layer.resize(end)
-            jobs.append((index, partial(fill_layer, live.lease, views, index)))
+            jobs.append((index, partial(fill_layer, live.lease, start, views, index, ready)))
         live.append(np.concatenate([view.tokens for view in views]))
         beside = self._background
         if beside is None:
@@ -206,15 +219,27 @@ class TorchEngine:
         """After a failed forward: back to where it began, or unusable where that is impossible."""
         if live.loading is not None:
             # The caller may close the views' transaction as soon as it sees the error.
-            with suppress(FormatError):
+            with suppress(FormatError, LinkError):
                 live.loading.wait()
         if isinstance(error, FormatError):
             live.broken = "a block that it was loaded from is corrupt"
+        elif isinstance(error, LinkError):
+            live.broken = "a block that it was loaded from never came"
         elif self._linear:
             live.broken = f"a forward was interrupted ({type(error).__name__}) and its recurrent states are lost"
         live.truncate(live.n)
         for window in live.windows:
             window.truncate(live.n)
+
+    @inference
+    def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:
+        """See `Engine.first_rows`: the model runs up to its first layer's write to a cache, and no further."""
+        if not self.space.layers[0].blocked:
+            return None
+        ids = check_prompt(self.space, 0, tokens)
+        wide, at = (torch.from_numpy(np.asarray(part, np.int64)) for part in (ids, positions))
+        rows = probe.first_keys(self._forward, new_cache(self.model), wide, at)
+        return None if rows is None else (0, rows.float().numpy())
 
     def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ctxreuse.errors import FormatError
+from ctxreuse.errors import FormatError, LinkError
 
 __all__ = ["Import"]
 
@@ -22,14 +22,15 @@ class Import:
     """Copies layer by layer; a layer is done by the loader thread or by the prefill that comes to need it.
 
     ``jobs``: one a layer that has planes, in layer order. ``background``: start a thread at once. Any thread may call
-    `ensure` and `wait`.
+    `ensure` and `wait`. The first failure, FormatError (a corrupt plane) or LinkError (a layer that will not come), is
+    its end, and everybody gets it from then on.
     """
 
     def __init__(self, jobs: Sequence[tuple[int, Callable[[], None]]], *, background: bool) -> None:
         self._jobs = dict(jobs)
         self._state = dict.fromkeys(self._jobs, _TODO)
         self._change = threading.Condition()
-        self._error: FormatError | None = None
+        self._error: FormatError | LinkError | None = None
         self._thread: threading.Thread | None = None
         if background and self._jobs:
             self._thread = threading.Thread(target=self._run, name="ctxreuse-load", daemon=True)
@@ -41,7 +42,7 @@ class Import:
         return self._error is None and all(state == _DONE for state in self._state.values())
 
     def ensure(self, layer: int) -> None:
-        """Return when a layer is in place: does it here if nobody has begun, else waits. Raises FormatError."""
+        """Return when a layer is in place: does it here if nobody has begun, else waits; raises the failure."""
         if self._state.get(layer, _DONE) == _DONE and self._error is None:
             return
         with self._change:
@@ -57,7 +58,7 @@ class Import:
             self._fail()
 
     def wait(self) -> None:
-        """Return when all layers are in place and the thread has ended; raises FormatError if a plane was corrupt."""
+        """Return when all layers are in place and the thread has ended; raises the failure."""
         try:
             for layer in self._jobs:
                 self.ensure(layer)
@@ -80,10 +81,10 @@ class Import:
             self._copy(layer)
 
     def _copy(self, layer: int) -> None:
-        error: FormatError | None = None
+        error: FormatError | LinkError | None = None
         try:
             self._jobs[layer]()
-        except FormatError as caught:
+        except (FormatError, LinkError) as caught:
             error = caught
         except BaseException as caught:
             error = FormatError(f"layer {layer} could not be loaded: {caught}")
@@ -97,4 +98,4 @@ class Import:
 
     def _fail(self) -> NoReturn:
         assert self._error is not None
-        raise FormatError(self._error.what, where=self._error.where, fix=self._error.fix) from self._error
+        raise type(self._error)(self._error.what, where=self._error.where, fix=self._error.fix) from self._error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import DynamicCache
@@ -12,7 +12,7 @@ from ctxreuse.engines.torch_hf.attention import inference
 from ctxreuse.engines.torch_hf.space import config_of
 from ctxreuse.errors import EngineError
 
-__all__ = ["FILLED", "Forward", "continues", "fill", "plain_cache"]
+__all__ = ["FILLED", "Forward", "continues", "fill", "first_keys", "plain_cache"]
 
 #: Tokens that `fill` runs.
 FILLED = 8
@@ -45,9 +45,18 @@ class Forward:
 
     def call(self, ids: torch.Tensor, at: int, cache: DynamicCache) -> torch.Tensor:
         """Run int64 ids [S] from position ``at`` on; the cache grows by them. Call inside `torch.inference_mode`."""
+        return self.run(ids, torch.arange(at, at + len(ids)), cache)
+
+    @property
+    def takes_positions(self) -> bool:
+        """True if the model can be told where each token stands."""
+        return self._positions
+
+    def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """As `call`, each token at a position [S] of its own."""
         options: dict[str, Any] = dict(self._last_only)
         if self._positions:
-            options["position_ids"] = torch.arange(at, at + len(ids))[None]
+            options["position_ids"] = positions[None]
         out = self._model(input_ids=ids[None], past_key_values=cache, use_cache=True, **options)
         logits: torch.Tensor = out.logits[0, -1].float()
         return logits
@@ -65,6 +74,35 @@ def fill(model: Any, forward: Forward, cache: DynamicCache) -> None:
 
 def _ids(model: Any, count: int) -> torch.Tensor:
     return torch.arange(1, count + 1) % config_of(model).vocab_size
+
+
+class _Captured(Exception):
+    """Ends a forward with what its first layer was about to keep."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+
+def _capture(key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _Captured(key_states)
+
+
+def first_keys(
+    forward: Forward, cache: DynamicCache, ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor | None:
+    """K [heads, n, dim] that the first layer would keep of int64 ids [n] at ``positions`` [n]; ``cache`` is spent.
+
+    None if the model cannot be told positions. Call inside `torch.inference_mode`.
+    """
+    if not forward.takes_positions:
+        return None
+    cache.layers[0].update = _capture
+    try:
+        forward.run(ids, positions, cache)
+    except _Captured as caught:
+        return caught.keys[0]
+    return None
 
 
 @inference

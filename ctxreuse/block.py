@@ -54,6 +54,7 @@ __all__ = [
     "block_layout",
     "layout_of",
     "parse",
+    "rekey",
 ]
 
 MAGIC = b"CTXRBLK\0"
@@ -249,6 +250,11 @@ class BlockView:
         """Token ids [n], int32."""
         return np.frombuffer(self.header.tokens, "<i4")
 
+    @property
+    def start(self) -> int:
+        """Byte offset of the first plane: the length of the head."""
+        return self._start
+
     def covers(self, key: bytes, tokens: Tokens) -> bool:
         """True if this is the block of ``key`` and its token ids are these: the proof behind a hash hit."""
         return self.header.key == key and self.header.tokens == tokens.tobytes()
@@ -329,3 +335,28 @@ def parse(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], *, space
     if space is not None and header.space != space:
         raise FormatError("block belongs to another model space", where=header.space.hex()[:16])
     return BlockView(header, layout, start, view)
+
+
+def rekey(
+    data: bytes | bytearray | memoryview | npt.NDArray[np.uint8],
+    key: bytes,
+    parent: bytes,
+    into: npt.NDArray[np.uint8] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """The same block under other keys, as a copy: a new head of the same length, planes and checksums untouched.
+
+    ``into``: memory for the copy if it has at least the size. Raises FormatError if ``data`` is no block.
+    """
+    view = parse(data)
+    total = len(view.buffer)
+    copy = np.empty(total, np.uint8) if into is None or into.nbytes < total else into[:total]
+    copy[:] = np.frombuffer(view.buffer, np.uint8)
+    header = _encode(msgspec.structs.replace(view.header, key=key, parent=parent))
+    # Keys have a fixed size, but whoever sealed the block may have encoded its header less tightly than we do.
+    if len(key) != KEY_BYTES or len(parent) != KEY_BYTES or _aligned(_PRELUDE.size + len(header)) != view.start:
+        raise FormatError("block cannot be given another key", where=view.header.key.hex()[:16])
+    check = xxhash.xxh3_64_intdigest(header, total & 0xFFFFFFFF)
+    copy[: view.start] = 0
+    head = _PRELUDE.pack(MAGIC, VERSION, 0, len(header), total, check) + header
+    copy[: len(head)] = np.frombuffer(head, np.uint8)
+    return copy

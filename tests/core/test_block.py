@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of, parse
+from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of, parse, rekey
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.model import DTYPE_BYTES
@@ -286,3 +286,40 @@ def test_empty_buffers() -> None:
     for data in (b"", np.zeros(0, np.uint8), bytearray()):
         with pytest.raises(FormatError, match="too few"):
             parse(data)
+
+
+@given(planes_of, token_lists, st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_rekeying_changes_the_two_keys_and_nothing_else(
+    planes: tuple[Plane, ...], tokens: Tokens, key: bytes, parent: bytes
+) -> None:
+    data, _ = write(planes, tokens, extra={"window": 7}, level="q8")
+    before = parse(data)
+    after = read_all(rekey(data, key, parent).tobytes())
+    assert after.header == msgspec.structs.replace(before.header, key=key, parent=parent)
+    assert len(after.buffer) == len(before.buffer)
+    assert after.buffer[after.start :] == before.buffer[before.start :]
+    assert rekey(after.buffer, KEY, PARENT).tobytes() == data
+
+
+def test_rekeying_writes_into_memory_that_is_given() -> None:
+    room = np.full(len(GOOD) + 100, 255, np.uint8)
+    copy = rekey(GOOD, b"1" * 32, b"2" * 32, room)
+    assert np.shares_memory(copy, room)
+    assert parse(copy).header.key == b"1" * 32
+    assert set(room[len(GOOD) :]) == {255}
+    assert rekey(GOOD, b"1" * 32, b"2" * 32, room[:64]).tobytes() == copy.tobytes()
+
+
+def test_what_is_no_block_and_what_is_no_key_cannot_be_rekeyed() -> None:
+    with pytest.raises(FormatError):
+        rekey(GOOD[:-1], KEY, PARENT)
+    with pytest.raises(FormatError, match="another key"):
+        rekey(GOOD, KEY[:-1], PARENT)
+
+
+def test_a_head_can_be_parsed_before_the_planes_are_there() -> None:
+    whole = parse(GOOD)
+    partial = parse(GOOD[: whole.start].ljust(len(GOOD), b"\0"))
+    assert partial.header == whole.header
+    with pytest.raises(FormatError, match="corrupt"):
+        partial.verify()

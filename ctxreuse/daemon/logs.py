@@ -70,7 +70,10 @@ def _shown(value: Any) -> str:
 
 
 def setup(form: Literal["text", "json"] = "text", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send all logs of this process, warnings of libraries included, to ``stream`` (standard error). Again: replaces."""
+    """Send all logs of this process, warnings of libraries included, to ``stream`` (standard error).
+
+    A second call replaces the first.
+    """
     root = logging.getLogger()
     for handler in list(root.handlers):
         if isinstance(handler.formatter, Lines):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from ctxreuse.metrics import METRICS, SOURCES, Metrics
+from ctxreuse.metrics import METRICS, SOURCES, Metrics, watch_store
 from ctxreuse.runtime.usage import Usage
+from ctxreuse.store import open_store
 
 
 def test_the_table_keeps_its_rules() -> None:
@@ -17,11 +19,28 @@ def test_the_table_keeps_its_rules() -> None:
         assert re.fullmatch(r"ctxreuse_[a-z_]+", row.name)
         assert row.name.endswith("_total") == (row.kind == "counter")
         assert row.name.removesuffix("_total").endswith(
-            ("_tokens", "_bytes", "_seconds", "requests", "misses", "_puts", "_blocks")
+            (
+                "_tokens",
+                "_bytes",
+                "_seconds",
+                "_second",
+                "requests",
+                "misses",
+                "_puts",
+                "_blocks",
+                "_links",
+                "_reconnects",
+                "_transfers",
+                "_resumes",
+                "_refused",
+                "_quarantined",
+                "_decisions",
+            )
         )
         assert row.help.endswith(".")
-        assert bool(row.label) == bool(row.values)
-        assert len(row.values) <= 10
+        for label in row.labels:
+            assert re.fullmatch("[a-z]+", label.name)
+            assert 2 <= len(set(label.values)) <= 10
     assert len({row.name for row in METRICS}) == len(METRICS)
 
 
@@ -69,9 +88,55 @@ def test_slips_in_code_are_loud() -> None:
     metrics = Metrics()
     with pytest.raises(KeyError):
         metrics.add("ctxreuse_made_up_total")
+    with pytest.raises(KeyError):
+        metrics.add("ctxreuse_requests_total", 1)
+    with pytest.raises(KeyError):
+        metrics.add("ctxreuse_completion_tokens_total", 1, "stop")
     with pytest.raises(TypeError):
-        metrics.add("ctxreuse_store_bytes")
+        metrics.add("ctxreuse_store_bytes", 1, "disk")
     with pytest.raises(TypeError):
         metrics.set("ctxreuse_requests_total", 1, "stop")
     with pytest.raises(TypeError):
-        metrics.observe("ctxreuse_store_blocks", 1)
+        metrics.observe("ctxreuse_store_blocks", 1, "disk")
+
+
+def test_two_labels_are_bounded_each_for_itself() -> None:
+    metrics = Metrics()
+    metrics.add("ctxreuse_http_requests_total", 1, "chat", "2xx")
+    metrics.add("ctxreuse_http_requests_total", 1, "/made/up", "2xx")
+    metrics.add("ctxreuse_http_requests_total", 1, "chat", "999")
+    assert metrics.read("ctxreuse_http_requests_total", "chat", "2xx") == 1
+    assert metrics.read("ctxreuse_http_requests_total", "other", "2xx") == 1
+    assert metrics.read("ctxreuse_http_requests_total", "chat", "other") == 1
+
+
+def test_a_total_counted_elsewhere_goes_up_only() -> None:
+    metrics = Metrics()
+    for total in (5, 5, 9, 2):  # then the other one began anew
+        metrics.total("ctxreuse_link_bytes_total", total, "in")
+    assert metrics.read("ctxreuse_link_bytes_total", "in") == 11
+    assert metrics.read("ctxreuse_link_bytes_total", "out") == 0
+
+
+def test_a_store_is_looked_at_when_somebody_asks(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store", capacity=1 << 20, host_bytes=4096) as store:
+        metrics = Metrics()
+        assert store.disk is not None
+        watch_store(metrics, store.stats, store.disk.stats, lambda: 77)
+        assert not store.put(b"k" * 32, b"nonsense")
+        metrics.render()
+        assert metrics.read("ctxreuse_store_capacity_bytes", "disk") == 1 << 20
+        assert metrics.read("ctxreuse_store_capacity_bytes", "host") == 4096
+        assert metrics.read("ctxreuse_store_bytes", "device") == 77
+        assert metrics.read("ctxreuse_store_refused_puts_total", "malformed") == 1
+        metrics.render()
+        assert metrics.read("ctxreuse_store_refused_puts_total", "malformed") == 1
+
+
+def test_a_store_that_fails_hides_nothing_else() -> None:
+    def broken() -> None:
+        raise OSError("the disk is gone")
+
+    metrics = Metrics()
+    metrics.watch(broken)
+    assert b"ctxreuse_requests_total" in metrics.render()

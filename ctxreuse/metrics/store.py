@@ -1,0 +1,63 @@
+"""The store's figures in the metrics, read when somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from ctxreuse.metrics.registry import Metrics
+
+__all__ = ["Figures", "watch_store"]
+
+_CORRUPT = ("corrupt", "truncated")
+
+
+class Figures(Protocol):
+    """What is read of `ctxreuse.store.StoreStats`."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def refused(self) -> Mapping[str, int]: ...
+    @property
+    def dropped(self) -> Mapping[str, int]: ...
+
+
+def watch_store(
+    metrics: Metrics,
+    whole: Callable[[], Figures],
+    disk: Callable[[], Figures] | None = None,
+    device: Callable[[], int] | None = None,
+) -> None:
+    """Feed the ``ctxreuse_store_*`` rows at each scrape.
+
+    ``whole``: figures of all tiers of a store together; ``disk``: those of its disk tier, if it has one (the rest is
+    host memory); ``device``: bytes of KV that stay in the engine between requests.
+    """
+
+    def look() -> None:
+        every, below = whole(), disk() if disk is not None else None
+        tiers = {"disk": below, "host": every}
+        for tier, figures in tiers.items():
+            less = below if tier == "host" else None
+            for name, field in (
+                ("ctxreuse_store_bytes", "nbytes"),
+                ("ctxreuse_store_capacity_bytes", "capacity"),
+                ("ctxreuse_store_blocks", "blocks"),
+            ):
+                amount = getattr(figures, field, 0) - getattr(less, field, 0)
+                metrics.set(name, max(amount, 0), tier)  # the two were not read at the same moment
+        if device is not None:
+            metrics.set("ctxreuse_store_bytes", device(), "device")
+        metrics.total("ctxreuse_store_evicted_blocks_total", every.evicted)
+        metrics.total("ctxreuse_store_corrupt_blocks_total", sum(every.dropped.get(why, 0) for why in _CORRUPT))
+        for why, count in every.refused.items():
+            metrics.total("ctxreuse_store_refused_puts_total", count, why)
+
+    metrics.watch(look)

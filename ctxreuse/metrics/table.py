@@ -1,0 +1,101 @@
+"""The table of all metrics: names, kinds, what they mean, and every value that a label may have.
+
+Names start with ``ctxreuse_``, units are base units (seconds, bytes, tokens).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["METRICS", "ROUTES", "SOURCES", "Label", "Metric"]
+
+#: Where a prompt's tokens came from, nearest first; ``compute`` means that they were prefilled.
+SOURCES = ("device", "host", "disk", "edge", "cloud", "compute")
+
+#: What requests are counted by: never the path itself, which a client makes up.
+ROUTES = ("chat", "completions", "models", "contexts", "api", "probes")
+
+
+class Label(NamedTuple):
+    """One label and the values that it takes; any other becomes ``other``."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+class Metric(NamedTuple):
+    """One row: ``kind`` is counter, gauge or histogram."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[Label, ...] = ()
+
+
+# The words that a store counts with: see StoreStats.
+_MISSES = Label(
+    "reason",
+    (
+        "absent",
+        "corrupt",
+        "truncated",
+        "foreign",
+        "older",
+        "newer",
+        "space",
+        "tokens",
+        "unreadable",
+        "no store",
+    ),
+)
+_REFUSALS = Label(
+    "reason",
+    ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed"),
+)
+_TIER = Label("tier", ("device", "host", "disk"))
+_SOURCE = Label("source", SOURCES)
+_FINISH = Label("finish", ("stop", "length", "stop_string", "cancelled", "error"))
+_ROUTE = Label("route", ROUTES)
+_CLASS = Label("class", ("2xx", "3xx", "4xx", "5xx"))
+_STATE = Label("state", ("down", "up", "refused"))
+_DIRECTION = Label("direction", ("in", "out"))
+_DONE = Label("result", ("done", "refused", "cut", "cancelled"))
+_CHOICE = Label("choice", ("load", "replay", "fetch", "both", "recompute"))
+_SUSPECT = Label("reason", ("corrupt", "audit", "foreign"))
+
+METRICS = (
+    # requests
+    Metric("ctxreuse_requests_total", "counter", "Requests that finished.", (_FINISH,)),
+    Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by where their KV came from.", (_SOURCE,)),
+    Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
+    Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
+    Metric("ctxreuse_load_seconds", "histogram", "Time to bring reused KV into the engine."),
+    Metric("ctxreuse_prefill_seconds", "histogram", "Time to compute the rest of the prompt."),
+    # stores
+    Metric("ctxreuse_store_bytes", "gauge", "Bytes of KV held, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_capacity_bytes", "gauge", "Bytes of KV allowed, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_blocks", "gauge", "Blocks held, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_evicted_blocks_total", "counter", "Entries evicted to make room."),
+    Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", (_REFUSALS,)),
+    Metric("ctxreuse_store_corrupt_blocks_total", "counter", "Entries dropped because a check failed."),
+    # daemons
+    Metric("ctxreuse_http_requests_total", "counter", "HTTP requests by route and class of status.", (_ROUTE, _CLASS)),
+    Metric("ctxreuse_http_waiting_requests", "gauge", "Requests that wait or run."),
+    Metric("ctxreuse_first_token_seconds", "histogram", "From a request's arrival to its first token."),
+    # the link
+    Metric("ctxreuse_links", "gauge", "Links to other nodes, by state.", (_STATE,)),
+    Metric("ctxreuse_link_rtt_seconds", "gauge", "Round trip of the best link that is up."),
+    Metric("ctxreuse_link_bytes_per_second", "gauge", "Estimated bandwidth of the best link that is up."),
+    Metric("ctxreuse_link_bytes_total", "counter", "Bytes on all links.", (_DIRECTION,)),
+    Metric("ctxreuse_link_reconnects_total", "counter", "Times that a link came up again."),
+    Metric("ctxreuse_transfers_total", "counter", "Transfers of blocks that ended, by how.", (_DONE,)),
+    Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers that went on after a cut."),
+    Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received that were here already."),
+    Metric("ctxreuse_peers_refused_total", "counter", "Peers turned away: keys, versions, model spaces."),
+    Metric("ctxreuse_peers_quarantined_total", "counter", "Peers shut out for what they sent, by reason.", (_SUSPECT,)),
+    Metric("ctxreuse_sync_blocks_total", "counter", "Blocks given to clouds."),
+    # decisions
+    Metric("ctxreuse_decisions_total", "counter", "How spans of prompts were got.", (_CHOICE,)),
+    Metric("ctxreuse_decision_predicted_seconds_total", "counter", "Time foretold for them.", (_CHOICE,)),
+    Metric("ctxreuse_decision_real_seconds_total", "counter", "Time that they took.", (_CHOICE,)),
+)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from ctxreuse.bus.wire import Frame, Message, Terms, decode, encode
-from ctxreuse.errors import CtxReuseError, LinkDownError, ProtocolError
+from ctxreuse.errors import CtxReuseError, LinkDownError
 
 __all__ = ["Limits", "Request", "Session"]
 
@@ -28,10 +28,11 @@ T = TypeVar("T")
 class Limits(msgspec.Struct, frozen=True):
     """What a session bounds. ``terms`` are told to the peer (see `ctxreuse.bus.wire.Terms`).
 
-    ``queue``: messages without payload that may wait for the transport; ``announced``: block keys that are announced at
-    most (8 bytes each here, some 100 at the edge); ``announce_every``: seconds between announcements; ``stall``:
-    seconds after which a transfer that the peer does not move is ended; ``rounds``: connections in a row in which a
-    fetch may get nothing before it is given up.
+    ``queue``: messages without payload that may wait for the transport (at one more the peer does not read, and the
+    link is dead), and requests of a client; ``announced``: block keys that are announced at most (8 bytes each here,
+    some 100 at the edge); ``announce_every``: seconds between announcements; ``stall``: seconds after which a transfer
+    that the peer does not move is ended; ``rounds``: connections in a row in which a fetch may get nothing before it is
+    given up.
     """
 
     terms: Terms = Terms()
@@ -39,7 +40,7 @@ class Limits(msgspec.Struct, frozen=True):
     announced: int = 1 << 20
     announce_every: float = 0.25
     stall: float = 60.0
-    rounds: int = 32
+    rounds: int = 100
 
 
 class Request(Generic[T]):
@@ -102,7 +103,7 @@ class Session:
         self._open = False
         self._time = 0.0
         self._now: float | None = None
-        self._heard = self._spoke = 0.0
+        self._heard = 0.0
 
     # ---- called by the owner of the transport ----
 
@@ -110,8 +111,9 @@ class Session:
         """The transport is connected (again)."""
         self._advance(now)
         self._control.clear()
+        self._terms = self.limits.terms
         self._open, self.dead, self.reason = True, False, ""
-        self._heard = self._spoke = self._time
+        self._heard = self._time
         self.counts["opened"] += 1
 
     def lost(self, now: float) -> None:
@@ -154,7 +156,6 @@ class Session:
             return None
         frames = self._control.popleft() if self._control else self._bulk()
         if frames is not None:
-            self._spoke = self._time
             self.counts["messages_out"] += 1
             if len(frames) > 1:
                 self.counts["payloads_out"] += 1
@@ -164,7 +165,7 @@ class Session:
     def check(self) -> None:
         """Raise AssertionError if the session is in a state that it cannot be in."""
         assert self._open or not self._control
-        assert len(self._control) <= 2 * self.limits.queue
+        assert len(self._control) <= self.limits.queue
 
     # ---- for the two sides ----
 
@@ -192,7 +193,8 @@ class Session:
         if not self._open:
             return
         if len(self._control) >= self.limits.queue:
-            raise ProtocolError(f"the peer does not read: {len(self._control)} messages wait", where=self._who())
+            self._die("does not read")
+            return
         self._control.append(encode(message))
 
     def _die(self, reason: str) -> None:

@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 
 from ctxreuse.bus import wire
 from ctxreuse.bus.base import Matched
 from ctxreuse.bus.session import Limits, Request, Session
+from ctxreuse.bus.session_get import Asking, Getting
 from ctxreuse.bus.session_known import Known
 from ctxreuse.bus.session_put import Giving, Stored
 from ctxreuse.bus.transfer import Assembly, Outlet
-from ctxreuse.bus.wire import Message, Welcome
+from ctxreuse.bus.wire import Frame, Message, Welcome
 from ctxreuse.errors import CtxReuseError, LinkDownError, LinkRefusedError, ProtocolError
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.store.base import Buffer
 
 __all__ = ["ClientSession", "Stored"]
-
-
-class _Asking(msgspec.Struct, eq=False):
-    """A match that waits for its answer."""
-
-    request: Request[Matched]
-    message: wire.Match
-    asked: bool = False
-
-
-class _Getting(msgspec.Struct, eq=False):
-    """A fetch or prefill on its way."""
-
-    assembly: Assembly
-    tokens: bytes | None
-    payload: int
-    window: int
-    round: int = 0
-    open: bool = False
-    got: int = 0  # payloads of this round
-    upto: int = 0
-    before: int = 0  # bytes that were here when the round began
-    idle: int = 0  # rounds in a row that brought nothing
 
 
 class ClientSession(Session):
@@ -74,9 +51,9 @@ class ClientSession(Session):
         self._known = Known(self.limits.announced)
         self._outlet = Outlet()
         self._last_id = 0
-        self._live: dict[int, _Asking | _Getting | Giving] = {}
-        self._pings: tuple[int, float] | None = None
-        self._ping = 0
+        self._live: dict[int, Asking | Getting | Giving] = {}
+        self._leaving = False
+        self._ping, self._pinged, self._answered = 0, 0.0, True
 
     # ---- requests ----
 
@@ -85,7 +62,7 @@ class ClientSession(Session):
         request = request or Request()
         message = wire.Match(self._last_id + 1, space, wire.joined(keys))
         if self._admit(request.fail):
-            self._start(_Asking(request, message))
+            self._start(Asking(request, message))
         return request
 
     def fetch(self, assembly: Assembly, *, payload: int = 0, window: int = 8) -> None:
@@ -94,8 +71,10 @@ class ClientSession(Session):
         ``payload``: bytes a message at most (0: the most that both sides allow); smaller ones let others through sooner
         on a slow link. ``window``: payloads that may be on their way.
         """
-        if self._admit(lambda error: assembly.end(error.what)):
-            self._start(_Getting(assembly, None, payload, min(window, self._terms.window)))
+        if len(assembly.keys) > wire.MAX_KEYS:
+            assembly.end("too many blocks")
+        elif self._admit(lambda error: assembly.end(error.what)):
+            self._start(Getting(assembly, None, payload, window))
 
     def prefill(self, assembly: Assembly, tokens: Tokens, *, payload: int = 0, window: int = 8) -> None:
         """Let the cloud compute the blocks of ``assembly`` and send them as they are made.
@@ -106,7 +85,7 @@ class ClientSession(Session):
         if not 4 <= len(row) <= 4 * wire.MAX_TOKENS:
             assembly.end("tokens")
         elif self._admit(lambda error: assembly.end(error.what)):
-            self._start(_Getting(assembly, row, payload, min(window, self._terms.window)))
+            self._start(Getting(assembly, row, payload, window))
 
     def put(
         self,
@@ -125,6 +104,8 @@ class ClientSession(Session):
         it is referenced), in the thread of the link; LookupError if it is gone. One put at a time is on its way, others
         wait. After a cut the blocks are offered again.
         """
+        if len(sizes) != len(keys):
+            raise ValueError(f"{len(sizes)} sizes for {len(keys)} keys")
         request = request or Request()
         message = wire.Put(self._last_id + 1, 1, space, parent, wire.joined(keys), tuple(sizes))
         if self._admit(request.fail):
@@ -134,7 +115,7 @@ class ClientSession(Session):
     def cancel(self, what: Request[Matched] | Request[Stored] | Assembly) -> None:
         """Give a request up; nothing happens if it has ended."""
         for number, live in list(self._live.items()):
-            owner = live.assembly if isinstance(live, _Getting) else live.request
+            owner = live.assembly if isinstance(live, Getting) else live.request
             if owner is what:
                 self._drop(number, LinkDownError("cancelled"))
 
@@ -144,7 +125,7 @@ class ClientSession(Session):
 
     def bye(self, text: str = "") -> None:
         """Start no new requests; what runs goes on. Close the transport when `drained`."""
-        self.draining = text or "bye"
+        self._leaving, self.draining = True, text or "bye"
         self._say(wire.Bye(text))
 
     @property
@@ -154,7 +135,7 @@ class ClientSession(Session):
 
     def close(self, reason: str = "closed") -> None:
         """End all requests."""
-        self.draining = reason
+        self._leaving, self.draining = True, reason
         for number in list(self._live):
             self._drop(number, LinkDownError(reason))
 
@@ -162,9 +143,10 @@ class ClientSession(Session):
 
     def opened(self, now: float) -> None:
         """The transport is connected: say hello."""
+        if self._open:
+            self.lost(now)
         super().opened(now)
-        self.up = False
-        self._pings = None
+        self._pinged, self._answered = self._time, False
         epoch, version = self._known.epoch, self._known.version
         self._say(
             wire.Hello(
@@ -184,24 +166,26 @@ class ClientSession(Session):
         super().lost(now)
         self.up = False
         for live in self._live.values():
-            if isinstance(live, _Asking):
+            if isinstance(live, Asking):
                 live.asked = False
-            elif isinstance(live, _Getting):
-                live.open = False
+            elif isinstance(live, Getting):
+                live.stop()
             else:
                 live.stop(self._outlet)
 
     def tick(self, now: float) -> None:
-        """Ping when nothing else was said for a heartbeat; notice a silent peer."""
+        """Ping every heartbeat; notice a silent peer, and fetches that nobody wants any more."""
         super().tick(now)
-        if self.up and self._time - self._spoke >= self._heartbeat and not self._control:
+        if self.up and self._time - self._pinged >= self._heartbeat:
             self._ping += 1
-            self._pings = (self._ping, self._time)
+            self._pinged, self._answered = self._time, False
             self._say(wire.Ping(self._ping))
-        self._sweep()
+        for number, live in list(self._live.items()):
+            if isinstance(live, Getting) and live.assembly.ended is not None:
+                self._drop(number, LinkDownError("stopped"))
 
     def _deadline(self) -> float:
-        return min(self._spoke, self._time) + self._heartbeat
+        return self._pinged + self._heartbeat if self.up else super()._deadline()
 
     def _take(self, message: Message, payload: memoryview | None) -> None:
         match message:
@@ -219,7 +203,7 @@ class ClientSession(Session):
                     self._say(wire.Resync())
             case wire.Matched():
                 asking = self._live.get(message.id)
-                if not isinstance(asking, _Asking):
+                if not isinstance(asking, Asking):
                     self.counts["ignored"] += 1
                     return
                 count = len(asking.message.keys) // 32
@@ -239,8 +223,8 @@ class ClientSession(Session):
                     for skipped in giving.take(message, self, self._outlet, self._payload_limit(giving.payload)):
                         self._say(wire.Skip(message.id, message.round, skipped))
             case wire.Pong():
-                if self._pings is not None and self._pings[0] == message.number:
-                    self.rtt, self._pings = self._time - self._pings[1], None
+                if message.number == self._ping:
+                    self._echo()
             case wire.Bye():
                 self.draining = message.text or "drain"
             case _:
@@ -254,13 +238,20 @@ class ClientSession(Session):
             return
         new = self.welcome is not None and self.welcome.epoch != message.epoch
         self._known.begin(message.epoch)
-        self.welcome, self._terms, self.refused, self.draining = message, message.terms, None, ""
-        self.up = True
+        self.welcome, self._terms, self.refused, self.up = message, message.terms, None, True
+        if not self._leaving:
+            self.draining = ""
+        self._echo()
         if new and self._on_epoch is not None:
             self._on_epoch(message)
         if self._on_up is not None:
             self._on_up(message)
         self._open_waiting()
+
+    def _echo(self) -> None:
+        """The newest ping (or hello) is answered."""
+        if not self._answered:
+            self.rtt, self._answered = self._time - self._pinged, True
 
     def _payload_limit(self, wanted: int) -> int:
         most = min(self._terms.max_payload, self.limits.terms.max_payload)
@@ -282,14 +273,10 @@ class ClientSession(Session):
 
     def _payload(self, message: wire.Payload, payload: memoryview) -> None:
         live = self._live.get(message.id)
-        if not isinstance(live, _Getting) or message.round != live.round or not live.open:
+        if not isinstance(live, Getting) or message.round != live.round or not live.open:
             self.counts["ignored"] += 1
             return
-        live.got += 1
-        if live.got > live.upto:
-            raise ProtocolError(f"payload {live.got} with credit for {live.upto}", where=self._who())
-        if len(payload) > self.limits.terms.max_payload:
-            raise ProtocolError(f"a payload of {len(payload)} bytes", where=self._who())
+        live.arrived(len(payload), self.limits.terms.max_payload)
         try:
             fresh = live.assembly.write(message.pieces, payload)
         except ProtocolError:
@@ -299,17 +286,19 @@ class ClientSession(Session):
         self.counts["duplicates"] += len(payload) - fresh if live.assembly.ended in (None, "") else 0
         if live.assembly.ended is not None:
             self._drop(message.id, LinkDownError("ended"), tell=live.assembly.ended != "")
-        elif live.upto - live.got <= live.window // 2:
-            live.upto = live.got + live.window
+        elif live.grant():
             self._say(wire.Credit(message.id, live.round, live.upto))
 
     def _done(self, message: wire.Done) -> None:
         live = self._live.get(message.id)
-        if isinstance(live, _Asking) or live is None or live.round != message.round:
+        if isinstance(live, Asking) or live is None or live.round != message.round:
             self.counts["ignored"] += 1
-        elif isinstance(live, _Getting):
-            # All was sent and something is not here: a message was lost, which only a new connection can mend.
-            raise ProtocolError("a fetch is done and not whole", where=self._who())
+        elif isinstance(live, Getting):
+            if message.payloads != live.got:  # only a new connection can mend it
+                lost = f"{message.payloads - live.got} of {message.payloads} payloads are lost"
+                raise ProtocolError(lost, where=self._who(), fix="The fetch is resumed")
+            live.assembly.end("short")
+            self._drop(message.id, LinkDownError("short"), tell=False)
         else:
             del self._live[message.id]
             live.finish(self._outlet)
@@ -317,11 +306,11 @@ class ClientSession(Session):
 
     def _refuse(self, message: wire.Refused) -> None:
         live = self._live.get(message.id)
-        if live is None or (not isinstance(live, _Asking) and message.round not in (0, live.round)):
+        if live is None or (not isinstance(live, Asking) and message.round not in (0, live.round)):
             self.counts["ignored"] += 1
             return
         error = LinkRefusedError(message.text or message.code, where=message.code)
-        if isinstance(live, _Getting):
+        if isinstance(live, Getting):
             live.assembly.end(message.code)
         self._drop(message.id, error, tell=False)
 
@@ -335,7 +324,7 @@ class ClientSession(Session):
             return True
         return False
 
-    def _start(self, live: _Asking | _Getting | Giving) -> None:
+    def _start(self, live: Asking | Getting | Giving) -> None:
         self._last_id += 1
         self._live[self._last_id] = live
         self._open_waiting()
@@ -343,30 +332,24 @@ class ClientSession(Session):
     def _drop(self, number: int, error: CtxReuseError, *, tell: bool = True) -> None:
         """Forget a request and tell whoever waits for it; with ``tell`` also the cloud."""
         live = self._live.pop(number)
-        if isinstance(live, _Getting):
+        if isinstance(live, Getting):
             live.assembly.end(error.what)
         else:
             if isinstance(live, Giving):
                 live.stop(self._outlet)
             live.request.fail(error)
-        if tell and self.up and (not isinstance(live, _Getting) or live.open):
+        if tell and self.up and (not isinstance(live, Getting) or live.open):
             self._say(wire.Cancel(number))
         self._open_waiting()
-
-    def _sweep(self) -> None:
-        """Notice fetches that their readers have stopped."""
-        for number, live in list(self._live.items()):
-            if isinstance(live, _Getting) and live.assembly.ended is not None:
-                self._drop(number, LinkDownError("stopped"))
 
     def _open_waiting(self) -> None:
         """Open, in the order in which they were made, the requests that the terms leave room for."""
         if not self.up:
             return
-        room = self._terms.transfers - sum(isinstance(g, _Getting) and g.open for g in self._live.values())
+        room = self._terms.transfers - sum(isinstance(g, Getting) and g.open for g in self._live.values())
         giving = any(isinstance(g, Giving) and g.open for g in self._live.values())
         for number, live in list(self._live.items()):
-            if isinstance(live, _Asking):
+            if isinstance(live, Asking):
                 if not live.asked:
                     live.asked = True
                     self._say(live.message)
@@ -378,36 +361,20 @@ class ClientSession(Session):
                 room -= 1
                 self._open_fetch(number, live)
 
-    def _open_fetch(self, number: int, live: _Getting) -> None:
-        assembly = live.assembly
-        live.idle = live.idle + 1 if live.round and assembly.received == live.before else 0
+    def _open_fetch(self, number: int, live: Getting) -> None:
         if live.idle >= self.limits.rounds:
-            assembly.end("no progress")
+            live.assembly.end("no progress")
             del self._live[number]
             return
-        live.round += 1
-        self.counts["resumes"] += live.round > 1
-        live.open, live.got, live.upto, live.before = True, 0, live.window, assembly.received
-        space, payload = assembly.space.digest, self._payload_limit(live.payload)
-        have, state = assembly.have(), assembly.wants_state
-        if live.tokens is None:
-            keys = wire.joined(assembly.keys)
-            self._say(
-                wire.Fetch(number, live.round, space, keys, state, assembly.order, payload, have, credit=live.upto)
-            )
-        else:
-            self._say(
-                wire.Prefill(
-                    number, live.round, space, live.tokens, assembly.first, state, payload, have, credit=live.upto
-                )
-            )
+        self.counts["resumes"] += live.round > 0
+        self._say(live.offer(number, self._payload_limit(live.payload), self._terms.window))
 
     def check(self) -> None:
         """Raise AssertionError if the session is in a state that it cannot be in."""
         super().check()
         assert self._open or not self.up
         assert all(0 < number <= self._last_id for number in self._live)
-        opened = [live for live in self._live.values() if isinstance(live, _Getting) and live.open]
+        opened = [live for live in self._live.values() if isinstance(live, Getting) and live.open]
         assert self.up or not opened
         assert len(opened) <= self._terms.transfers
         assert all(live.got <= live.upto for live in opened)

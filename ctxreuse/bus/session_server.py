@@ -141,6 +141,7 @@ class ServerSession(Session):
 
     def _greet(self, message: wire.Hello) -> None:
         self._reset()
+        self.reason = ""
         if not message.oldest <= wire.VERSION <= message.newest:
             spoken = f"{message.oldest} to {message.newest}"
             self._turn_away(
@@ -232,7 +233,7 @@ class ServerSession(Session):
             return
         if sending.finished:
             sending.close()
-            self._say(wire.Done(message.id, message.round))
+            self._say(wire.Done(message.id, message.round, 0))
             return
         self._sending[message.id] = sending
         self._moved[message.id] = (0, self._time)
@@ -296,15 +297,16 @@ class ServerSession(Session):
                 frames = sending.take()
             except LookupError as error:
                 self._end(sending.id, *_why(error))
-                return self._control.popleft()
+                break
             if frames is not None:
                 self.outlet.served(sending)
             if sending.finished:
-                self._say(wire.Done(sending.id, sending.round))
+                self._say(wire.Done(sending.id, sending.round, sending.sent))
                 self._forget(sending.id)
-                return frames if frames is not None else self._control.popleft()
             if frames is not None:
                 return frames
+        if self._control:
+            return self._control.popleft()
         told = self._telling.next()
         return wire.encode(told) if told is not None else None
 

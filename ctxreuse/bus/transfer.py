@@ -63,11 +63,13 @@ class Outgoing:
         self.last = 0  # the outlet's payload number when this one was served, or added
         self.finished = False
         self._state = state
-        self._have = {item: (nbytes, check) for item, nbytes, check in have}
+        here = set(self.items)
+        self._have = {item: (nbytes, check) for item, nbytes, check in have if item in here}
         self._skipped = sum(nbytes for nbytes, _ in self._have.values())
         self._size = 0  # of one item, once known
         self._wake = wake
         self._woken, self._waits = False, False
+        self._failed: LookupError | None = None  # found out ahead, told when what was good is sent
         self._spans = self._plan()
         supply.watch(self.wake)
         self._next: _Span | None = self._ahead()
@@ -100,11 +102,12 @@ class Outgoing:
         """
         if self.credit <= self.sent or self.finished:
             return None
+        if self._failed is not None:
+            raise self._failed
         pieces: list[Piece] = []
         room = self.payload
         while len(pieces) < MAX_PIECES:
-            span = self._next or self._ahead()
-            self._next = span
+            self._next = span = self._next or self._ahead()
             if span is None or span[2] - span[1] > room:
                 break
             self._next = None
@@ -122,7 +125,10 @@ class Outgoing:
         self.sent += 1
         self.bytes += self.payload - room
         if self._next is None:  # so that the end is known with the last payload
-            self._next = self._ahead()
+            try:
+                self._next = self._ahead()
+            except LookupError as error:
+                self._failed, self._waits = error, False
         return encode(Payload(self.id, self.round, tuple(pieces)), data)
 
     def close(self) -> None:
@@ -194,30 +200,34 @@ class Outlet:
     """All transfers of a node on their way out. Owned by the thread of the sockets."""
 
     def __init__(self) -> None:
-        self._transfers: dict[Outgoing, None] = {}
+        self._transfers: dict[object, list[Outgoing]] = {}  # by owner
         self._payloads = 0
 
     def __len__(self) -> int:
-        return len(self._transfers)
+        return sum(map(len, self._transfers.values()))
 
     def add(self, transfer: Outgoing) -> None:
         """Schedule a transfer from now on."""
         transfer.last = self._payloads
-        self._transfers[transfer] = None
+        self._transfers.setdefault(transfer.owner, []).append(transfer)
 
     def remove(self, transfer: Outgoing) -> None:
         """Forget a transfer; nothing happens if it is not there."""
-        self._transfers.pop(transfer, None)
+        own = self._transfers.get(transfer.owner, [])
+        if transfer in own:
+            own.remove(transfer)
+        if not own:
+            self._transfers.pop(transfer.owner, None)
 
     def turn(self, blocked: Container[object] = ()) -> object | None:
         """The owner whose ``next`` is to be called now, None if nothing can be sent; those in ``blocked`` (their
         transport takes no more at present) are passed over."""
-        best = self._best([t for t in self._transfers if t.ready and t.owner not in blocked])
+        best = self._best([t for owner, own in self._transfers.items() if owner not in blocked for t in own if t.ready])
         return best.owner if best is not None else None
 
     def pick(self, owner: object) -> Outgoing | None:
         """The ready transfer of ``owner`` that goes first."""
-        return self._best([t for t in self._transfers if t.ready and t.owner is owner])
+        return self._best([t for t in self._transfers.get(owner, ()) if t.ready])
 
     def served(self, transfer: Outgoing) -> None:
         """A payload of ``transfer`` was handed to the transport."""
@@ -235,6 +245,9 @@ class Outlet:
 
     def check(self) -> None:
         """Raise AssertionError if a transfer is in a state that it cannot be in."""
-        for transfer in self._transfers:
-            transfer.check()
-            assert transfer.last <= self._payloads
+        for owner, own in self._transfers.items():
+            assert own
+            for transfer in own:
+                transfer.check()
+                assert transfer.owner is owner
+                assert transfer.last <= self._payloads

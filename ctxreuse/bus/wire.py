@@ -38,7 +38,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
                         have [(item, bytes, check)], credit
     9     payload   EC  id, round, pieces [(item, start, bytes)]; the second frame has these bytes in a row
     10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all)
-    11    done      C   id, round: all was sent (fetch, prefill), or all was taken or refused (put)
+    11    done      C   id, round, payloads: all was sent, in so many payloads (fetch, prefill), or all was taken or
+                        refused (put)
     12    cancel    E   id
     13    put       E   id, round, space[32], parent[32], keys, sizes (bytes of each block)
     14    want      C   id, round, items (indices of keys; what is not named is there already), credit
@@ -70,7 +71,7 @@ else the message changes version ``base`` into ``version``; while ``more`` is tr
 follow. ``seq`` rises by one a message of a connection, from 1. After a gap the edge knows nothing, sends resync, and
 gets a snapshot. A new ``epoch`` (the cloud was restarted) makes everything that was announced void.
 
-**Silence.** The edge pings every ``heartbeat_ms`` in which it sent nothing else; a side that heard nothing for
+**Silence.** The edge pings every ``heartbeat_ms``; a side that heard nothing for
 ``silence_ms`` gives the connection up. Both then do as after a cut.
 
 Sequence
@@ -315,6 +316,9 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
                 raise _bad(f"part {message.part} of {message.parts}", name)
             if len(message.added) % PREFIX_BYTES or len(message.removed) % PREFIX_BYTES:
                 raise _bad(f"prefixes of {len(message.added)} and {len(message.removed)} bytes", name)
+        case Welcome():
+            if message.terms.heartbeat_ms >= message.terms.silence_ms:
+                raise _bad(f"a heartbeat of {message.terms.heartbeat_ms} ms, longer than silence may last", name)
         case Hello():
             if message.oldest > message.newest:
                 raise _bad(f"versions {message.oldest} to {message.newest}", name)

@@ -207,11 +207,12 @@ class Credit(Body, frozen=True, array_like=True):
 
 
 class Done(Body, frozen=True, array_like=True):
-    """The cloud has done all of a request."""
+    """The cloud has done all of a request, and sent so many payloads for it in this round."""
 
     TYPE: ClassVar[int] = 11
     id: _Id
     round: _Id
+    payloads: _Number = 0
 
 
 class Cancel(Body, frozen=True, array_like=True):

@@ -1,0 +1,68 @@
+"""Asking a cloud for blocks: the edge's side of one match, fetch or prefill."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ctxreuse.bus import wire
+from ctxreuse.bus.base import Matched
+from ctxreuse.bus.session import Request
+from ctxreuse.bus.transfer import Assembly
+from ctxreuse.errors import ProtocolError
+
+__all__ = ["Asking", "Getting"]
+
+
+class Asking(msgspec.Struct, eq=False):
+    """A match that waits for its answer."""
+
+    request: Request[Matched]
+    message: wire.Match
+    asked: bool = False
+
+
+class Getting:
+    """One fetch (``tokens`` None) or prefill (``tokens`` of the whole context) on its way. Owned by a `ClientSession`.
+
+    ``idle`` counts connections in a row that brought nothing.
+    """
+
+    def __init__(self, assembly: Assembly, tokens: bytes | None, payload: int, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"a window of {window} payloads")
+        self.assembly, self.payload = assembly, payload
+        self.round, self.open = 0, False
+        self.got = self.upto = self.idle = 0
+        self._tokens, self._wanted, self._window = tokens, window, window
+        self._before = 0
+
+    def offer(self, number: int, payload: int, most: int) -> wire.Fetch | wire.Prefill:
+        """The message that opens it on this connection; at most ``most`` payloads are granted ahead."""
+        assembly = self.assembly
+        self.round, self.open = self.round + 1, True
+        self._window = min(self._wanted, most)
+        self.got, self.upto, self._before = 0, self._window, assembly.received
+        space, have, state = assembly.space.digest, assembly.have(), assembly.wants_state
+        if self._tokens is None:
+            keys = wire.joined(assembly.keys)
+            return wire.Fetch(number, self.round, space, keys, state, assembly.order, payload, have, self.upto)
+        return wire.Prefill(number, self.round, space, self._tokens, assembly.first, state, payload, have, self.upto)
+
+    def arrived(self, nbytes: int, most: int) -> None:
+        """Another payload is here; ProtocolError if it was not granted or has more than ``most`` bytes."""
+        self.got += 1
+        if self.got > self.upto or nbytes > most:
+            raise ProtocolError(f"payload {self.got} of {nbytes} bytes with credit for {self.upto}", where="fetch")
+
+    def grant(self) -> bool:
+        """Extend the credit when half of it is used up; True if there is news for the cloud."""
+        if self.upto - self.got > self._window // 2:
+            return False
+        self.upto = self.got + self._window
+        return True
+
+    def stop(self) -> None:
+        """This connection is over."""
+        if self.open:
+            self.open = False
+            self.idle = self.idle + 1 if self.assembly.received == self._before else 0

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from ctxreuse.store.base import Progress, Reader, Store, StoreAdmin, StoreStats, WholeStore
+from ctxreuse.store.base import Entry, Progress, Reader, Store, StoreAdmin, StoreListing, StoreStats, WholeStore
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.ledger import Ledger
 from ctxreuse.store.ledger_records import Hit, LedgerStats, NewTurn, Session, Turn
@@ -16,6 +16,7 @@ from ctxreuse.store.verify import Collected, Verdict, gc, verify
 __all__ = [
     "BlockStore",
     "Collected",
+    "Entry",
     "Hit",
     "Ledger",
     "LedgerStats",
@@ -25,6 +26,7 @@ __all__ = [
     "Session",
     "Store",
     "StoreAdmin",
+    "StoreListing",
     "StoreStats",
     "TieredStore",
     "Turn",

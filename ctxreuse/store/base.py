@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,7 +14,18 @@ from ctxreuse.block import BlockView, Kind
 from ctxreuse.keys import Tokens
 from ctxreuse.tree import Match
 
-__all__ = ["Buffer", "Kind", "Progress", "Reader", "Store", "StoreAdmin", "StoreStats", "WholeStore"]
+__all__ = [
+    "Buffer",
+    "Entry",
+    "Kind",
+    "Progress",
+    "Reader",
+    "Store",
+    "StoreAdmin",
+    "StoreListing",
+    "StoreStats",
+    "WholeStore",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
@@ -72,6 +83,12 @@ class Reader(Protocol):
     def state(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         """The state at the end of ``key``; like ``block`` (``tokens`` are the ids that the state's header names)."""
 
+    def peek(self, key: bytes, kind: Kind = "block") -> BlockView | None:
+        """What is held under ``key``, for a caller who does not know its token ids and must prove them by other means.
+
+        Only the key is compared. Counts neither as a use nor, if it is absent, as a miss.
+        """
+
 
 class Store(Protocol):
     """Blocks and states by key. Any thread may call any method at any time."""
@@ -105,6 +122,35 @@ class Store(Protocol):
         """
 
 
+class Entry(NamedTuple):
+    """A held block: its ``tokens`` end at position ``end`` of its context; ``nbytes``: what it takes in the store."""
+
+    key: bytes
+    parent: bytes
+    tokens: int
+    end: int
+    nbytes: int
+    has_state: bool
+
+
+class StoreListing(Protocol):
+    """What is held, from memory: no value is read. Any thread may call."""
+
+    def walk(self) -> Iterator[Entry]:
+        """All held blocks of the moment of the call, parents before children."""
+
+    def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """For each key its block as `walk` gives it, or None."""
+
+    def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
+        """Call ``listener`` with keys that may have come or gone since they were last named; call the result to end it.
+
+        A hint, after which `entries` tells: keys may be named twice, or for nothing, never too rarely. It is called in
+        whatever thread made the change, perhaps under the store's lock: it must be quick, never raise and not call the
+        store.
+        """
+
+
 class StoreAdmin(Protocol):
     """The rest of a store's life. Any thread may call."""
 
@@ -130,5 +176,5 @@ class StoreAdmin(Protocol):
         """Commit what is queued, sync, end the writer. A second call does nothing."""
 
 
-class WholeStore(Store, StoreAdmin, Protocol):
-    """Both halves: what a runtime works with."""
+class WholeStore(Store, StoreListing, StoreAdmin, Protocol):
+    """All of it: what a runtime works with."""

@@ -20,15 +20,14 @@ from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
 from ctxreuse.store.env import CACHE_MAP, DISK_ERRORS, Env, broken
 from ctxreuse.store.index import Gone, Index, Plan, Put
+from ctxreuse.store.listing import DiskListing
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
 from ctxreuse.store.reader import DiskReader
-from ctxreuse.store.readonly import counts, lookup, match_disk, open_readonly
-from ctxreuse.store.records import Record
+from ctxreuse.store.readonly import counts, open_readonly
 from ctxreuse.store.recovery import TABLES, compare, corrupt, open_cache
 from ctxreuse.store.tally import Tally
 from ctxreuse.store.writer import Writer, closer
-from ctxreuse.tree import Match
 
 __all__ = ["BlockStore"]
 
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 _BACKOFF = 5.0
 
 
-class BlockStore:
+class BlockStore(DiskListing):
     """The disk tier (see ``Store`` and ``StoreAdmin``). One process writes; others open with ``readonly=True``.
 
     Use ``open``. Writing is asynchronous, in one thread; a commit is seen by readers of all processes at once and is
@@ -48,8 +47,8 @@ class BlockStore:
     def __init__(
         self, env: Env, index: Index, owner: Owner | None, recovered: str, queue: int, clock: Callable[[], float]
     ) -> None:
-        self._env, self._index, self._owner, self._recovered, self._clock = env, index, owner, recovered, clock
-        self._lock = threading.RLock()
+        super().__init__(env, index, owner)
+        self._recovered, self._clock = recovered, clock
         self._tally = Tally()
         self._pending: Counter[tuple[Kind, bytes]] = Counter()
         self._doomed: list[bytes] = []
@@ -104,34 +103,6 @@ class BlockStore:
             owner.end("blocks", clean=False)
             raise
         return cls(env, index, owner, recovered, queue_bytes, clock)
-
-    @property
-    def readonly(self) -> bool:
-        """True if this process only reads."""
-        return self._owner is None
-
-    def match(self, keys: Sequence[bytes]) -> Match:
-        if self._owner is None:
-            return match_disk(self._lookup(keys))
-        with self._lock:
-            return self._index.tree.match(keys)
-
-    def held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
-        """For each key (tokens, has a block, has a state), or None if it is not held. Pure."""
-        if self._owner is None:
-            found = self._lookup(keys)
-            found += [None] * (len(keys) - len(found))
-            return [(r.tokens, bool(r.nbytes), bool(r.state_nbytes)) if r is not None else None for r in found]
-        with self._lock:
-            nodes = [self._index.tree.get(key) for key in keys]
-            return [(n.tokens, bool(n.nbytes), bool(n.state_nbytes)) if n is not None else None for n in nodes]
-
-    def _lookup(self, keys: Sequence[bytes]) -> list[Record | None]:
-        try:
-            return lookup(self._env, keys)
-        except (lmdb.Error, StoreError, ValueError) as error:
-            self._trouble(error)
-            return []
 
     @contextlib.contextmanager
     def read(self) -> Iterator[DiskReader]:
@@ -234,6 +205,7 @@ class BlockStore:
 
     def _doom(self, gone: list[bytes]) -> None:
         """What left the tree leaves the disk with the next batch; an empty item wakes the writer for it."""
+        self._tell(gone)
         if gone and self._writer is not None:
             with self._lock:
                 self._doomed += gone
@@ -267,6 +239,7 @@ class BlockStore:
         if error is not None:
             self._trouble(error)
             return
+        self._tell([*plan.records, *(gone.key for gone in plan.evicted)])
         written = [(put.kind, put.key) for put in plan.puts]
         for listener in self._listeners:
             listener(written)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ctxreuse.store.base import Kind
@@ -34,8 +34,9 @@ class HostTier:
     Parents, and the block of a state, may be held elsewhere (on disk); children held here keep their parent here.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.nbytes, self.evicted = capacity, 0, 0
+    def __init__(self, capacity: int, tell: Callable[[Sequence[bytes]], None] = lambda _: None) -> None:
+        """``tell`` is called with each key of which something came or went."""
+        self.capacity, self.nbytes, self.evicted, self._tell = capacity, 0, 0, tell
         self._values: dict[Name, Held] = {}
         self._order = LRU()
         self._children: Counter[bytes] = Counter()
@@ -73,6 +74,7 @@ class HostTier:
             self._children[item.parent] += 1
         if before is None and len(self._names(key)) == 1:
             self._order.insert(key)
+        self._tell((key,))
         return True
 
     def _victims(self, need: int, keep: set[bytes]) -> list[Name] | None:
@@ -114,6 +116,7 @@ class HostTier:
             self._children[held.parent] -= 1
             if not self._children[held.parent]:
                 del self._children[held.parent]
+        self._tell((key,))
 
     def lone(self, key: bytes) -> bool:
         """True if the block is held and neither a child nor a pin holds on to it."""

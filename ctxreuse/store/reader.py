@@ -14,22 +14,29 @@ from ctxreuse.keys import Tokens
 from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.records import diagnose
 
-__all__ = ["DiskReader", "prove"]
+__all__ = ["DiskReader", "prove", "prove_key"]
 
 
 def prove(data: Buffer, key: bytes, tokens: Tokens, space: bytes, kind: Kind) -> tuple[BlockView | None, str]:
     """Parse bytes that should be the value of ``key``; the view, or None and the reason."""
+    view, reason = prove_key(data, key, kind)
+    if view is None:
+        return None, reason
+    if view.header.space != space:
+        return None, "space"
+    if view.header.tokens != tokens.tobytes():
+        return None, "tokens"
+    return view, ""
+
+
+def prove_key(data: Buffer, key: bytes, kind: Kind) -> tuple[BlockView | None, str]:
+    """As `prove`, where token ids and space are not known."""
     try:
         view = parse(data)
     except FormatError:
         return None, diagnose(bytes(data[:32]), len(data))
-    header = view.header
-    if header.key != key or header.kind != kind:
+    if view.header.key != key or view.header.kind != kind:
         return None, "foreign"
-    if header.space != space:
-        return None, "space"
-    if header.tokens != tokens.tobytes():
-        return None, "tokens"
     return view, ""
 
 
@@ -52,6 +59,19 @@ class DiskReader:
 
     def state(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         return self._get("state", key, tokens, space)
+
+    def peek(self, key: bytes, kind: Kind = "block") -> BlockView | None:
+        """See `Reader.peek`; what is there but is not this key's counts as a miss and is dropped."""
+        try:
+            data = self._txn.get(key, db=self._tables["blocks" if kind == "block" else "states"])
+            view, reason = prove_key(data, key, kind) if data is not None else (None, "absent")
+        except lmdb.Error:
+            view, reason = None, "unreadable"
+        if view is not None:
+            self._views.append(view)
+        elif reason != "absent":
+            self._miss(key, reason)
+        return view
 
     def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         view, reason = None, "absent"

@@ -14,7 +14,7 @@ from ctxreuse.store.records import Record
 from ctxreuse.store.recovery import TABLES
 from ctxreuse.tree import Match
 
-__all__ = ["counts", "lookup", "match_disk", "open_readonly"]
+__all__ = ["counts", "listed", "lookup", "match_disk", "open_readonly"]
 
 
 def open_readonly(home: Path, map_size: int = CACHE_MAP) -> Env:
@@ -39,6 +39,12 @@ def lookup(env: Env, keys: Sequence[bytes]) -> list[Record | None]:
         table = env.tables["meta"]
         found = (txn.get(key, db=table) for key in keys)
         return [Record.unpack(raw) if raw is not None else None for raw in found]
+
+
+def listed(env: Env) -> list[tuple[bytes, Record]]:
+    """All keys and records of the newest commit. Raises lmdb.Error, StoreError, or ValueError for a bad record."""
+    with env.read() as txn, txn.cursor(db=env.tables["meta"]) as cursor:
+        return [(bytes(key), Record.unpack(raw)) for key, raw in cursor]
 
 
 def match_disk(found: Sequence[Record | None]) -> Match:

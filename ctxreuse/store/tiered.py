@@ -6,16 +6,17 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ctxreuse.block import BlockView
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT, Tokens
-from ctxreuse.store.base import Buffer, Kind, Reader, StoreStats
+from ctxreuse.store.base import Buffer, Entry, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.host import Held, HostTier, Name
 from ctxreuse.store.index import Put
-from ctxreuse.store.reader import prove
+from ctxreuse.store.listing import Listeners
+from ctxreuse.store.reader import prove, prove_key
 from ctxreuse.store.tally import Tally
 from ctxreuse.tree import Match
 
@@ -38,6 +39,11 @@ class TieredReader:
 
     def state(self, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         return self._get("state", key, tokens, space)
+
+    def peek(self, key: bytes, kind: Kind = "block") -> BlockView | None:
+        held = self._host.get((kind, key))
+        view = prove_key(held.data, key, kind)[0] if held is not None else None
+        return view if view is not None or self._disk is None else self._disk.peek(key, kind)
 
     def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         held = self._host.get((kind, key))
@@ -69,12 +75,14 @@ class TieredStore:
 
     def __init__(self, host_bytes: int, disk: BlockStore | None = None) -> None:
         self._disk = disk
-        self._host = HostTier(host_bytes)
+        self._listeners = Listeners()
+        self._host = HostTier(host_bytes, self._listeners.tell)
         self._lock = threading.RLock()
         self._tally = Tally()
         self._closed = False
         if disk is not None:
             disk.subscribe(self._committed)
+            disk.watch(self._listeners.tell)
 
     @property
     def disk(self) -> BlockStore | None:
@@ -111,6 +119,37 @@ class TieredStore:
             if entry[2]:
                 state_blocks, state_tokens = blocks, tokens
         return Match(blocks, tokens, state_blocks, state_tokens)
+
+    def walk(self) -> Iterator[Entry]:
+        # The host first, as in _held; what is in both is told once.
+        with self._lock:
+            names = self._host.items()
+            hosted = {key: self._entry(key) for kind, key in names if kind == "block"}
+        below = list(self._disk.walk()) if self._disk is not None and not self._closed else []
+        found = {entry.key: entry for entry in below} | {key: entry for key, entry in hosted.items() if entry}
+        states = {entry.key for entry in below if entry.has_state} | {key for kind, key in names if kind == "state"}
+        merged = (entry._replace(has_state=entry.has_state or key in states) for key, entry in found.items())
+        return iter(sorted(merged, key=lambda entry: entry.end))
+
+    def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        with self._lock:
+            hosted = [(self._entry(key), ("state", key) in self._host) for key in keys]
+        below = self._disk.entries(keys) if self._disk is not None and not self._closed else [None] * len(keys)
+        found: list[Entry | None] = []
+        for (here, state), under in zip(hosted, below):
+            entry = here if here is not None else under
+            state = state or (under is not None and under.has_state)
+            found.append(entry._replace(has_state=state) if entry is not None else None)
+        return found
+
+    def _entry(self, key: bytes) -> Entry | None:
+        held = self._host.get(("block", key))
+        if held is None:
+            return None
+        return Entry(key, held.parent, held.tokens, held.end, held.nbytes, ("state", key) in self._host)
+
+    def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
+        return self._listeners.add(listener)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[TieredReader]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
 from ctxreuse.keys import ROOT, as_tokens, prefix_keys, tenant_salt
-from ctxreuse.store.base import Reader, WholeStore
+from ctxreuse.store.base import Entry, Reader, WholeStore
 
 __all__ = ["Context", "StoreContract"]
 
@@ -200,6 +200,87 @@ class StoreContract:
                 except ValueError:
                     return
                 raise AssertionError("the view outlived its transaction")
+        finally:
+            store.close()
+
+    def test_walking_names_all_blocks_parents_first(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(4), Context(4, branch=1, fork=2)
+        try:
+            assert list(store.walk()) == []
+            one.fill(store)
+            two.fill(store)
+            assert store.put(one.keys[2], one.state(2), kind="state")
+            store.flush()
+            found = list(store.walk())
+            assert {entry.key for entry in found} == {*one.keys, *two.keys}
+            seen = {ROOT}
+            for entry in found:
+                assert entry.parent in seen
+                seen.add(entry.key)
+            assert [entry.end for entry in found if entry.key in one.keys] == [4, 8, 12, 16]
+            assert all(entry.tokens == 4 and entry.nbytes >= one.block(0).nbytes for entry in found)
+            assert [entry.key for entry in found if entry.has_state] == [one.keys[2]]
+            by_key: dict[bytes, Entry | None] = {entry.key: entry for entry in found}
+            asked = [two.keys[3], b"?" * 32, one.keys[2]]
+            assert store.entries(asked) == [by_key.get(key) for key in asked]
+        finally:
+            store.close()
+
+    def test_peeking_needs_no_token_ids_and_is_no_use(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(2)
+        try:
+            context.fill(store)
+            assert store.put(context.keys[1], context.state(1), kind="state")
+            store.flush()
+            with store.read() as reader:
+                for i in range(2):
+                    view = reader.peek(context.keys[i])
+                    assert view is not None
+                    assert view.header.tokens == context.run(i).tobytes()
+                    assert bytes(view.buffer) == context.block(i).tobytes()
+                    del view
+                state = reader.peek(context.keys[1], "state")
+                assert state is not None
+                assert state.header.kind == "state"
+                del state
+                assert reader.peek(context.keys[0], "state") is None
+                assert reader.peek(b"?" * 32) is None
+            stats = store.stats()
+            assert (stats.hits, dict(stats.misses)) == (0, {})
+        finally:
+            store.close()
+
+    def test_watchers_hear_of_whatever_comes_and_goes(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(80)
+        heard: set[bytes] = set()
+        try:
+            end = store.watch(heard.update)
+            Context(3, seed=1).fill(store)
+            assert heard == set(Context(3, seed=1).keys)
+            known: dict[bytes, bool] = {}
+
+            def follow() -> None:
+                store.flush()
+                keys = list(heard)
+                heard.clear()
+                known.update(zip(keys, (entry is not None for entry in store.entries(keys))))
+                assert {key for key, held in known.items() if held} == {entry.key for entry in store.walk()}
+
+            heard.update(Context(3, seed=1).keys)
+            context.fill(store, 20)  # evicts nothing yet
+            follow()
+            for seed in range(2, 32):  # far more than fits
+                Context(20, seed=seed).fill(store)
+                follow()
+            last = Context(20, seed=31)
+            store.drop(last.keys[10], "corrupt")
+            follow()
+            assert store.forget(last.keys[:10]) == 10
+            follow()
+            end()
+            heard.clear()
+            Context(1, seed=40).fill(store)
+            assert not heard
         finally:
             store.close()
 

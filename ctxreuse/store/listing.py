@@ -1,0 +1,126 @@
+"""What a block store says about what it holds: from the tree where it writes, from the records beside a writer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+import lmdb
+
+from ctxreuse.errors import StoreError
+from ctxreuse.keys import ROOT
+from ctxreuse.store.base import Entry
+from ctxreuse.store.env import Env
+from ctxreuse.store.index import Index
+from ctxreuse.store.owner import Owner
+from ctxreuse.store.readonly import listed, lookup, match_disk
+from ctxreuse.store.records import Record
+from ctxreuse.tree import Match, Node
+
+__all__ = ["DiskListing", "Listeners"]
+
+
+class Listeners:
+    """Who wants to know which keys may have come or gone. Any thread may call; see `StoreListing.watch`."""
+
+    def __init__(self) -> None:
+        self._watching: tuple[Callable[[Sequence[bytes]], None], ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
+        """Tell ``listener`` from now on; the result ends it."""
+        with self._lock:
+            self._watching = (*self._watching, listener)
+
+        def end() -> None:
+            with self._lock:
+                self._watching = tuple(other for other in self._watching if other is not listener)
+
+        return end
+
+    def tell(self, keys: Sequence[bytes]) -> None:
+        """Name these keys to all."""
+        if keys:
+            for listener in self._watching:
+                listener(keys)
+
+
+class DiskListing:
+    """The half of a `BlockStore` that answers without reading values. Without an ``owner`` it only reads."""
+
+    def __init__(self, env: Env, index: Index, owner: Owner | None) -> None:
+        self._env, self._index, self._owner = env, index, owner
+        self._lock = threading.RLock()
+        self._listeners_of_keys = Listeners()
+
+    @property
+    def readonly(self) -> bool:
+        """True if this process only reads."""
+        return self._owner is None
+
+    def match(self, keys: Sequence[bytes]) -> Match:
+        """See ``Store.match``."""
+        if self._owner is None:
+            return match_disk(self._lookup(keys))
+        with self._lock:
+            return self._index.tree.match(keys)
+
+    def held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
+        """For each key (tokens, has a block, has a state), or None if it is not held. Pure."""
+        if self._owner is None:
+            found = self._lookup(keys)
+            found += [None] * (len(keys) - len(found))
+            return [(r.tokens, bool(r.nbytes), bool(r.state_nbytes)) if r is not None else None for r in found]
+        with self._lock:
+            nodes = [self._index.tree.get(key) for key in keys]
+            return [(n.tokens, bool(n.nbytes), bool(n.state_nbytes)) if n is not None else None for n in nodes]
+
+    def walk(self) -> Iterator[Entry]:
+        """See ``StoreListing.walk``."""
+        if self._owner is None:
+            try:
+                found = sorted(listed(self._env), key=lambda row: row[1].depth)
+            except (lmdb.Error, StoreError, ValueError) as error:
+                self._trouble(error)
+                found = []
+            return iter([_of_record(key, record) for key, record in found if record.nbytes])
+        with self._lock:
+            # A child is inserted after its parent and a node never moves, so the tree's own order will do.
+            nodes = list(self._index.tree)
+        return (_of_node(node) for node in nodes if node.nbytes)
+
+    def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """See ``StoreListing.entries``."""
+        if self._owner is None:
+            found = chain(self._lookup(keys), [None] * len(keys))
+            return [_of_record(key, r) if r is not None and r.nbytes else None for key, r in zip(keys, found)]
+        with self._lock:
+            nodes = [self._index.tree.get(key) for key in keys]
+            return [_of_node(node) if node is not None and node.nbytes else None for node in nodes]
+
+    def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
+        """See ``StoreListing.watch``; without an owner nothing is ever told."""
+        return self._listeners_of_keys.add(listener)
+
+    def _tell(self, keys: Sequence[bytes]) -> None:
+        self._listeners_of_keys.tell(keys)
+
+    def _lookup(self, keys: Sequence[bytes]) -> list[Record | None]:
+        try:
+            return lookup(self._env, keys)
+        except (lmdb.Error, StoreError, ValueError) as error:
+            self._trouble(error)
+            return []
+
+    def _trouble(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+
+def _of_node(node: Node) -> Entry:
+    parent = node.parent.key if node.parent is not None else ROOT
+    return Entry(node.key, parent, node.tokens, node.depth, node.nbytes, node.state_nbytes > 0)
+
+
+def _of_record(key: bytes, record: Record) -> Entry:
+    return Entry(key, record.parent, record.tokens, record.depth, record.nbytes, record.state_nbytes > 0)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ctxreuse.engines.prompt import Disguise
 from ctxreuse.engines.text import Message, TextModel
 from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.keys import Tokens, as_tokens
@@ -59,10 +60,6 @@ def unpack(raw: bytes, vocab_size: int = 1 << 31) -> Segment | None:
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         return None
     return Segment(ids, whole)
-
-
-# Stands for a content where a template is asked what it writes around it; private-use characters, so no text is it.
-_PROBE = "\ue000content\ue001"
 
 
 class Draft(NamedTuple):
@@ -189,29 +186,22 @@ class Segments:
     def _delta(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Segment:
         whole = not full.startswith(base)
         if not whole and any(marker in path[-1].content for marker in self._text.markers):
-            parts = self._around(base, full, path)
-            if parts is not None:
-                head, content, tail = parts
-                ids = [self._text.encode(head), self._text.encode(content, markers=False), self._text.encode(tail)]
-                return Segment(as_tokens(np.concatenate(ids)))
+            ids = self._literal(base, full, path)
+            if ids is not None:
+                return Segment(ids)
         return Segment(as_tokens(self._text.encode(full if whole else full[len(base) :])), whole)
 
-    def _around(self, base: str, full: str, path: Sequence[Turn | Draft]) -> tuple[str, str, str] | None:
-        """What the template writes before the last turn's content, that content, and what it writes behind.
+    def _literal(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Tokens | None:
+        """Ids of what the last turn adds, the markers in its content as plain text.
 
-        A document that spells the end of its own turn and a system turn after it would be obeyed as one if it were
-        encoded together with the template's marks. None if the template shows the content in a way of its own.
+        None if the template shows a content with markers in a way of its own.
         """
         last = path[-1]
-        probe = self._render([*path[:-1], Draft(last.role, _PROBE, message_of(last).name)])
-        if probe is None or not probe.startswith(base):
+        disguise = Disguise(self._text, [last.content, full])
+        hidden = self._render([*path[:-1], Draft(last.role, disguise.hide(last.content), message_of(last).name)])
+        if hidden is None or not hidden.startswith(base) or disguise.show(hidden) != full:
             return None
-        head, found, tail = probe[len(base) :].partition(_PROBE)
-        if found:
-            for content in (last.content, last.content.strip()):
-                if base + head + content + tail == full:
-                    return head, content, tail
-        return None
+        return disguise.encode(hidden[len(base) :])
 
     def _base(self, path: Sequence[Turn | Draft]) -> str:
         """The text of the longest beginning of ``path`` that the template takes; the segments so far spell it."""

@@ -1,0 +1,74 @@
+"""What the proxy reads of a request: model, context and salt; everything else passes through as it came."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from ctxreuse.errors import FormatError
+
+__all__ = ["NOTHING", "Asked", "read_asked"]
+
+# How much of a prompt names its context: enough to tell system prompts apart, little enough to hash in microseconds.
+_PREFIX = 4096
+
+_NULL = msgspec.Raw(b"null")
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.json.Decoder(str | None)
+_items = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+
+class Asked:
+    """One request body. ``model`` and ``context`` are empty where the body does not say."""
+
+    __slots__ = ("_body", "_fields", "context", "model")
+
+    def __init__(self, body: bytes, fields: dict[str, msgspec.Raw] | None, model: str, context: bytes) -> None:
+        self._body, self._fields = body, fields
+        self.model, self.context = model, context
+
+    def body(self, salt: str) -> bytes:
+        """The bytes for a backend: the caller's ``cache_salt`` goes; ``salt`` stands instead, unless it is empty."""
+        if self._fields is None or (not salt and "cache_salt" not in self._fields):
+            return self._body
+        fields = {name: value for name, value in self._fields.items() if name != "cache_salt"}
+        if salt:
+            fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+        return msgspec.json.encode(fields)
+
+
+#: A request without a body.
+NOTHING = Asked(b"", None, "", b"")
+
+
+def read_asked(body: bytes, tenant: str, *, opaque: bool = False) -> Asked:
+    """Read a body. ``opaque``: it is no JSON (a form with a file), so it names nothing. Raises FormatError.
+
+    The context is a hash of tenant, model and the beginning of what the model would read: ``prompt_cache_key`` if the
+    caller gives one, else the first message, prompt or input, of each the first 4,096 bytes.
+    """
+    if opaque:
+        return Asked(body, None, "", b"")
+    try:
+        fields = _object.decode(body)
+        model = _text.decode(fields["model"]) or "" if "model" in fields else ""
+        start = _beginning(fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"the request is not what the API takes: {error}") from None
+    if not start:
+        return Asked(body, fields, model, b"")
+    named = b"\0".join((tenant.encode(), model.encode("utf-8", "surrogatepass"), start))
+    return Asked(body, fields, model, hashlib.blake2b(named, digest_size=16).digest())
+
+
+def _beginning(fields: dict[str, msgspec.Raw]) -> bytes:
+    for name in ("prompt_cache_key", "messages", "prompt", "input"):
+        raw = fields.get(name, _NULL)
+        if name == "messages":
+            raw = next(iter(_items.decode(raw) or ()), _NULL)
+        beginning = bytes(memoryview(raw)[:_PREFIX])
+        if beginning not in (b"null", b"[]", b'""'):
+            return beginning
+    return b""

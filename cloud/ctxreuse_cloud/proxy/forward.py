@@ -1,0 +1,143 @@
+"""One request on its way to a backend: attempts until one begins to answer, then the answer as it comes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import aiohttp
+import stamina
+
+from ctxreuse_cloud.proxy.asked import NOTHING
+from ctxreuse_cloud.proxy.backends import Backend, Backends
+from ctxreuse_cloud.proxy.counts import ProxyCounts
+from ctxreuse_cloud.proxy.headers import RawHeaders, answer_headers, request_headers
+from ctxreuse_cloud.proxy.retry import Budget, FailedError, repeatable, retry_after, retry_status
+from ctxreuse_cloud.proxy.stream import Answer, pass_on, read_whole, usage_of
+
+__all__ = ["Call", "Forward"]
+
+log = logging.getLogger(__name__)
+
+#: A backend that asks for more patience than this is not waited for: the caller is told to come back.
+_PATIENCE = 2.0
+#: What is kept of a backend's error.
+_ERROR = 1 << 16
+
+
+class Call:
+    """One request: what is sent, where it was tried, and what became of it."""
+
+    def __init__(self, path: str, query: bytes, headers: RawHeaders, identity: str) -> None:
+        self.path, self.headers, self.identity = path, headers, identity
+        self.target = f"{path}?{query.decode('latin-1')}" if query else path
+        #: The body, and the ``cache_salt`` for backends that take one.
+        self.asked, self.salt = NOTHING, ""
+        self.tried: list[Backend] = []
+        #: When the first byte of the answer was passed on.
+        self.first: float | None = None
+        #: One of ``counts.OUTCOMES``.
+        self.outcome = "ok"
+
+
+class Forward:
+    """Sends calls to backends. One event loop calls."""
+
+    def __init__(
+        self,
+        backends: Backends,
+        pool: aiohttp.ClientSession,
+        counts: ProxyCounts,
+        *,
+        attempts: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._backends, self._pool, self._counts, self._attempts, self._clock = backends, pool, counts, attempts, clock
+        self._budget = Budget()
+
+    async def send(self, call: Call, answer: Answer) -> None:
+        """Have the call answered. Raises FailedError if no backend began to, and StalledError."""
+        self._budget.request()
+
+        def again(error: Exception) -> bool | float:
+            return isinstance(error, FailedError) and self._again(call, error)
+
+        async for attempt in stamina.retry_context(
+            on=again, attempts=self._attempts, timeout=None, wait_initial=0.05, wait_max=1.0, wait_jitter=0.1
+        ):
+            with attempt:
+                await self._attempt(call, answer)
+
+    def _again(self, call: Call, error: FailedError) -> bool | float:
+        """Whether to try once more, and after how many seconds (True: a growing pause with jitter)."""
+        if (error.sent and not repeatable(call.path)) or error.wait > _PATIENCE or len(call.tried) >= self._attempts:
+            return False
+        following = self._backends.choose(call.asked.model, call.asked.context, call.tried)
+        if following is None or not self._budget.take():
+            return False
+        if following not in call.tried:
+            return 0.0  # it has not failed anybody
+        return error.wait or True
+
+    async def _attempt(self, call: Call, answer: Answer) -> None:
+        backend = self._backends.choose(call.asked.model, call.asked.context, call.tried)
+        if backend is None:
+            raise FailedError(
+                503, "no backend can take the request now", wait=max(_PATIENCE + 1, self._backends.wait())
+            )
+        self._counts.tried(backend.name, again=bool(call.tried))
+        call.tried.append(backend)
+        body = call.asked.body(call.salt if backend.config.cache_salt else "")
+        headers = request_headers(call.headers, call.identity, backend.key)
+        with backend.asked():
+            try:
+                async with self._pool.post(
+                    backend.url + call.target, data=body, headers=headers, allow_redirects=False
+                ) as response:
+                    await self._take(call, backend, response, answer)
+            except FailedError as failed:
+                # Busy is not ill: the breaker is for backends that do not answer.
+                if failed.status != 429:
+                    self._failed(call, backend, str(failed))
+                raise
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                said = str(error) or type(error).__name__
+                self._failed(call, backend, said)
+                connecting = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+                late = isinstance(error, TimeoutError)
+                raise FailedError(504 if late else 502, f"the backend failed: {said}", sent=not connecting) from None
+
+    def _failed(self, call: Call, backend: Backend, said: str) -> None:
+        backend.failed()
+        self._counts.failed(backend.name)
+        log.warning("a backend failed", extra={"backend": backend.name, "request": call.identity, "said": said[:500]})
+
+    async def _take(self, call: Call, backend: Backend, response: aiohttp.ClientResponse, answer: Answer) -> None:
+        """Pass one answer on. Whatever raises here does so before anything was sent, but for StalledError."""
+        raw, status = response.raw_headers, response.status
+        headers = answer_headers(raw, call.identity)
+        if retry_status(status):
+            body, whole = await read_whole(response, _ERROR)
+            wait = retry_after(response.headers) or 0.0
+            kept = (headers, body) if whole else None
+            raise FailedError(status, f"{backend.name} answers {status}", sent=status >= 500, wait=wait, answer=kept)
+        events = response.content_type == "text/event-stream"
+        if events:
+            first, whole = await response.content.readany(), False
+        else:
+            first, whole = await read_whole(response)
+        backend.succeeded()
+        call.first = self._clock()
+        if status >= 400:
+            call.outcome = "upstream"
+        if whole:
+            await answer.whole(status, headers, first)
+            self._counts.passed(len(first), usage_of(first, events=False) if status == 200 else None)
+            return
+        await answer.start(status, headers)
+        passed = await pass_on(response, first, answer, events=events)
+        self._counts.passed(passed.nbytes, passed.usage)
+        if passed.broke:
+            call.outcome = "broken"
+            self._failed(call, backend, passed.broke)

@@ -1,0 +1,174 @@
+"""The proxy itself: an ASGI application for ``/v1``, in front of one or more OpenAI-compatible servers.
+
+The life of a request: who asks (401), how much of it already runs (429), the body (413, 400), which backend, and then
+its answer as it comes. Nothing is sent to the caller before a backend has sent the first byte of a good answer, so
+until then another one may be tried; afterwards an answer that breaks off ends with an error that a client can read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from ctxreuse.config import CloudConfig
+from ctxreuse.daemon.front import is_loopback
+from ctxreuse.errors import FormatError
+from ctxreuse_cloud.proxy.admission import Admission
+from ctxreuse_cloud.proxy.asked import read_asked
+from ctxreuse_cloud.proxy.backends import Backends
+from ctxreuse_cloud.proxy.body import GoneError, Receive, TooLargeError, cancel_when_gone, read_body
+from ctxreuse_cloud.proxy.counts import ProxyCounts
+from ctxreuse_cloud.proxy.forward import Call, Forward
+from ctxreuse_cloud.proxy.headers import REQUEST_ID, request_id
+from ctxreuse_cloud.proxy.retry import FailedError
+from ctxreuse_cloud.proxy.stream import Answer, Send, StalledError, error_body
+from ctxreuse_cloud.proxy.tenants import Tenants
+
+__all__ = ["Proxy", "Scope"]
+
+log = logging.getLogger(__name__)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+
+_JSON = (b"content-type", b"application/json")
+
+
+class _RefusedError(Exception):
+    """An answer that no backend has to do with."""
+
+    def __init__(self, status: int, message: str, kind: str, *headers: tuple[bytes, bytes]) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.headers = status, kind, list(headers)
+
+
+def _from_here(given: dict[bytes, bytes]) -> bool:
+    """False for what a web page sent: without keys any page that a user looks at could otherwise ask, and after DNS
+    rebinding read."""
+    host = urlsplit("//" + given.get(b"host", b"").decode("latin-1")).hostname or ""
+    origin = given.get(b"origin", b"").decode("latin-1")
+    return is_loopback(host) and (not origin or is_loopback(urlsplit(origin).hostname or ""))
+
+
+class Proxy:
+    """Requests under ``/v1``. One event loop calls. ``pool``: see ``connections``; it stays the caller's to close."""
+
+    def __init__(
+        self,
+        config: CloudConfig,
+        backends: Backends,
+        tenants: Tenants,
+        pool: aiohttp.ClientSession,
+        counts: ProxyCounts,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._config, self._backends, self._tenants, self._counts, self._clock = (
+            config,
+            backends,
+            tenants,
+            counts,
+            clock,
+        )
+        self._forward = Forward(backends, pool, counts, attempts=config.attempts, clock=clock)
+        self._node, self._tenant = Admission(config.max_waiting), Admission(config.tenant_requests)
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return self._node.running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one HTTP request whose path begins with ``/v1/``."""
+        started = self._clock()
+        given = dict(scope["headers"])
+        call = Call(scope["path"], scope.get("query_string", b""), scope["headers"], request_id(given.get(REQUEST_ID)))
+        answer = Answer(send, self._config.silence)
+        own = [_JSON, (REQUEST_ID, call.identity.encode())]
+        try:
+            await self._answer(scope["method"], receive, given, call, answer)
+        except _RefusedError as refused:
+            call.outcome = "refused"
+            body = error_body(str(refused), refused.kind, refused.status)
+            await answer.whole(refused.status, [*own, *refused.headers], body)
+        except FailedError as failed:
+            call.outcome = "failed"
+            headers, body = failed.answer or (own, error_body(str(failed), "upstream_error", failed.status))
+            if failed.wait and failed.answer is None:
+                headers = [*headers, (b"retry-after", str(math.ceil(failed.wait)).encode())]
+            await answer.whole(failed.status, headers, body)
+        except GoneError:
+            call.outcome = "cancelled"
+        except StalledError as stalled:
+            call.outcome = "stalled"
+            log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
+        first = None if call.first is None else call.first - started
+        self._counts.ended(call.outcome, first, self._clock() - started)
+
+    async def _answer(
+        self, method: str, receive: Receive, given: dict[bytes, bytes], call: Call, answer: Answer
+    ) -> None:
+        tenant = self._tenants.find(given.get(b"authorization"))
+        if tenant is None:
+            challenge = (b"www-authenticate", b"Bearer")
+            raise _RefusedError(401, "this API wants a key: Authorization: Bearer …", "invalid_api_key", challenge)
+        if self._tenants.open and not _from_here(given):
+            raise _RefusedError(403, "without keys only programs of this machine are served", "permission_error")
+        if not self._backends.all:
+            raise _RefusedError(503, "no backend is configured: this node serves its bus only", "no_backend")
+        if method == "GET":
+            body = self._models(call.path)
+            await answer.whole(200, [_JSON, (REQUEST_ID, call.identity.encode())], msgspec.json.encode(body))
+        elif method == "POST":
+            with self._node.enter("") as room, self._tenant.enter(tenant) as allowed:
+                if not (room and allowed):
+                    whose = "of yours " if room else ""
+                    raise _RefusedError(
+                        429, f"too many requests {whose}at once", "rate_limit_error", (b"retry-after", b"1")
+                    )
+                await self._post(receive, given, tenant, call, answer)
+        else:
+            raise _RefusedError(405, "only GET and POST are here", "invalid_request_error", (b"allow", b"GET, POST"))
+
+    def _models(self, path: str) -> dict[str, Any]:
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": owner} for name, owner in self._backends.models()
+        ]
+        if path == "/v1/models":
+            return {"object": "list", "data": listed}
+        for model in listed:
+            if path == f"/v1/models/{model['id']}":
+                return model
+        raise _RefusedError(404, f"nothing is at {path[:200]}", "not_found_error")
+
+    async def _post(self, receive: Receive, given: dict[bytes, bytes], tenant: str, call: Call, answer: Answer) -> None:
+        limit, length = self._config.max_body, given.get(b"content-length", b"")
+        try:
+            body = await read_body(receive, length, limit=limit, timeout=self._config.silence)
+            form = given.get(b"content-type", b"").lower().startswith(b"multipart/")
+            call.asked = read_asked(body, tenant, opaque=form and "completions" not in call.path)
+        except TooLargeError:
+            message = f"the request is larger than {limit} bytes"
+            raise _RefusedError(413, message, "invalid_request_error", (b"connection", b"close")) from None
+        except TimeoutError:
+            raise _RefusedError(408, "the request did not come in time", "invalid_request_error") from None
+        except FormatError as error:
+            raise _RefusedError(400, error.what, "invalid_request_error") from None
+        call.salt = self._tenants.salt(tenant)
+        task = asyncio.current_task()
+        assert task is not None
+        gone = asyncio.create_task(cancel_when_gone(receive, task, lambda: answer.over))
+        try:
+            await self._forward.send(call, answer)
+        except asyncio.CancelledError:
+            if gone.done() and not gone.cancelled() and gone.result() and not task.uncancel():
+                raise GoneError from None
+            raise  # the server is being stopped
+        finally:
+            gone.cancel()

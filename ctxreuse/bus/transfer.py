@@ -73,6 +73,8 @@ class Outgoing:
         self._spans = self._plan()
         supply.watch(self.wake)
         self._next: _Span | None = self._ahead()
+        if self._failed is not None:
+            raise self._failed
 
     @property
     def remaining(self) -> int:
@@ -102,8 +104,6 @@ class Outgoing:
         """
         if self.credit <= self.sent or self.finished:
             return None
-        if self._failed is not None:
-            raise self._failed
         pieces: list[Piece] = []
         room = self.payload
         while len(pieces) < MAX_PIECES:
@@ -118,6 +118,8 @@ class Outgoing:
             else:
                 pieces.append((item, start, stop - start))
         if not pieces:
+            if self._failed is not None:
+                raise self._failed
             return None
         read = self.supply.read
         parts = [read(item, start, start + nbytes) for item, start, nbytes in pieces]
@@ -125,10 +127,7 @@ class Outgoing:
         self.sent += 1
         self.bytes += self.payload - room
         if self._next is None:  # so that the end is known with the last payload
-            try:
-                self._next = self._ahead()
-            except LookupError as error:
-                self._failed, self._waits = error, False
+            self._next = self._ahead()
         return encode(Payload(self.id, self.round, tuple(pieces)), data)
 
     def close(self) -> None:
@@ -138,14 +137,16 @@ class Outgoing:
         self.supply.close()
 
     def _ahead(self) -> _Span | None:
-        """The next span; None if its item is not ready yet, or at the end (``finished``)."""
+        """The next span; None if its item is not ready yet, at the end (``finished``), or if it is gone."""
         self._woken = False
         span = None
         try:
             span = next(self._spans)
+            self._waits = span is None
         except StopIteration:
-            self.finished = True
-        self._waits = span is None
+            self.finished = self._failed is None
+        except LookupError as error:
+            self._failed, self._waits = error, False
         return span
 
     def _plan(self) -> _Spans[None]:

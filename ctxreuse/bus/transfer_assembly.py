@@ -133,9 +133,8 @@ class Assembly:
             fresh += self._place(number, start, payload[at : at + nbytes])
             at += nbytes
         with self._changed:
-            self.received += fresh
-            if self._items_whole():
-                self._ended = "" if self._ended is None else self._ended
+            if self._ended is None and self._items_whole():
+                self._ended = ""
             self._changed.notify_all()
         return fresh
 
@@ -175,8 +174,14 @@ class Assembly:
             return 0
         item.bytes[item.filled : stop] = data[known:]
         before, item.filled = item.filled, stop
+        self.received += stop - before
         if item.view is None and stop >= item.start:
-            item.view = self._head(item, number)
+            try:
+                item.view = self._head(item, number)
+            except ProtocolError:
+                self.received -= stop
+                self._items[number] = _Item()
+                raise
             item.offsets = part_offsets(item.view)
         if item.view is not None:
             self._count(item, number)

@@ -1,4 +1,4 @@
-"""For tests of the protocol: a small model space, a node that serves from a dict, and a channel that tests can spoil."""
+"""For tests of the protocol: a small model space, a node that serves from a dict, and a link in memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,384 @@
+"""Order and fairness of what is sent; checks, books and waiting of what is received."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ctxreuse.block import block_layout, parse
+from ctxreuse.bus.transfer import SHARE, Assembly, ChangedError, Outgoing, Outlet, part_offsets
+from ctxreuse.bus.wire import Payload, Piece, decode
+from ctxreuse.errors import LinkDownError, ProtocolError
+from ctxreuse.keys import ROOT
+from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.runtime.remote import Fetch
+
+LINK = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("memory_link.py"))))
+SPACE = LINK.space_of(heads=4, dim=32)
+TOKENS = LINK.tokens_of(5 * 4)
+BLOCKS = LINK.blocks_of(SPACE, TOKENS)
+KEYS = [key for key, _ in BLOCKS]
+DATA = [data for _, data in BLOCKS]
+OFFSETS = part_offsets(parse(DATA[0]))
+
+
+def outgoing(owner: object = "a", *, blocks: int = 5, number: int = 1, **options: object) -> Outgoing:
+    options = {"order": "layers", "payload": 4096, "credit": 10_000, **options}
+    return Outgoing(owner, number, 1, LINK.DictSupply(list(DATA[:blocks])), **options)
+
+
+def drained(transfer: Outgoing) -> list[tuple[tuple[Piece, ...], bytes]]:
+    sent = []
+    while (frames := transfer.take()) is not None:
+        message, payload = decode(frames)
+        assert isinstance(message, Payload)
+        assert payload is not None
+        sent.append((message.pieces, bytes(payload)))
+        transfer.check()
+    return sent
+
+
+def assembly(**options: object) -> Assembly:
+    return Assembly(SPACE, KEYS, TOKENS, **options)
+
+
+def test_parts_are_the_head_and_one_run_a_layer() -> None:
+    view = parse(DATA[0])
+    layers = len(SPACE.layers)
+    assert len(OFFSETS) == layers + 2
+    assert OFFSETS[0] == 0
+    assert OFFSETS[-1] == len(DATA[0])
+    assert OFFSETS[1:-1] == tuple(view.offset(layer, "k") for layer in range(layers))
+    assert part_offsets(parse(DATA[1])) is OFFSETS
+
+
+def test_a_model_without_blocked_layers_has_a_head_and_one_part() -> None:
+    space = ModelSpace("w" * 64, "t", "t" * 64, "float32", (LayerSpec("linear"),), "{}", 10, 100, block_tokens=4)
+    (key, data), *_ = LINK.blocks_of(space, TOKENS[:4])
+    offsets = part_offsets(parse(data))
+    assert len(offsets) == 3
+    into = Assembly(space, [key], TOKENS[:4])
+    fetch: Fetch = into
+    assert fetch.count == 1
+    into.write([(0, 0, len(data))], memoryview(data))
+    into.wait_layer(0, 0)
+    assert into.ended == ""
+
+
+def test_layer_order_sends_all_heads_then_layer_after_layer() -> None:
+    order = []
+    for pieces, _ in drained(outgoing(payload=max(b - a for a, b in pairwise(OFFSETS)))):
+        order += [(start, item) for item, start, _ in pieces]
+    assert order == sorted(order)
+    assert {start for start, _ in order} == set(OFFSETS[:-1])
+
+
+def test_the_state_comes_after_the_heads() -> None:
+    state = LINK.state_of(SPACE, TOKENS, KEYS)
+    transfer = Outgoing(
+        "a", 1, 1, LINK.DictSupply([*DATA, state]), order="layers", payload=1 << 20, credit=99, state=True
+    )
+    (pieces, payload), *_ = drained(transfer)
+    items = [item for item, _, _ in pieces]
+    assert items[:6] == [0, 1, 2, 3, 4, 5]
+    assert items[6] != 5  # the head of the state and its planes are one piece
+    into = assembly(state=True)
+    into.write(pieces, memoryview(payload))
+    into.check()
+    held = into.state(0)
+    assert held is not None
+    assert bytes(held.buffer) == state
+
+
+@pytest.mark.parametrize(("order", "first"), [("tail", 4), ("front", 0)])
+def test_whole_items_from_one_end(order: str, first: int) -> None:
+    seen: list[int] = []
+    for pieces, _ in drained(outgoing(order=order)):
+        seen += [item for item, _, _ in pieces if not seen or seen[-1] != item]
+    assert seen == (list(range(5)) if first == 0 else list(reversed(range(5))))
+
+
+def test_a_payload_holds_whole_parts_and_only_a_larger_part_is_split() -> None:
+    part = OFFSETS[2] - OFFSETS[1]
+    for pieces, payload in drained(outgoing(payload=3 * part + 100)):
+        assert len(payload) <= 3 * part + 100
+        for _, start, nbytes in pieces:
+            assert start in OFFSETS
+            assert start + nbytes in OFFSETS
+    assert all(len(payload) <= 4096 for _, payload in drained(outgoing(payload=4096)))
+
+
+def test_credit_is_never_exceeded() -> None:
+    transfer = outgoing(credit=3)
+    assert len(drained(transfer)) == 3
+    assert not transfer.ready
+    transfer.credit = 5
+    assert transfer.ready
+    assert len(drained(transfer)) == 2
+
+
+def test_what_the_receiver_has_is_not_sent() -> None:
+    check = DATA[1][24:32]
+    have = ((0, len(DATA[0]), DATA[0][24:32]), (1, OFFSETS[2] + 100, check), (999, 1 << 33, b"nonsense"))
+    transfer = outgoing(have=have)
+    assert transfer.remaining == sum(map(len, DATA)) - len(DATA[0]) - OFFSETS[2] - 100
+    sent = [piece for pieces, _ in drained(transfer) for piece in pieces]
+    assert min(start for item, start, _ in sent if item == 1) == OFFSETS[2] + 100
+    assert all(item in (1, 2, 3, 4) for item, _, _ in sent)
+    assert outgoing(have=[(i, len(data), data[24:32]) for i, data in enumerate(DATA)]).finished
+    with pytest.raises(ChangedError):
+        outgoing(have=((0, 100, b"another!"),))
+    with pytest.raises(ChangedError):
+        outgoing(have=((0, len(DATA[0]) + 1, DATA[0][24:32]),))
+
+
+def test_an_item_that_goes_ends_the_transfer_after_what_was_good() -> None:
+    supply = LINK.DictSupply([DATA[0], b""])
+    transfer = Outgoing("a", 1, 1, supply, order="front", payload=1 << 20, credit=9)
+    assert transfer.take() is not None
+    assert transfer.ready
+    with pytest.raises(LookupError):
+        transfer.take()
+
+
+def test_items_in_the_making_are_sent_as_they_come() -> None:
+    woken = []
+    supply = LINK.DictSupply([None, None])
+    transfer = Outgoing("a", 1, 1, supply, order="front", payload=1 << 20, credit=9, wake=lambda: woken.append(1))
+    assert transfer.waits
+    assert not transfer.ready
+    supply.make(0, DATA[0])
+    assert woken == [1]
+    assert transfer.ready
+    assert [pieces for pieces, _ in drained(transfer)] == [((0, 0, len(DATA[0])),)]
+    assert transfer.waits
+    supply.make(1, DATA[1])
+    assert len(drained(transfer)) == 1
+    assert transfer.finished
+
+
+def test_smallest_remaining_goes_first_whoever_asks() -> None:
+    outlet = Outlet()
+    big, small = outgoing("a", blocks=5, number=1), outgoing("b", blocks=1, number=2)
+    outlet.add(big)
+    outlet.add(small)
+    order = []
+    while (owner := outlet.turn()) is not None:
+        transfer = outlet.pick(owner)
+        assert transfer is not None
+        transfer.take()
+        outlet.served(transfer)
+        outlet.check()
+        order.append(owner)
+    few = order.index("a") if "a" in order else 0
+    assert order[:few] == ["b"] * few
+    assert few >= min(SHARE - 1, len(DATA[0]) // 4096)
+    assert len(outlet) == 0
+    assert order.count("a") >= 5 * (len(DATA[0]) // 4096)
+
+
+def test_blocked_owners_are_passed_over() -> None:
+    outlet = Outlet()
+    outlet.add(outgoing("a", blocks=1))
+    assert outlet.turn({"a"}) is None
+    outlet.add(outgoing("b", blocks=5))
+    assert outlet.turn({"a"}) == "b"
+    assert outlet.pick("c") is None
+
+
+def test_large_transfers_always_move() -> None:
+    outlet = Outlet()
+    large = [outgoing("large", number=i, blocks=5) for i in range(3)]
+    for transfer in large:
+        outlet.add(transfer)
+    small = outgoing("small", blocks=1)
+    outlet.add(small)
+    for _ in range(3 * SHARE * 4):  # small ones arrive for ever
+        owner = outlet.turn()
+        assert owner is not None
+        best = outlet.pick(owner) if owner == "small" else None
+        turn = best or outlet.pick("large")
+        assert turn is not None
+        turn.take()
+        outlet.served(turn)
+        if small.finished:
+            small = outgoing("small", blocks=1)
+            outlet.add(small)
+    assert [transfer.sent for transfer in large] == [4, 4, 4]
+
+
+def write(into: Assembly, item: int, start: int, data: bytes) -> int:
+    return into.write([(item, start, len(data))], memoryview(data))
+
+
+def test_an_assembly_follows_the_parts() -> None:
+    into = assembly()
+    for i, data in enumerate(DATA):
+        assert write(into, i, 0, data[: OFFSETS[2]]) == OFFSETS[2]
+        into.check()
+    heads = into.heads(0)
+    assert [view.header.key for view in heads] == KEYS
+    into.wait_layer(0, 0)
+    into.wait_layer(77, 0)  # has no planes in blocks
+    assert heads[2].array(0, "k").shape == (4, 4, 32)
+    with pytest.raises(LinkDownError, match="did not arrive"):
+        into.wait_layer(1, 0.01)
+    assert into.tail() == 0
+    write(into, 4, OFFSETS[2], DATA[4][OFFSETS[2] :])
+    write(into, 2, OFFSETS[2], DATA[2][OFFSETS[2] :])
+    assert into.tail() == 1
+    write(into, 3, OFFSETS[2], DATA[3][OFFSETS[2] :])
+    assert into.tail(3) == 3
+    assert [bytes(view.buffer) for view in into.views(2)] == DATA[3:]
+    with pytest.raises(ValueError, match="3 are whole"):
+        into.views(4)
+    assert into.ended is None
+    into.end("gone")
+    with pytest.raises(LinkDownError, match="gone"):
+        into.wait_layer(1, 1)
+    assert into.tail(5, 10) == 3
+    assert into.heads(0)[0].header.key == KEYS[0]
+    assert write(into, 0, OFFSETS[2], DATA[0][OFFSETS[2] :]) == 0
+    into.check()
+
+
+def test_duplicates_are_harmless_and_gaps_are_lost_messages() -> None:
+    into = assembly()
+    write(into, 0, 0, DATA[0][:3000])
+    assert write(into, 0, 0, DATA[0][:3000]) == 0
+    assert write(into, 0, 1000, DATA[0][1000:4000]) == 1000
+    assert into.duplicates == 5000
+    assert into.have() == ((0, 4000, DATA[0][24:32]),)
+    with pytest.raises(ProtocolError, match="100 bytes of item 0 are missing"):
+        write(into, 0, 4100, b"x")
+    assert into.ended is None  # a resume mends it
+    with pytest.raises(ProtocolError, match="came twice and differs"):
+        write(into, 0, 3990, b"something else")
+    assert into.ended == "foreign"
+    into.check()
+
+
+def resealed(data: bytes, **changes: object) -> bytes:
+    """A block with another header: sealed again by the writer of blocks."""
+    view = parse(data)
+    fields = {name: getattr(view.header, name) for name in ("kind", "space", "key", "parent", "end", "rope_at")}
+    tokens = changes.pop("tokens", view.tokens)
+    layout = changes.pop("layout", view.layout)
+    writer = LINK.BlockWriter(layout, tokens=tokens, **{**fields, **changes})
+    for plane in layout.planes:
+        if (plane.layer, plane.role) in view.layout.index and writer.plane(plane.layer, plane.role).nbytes:
+            source = view.plane(plane.layer, plane.role)
+            writer.plane(plane.layer, plane.role)[:] = np.frombuffer(source, np.uint8)[
+                : writer.plane(plane.layer, plane.role).nbytes
+            ]
+    return writer.seal().tobytes()
+
+
+OTHER = LINK.space_of(layers=2, heads=4, dim=32)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        resealed(DATA[0], key=KEYS[1]),
+        resealed(DATA[0], parent=KEYS[1]),
+        resealed(DATA[0], space=bytes(32)),
+        resealed(DATA[0], end=8),
+        resealed(DATA[0], rope_at=4),
+        resealed(DATA[0], kind="state"),
+        resealed(DATA[0], tokens=TOKENS[4:8]),
+        resealed(DATA[0], layout=block_layout(OTHER)),
+        DATA[1],
+        DATA[0][:30] + b"\xff" + DATA[0][31:],
+        DATA[0][:100] + b"\xff" + DATA[0][101:],
+        DATA[0][:16] + (1 << 40).to_bytes(8, "little") + DATA[0][24:],
+        DATA[0][:12] + (1 << 19).to_bytes(4, "little") + DATA[0][16:],
+        DATA[0][:12] + bytes(4) + DATA[0][16:],
+        DATA[0] + b"\0",
+        DATA[0][:20],
+        b"\0" * 4096,
+    ],
+)
+def test_a_block_that_was_not_asked_for_ends_the_fetch(lie: bytes) -> None:
+    into = assembly()
+    with pytest.raises(ProtocolError, match="not asked for"):
+        write(into, 0, 0, lie)
+    assert into.ended == "foreign"
+    into.check()
+    with pytest.raises(LinkDownError):
+        into.heads(1)
+
+
+def test_items_that_do_not_exist_and_states_that_are_too_large() -> None:
+    with pytest.raises(ProtocolError, match="item 5 of 5"):
+        write(assembly(), 5, 0, DATA[0])
+    state = LINK.state_of(SPACE, TOKENS, KEYS)
+    with pytest.raises(ProtocolError, match="says it has"):
+        write(assembly(state=True, state_limit=10_000), 5, 0, state)
+    with pytest.raises(ProtocolError, match="ends at 16"):
+        write(assembly(state=True), 5, 0, LINK.state_of(SPACE, TOKENS, KEYS[:4]))
+    with pytest.raises(ProtocolError, match="not asked for"):
+        write(assembly(state=True), 5, 0, DATA[4])
+    into = assembly(state=True)
+    write(into, 5, 0, state)
+    for i, data in enumerate(DATA):
+        assert into.ended is None
+        write(into, i, 0, data)
+    assert into.ended == ""
+    assert assembly().state(0) is None
+
+
+def test_a_fetch_from_the_middle_checks_positions_and_parents() -> None:
+    into = Assembly(SPACE, KEYS[2:], TOKENS[8:], first=2, parent=KEYS[1])
+    write(into, 0, 0, DATA[2])
+    for options in ({"first": 2, "parent": ROOT}, {"first": 1, "parent": KEYS[1]}):
+        with pytest.raises(ProtocolError, match="not asked for"):
+            write(Assembly(SPACE, KEYS[2:], TOKENS[8:], **options), 0, 0, DATA[2])
+    for keys, tokens in (([], TOKENS[:0]), (KEYS, TOKENS[:4]), ([b"short"], TOKENS[:4])):
+        with pytest.raises(ValueError, match=r"blocks|keys"):
+            Assembly(SPACE, keys, tokens)
+
+
+def test_engine_threads_wait_for_what_the_link_brings() -> None:
+    into = assembly()
+    got: list[object] = []
+
+    def engine() -> None:
+        got.append(len(into.heads(10)))
+        for layer in range(3):
+            into.wait_layer(layer, 10)
+            got.append(layer)
+        got.append(into.tail(5, 10))
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        for pieces, payload in drained(outgoing(payload=4096)):
+            into.write(pieces, memoryview(payload))
+    finally:
+        into.end("test over")
+        thread.join(20)
+    assert got == [5, 0, 1, 2, 5]
+    assert into.ended == ""
+    assert into.received == sum(map(len, DATA))
+
+
+def test_stop_tells_the_link_once() -> None:
+    told: list[int] = []
+    into = assembly(on_stop=lambda: told.append(1))
+    into.stop()
+    into.stop()
+    assert told == [1]
+    assert into.ended == "stopped"
+    whole = assembly(on_stop=lambda: told.append(2))
+    for i, data in enumerate(DATA):
+        write(whole, i, 0, data)
+    whole.stop()
+    assert told == [1]
+    assert whole.ended == ""

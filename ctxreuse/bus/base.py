@@ -90,8 +90,21 @@ class Service(Protocol):
         """Open a fetch. ``state``: also the state at the end of the last key."""
         ...
 
-    def intake(self, tenant: str, space: bytes, keys: Sequence[bytes], sizes: Sequence[int], parent: bytes) -> Intake:
-        """Open a put of consecutive blocks that follow ``parent``; ``sizes`` are bytes."""
+    def intake(
+        self,
+        tenant: str,
+        space: bytes,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        parent: bytes,
+        *,
+        user: str = "",
+        state: bool = False,
+    ) -> Intake:
+        """Open a put of consecutive blocks that follow ``parent``; ``sizes`` are bytes.
+
+        ``user`` is who gives them (as in `admit`) and answers for them. ``state``: the one item is not a block but the
+        state at the end of block ``keys[0]``, which is held."""
         ...
 
     def prefill(self, tenant: str, space: bytes, tokens: Tokens, *, first: int, state: bool) -> Supply:

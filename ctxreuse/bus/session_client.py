@@ -291,7 +291,9 @@ class ClientSession(Session):
 
     def _done(self, message: wire.Done) -> None:
         live = self._live.get(message.id)
-        if isinstance(live, Asking) or live is None or live.round != message.round:
+        if live is None:
+            return  # it was whole with the last payload
+        if isinstance(live, Asking) or live.round != message.round:
             self.counts["ignored"] += 1
         elif isinstance(live, Getting):
             if message.payloads != live.got:  # only a new connection can mend it

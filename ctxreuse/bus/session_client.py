@@ -95,19 +95,21 @@ class ClientSession(Session):
         read: Callable[[int], Buffer],
         *,
         parent: bytes = ROOT,
+        state: bool = False,
         payload: int = 0,
         request: Request[Stored] | None = None,
     ) -> Request[Stored]:
-        """Offer consecutive blocks after ``parent`` and give those that the cloud wants.
+        """Offer consecutive blocks after ``parent`` and give those that the cloud wants; with ``state`` one item, the
+        state at the end of the block of the one key (whose parent is ``parent``).
 
         ``read(i)`` returns the sealed bytes of block i (``sizes[i]`` of them; memory that nobody changes for as long as
         it is referenced), in the thread of the link; LookupError if it is gone. One put at a time is on its way, others
         wait. After a cut the blocks are offered again.
         """
-        if len(sizes) != len(keys):
-            raise ValueError(f"{len(sizes)} sizes for {len(keys)} keys")
+        if len(sizes) != len(keys) or (state and len(keys) != 1):
+            raise ValueError(f"{len(sizes)} sizes for {len(keys)} keys{' of states' if state else ''}")
         request = request or Request()
-        message = wire.Put(self._last_id + 1, 1, space, parent, wire.joined(keys), tuple(sizes))
+        message = wire.Put(self._last_id + 1, 1, space, parent, wire.joined(keys), tuple(sizes), state)
         if self._admit(request.fail):
             self._start(Giving(request, message, read, payload))
         return request

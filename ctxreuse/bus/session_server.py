@@ -248,7 +248,9 @@ class ServerSession(Session):
             return
         keys = wire.split(message.keys)
         try:
-            intake = self.service.intake(grant.tenant, message.space, keys, message.sizes, message.parent)
+            intake = self.service.intake(
+                grant.tenant, message.space, keys, message.sizes, message.parent, user=self.user, state=message.state
+            )
         except (LookupError, CtxReuseError) as error:
             self._refuse(message.id, message.round, *_why(error))
             return

@@ -41,7 +41,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     11    done      C   id, round, payloads: all was sent, in so many payloads (fetch, prefill), or all was taken or
                         refused (put)
     12    cancel    E   id
-    13    put       E   id, round, space[32], parent[32], keys, sizes (bytes of each block)
+    13    put       E   id, round, space[32], parent[32], keys, sizes (bytes of each block), state (not blocks, but
+                        the state at the end of the one that keys names; parent is that block's)
     14    want      C   id, round, items (indices of keys; what is not named is there already), credit
     15    stored    C   id, round, item, reason ("" = taken)
     16    skip      E   id, round, item: the edge has this block no more
@@ -308,6 +309,8 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
                 raise _bad(f"keys of {len(message.keys)} bytes", name)
             if isinstance(message, Put) and len(message.sizes) * KEY_BYTES != len(message.keys):
                 raise _bad(f"{len(message.sizes)} sizes for keys of {len(message.keys)} bytes", name)
+            if isinstance(message, Put) and message.state and len(message.sizes) != 1:
+                raise _bad(f"a state at the end of {len(message.sizes)} blocks", name)
         case Prefill():
             if len(message.tokens) % 4:
                 raise _bad(f"tokens of {len(message.tokens)} bytes", name)

@@ -223,7 +223,7 @@ class Cancel(Body, frozen=True, array_like=True):
 
 
 class Put(Body, frozen=True, array_like=True):
-    """Blocks that the edge offers, consecutive, after ``parent``."""
+    """Blocks that the edge offers, consecutive, after ``parent``; with ``state`` the state at the end of one block."""
 
     TYPE: ClassVar[int] = 13
     id: _Id
@@ -232,6 +232,7 @@ class Put(Body, frozen=True, array_like=True):
     parent: _Digest
     keys: _Keys
     sizes: Annotated[tuple[_Size, ...], Meta(min_length=1, max_length=MAX_KEYS)]
+    state: bool = False
 
 
 class Want(Body, frozen=True, array_like=True):

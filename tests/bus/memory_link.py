@@ -128,20 +128,23 @@ class DictSupply:
 
 
 class DictIntake:
-    def __init__(self, node: DictNode, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        self.node, self.keys = node, keys
-        self.wanted = [i for i, key in enumerate(keys) if key not in node.blocks]
+    def __init__(self, node: DictNode, keys: Sequence[bytes], state: bool) -> None:
+        self.node, self.keys, self.state = node, keys, state
+        self.wanted = [i for i, key in enumerate(keys) if key not in (node.states if state else node.blocks)]
         self.closed = 0
 
     def put(self, item: int, data: memoryview) -> str:
         assert data.readonly
         view: BlockView = parse(data)
-        if view.header.key != self.keys[item]:
+        if view.header.key != self.keys[item] or (view.header.kind == "state") != self.state:
             return "foreign"
         try:
             view.verify()
         except Exception:
             return "corrupt"
+        if self.state:
+            self.node.states[self.keys[item]] = bytes(data)
+            return ""
         if len(self.node.blocks) >= self.node.capacity:
             return "full"
         self.node.insert(self.keys[item], bytes(data))
@@ -193,9 +196,17 @@ class DictNode:
         return self.supplies[-1]
 
     def intake(
-        self, tenant: str, space: bytes, keys: Sequence[bytes], sizes: Sequence[int], parent: bytes
+        self,
+        tenant: str,
+        space: bytes,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        parent: bytes,
+        *,
+        user: str = "",
+        state: bool = False,
     ) -> DictIntake:
-        self.intakes.append(DictIntake(self, keys, sizes))
+        self.intakes.append(DictIntake(self, keys, state))
         return self.intakes[-1]
 
     def prefill(self, tenant: str, space: bytes, tokens: Tokens, *, first: int, state: bool) -> DictSupply:

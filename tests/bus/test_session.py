@@ -356,6 +356,15 @@ def test_put() -> None:
     assert [intake.closed for intake in service.intakes] == [1, 1]
 
 
+def test_a_state_is_put_alone() -> None:
+    service, state = node(), LINK.state_of(SPACE, TOKENS, KEYS)
+    wires = LINK.link(service)
+    request = wires.client.put(SPACE.digest, KEYS[-1:], [len(state)], lambda _: state, parent=KEYS[-2], state=True)
+    wires.run()
+    assert request.wait(0).taken == (0,)
+    assert service.states == {KEYS[-1]: state}
+
+
 def test_a_put_survives_cuts_and_sends_no_whole_block_twice() -> None:
     service = LINK.DictNode()
     wires = LINK.link(service)

@@ -31,6 +31,7 @@ MESSAGES: list[wire.Message] = [
     wire.Done(2, 1, 3),
     wire.Cancel(2),
     wire.Put(3, 1, SPACE, b"p" * 32, KEYS, (65520, 65520, 4080)),
+    wire.Put(3, 1, SPACE, b"p" * 32, b"k" * 32, (65520,), True),
     wire.Want(3, 1, (0, 2), 4),
     wire.Stored(3, 1, 0, ""),
     wire.Stored(3, 1, 2, "corrupt"),
@@ -126,6 +127,7 @@ def test_limits_of_single_messages() -> None:
     bad(wire.Fetch(1, 1, SPACE, KEYS, have=((0, 100, b"short"),)))
     bad(wire.Put(1, 1, SPACE, SPACE, KEYS, (1, 2)))
     bad(wire.Put(1, 1, SPACE, SPACE, KEYS, (1, 2, 0)))
+    bad(wire.Put(1, 1, SPACE, SPACE, KEYS, (1, 2, 3), True))
     bad(wire.Want(1, 1, (2, 2)))
     bad(wire.Want(1, 1, (3, 1)))
     bad(wire.Prefill(1, 1, SPACE, b"123"))

@@ -26,7 +26,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class _Offered:
-    """The offered blocks as a `Supply`: each is one part, read whole and kept while it is one of the last two."""
+    """The offered blocks as a `Supply`: each is one part, read whole and kept until its last byte was taken."""
 
     def __init__(self, sizes: Sequence[int], read: Callable[[int], Buffer]) -> None:
         self._sizes, self._read = sizes, read
@@ -46,13 +46,14 @@ class _Offered:
         if len(view) != self._sizes[item]:
             self.skipped.append(item)
             return (0,)
-        while len(self._near) > 1:
-            del self._near[next(iter(self._near))]
         self._near[item] = view
         return (0, len(view))
 
     def read(self, item: int, start: int, stop: int) -> memoryview:
-        return self._near[item][start:stop]
+        view = self._near[item]
+        if stop == len(view):
+            del self._near[item]
+        return view[start:stop]
 
     def watch(self, wake: Callable[[], None]) -> None:
         """All are here from the start."""

@@ -108,7 +108,7 @@ class Service(Protocol):
         ...
 
     def prefill(self, tenant: str, space: bytes, tokens: Tokens, *, first: int, state: bool) -> Supply:
-        """Compute (or find) the whole blocks of ``tokens`` from block ``first`` on; items become ready as they are made.
+        """Compute (or find) the whole blocks of ``tokens`` from block ``first`` on; they become ready as they are made.
 
         Raises LinkRefusedError if this node cannot (``space`` not served, too many waiting, tokens out of range)."""
         ...

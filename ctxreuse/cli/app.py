@@ -1,25 +1,17 @@
-"""The root of the command line: groups, global flags, and how errors look.
-
-Exit codes: 0 done; 1 a check failed (``doctor``, ``store verify``) or a bench missed its bar; 2 wrong usage or a wrong
-setting; 3 any other error that ctxreuse reports; 130 interrupted.
-"""
+"""The root of the command line: groups and global flags."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from ctxreuse.cli import bench, config, demo, doctor, keys, store
-from ctxreuse.errors import ConfigError, CtxReuseError
+from ctxreuse.cli.errors import EXIT_ERROR, EXIT_USAGE, run
 from ctxreuse.models.commands import app as models
 
 __all__ = ["EXIT_ERROR", "EXIT_USAGE", "app", "main"]
-
-EXIT_USAGE, EXIT_ERROR, EXIT_INTERRUPTED = 2, 3, 130
 
 _EXAMPLES = """[bold]Examples[/bold]
 
@@ -81,27 +73,5 @@ def root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; always ends in SystemExit. With CTXREUSE_DEBUG=1 errors keep their traceback."""
-    try:
-        app(args, prog_name="ctxreuse")
-    except CtxReuseError as error:
-        if os.environ.get("CTXREUSE_DEBUG", "0") not in ("", "0"):
-            raise
-        _show(error)
-        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def _show(error: CtxReuseError) -> None:
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    lines = [Text(error.what, style="bold")]
-    if error.where:
-        lines.append(Text(f"where  {error.where}"))
-    if error.fix:
-        lines.append(Text(f"fix    {error.fix}", style="green"))
-    body = Text("\n").join(lines)
-    Console(stderr=True).print(Panel(body, title=type(error).__name__, title_align="left", border_style="red"))
+    """Run the command line; always ends in SystemExit."""
+    run(app, "ctxreuse", args)

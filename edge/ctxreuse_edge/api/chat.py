@@ -1,0 +1,118 @@
+"""``POST /v1/chat/completions``: messages in, the next message out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ctxreuse.daemon.front import new_id
+from ctxreuse.daemon.openai import (
+    ApiError,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    Reply,
+    Usage,
+    parse,
+    usage_of,
+)
+from ctxreuse.engines.prompt import prompt
+from ctxreuse.engines.text import Message
+from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, sampling_of
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from ctxreuse.engines.generate import Piece
+    from ctxreuse.runtime import Completion
+    from ctxreuse_edge.node import Node
+    from ctxreuse_edge.worker import Running
+
+__all__ = ["EdgeChatRequest", "branches_of", "routes"]
+
+
+class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """A chat request that may go on from a named ``context``: its messages come before the request's own."""
+
+    context: str | None = None
+
+
+def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
+    """The ends of turns at which other contexts are likely to part: the first (a shared system prompt) and the last
+    two (this conversation going on, this question asked again)."""
+    return tuple(sorted({*ends[:1], *ends[-2:]}))
+
+
+def routes(node: Node) -> list[Route]:
+    """The routes of this module."""
+
+    async def answer(request: Request) -> Response:
+        asked = parse(await body_of(request, node), EdgeChatRequest)
+        known_model(node, asked.model)
+        _refuse_unsupported(asked)
+
+        def make() -> Completion:
+            before = node.contexts.messages(asked.context) if asked.context else []
+            messages = [Message(m.role, m.text(f"messages[{i}].content"), m.name) for i, m in enumerate(asked.messages)]
+            text, space = node.runtime.text, node.runtime.engine.space
+            if text is None:
+                raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
+            found = prompt(text, [*before, *messages])
+            limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+            sampling = sampling_of(asked, len(found.ids), space.max_tokens, limit)
+            return node.runtime.complete(found.ids, sampling, branches=branches_of(found.ends))
+
+        return _Chat(node, asked, node.worker.begin(make))
+
+    return [Route("/v1/chat/completions", answer, methods=["POST"])]
+
+
+def _refuse_unsupported(asked: ChatRequest) -> None:
+    if asked.logprobs or asked.top_logprobs:
+        raise ApiError(400, "logprobs are not given here", param="logprobs")
+    if asked.tools:
+        raise ApiError(400, "tools are not supported: describe them in a message", param="tools")
+    if asked.response_format and asked.response_format.get("type", "text") != "text":
+        raise ApiError(400, "only plain text is answered", param="response_format")
+
+
+class _Chat(Answer):
+    def __init__(self, node: Node, asked: ChatRequest, running: Running) -> None:
+        super().__init__(node, running, stream=bool(asked.stream))
+        self._id, self._created = new_id("chatcmpl"), int(time.time())
+        self._usage_wanted = bool(asked.stream_options and asked.stream_options.include_usage)
+
+    def _chunk(
+        self, delta: Delta | None, finish: str | None = None, usage: Usage | msgspec.UnsetType | None = None
+    ) -> ChatChunk:
+        import msgspec
+
+        if usage is None and not self._usage_wanted:
+            usage = msgspec.UNSET
+        choices = [] if delta is None else [ChunkChoice(delta, finish)]
+        return ChatChunk(self._id, self._created, self._node.model.id, choices, self._node.fingerprint, usage)
+
+    def first(self, completion: Completion) -> Sequence[Any]:
+        return [self._chunk(Delta("assistant", ""))]
+
+    def piece(self, completion: Completion, piece: Piece) -> Sequence[Any]:
+        return [self._chunk(Delta(content=piece.text))] if piece.text else []
+
+    def last(self, completion: Completion) -> Sequence[Any]:
+        usage, finish = usage_of(completion.usage), finish_of(completion)
+        if self._usage_wanted:
+            return [self._chunk(Delta(), finish), self._chunk(None, usage=usage)]
+        return [self._chunk(Delta(), finish, usage)]
+
+    def whole(self, completion: Completion) -> Any:
+        choice = ChatChoice(Reply(completion.text), finish_of(completion))
+        node, usage = self._node, usage_of(completion.usage)
+        return ChatCompletion(self._id, self._created, node.model.id, [choice], usage, node.fingerprint)

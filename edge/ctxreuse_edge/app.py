@@ -1,0 +1,142 @@
+"""The daemon put together: what it opens and in which order, what it serves, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+from starlette.routing import Router
+
+from ctxreuse import models
+from ctxreuse.config import Settings
+from ctxreuse.daemon.front import Front, is_loopback, read_keys
+from ctxreuse.daemon.life import Daemon
+from ctxreuse.daemon.probes import probes
+from ctxreuse.engines import Engine, open_engine
+from ctxreuse.errors import StoreError, StoreOwnedError
+from ctxreuse.metrics import watch_store
+from ctxreuse.runtime import Runtime
+from ctxreuse.store import Ledger, TieredStore, open_store
+from ctxreuse_edge.api import routes
+from ctxreuse_edge.contexts import Contexts
+from ctxreuse_edge.links import Links, NoLinks
+from ctxreuse_edge.node import ModelName, Node
+from ctxreuse_edge.worker import Worker
+
+__all__ = ["ADDRESS_FILE", "address_file", "application", "opened", "serve"]
+
+log = logging.getLogger(__name__)
+
+#: In the store's folder: where the daemon that owns it can be reached.
+ADDRESS_FILE = "edge.json"
+
+# How many answers advance side by side: each has a context in memory, and one more slows all others.
+_RUNNING = 4
+
+
+def address_file(settings: Settings) -> Path:
+    """The file that says where the daemon of these settings can be reached."""
+    return settings.store.folder() / ADDRESS_FILE
+
+
+def serve(settings: Settings, engine: Engine | None = None) -> int:
+    """Run the daemon until it is told to stop; returns the exit code. ``engine``: in place of that of the settings.
+
+    Raises ConfigError, StoreOwnedError and what opening the engine raises.
+    """
+    edge = settings.edge
+    daemon = Daemon("edge", host=edge.host, port=edge.port, drain=edge.drain, address_file=address_file(settings))
+    node = Node()
+    app = application(settings, daemon, node)
+    print(f"ctxreuse-edge listens on {daemon.bind()}", flush=True)
+    return daemon.run(app, lambda: opened(settings, node, engine))
+
+
+def application(settings: Settings, daemon: Daemon, node: Node) -> Front:
+    """Everything that is served over HTTP, as one ASGI application."""
+    metrics = node.metrics
+    return Front(
+        Router([*probes(daemon.not_ready, metrics.render), *routes(node)]),
+        metrics=metrics,
+        route=_route,
+        not_ready=daemon.not_ready,
+        keys=read_keys(settings.edge.api_key_file),
+        local=is_loopback(settings.edge.host),
+    )
+
+
+@contextlib.asynccontextmanager
+async def opened(settings: Settings, node: Node, engine: Engine | None = None) -> AsyncIterator[Node]:
+    """Fill ``node`` with everything it needs, and close that again, last opened first."""
+    stack = ExitStack()
+    try:
+        await asyncio.to_thread(_open, settings, node, engine, stack)
+        yield node
+    finally:
+        await asyncio.to_thread(stack.close)
+
+
+def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStack) -> None:
+    started = time.monotonic()
+    folder = settings.store.folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The store first: that another daemon has it must be known before a model is loaded for seconds.
+    ledger = Ledger.open(folder)
+    stack.callback(ledger.close)
+    store = _open_store(settings, folder)
+    stack.callback(store.close)
+    chosen = settings.engine
+    if engine is None:
+        options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk}
+        engine = open_engine(chosen.model, **options)
+    runtime = Runtime(engine, store, live_bytes=settings.edge.live_bytes, metrics=node.metrics)
+    stack.callback(runtime.close)
+    worker = Worker(running=_RUNNING, waiting=settings.edge.max_waiting)
+    stack.callback(worker.close)
+    links = _links(settings, runtime, store)
+    stack.callback(links.close)
+    contexts = Contexts(ledger, runtime, store, folder / "pins.json")
+    disk = store.disk
+    watch_store(node.metrics, store.stats, disk.stats if disk is not None else None, lambda: runtime.pool.nbytes)
+    node.metrics.watch(lambda: node.metrics.set("ctxreuse_http_waiting_requests", worker.held))
+    node.fill(settings, runtime, ledger, store, contexts, worker, links, _name(chosen.model))
+    log.info("opened", extra={"store": str(folder), "model": node.model.id, "seconds": time.monotonic() - started})
+
+
+def _open_store(settings: Settings, folder: Path) -> TieredStore:
+    wanted = settings.store
+    try:
+        return open_store(folder, capacity=wanted.capacity, host_bytes=wanted.host_bytes, policy=wanted.policy)
+    except StoreOwnedError:
+        raise
+    except StoreError as error:
+        # KV is a cache: without a disk all works, only slower.
+        log.warning("KV is kept in memory only: %s", error)
+        return open_store(None, host_bytes=wanted.host_bytes)
+
+
+def _links(settings: Settings, runtime: Runtime, store: TieredStore) -> Links:
+    return NoLinks()
+
+
+def _name(model: str) -> ModelName:
+    folder = models.path(model) if model in models.CATALOG else Path(model).expanduser().absolute()
+    return ModelName(model if model in models.CATALOG else folder.name, str(folder))
+
+
+def _route(path: str) -> str:
+    for prefix, name in (
+        ("/v1/chat/completions", "chat"),
+        ("/v1/completions", "completions"),
+        ("/v1/models", "models"),
+        ("/api/contexts", "contexts"),
+        ("/api/", "api"),
+    ):
+        if path.startswith(prefix):
+            return name
+    return "probes" if path in ("/healthz", "/health", "/readyz", "/metrics") else "other"

@@ -1,0 +1,250 @@
+"""BusClient: an edge's link to one cloud, as any thread may use it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from ctxreuse.bus.auth import KeyPair
+from ctxreuse.bus.base import Matched
+from ctxreuse.bus.session import Limits, Request
+from ctxreuse.bus.session_client import ClientSession, Stored
+from ctxreuse.bus.transfer import Assembly
+from ctxreuse.bus.wire import MAX_KEYS, Welcome
+from ctxreuse.bus.zmqio_dial import Dialer, Estimate, LinkState
+from ctxreuse.bus.zmqio_socket import check_endpoint
+from ctxreuse.errors import ConfigError, LinkError, LinkRefusedError
+from ctxreuse.keys import ROOT, Tokens
+from ctxreuse.model import ModelSpace
+from ctxreuse.runtime.remote import Order
+from ctxreuse.store.base import Buffer
+
+__all__ = ["BusClient", "LinkStats"]
+
+_log = logging.getLogger(__name__)
+
+
+class LinkStats(msgspec.Struct, frozen=True):
+    """A link's figures: bytes and payloads of blocks in and out, times it came ``up``, fetches that were ``resumes``,
+    ``duplicates`` in bytes; ``rtt`` in seconds, None before the first measurement. Counts since it was made."""
+
+    name: str
+    state: LinkState
+    reason: str
+    rtt: float | None
+    bytes_in: int
+    bytes_out: int
+    payloads_in: int
+    payloads_out: int
+    up: int
+    resumes: int
+    duplicates: int
+
+
+class BusClient:
+    """The link to one cloud. Any thread may call; a thread of its own owns the socket and starts at once.
+
+    Requests survive connections: after a cut a fresh DEALER is opened (so that nothing stale is sent or delivered) and
+    they go on where they were. Waits between attempts double from ``backoff[0]`` to ``backoff[1]`` seconds, each drawn
+    between half and all of it, so that a thousand edges do not come back at once.
+
+    ``keys`` and ``server_key`` (32 bytes) for CURVE; without both only loopback, unless ``insecure``. ``spaces``:
+    digests of this node's models. ``on_state(state, reason)`` is called in the link's thread and must return quickly;
+    ``refused`` (unknown or revoked key, version, …) is tried again too, at the longest wait. ``estimate`` is fed with
+    what transfers show. ``context``: share one among many links; it is not closed then.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        keys: KeyPair | None = None,
+        server_key: bytes | None = None,
+        name: str = "",
+        spaces: Sequence[bytes] = (),
+        node: bytes | None = None,
+        limits: Limits | None = None,
+        insecure: bool = False,
+        on_state: Callable[[LinkState, str], None] | None = None,
+        estimate: Estimate | None = None,
+        context: zmq.Context[Any] | None = None,
+        backoff: tuple[float, float] = (0.1, 15.0),
+        rng: random.Random | None = None,
+    ) -> None:
+        if (keys is None) != (server_key is None):
+            fix = "Set both bus.key_file and the cloud's server_key, or neither on loopback"
+            raise ConfigError("CURVE needs this node's key and the cloud's", where=endpoint, fix=fix)
+        check_endpoint(endpoint, secured=keys is not None, insecure=insecure)
+        self.endpoint, self.name = endpoint, name or endpoint
+        limits = limits or Limits()
+        self._session = ClientSession(
+            node=node or os.urandom(16), spaces=spaces, limits=limits, on_up=lambda _: self._dialer.came_up()
+        )
+        self._dialer = Dialer(
+            endpoint,
+            self._session,
+            name=self.name,
+            terms=limits.terms,
+            curve=(keys, server_key) if keys is not None and server_key is not None else None,
+            on_state=on_state,
+            estimate=estimate,
+            context=context,
+            backoff=backoff,
+            rng=rng or random.Random(),
+        )
+        self._dialer.start()
+
+    @property
+    def state(self) -> LinkState:
+        """``up`` while the cloud serves this node; ``refused`` if it will not, ``down`` if it cannot be reached."""
+        return self._dialer.state
+
+    @property
+    def reason(self) -> str:
+        """Why the link is not up."""
+        return self._dialer.reason
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the cloud said last (salt, epoch, spaces, terms); None while it has never been up."""
+        return self._session.welcome
+
+    @property
+    def rtt(self) -> float | None:
+        """The last measured round trip in seconds."""
+        return self._session.rtt
+
+    def match(self, space: bytes, keys: Sequence[bytes], timeout: float) -> Matched | None:
+        """How many leading blocks of ``keys`` the cloud holds (of the first 8,192); None if it did not say in time."""
+        if self.state != "up" or not keys:
+            return None
+        request: Request[Matched] = Request()
+        self._dialer.post(lambda: self._session.match(space, keys[:MAX_KEYS], request), request.fail)
+        try:
+            return request.wait(timeout)
+        except LinkError:
+            self._dialer.post(lambda: self._session.cancel(request))
+            return None
+
+    def announced(self, keys: Sequence[bytes]) -> int | None:
+        """How many leading keys the cloud has announced; None while that is not known. No round trip."""
+        return self._session.announced(keys)
+
+    def fetch(
+        self,
+        space: ModelSpace,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        order: Order = "layers",
+        state: bool = False,
+        payload: int = 0,
+        window: int = 8,
+    ) -> Assembly:
+        """Ask for blocks ``first`` to the last of ``keys``; returns at once. With ``state``, also the state at its end.
+
+        ``keys`` and ``tokens`` are of the context from its start. ``payload``: bytes a message (0: the most allowed);
+        ``window``: messages on their way, so ``payload * window`` should be above bandwidth times round trip.
+        """
+        assembly = self._assembly(space, keys, tokens, first, order, state)
+        self._dialer.post(lambda: self._session.fetch(assembly, payload=payload, window=window), _ends(assembly))
+        return assembly
+
+    def prefill(
+        self,
+        space: ModelSpace,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        state: bool = False,
+        payload: int = 0,
+        window: int = 8,
+    ) -> Assembly:
+        """As `fetch`, but the cloud computes what it does not hold; blocks come as they are made."""
+        assembly = self._assembly(space, keys, tokens, first, "layers", state)
+        ids = tokens[: len(keys) * space.block_tokens]
+        self._dialer.post(lambda: self._session.prefill(assembly, ids, payload=payload, window=window), _ends(assembly))
+        return assembly
+
+    def put(
+        self,
+        space: bytes,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        read: Callable[[int], Buffer],
+        *,
+        parent: bytes = ROOT,
+        timeout: float = 60.0,
+    ) -> Stored:
+        """Offer consecutive blocks after ``parent`` and give those that the cloud lacks; waits until it is done.
+
+        ``read(i)``: the sealed bytes of block i, called in the link's thread when they are wanted; LookupError if they
+        are gone. Raises LinkError after ``timeout`` seconds, or if the link refuses or closes.
+        """
+
+        def safe(item: int) -> Buffer:
+            try:
+                return read(item)
+            except LookupError:
+                raise
+            except Exception as error:
+                _log.exception("link %s: a block could not be read", self.name)
+                raise LookupError(item) from error
+
+        if self.state == "refused":
+            raise LinkRefusedError(self.reason, where=self.name)
+        request: Request[Stored] = Request()
+        self._dialer.post(
+            lambda: self._session.put(space, keys, sizes, safe, parent=parent, request=request), request.fail
+        )
+        try:
+            return request.wait(timeout)
+        except LinkError:
+            self._dialer.post(lambda: self._session.cancel(request))
+            raise
+
+    def stats(self) -> LinkStats:
+        """The figures of this moment."""
+        counts = self._session.counts
+        names = ("bytes_in", "bytes_out", "payloads_in", "payloads_out")
+        return LinkStats(
+            self.name,
+            self.state,
+            self.reason,
+            self.rtt,
+            *(counts[name] for name in names),
+            self._dialer.ups,
+            counts["resumes"],
+            counts["duplicates"],
+        )
+
+    def close(self, timeout: float = 2.0) -> None:
+        """Say goodbye, let what is on its way finish for up to ``timeout`` seconds, then end the rest. Idempotent."""
+        self._dialer.close(timeout)
+
+    def __enter__(self) -> BusClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _assembly(
+        self, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
+    ) -> Assembly:
+        ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
+        parent = keys[first - 1] if first else ROOT
+        assembly = Assembly(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
+        assembly.on_stop = lambda: self._dialer.post(lambda: self._session.cancel(assembly))
+        return assembly
+
+
+def _ends(assembly: Assembly) -> Callable[[LinkError], None]:
+    return lambda error: assembly.end(error.what)

@@ -1,0 +1,328 @@
+"""A Dialer: the thread that connects an edge to its cloud, runs its session, and connects again."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import zmq
+
+from ctxreuse.bus.auth import KeyPair
+from ctxreuse.bus.session_client import ClientSession
+from ctxreuse.bus.wire import Frame, Terms
+from ctxreuse.bus.zmqio_socket import Bell, Monitor, send, tune
+from ctxreuse.errors import LinkError, LinkRefusedError, ProtocolError
+
+__all__ = ["Dialer", "Estimate", "LinkState"]
+
+LinkState = Literal["down", "up", "refused"]
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that connecting and greeting may take.
+_CONNECT = 5.0
+#: Messages sent or received before the other direction has its turn.
+_TURN = 32
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+)
+_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: ("refused", "the cloud does not know this key, or it was revoked"),
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ("refused", "the cloud speaks without keys, or no ZeroMQ"),
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ("doubtful", "the handshake was cut off: is the cloud's public key right?"),
+    zmq.EVENT_DISCONNECTED: ("failed", "the connection was lost"),
+    zmq.EVENT_CLOSED: ("failed", "nobody listens there"),
+}
+
+
+class Estimate(Protocol):
+    """What a link's speed is told to (`ctxreuse.cost.LinkEstimate`)."""
+
+    def bytes_seen(self, nbytes: int, seconds: float) -> object:
+        """So many bytes came in so many seconds in which the link was busy."""
+
+    def rtt_seen(self, seconds: float) -> object:
+        """One measured round trip."""
+
+
+class _Over(Exception):
+    """This connection is over: (``refused``, ``failed`` or ``doubtful``, why). Doubtful means refused when it happens
+    again: a server cannot say that it was called by a wrong key."""
+
+
+class Dialer:
+    """Keeps one session connected to ``endpoint``, from a thread of its own that starts with `start`.
+
+    ``session`` belongs to that thread: others `post` what is to be done with it. See `BusClient` for the rest.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        session: ClientSession,
+        *,
+        name: str,
+        terms: Terms,
+        curve: tuple[KeyPair, bytes] | None,
+        on_state: Callable[[LinkState, str], None] | None,
+        estimate: Estimate | None,
+        context: zmq.Context[Any] | None,
+        backoff: tuple[float, float],
+        rng: random.Random,
+    ) -> None:
+        self.endpoint, self.name = endpoint, name
+        self.state: LinkState = "down"
+        self.reason = "not connected yet"
+        self.ups = 0
+        self._session, self._terms, self._curve = session, terms, curve
+        self._on_state, self._estimate, self._backoff, self._rng = on_state, estimate, backoff, rng
+        self._bell = Bell()
+        self._calls: deque[tuple[Callable[[], object], Callable[[LinkError], None] | None]] = deque()
+        self._lock = threading.Lock()
+        self._open = True  # takes calls
+        self._leaves: float | None = None  # when to go at the latest
+        self._meter_at: float | None = None
+        self._metered, self._busy = 0, 0.0
+        self._rtt: float | None = None
+        self._own_context = context is None
+        self._context = context or zmq.Context()
+        self._thread = threading.Thread(target=self._run, name=f"bus {name}", daemon=True)
+
+    # ---- any thread ----
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._thread.start()
+
+    def post(self, call: Callable[[], object], fail: Callable[[LinkError], None] | None = None) -> None:
+        """Run ``call`` in the session's thread; if it raises, or the link is closed, ``fail`` instead."""
+        with self._lock:
+            if self._open:
+                self._calls.append((call, fail))
+                self._bell.ring()
+                return
+        if fail is not None:
+            fail(LinkRefusedError("the link is closed", where=self.name))
+
+    def close(self, timeout: float) -> None:
+        """Say goodbye, wait up to ``timeout`` seconds for what runs, end the rest. Idempotent."""
+
+        def leave() -> None:
+            self._leaves = time.monotonic() + (timeout if self._session.up else 0.0)
+            self._session.bye("bye")
+
+        self.post(leave)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- the link's thread ----
+
+    def _run(self) -> None:
+        attempts, kind = 0, ""
+        try:
+            while self._leaves is None:
+                moved, since, last = self._moved(), time.monotonic(), kind
+                try:
+                    self._connection()
+                    return
+                except _Over as over:
+                    kind, reason = over.args
+                except (ProtocolError, zmq.ZMQError) as error:
+                    kind, reason = "failed", str(error)
+                    _log.warning("link %s: %s", self.name, error)
+                except Exception as error:
+                    # The link must outlive a slip in what it calls (a reader of blocks, a listener).
+                    kind, reason = "failed", str(error)
+                    _log.exception("link %s failed", self.name)
+                self._session.lost(time.monotonic())
+                refused = kind == "refused" or kind == last == "doubtful"
+                self._set("refused" if refused else "down", reason)
+                # Coming up alone is no progress: a link that fails at once, every time, must not spin.
+                better = self._moved() > moved or time.monotonic() - since > 1.0
+                attempts = 0 if better else attempts + 1
+                least, most = self._backoff
+                wait = most if refused else min(most, least * 2 ** min(attempts, 20))
+                self._pause(wait * self._rng.uniform(0.5, 1.0))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._open = False
+        self._obey()
+        self._session.close("closed")
+        self._session.lost(time.monotonic())
+        self._set("down", "closed")
+        self._bell.close()
+        if self._own_context:
+            self._context.term()
+
+    def _obey(self) -> None:
+        while self._calls:
+            call, fail = self._calls.popleft()
+            try:
+                call()
+            except Exception as error:
+                # Of one request (keys of a wrong length, say), so it is that request's.
+                _log.exception("link %s: a request failed", self.name)
+                if fail is not None:
+                    fail(LinkError(str(error), where=self.name))
+
+    def _moved(self) -> int:
+        return self._session.counts["bytes_in"] + self._session.counts["bytes_out"]
+
+    def _set(self, state: LinkState, reason: str) -> None:
+        if (state, reason) == (self.state, self.reason):
+            return
+        changed, self.state, self.reason = state != self.state, state, reason
+        if changed or state == "refused":
+            calm = state == "up" or self._leaves is not None
+            _log.log(logging.INFO if calm else logging.WARNING, "link %s is %s: %s", self.name, state, reason)
+        if self._on_state is not None:
+            self._on_state(state, reason)
+
+    def came_up(self) -> None:
+        """The cloud has accepted (the session's thread)."""
+        self.ups += 1
+        self._set("up", "")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for the next attempt; requests are taken meanwhile."""
+        poller = zmq.Poller()
+        poller.register(self._bell.fileno(), zmq.POLLIN)
+        until = time.monotonic() + seconds
+        while self._leaves is None and (left := until - time.monotonic()) > 0:
+            if poller.poll(min(left, 1.0) * 1000 + 1):
+                self._bell.hush()
+            self._obey()
+            self._session.tick(time.monotonic())
+
+    def _connection(self) -> None:
+        """One connection from its start; returns to close the link, raises _Over at the connection's end."""
+        socket = self._context.socket(zmq.DEALER)
+        monitor = Monitor(socket, _EVENTS)
+        try:
+            tune(socket, self.endpoint, self._terms)
+            # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last.
+            socket.reconnect_ivl = -1
+            socket.immediate = True
+            if self._curve is not None:
+                keys, socket.curve_serverkey = self._curve
+                socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+            socket.connect(self.endpoint)
+            self._talk(socket, monitor)
+        finally:
+            monitor.close()
+            socket.close()  # with the linger of `tune`, or of a farewell
+
+    def _talk(self, socket: zmq.Socket[Any], monitor: Monitor) -> None:
+        session, connected, held = self._session, False, None
+        poller, asked = zmq.Poller(), zmq.POLLIN
+        for each in (socket, monitor.socket, self._bell.fileno()):
+            poller.register(each, zmq.POLLIN)
+        give_up = time.monotonic() + _CONNECT
+        while True:
+            now = time.monotonic()
+            wait = give_up - now
+            if connected:
+                held, more = self._send(socket, held, now)
+                if session.refused is not None and session.dead:
+                    raise _Over("refused", session.refused.what)
+                if session.due(now) <= 0:
+                    session.tick(now)
+                if session.dead:
+                    raise _Over("failed", session.reason)
+                if session.up:
+                    wait = session.due(now)
+                    give_up = now + _CONNECT
+                if asked != (asks := zmq.POLLIN | (zmq.POLLOUT if held is not None else 0)):
+                    poller.register(socket, asks)
+                    asked = asks
+                wait = 0.0 if more else wait
+            if self._leaves is not None and (not connected or session.drained or now >= self._leaves):
+                self._farewell(socket, session, now)
+                return
+            if now >= give_up:
+                raise _Over("failed", "no answer to the greeting" if connected else "no connection in time")
+            if self._leaves is not None:
+                wait = min(wait, self._leaves - now)
+            ready = dict(poller.poll(max(0.0, wait) * 1000 + (1 if wait > 0 else 0)))
+            if self._bell.fileno() in ready:
+                self._bell.hush()
+            self._obey()
+            if monitor.socket in ready:
+                for event, _ in monitor.drain():
+                    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        connected = True
+                        session.opened(time.monotonic())
+                    else:
+                        # What came before the end still counts: it need not be sent again.
+                        while connected and self._receive(socket):
+                            pass
+                        raise _Over(*_FAILED[event])
+            if socket in ready:
+                self._receive(socket)
+
+    def _send(self, socket: zmq.Socket[Any], held: list[Frame] | None, now: float) -> tuple[list[Frame] | None, bool]:
+        """Send while the socket takes it: (the message that it did not take, whether there may be more)."""
+        for _ in range(_TURN):
+            frames = held or self._session.next(now)
+            if frames is None:
+                return None, False
+            try:
+                send(socket, frames)
+            except zmq.Again:
+                return frames, False
+            held = None
+        return None, True
+
+    def _receive(self, socket: zmq.Socket[Any]) -> bool:
+        """Take some messages; False if there were none."""
+        session = self._session
+        for turn in range(_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return turn > 0
+            before = session.counts["bytes_in"]
+            now = time.monotonic()
+            # The session copies payloads once, to where they belong; the frames' memory is free when this returns.
+            session.receive([frame.buffer for frame in frames], now)
+            if self._estimate is not None:
+                self._measure(now, session.counts["bytes_in"] - before)
+        return True
+
+    def _measure(self, now: float, nbytes: int) -> None:
+        """Bytes over the time between payloads of transfers that run: what the link gave while it was busy."""
+        assert self._estimate is not None
+        session = self._session
+        if session.rtt is not None and session.rtt != self._rtt:
+            self._rtt = session.rtt
+            self._estimate.rtt_seen(session.rtt)
+        if not nbytes:
+            return
+        if self._meter_at is not None:
+            self._metered += nbytes
+            self._busy += now - self._meter_at
+        self._meter_at = now
+        if self._metered >= 256 << 10 and self._busy > 0:
+            self._estimate.bytes_seen(self._metered, self._busy)
+            self._metered, self._busy = 0, 0.0
+        if session.drained:
+            self._meter_at, self._metered, self._busy = None, 0, 0.0
+
+    def _farewell(self, socket: zmq.Socket[Any], session: ClientSession, now: float) -> None:
+        """End what did not finish, and give the last messages a moment to leave."""
+        session.close("closed")
+        self._send(socket, None, now)
+        socket.linger = 200

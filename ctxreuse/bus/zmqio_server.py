@@ -1,0 +1,387 @@
+"""BusServer: a cloud's socket for all its edges."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+import zmq
+
+from ctxreuse.bus.auth import LOCAL, ServerAuth, Zap
+from ctxreuse.bus.base import Service
+from ctxreuse.bus.session import Limits
+from ctxreuse.bus.session_server import ServerSession
+from ctxreuse.bus.transfer import Outlet
+from ctxreuse.bus.wire import Frame
+from ctxreuse.bus.zmqio_socket import Address, Bell, Monitor, address_of, check_endpoint, send, shut_down, tune
+from ctxreuse.errors import ConfigError, CtxReuseError, ProtocolError
+
+__all__ = ["BusServer", "PeerInfo"]
+
+_log = logging.getLogger(__name__)
+
+#: Messages received, or payloads sent, before the other direction has its turn.
+_TURN = 32
+#: Seconds between looks at all peers (500 of them take about a millisecond), and at the allow-list.
+_SWEEP, _FOLLOW = 0.05, 1.0
+#: Seconds after which a queue that was full is tried again: a ROUTER does not say when one peer's has room.
+_RETRY = 0.002
+_MAX_PEERS = 4096
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class PeerInfo(msgspec.Struct, frozen=True):
+    """One connected peer: its ``user`` and ``tenant`` (empty before its hello), where it comes from, what it calls
+    itself, and its session's counts."""
+
+    user: str
+    tenant: str
+    address: str
+    node: bytes
+    counts: Mapping[str, int]
+
+
+class _Peer:
+    """One connection. ``key``: its public key in hexadecimal, empty without CURVE. ``held``: frames not yet taken."""
+
+    __slots__ = ("address", "fd", "held", "key", "name", "session", "user")
+
+    def __init__(
+        self, name: bytes, user: str, key: str, fd: int, address: Address | None, session: ServerSession
+    ) -> None:
+        self.name, self.user, self.key, self.fd, self.address, self.session = name, user, key, fd, address, session
+        self.held: list[Frame] | None = None
+
+
+class BusServer:
+    """Serves `Service` to whoever may connect to ``bind``. Any thread may call; `start` starts the one that serves.
+
+    ``auth``: CURVE and the allow-list; without it only loopback (unless ``insecure``), where every peer is the user
+    ``local``. A key that is revoked is cut off within about a second. ``node``: 16 bytes that name this node.
+
+    A peer that breaks the protocol is logged and cut off, and so is one that stays silent; others do not notice.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        bind: str = "tcp://127.0.0.1:0",
+        *,
+        auth: ServerAuth | None = None,
+        limits: Limits | None = None,
+        node: bytes | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """Binds at once: ``endpoint`` says where. Raises ConfigError if it may or can not."""
+        check_endpoint(bind, secured=auth is not None, insecure=insecure)
+        self._service, self._auth, self._limits = service, auth, limits or Limits()
+        self._node, self._epoch = node or os.urandom(16), time.time_ns()
+        self._outlet = Outlet()
+        self._peers: dict[bytes, _Peer] = {}
+        self._owners: dict[ServerSession, _Peer] = {}
+        self._accepted: dict[int, float] = {}  # connections without a message yet, and since when
+        self._talkers: set[ServerSession] = set()
+        self._blocked: dict[ServerSession, float] = {}  # their queue is full; when to try again
+        self._calls: deque[Callable[[], None]] = deque()
+        self._bell = Bell()
+        self._lock = threading.Lock()
+        self._open, self._closed = True, False
+        self._leaves: float | None = None
+        self._thread: threading.Thread | None = None
+        self._context = zmq.Context()
+        self._zap = Zap(self._context, auth) if auth is not None else None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = Monitor(self._socket, _EVENTS)
+        try:
+            tune(self._socket, bind, self._limits.terms)
+            # Else messages to a peer that is gone, or whose queue is full, would be dropped in silence.
+            self._socket.router_mandatory = True
+            if self._zap is not None:
+                self._zap.guard(self._socket)
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._monitor.close()
+            self._shut()
+            raise ConfigError(f"cannot listen: {error.strerror}", where=bind) from None
+        self.endpoint = self._socket.last_endpoint.decode()
+        self._port = int(self.endpoint.rpartition(":")[2])
+
+    # ---- any thread ----
+
+    def start(self) -> None:
+        """Serve, in a thread of its own, until `close`."""
+        self._thread = threading.Thread(target=self._run, name="bus server", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        with self._lock:
+            if self._open:
+                self._bell.ring()
+
+    def peers(self) -> list[PeerInfo]:
+        """Who is connected."""
+        return [
+            PeerInfo(
+                peer.user,
+                peer.session.grant.tenant if peer.session.grant else "",
+                f"{peer.address[0]}:{peer.address[1]}" if peer.address else "",
+                peer.session.hello.node if peer.session.hello else b"",
+                dict(peer.session.counts),
+            )
+            for peer in list(self._peers.values())
+        ]
+
+    def drop(self, user: str, reason: str = "dropped") -> None:
+        """Cut off every connection of a user; it may connect again if its key still may."""
+        self._post(lambda: [self._cut(peer, reason) for peer in list(self._peers.values()) if peer.user == user])
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Tell the peers, finish what runs for up to ``timeout`` seconds, then end. Idempotent."""
+
+        def leave() -> None:
+            self._leaves = time.monotonic() + timeout
+            for session in list(self._owners):
+                session.drain()
+                self._talkers.add(session)
+
+        if self._thread is None:
+            if not self._closed:
+                self._finish()
+            return
+        self._post(leave)
+        self._thread.join()
+
+    def __enter__(self) -> BusServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _post(self, call: Callable[[], object]) -> None:
+        with self._lock:
+            if self._open:
+                self._calls.append(call)  # type: ignore[arg-type]
+                self._bell.ring()
+
+    # ---- the server's thread ----
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._monitor.socket, self._bell.fileno()):
+            poller.register(each, zmq.POLLIN)
+        if self._zap is not None:
+            poller.register(self._zap.socket, zmq.POLLIN)
+        sweep_at = follow_at = 0.0
+        busy = False
+        try:
+            while self._leaves is None or not self._left():
+                now = time.monotonic()
+                wait = 0.0 if busy else max(0.0, min([sweep_at, *self._blocked.values()]) - now)
+                ready = dict(poller.poll(wait * 1000 + (wait > 0)))
+                if self._bell.fileno() in ready:
+                    self._bell.hush()
+                while self._calls:
+                    self._calls.popleft()()
+                if self._zap is not None and self._zap.socket in ready:
+                    self._zap.answer()
+                if self._monitor.socket in ready:
+                    self._follow_connections()
+                busy = self._socket in ready and self._receive()
+                now = time.monotonic()
+                if now >= sweep_at:
+                    sweep_at = now + self._sweep(now)
+                if now >= follow_at:
+                    follow_at = now + _FOLLOW
+                    self._follow_list()
+                busy = self._send(now) or busy
+        finally:
+            self._finish()
+
+    def _left(self) -> bool:
+        assert self._leaves is not None
+        drained = not self._blocked and all(session.drained for session in self._owners)
+        return drained or time.monotonic() >= self._leaves
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._open = False
+        now = time.monotonic()
+        for peer in list(self._peers.values()):
+            self._forget(peer, now)
+        self._monitor.close()
+        # Goodbyes that are in the queues get a moment to leave.
+        self._socket.linger = 500
+        self._shut()
+
+    def _shut(self) -> None:
+        self._closed = True
+        self._socket.close()
+        if self._zap is not None:
+            self._zap.close()
+        self._context.term()
+        self._bell.close()
+
+    def _receive(self) -> bool:
+        """Take some messages; True if there may be more."""
+        for _ in range(_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            peer = self._sender(frames)
+            if peer is None:
+                continue
+            try:
+                # The session copies payloads once, to where they belong; the frames' memory is free afterwards.
+                peer.session.receive([frame.buffer for frame in frames[1:]], time.monotonic())
+            except ProtocolError as error:
+                self._cut(peer, f"broke the protocol: {error}")
+            except CtxReuseError as error:
+                self._cut(peer, f"could not be served: {error}")
+            except Exception:
+                # A slip in the service must not end the link for everybody.
+                _log.exception("serving %s failed", peer.user)
+                self._cut(peer, "could not be served")
+            else:
+                self._talkers.add(peer.session)
+        return True
+
+    def _sender(self, frames: list[zmq.Frame]) -> _Peer | None:
+        """Who sent a message: a known connection, or a new one."""
+        name, last = frames[0].bytes, frames[-1]
+        # From the handshake, never from the peer: a routing id can be chosen, and taken over from one who left.
+        user, key = (str(last.get("User-Id")), str(last.get("Key"))) if self._auth is not None else (LOCAL, "")
+        peer = self._peers.get(name)
+        if peer is not None and peer.key == key:
+            return peer
+        now = time.monotonic()
+        # The end of an earlier connection with this descriptor comes before this message.
+        self._follow_connections()
+        if (old := self._peers.get(name)) is not None:
+            self._forget(old, now)
+        fd = int(last.get(zmq.SRCFD))  # type: ignore[call-overload]
+        self._accepted.pop(fd, None)
+        session = ServerSession(
+            self._service,
+            user,
+            self._outlet,
+            node=self._node,
+            epoch=self._epoch,
+            limits=self._limits,
+            wake=self.wake,
+        )
+        peer = _Peer(name, user, key, fd, address_of(fd, self._port), session)
+        if len(self._peers) >= _MAX_PEERS:
+            shut_down(fd, self._port, peer.address)
+            return None
+        self._peers[name] = self._owners[session] = peer
+        session.opened(now)
+        return peer
+
+    def _send(self, now: float) -> bool:
+        """Control messages first, then some payloads in the order of the outlet; True if there may be more."""
+        for session in [session for session, at in self._blocked.items() if at <= now]:
+            del self._blocked[session]
+            peer = self._owners[session]
+            held, peer.held = peer.held, None
+            if held is not None:
+                self._hand(peer, held, now)
+            self._talkers.add(session)
+        for session in list(self._talkers):
+            if session in self._blocked:
+                continue
+            self._talkers.discard(session)
+            while session.talks and session in self._owners and session not in self._blocked:
+                self._next(session, now)
+        for _ in range(_TURN):
+            owner = self._outlet.turn(self._blocked)
+            if not isinstance(owner, ServerSession):
+                return False
+            self._next(owner, now)
+        return True
+
+    def _next(self, session: ServerSession, now: float) -> None:
+        peer = self._owners[session]
+        try:
+            frames = session.next(now)
+        except CtxReuseError as error:
+            self._cut(peer, f"could not be served: {error}")
+            return
+        if frames is not None:
+            self._hand(peer, frames, now)
+        if session.talks:
+            self._talkers.add(session)
+        if session.dead:
+            self._cut(peer, session.reason)
+
+    def _hand(self, peer: _Peer, frames: list[Frame], now: float) -> None:
+        try:
+            send(self._socket, [peer.name, *frames])
+        except zmq.Again:
+            peer.held = frames
+            self._blocked[peer.session] = now + _RETRY
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(peer, now)
+
+    def _sweep(self, now: float) -> float:
+        """Whatever depends on time; returns the seconds until it is to be done again."""
+        wait = 1.0
+        for session, peer in list(self._owners.items()):
+            if session.due(now) <= 0:
+                session.tick(now)
+                if session.talks or session.reason:
+                    self._talkers.add(session)
+            if session.dead:
+                self._cut(peer, session.reason)
+            else:
+                wait = min(wait, session.due(now))
+        silence = self._limits.terms.silence_ms / 1000
+        for fd in [fd for fd, since in self._accepted.items() if now - since > silence]:
+            del self._accepted[fd]
+            shut_down(fd, self._port, address_of(fd, self._port))
+        return max(_SWEEP, wait)
+
+    def _follow_list(self) -> None:
+        """Cut off whoever is not on the allow-list any more."""
+        if self._auth is None or not self._auth.allow.refresh():
+            return
+        for peer in list(self._peers.values()):
+            if not self._auth.holds(peer.user, bytes.fromhex(peer.key)):
+                self._cut(peer, "its key was revoked")
+
+    def _follow_connections(self) -> None:
+        for event, fd in self._monitor.drain():
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted[fd] = time.monotonic()
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._accepted.pop(fd, None)
+                for peer in [peer for peer in self._peers.values() if peer.fd == fd]:
+                    self._forget(peer, time.monotonic())
+
+    def _cut(self, peer: _Peer, reason: str) -> None:
+        """End a connection, from this side."""
+        if self._peers.get(peer.name) is not peer:
+            return
+        level = logging.INFO if reason in ("bye", "drain") else logging.WARNING
+        _log.log(level, "peer %s at %s was cut off: %s", peer.user, peer.address, reason)
+        self._forget(peer, time.monotonic())
+        shut_down(peer.fd, self._port, peer.address)
+
+    def _forget(self, peer: _Peer, now: float) -> None:
+        """The connection is no more: give up what it asked for."""
+        if self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+        self._owners.pop(peer.session, None)
+        self._talkers.discard(peer.session)
+        self._blocked.pop(peer.session, None)
+        peer.held = None
+        peer.session.lost(now)

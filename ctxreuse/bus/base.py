@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from ctxreuse.keys import Tokens
+from ctxreuse.model import ModelSpace
+from ctxreuse.runtime.remote import Fetch, Order
+from ctxreuse.store.base import Buffer
 
-__all__ = ["Grant", "Intake", "Matched", "Service", "Supply"]
+__all__ = ["Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply"]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -120,4 +123,95 @@ class Service(Protocol):
     def changes(self, tenant: str, since: int) -> tuple[int, Sequence[bytes], Sequence[bytes]] | None:
         """The present version and the keys that came and went since version ``since``; None if that is not known any
         more (too long ago, or of another epoch): announce anew. Several peers of one tenant each ask with their own."""
+        ...
+
+
+class Greeting(Protocol):
+    """What a cloud said when it accepted this node: the link's ``salt``, the ``epoch`` of its life, and the digests of
+    the ``spaces`` in which it computes."""
+
+    @property
+    def salt(self) -> bytes: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def spaces(self) -> tuple[bytes, ...]: ...
+
+
+class Given(Protocol):
+    """What became of offered blocks, by index: given, not wanted, and why others were refused."""
+
+    @property
+    def taken(self) -> tuple[int, ...]: ...
+    @property
+    def present(self) -> tuple[int, ...]: ...
+    @property
+    def refused(self) -> Mapping[int, str]: ...
+
+
+class Link(Protocol):
+    """An edge's link to one cloud, as `ctxreuse.bus.zmqio.BusClient` offers it. Any thread may call."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def state(self) -> str:
+        """``up``, ``down`` or ``refused``."""
+        ...
+
+    @property
+    def welcome(self) -> Greeting | None:
+        """What the cloud said last; None while it has never been up."""
+        ...
+
+    def match(self, space: bytes, keys: Sequence[bytes], timeout: float) -> Matched | None:
+        """How many leading blocks of ``keys`` are held; None if the cloud did not say in time."""
+        ...
+
+    def announced(self, keys: Sequence[bytes]) -> int | None:
+        """How many leading keys the cloud has announced; None while that is not known. No round trip."""
+        ...
+
+    def fetch(
+        self,
+        space: ModelSpace,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        order: Order = "layers",
+        state: bool = False,
+        payload: int = 0,
+        window: int = 8,
+    ) -> Fetch:
+        """Ask for blocks ``first`` to the last of ``keys``, which with ``tokens`` are of the context from its start."""
+        ...
+
+    def prefill(
+        self,
+        space: ModelSpace,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        *,
+        first: int = 0,
+        state: bool = False,
+        payload: int = 0,
+        window: int = 8,
+    ) -> Fetch:
+        """As `fetch`, but the cloud computes what it does not hold."""
+        ...
+
+    def put(
+        self,
+        space: bytes,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        read: Callable[[int], Buffer],
+        *,
+        parent: bytes,
+        state: bool = False,
+        timeout: float = 60.0,
+    ) -> Given:
+        """Offer consecutive blocks (or one state) and give what is wanted. Raises LinkError."""
         ...

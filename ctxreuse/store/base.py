@@ -139,6 +139,9 @@ class StoreListing(Protocol):
     def walk(self) -> Iterator[Entry]:
         """All held blocks of the moment of the call, parents before children."""
 
+    def recent(self) -> list[bytes]:
+        """Keys of what is held, the last used first. A parent may come after its children."""
+
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """For each key its block as `walk` gives it, or None."""
 

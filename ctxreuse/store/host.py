@@ -122,6 +122,10 @@ class HostTier:
         """True if the block is held and neither a child nor a pin holds on to it."""
         return ("block", key) in self._values and not self._children[key] and not self.pins[key]
 
+    def recent(self) -> list[bytes]:
+        """Held keys, the last used first."""
+        return list(self._order.order())[::-1]
+
     def subtree(self, key: bytes) -> list[bytes]:
         """The key and all held below it."""
         below = {key}

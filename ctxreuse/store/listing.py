@@ -90,6 +90,17 @@ class DiskListing:
             nodes = list(self._index.tree)
         return (_of_node(node) for node in nodes if node.nbytes)
 
+    def recent(self) -> list[bytes]:
+        """See ``StoreListing.recent``."""
+        if self._owner is None:
+            try:
+                return [key for key, _ in sorted(listed(self._env), key=lambda row: -row[1].used)]
+            except (lmdb.Error, StoreError, ValueError) as error:
+                self._trouble(error)
+                return []
+        with self._lock:
+            return list(self._index.policy.order())[::-1]
+
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """See ``StoreListing.entries``."""
         if self._owner is None:

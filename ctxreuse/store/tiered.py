@@ -131,6 +131,12 @@ class TieredStore:
         merged = (entry._replace(has_state=entry.has_state or key in states) for key, entry in found.items())
         return iter(sorted(merged, key=lambda entry: entry.end))
 
+    def recent(self) -> list[bytes]:
+        with self._lock:
+            hosted = self._host.recent()
+        below = self._disk.recent() if self._disk is not None and not self._closed else []
+        return list(dict.fromkeys([*hosted, *below]))
+
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._lock:
             hosted = [(self._entry(key), ("state", key) in self._host) for key in keys]

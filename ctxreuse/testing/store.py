@@ -226,6 +226,18 @@ class StoreContract:
         finally:
             store.close()
 
+    def test_what_was_used_last_is_named_first(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(3), Context(3, seed=1)
+        try:
+            one.fill(store)
+            two.fill(store)
+            assert set(store.recent()[:3]) == set(two.keys)
+            store.touch([one.keys[2]])
+            assert set(store.recent()[:3]) == set(one.keys)
+            assert len(store.recent()) == 6
+        finally:
+            store.close()
+
     def test_peeking_needs_no_token_ids_and_is_no_use(self, tmp_path: Path) -> None:
         store, context = self.open(tmp_path), Context(2)
         try:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from ctxreuse.block import block_layout
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
-from ctxreuse.runtime.advance import advance
 
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView
     from ctxreuse.engines.base import Engine, Live, Logits
     from ctxreuse.store.base import Reader, WholeStore
 
-__all__ = ["Loaded", "SpoiledError", "load_prefix"]
+__all__ = ["OVERLAP_TOKENS", "Loaded", "SpoiledError", "load_prefix"]
 
-# Loading overlaps computing only if the computing is short: the store's read transaction, which keeps old pages alive,
-# lasts as long as both. Computing 256 tokens takes several times as long as loading 2,048.
-_OVERLAP_TOKENS = 256
+#: Loading overlaps computing only if the computing is short: the store's read transaction, which keeps old pages alive,
+#: lasts as long as both. Computing 256 tokens takes several times as long as loading 2,048.
+OVERLAP_TOKENS = 256
 
 
 class SpoiledError(Exception):
@@ -46,24 +45,28 @@ def load_prefix(
     live: Live,
     ids: Tokens,
     keys: Sequence[bytes],
-    branches: Sequence[int],
+    finish: Callable[[Live], Logits],
     clock: Callable[[], float],
+    *,
+    overlap: bool = True,
 ) -> Loaded:
-    """Fill the empty ``live`` with the blocks of ``keys`` and compute the rest of ``ids`` (see ``advance``).
+    """Fill the empty ``live`` with the blocks of ``keys``; ``finish`` computes (or fetches) the rest of ``ids``.
 
-    Uses as many leading blocks as can be read; none is fine. Raises SpoiledError if a plane turned out corrupt while it
-    was copied: then ``live`` must not be used, the store is told to drop the block, and the caller starts again.
+    ``overlap``: it may do so while the blocks are still being copied, if the rest is short.
+    Uses as many leading blocks as can be read; none is fine. Raises what ``finish`` raises, and SpoiledError if a plane
+    turned out corrupt while it was copied: then ``live`` must not be used, the store is told to drop the block, and the
+    caller starts again.
     """
     at, logits = clock(), None
     with store.read() as reader:
         views, state, sources, missed = _read(engine, store, reader, ids, keys)
-        rest = ids[len(views) * engine.space.block_tokens :]
+        rest = len(ids) - len(views) * engine.space.block_tokens
         if views:
             try:
                 loading = engine.load(live, views, state)
                 try:
-                    if len(rest) <= _OVERLAP_TOKENS:
-                        logits = advance(engine, live, rest, branches)
+                    if overlap and rest <= OVERLAP_TOKENS:
+                        logits = finish(live)
                 finally:
                     # The views die with the reader, so the copying must have ended, whatever happened.
                     loading.wait()
@@ -74,7 +77,7 @@ def load_prefix(
                 views.clear()
                 del state
     if logits is None:
-        logits = advance(engine, live, rest, branches)
+        logits = finish(live)
     return Loaded(logits, sources, missed, at)
 
 

@@ -52,21 +52,30 @@ class LivePool:
         left to compute.
         """
         with self._lock:
-            best, length = None, stored
-            for live in self._held:
-                shared = min(common_prefix(live.tokens, tokens), len(tokens) - 1)
-                if shared < live.n and engine.space.needs_state:
-                    # Such a context can go back only to where its states were kept.
-                    shared = max((at for at in live.states if at <= shared), default=0)
-                # Cropping destroys the rest of that context, so the rest must be the smaller part of it.
-                if shared > length and 2 * shared >= live.n:
-                    best, length = live, shared
+            best, length = self._best(engine, tokens, stored)
             if best is None:
                 return None
             self._held.remove(best)
         if best.n > length and not engine.crop(best, length):
             self.put(best)
             return None
+        return best, length
+
+    def match(self, engine: Engine, tokens: Tokens, stored: int) -> int:
+        """How many leading tokens `take` would give, at least ``stored``. Pure."""
+        with self._lock:
+            return self._best(engine, tokens, stored)[1]
+
+    def _best(self, engine: Engine, tokens: Tokens, stored: int) -> tuple[Live | None, int]:
+        best, length = None, stored
+        for live in self._held:
+            shared = min(common_prefix(live.tokens, tokens), len(tokens) - 1)
+            if shared < live.n and engine.space.needs_state:
+                # Such a context can go back only to where its states were kept.
+                shared = max((at for at in live.states if at <= shared), default=0)
+            # Cropping destroys the rest of that context, so the rest must be the smaller part of it.
+            if shared > length and 2 * shared >= live.n:
+                best, length = live, shared
         return best, length
 
     def drop(self, tokens: Tokens) -> int:

@@ -25,7 +25,9 @@ class Offer(msgspec.Struct, frozen=True):
     ``blocks``: leading blocks of the context it can send; ``state_blocks``: the largest number of blocks, at most
     ``blocks``, at whose end it also holds the states (equal to ``blocks`` where the model needs none).
     ``block_nbytes``: bytes of one block on the wire. ``bandwidth`` (bytes/s) and ``rtt`` (s) are the link's present
-    estimates; ``bandwidth`` is 0 while nothing has been measured.
+    estimates; ``bandwidth`` is 0 while nothing has been measured. ``computes``: the peer does not hold the blocks but
+    would compute them now, front to end; then only the order ``layers`` is asked for. ``delay``: seconds until the
+    first bytes come, beyond the RTT.
     """
 
     peer: str
@@ -35,6 +37,8 @@ class Offer(msgspec.Struct, frozen=True):
     block_nbytes: int
     bandwidth: float
     rtt: float
+    computes: bool = False
+    delay: float = 0.0
 
 
 class Fetch(Protocol):
@@ -109,7 +113,7 @@ class Remote(Protocol):
     ) -> Fetch:
         """Ask the offer's peer for blocks ``first`` (inclusive) to ``last`` (exclusive); returns at once.
 
-        ``state``: also for the states at the end of block ``last - 1``.
+        ``state``: also for the states at the end of block ``last - 1``; in order ``tail`` they come first.
         """
         ...
 

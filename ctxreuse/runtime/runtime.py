@@ -9,30 +9,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from random import Random, SystemRandom
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ctxreuse.cost import CostModel
 from ctxreuse.engines.base import check_vocabulary
 from ctxreuse.errors import ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
-from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.completion import Completion
-from ctxreuse.runtime.load import SpoiledError, load_prefix
+from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.pool import LivePool
+from ctxreuse.runtime.prompt import Prompt
 from ctxreuse.runtime.usage import Prefilled, Usage
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
-    from ctxreuse.engines.base import Engine, Live, Logits
+    from ctxreuse.engines.base import Engine, Live
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
+    from ctxreuse.runtime.remote import Remote
     from ctxreuse.store.base import WholeStore
 
 __all__ = ["Runtime"]
-
-_ABSENT = "absent"
 
 # Seconds to wait for a full queue of writes: at 0.1 GB/s the default queue of 256 MiB is empty in three.
 _PATIENCE = 10.0
@@ -44,7 +47,10 @@ class Runtime:
     ``store``: where blocks are kept (None: only in memory); it stays the caller's to close. ``text``: how text becomes
     tokens, for `complete` (default: the engine's own). ``tenant``: whose keys these are. ``live_bytes``: how much KV of
     finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
-    ``metrics``: where finished answers are counted. ``clock``: seconds, for ``Usage``; it must never go back.
+    ``metrics``: where finished answers are counted. ``remote``: other nodes, asked for what is held neither in memory
+    nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
+    learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
+    seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
     """
 
     def __init__(
@@ -56,15 +62,19 @@ class Runtime:
         tenant: str = "default",
         live_bytes: int = 1 << 30,
         metrics: Metrics | None = None,
+        remote: Remote | None = None,
+        cost: CostModel | None = None,
+        rng: Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine, self.store, self.tenant = engine, store, tenant
         self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
-        self.metrics = metrics
+        self.metrics, self.remote = metrics, remote
+        self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
-        self._clock = clock
+        self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
 
     def keys(self, tokens: Sequence[int] | Tokens) -> list[bytes]:
         """Prefix keys of the whole blocks of ``tokens`` in this engine's space for this tenant."""
@@ -80,16 +90,15 @@ class Runtime:
         EngineError for an empty prompt, ContextTooLongError, TokenRangeError.
         """
         ids = self.checked(tokens)
-        with self.compute:
-            store, missed, limit = self.store, "" if self.store is not None else "no store", len(ids)
-            while True:
-                try:
-                    return self._prefill(ids, reserve, branches, store, limit, missed)
-                except SpoiledError as spoiled:
-                    # Each round asks for fewer blocks, so this ends at the latest with none.
-                    limit, missed = spoiled.usable, spoiled.reason
-                except StoreError:
-                    store, missed = None, "unreadable"
+        fetching = None if self.remote is None else self._ask(self.remote, ids)
+        try:
+            if fetching is not None:
+                fetching.prepare()
+            with self.compute:
+                return Prompt(self, ids, reserve, branches, fetching).bring()
+        finally:
+            if fetching is not None:
+                fetching.close()
 
     def complete(
         self, tokens: Sequence[int] | Tokens, sampling: Sampling, *, branches: Sequence[int] = ()
@@ -125,6 +134,21 @@ class Runtime:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
         self.pool.clear()
 
+    def calibrate(self) -> None:
+        """Teach the model of cost, if there is one, what prefills take: some short ones, into contexts that are dropped.
+
+        About a second for a small model on a small machine; without it the first requests teach it.
+        """
+        if self.cost is None:
+            return
+        space = self.engine.space
+        for count in (16, 64, 256, 16):
+            ids = (np.arange(min(count, space.max_tokens)) % space.vocab_size).astype("<i4")
+            with self.compute:
+                live, at = self.engine.start(len(ids)), self.clock()
+                self.engine.prefill(live, ids)
+                self.cost.prefill.observe(len(ids), 0, self.clock() - at)
+
     def checked(self, tokens: Sequence[int] | Tokens) -> Tokens:
         """The prompt as int32 ids; raises as ``prefill`` does."""
         ids, space = as_tokens(tokens), self.engine.space
@@ -139,36 +163,20 @@ class Runtime:
             )
         return ids
 
-    def _prefill(
-        self, ids: Tokens, reserve: int, branches: Sequence[int], store: WholeStore | None, limit: int, missed: str
-    ) -> Prefilled:
-        engine, space = self.engine, self.engine.space
-        size = space.block_tokens
-        keys = self.keys(ids)
-        usable = keys[: min(limit, (len(ids) - 1) // size)]
-        started = self._clock()
+    def stored(self, store: WholeStore, keys: Sequence[bytes]) -> int:
+        """Leading tokens of the blocks of ``keys`` from which this engine can go on, as far as the store knows."""
+        held = store.match(keys)
+        return held.state_tokens if self.engine.space.needs_state else held.tokens
+
+    def _ask(self, remote: Remote, ids: Tokens) -> Fetching | None:
+        """Have other nodes asked for what lacks here; nothing of it needs the engine, so other requests may compute."""
+        assert self.cost is not None
         stored = 0
-        if store is not None:
-            held = store.match(usable)
-            stored = held.state_tokens if space.needs_state else held.tokens
-
-        taken = self.pool.take(engine, ids, stored)
-        if taken is not None:
-            live, reused = taken
-            logits = advance(engine, live, ids[reused:], branches)
-            missed = missed or (_ABSENT if len(ids) - reused > size else "")
-            return self._result(live, logits, ids, {"device": reused}, missed, started, started)
-
-        live = engine.start(len(ids) + reserve)
-        missed = missed or (_ABSENT if len(usable) * size > stored else "")
-        loaded, sources = started, {}
-        if store is not None and stored:
-            done = load_prefix(engine, store, live, ids, usable[: stored // size], branches, self._clock)
-            loaded, sources, logits = done.at, done.sources, done.logits
-            missed = missed or done.missed
-        else:
-            logits = advance(engine, live, ids, branches)
-        return self._result(live, logits, ids, sources, missed, started, loaded)
+        if self.store is not None:
+            with suppress(StoreError):
+                stored = self.stored(self.store, self.keys(ids)[: (len(ids) - 1) // self.engine.space.block_tokens])
+        held = self.pool.match(self.engine, ids, stored)
+        return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng)
 
     def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8]) -> bool:
         """A full queue refuses the tail of a long context: here nobody waits for an answer, so wait for the queue."""
@@ -177,21 +185,6 @@ class Runtime:
         except StoreError:
             return False
         return store.put(key, data)
-
-    def _result(
-        self,
-        live: Live,
-        logits: Logits,
-        ids: Tokens,
-        sources: dict[str, int],
-        missed: str,
-        started: float,
-        loaded: float,
-    ) -> Prefilled:
-        now = self._clock()
-        return Prefilled(
-            live, logits, Usage(len(ids), sum(sources.values()), sources, missed, loaded - started, now - loaded)
-        )
 
     def _keep(self, live: Live) -> None:
         """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal."""

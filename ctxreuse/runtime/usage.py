@@ -15,10 +15,13 @@ __all__ = ["Prefilled", "Usage"]
 class Usage(msgspec.Struct, frozen=True):
     """Token counts and seconds of one request; prompt_tokens = cached_tokens + computed ones.
 
-    ``by_source``: reused tokens by the tier they came from (``device``, ``host``, ``disk``). ``missed``: why the first
-    whole block that had to be computed was not reused, in the store's words (``absent``: never stored or evicted,
-    ``corrupt``, ``space``, …; ``no store``); '' if all whole blocks were. Seconds are wall time; where loading
-    overlaps computing, the overlapped part counts as prefill.
+    ``by_source``: reused tokens by the tier they came from (``device``, ``host``, ``disk``; ``edge``, ``cloud``:
+    another node's). ``missed``: why the first whole block that had to be computed was not reused, in the store's words
+    (``absent``: never stored or evicted, ``corrupt``, ``space``, …; ``no store``; ``slow``: the disk loses to
+    computing) or the link's (``link``: it was cut or became too slow; ``audit``: a peer's blocks were wrong); '' if all
+    whole blocks were. Seconds are wall time; where loading overlaps computing, the overlapped part counts as prefill.
+    ``seconds_fetch``: waiting for other nodes while nothing else could be done, the question what they hold included;
+    no part of the other two. ``fetched_bytes``: payload received from them, used or not.
     """
 
     prompt_tokens: int
@@ -28,6 +31,8 @@ class Usage(msgspec.Struct, frozen=True):
     seconds_load: float = 0.0
     seconds_prefill: float = 0.0
     completion_tokens: int = 0
+    seconds_fetch: float = 0.0
+    fetched_bytes: int = 0
 
 
 class Prefilled:

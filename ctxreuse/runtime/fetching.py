@@ -1,0 +1,326 @@
+"""Getting from another node what a prompt lacks here, in the way that takes the least seconds, and never at any price.
+
+Two ways. ``layers``: all missing blocks are fetched layer by layer, and the rest of the prompt is computed behind them
+as they come. ``tail``: blocks come from the end while the engine computes from the front; where both meet, the fetched
+ones are loaded behind the computed ones (Jin et al., "Compute Or Load KV Cache? Why Not Both?", arXiv 2410.03065). The
+second cannot be slower than computing, whatever the link does, but for its smaller steps near the meeting point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from ctxreuse.cost import CostModel, Decision, Path, Way
+from ctxreuse.errors import FormatError, LinkDownError, LinkError
+from ctxreuse.keys import Tokens
+from ctxreuse.runtime.audit import first_k_matches
+from ctxreuse.runtime.watch import Watch
+
+if TYPE_CHECKING:
+    from ctxreuse.block import BlockView
+    from ctxreuse.engines.base import Engine, Live, Logits
+    from ctxreuse.runtime.remote import Fetch, Offer, Order, Remote
+
+__all__ = ["FetchFailedError", "Fetching", "ask"]
+
+#: Tokens computed at a time while the ends are far apart: what engines put through the model together anyway, cut at
+#: the same multiples, so that a fetch of which nothing comes costs nothing.
+_STRIDE = 512
+#: A step is long enough that its fixed cost stays below this share of it.
+_OVERHEAD = 0.03
+#: Seconds. If a peer's answer may take less than this, nobody is asked: it is about the shortest round trip there is.
+_SHORTEST = 0.0005
+
+
+class FetchFailedError(Exception):
+    """A context was spoiled by blocks that were wrong or never came; start again: the same fetch goes on otherwise."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a fetched context cannot be used: {reason}")
+        self.reason = reason
+
+
+class Compute(Protocol):
+    """How the runtime computes the prompt's tokens from ``live.n`` to ``stop``; ``observe``: nothing else was waited
+    for, so the prefill line may learn from the time it took."""
+
+    def __call__(self, live: Live, stop: int, *, observe: bool = True) -> Logits: ...
+
+
+def ask(
+    engine: Engine, remote: Remote, cost: CostModel, ids: Tokens, held: int, clock: Callable[[], float], rng: Random
+) -> Fetching | None:
+    """Ask who has more of ``ids`` than the ``held`` leading tokens and begin to fetch it; None if it cannot pay.
+
+    Waits for the answer at most a small share of what computing would take. The caller must `Fetching.close` it.
+    """
+    space, size = engine.space, engine.space.block_tokens
+    first, usable = held // size, (len(ids) - 1) // size
+    patience = cost.patience(len(ids) - held, held) if usable > first else 0.0
+    if patience < _SHORTEST:
+        return None
+    at = clock()
+    offer = remote.offer(space, ids, after=first, timeout=patience)
+    asked = clock() - at
+    if offer is None:
+        return None
+    last = min(offer.state_blocks if space.needs_state else offer.blocks, usable)
+    if last <= first:
+        return None
+    return Fetching(engine, remote, cost, ids, offer, (first, last, held), asked, clock, rng)
+
+
+class Fetching:
+    """One request's fetch. Used by one thread at a time; ``close`` it in any case.
+
+    `prepare` may be called while another request computes; `finish` brings a context to the prompt's end. ``way`` is
+    how it goes on now (it changes when the link disappoints), ``missed`` why not as decided, ``tokens`` how many
+    fetched ones were used, ``asked`` seconds of asking, ``prepared`` seconds of preparing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        remote: Remote,
+        cost: CostModel,
+        ids: Tokens,
+        offer: Offer,
+        run: tuple[int, int, int],
+        asked: float,
+        clock: Callable[[], float],
+        rng: Random,
+    ) -> None:
+        self._engine, self._remote, self._cost, self._ids, self.offer = engine, remote, cost, ids, offer
+        self._first, self._last, self._held = run
+        self._size = engine.space.block_tokens
+        self._layers = [i for i, spec in enumerate(engine.space.layers) if spec.blocked]
+        self._clock, self._rng, self.asked = clock, rng, asked
+        self.began = clock()
+        self.prepared = 0.0
+        self.missed, self.tokens = "", 0
+        self._watches: list[Watch] = []
+        self.decision = self._choose(offer.bandwidth)
+        self.way: Way = self.decision.way
+        self._begin()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token that is fetched."""
+        return self._last * self._size
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for the peer so far."""
+        return self.asked + sum(watch.waited for watch in self._watches)
+
+    @property
+    def received(self) -> int:
+        """Payload bytes so far."""
+        return sum(watch.fetch.received for watch in self._watches)
+
+    def close(self) -> None:
+        """Want nothing more of the peer. Idempotent."""
+        for watch in self._watches:
+            watch.fetch.stop()
+
+    def prepare(self) -> None:
+        """Wait for what computing cannot overlap; nothing here needs the engine."""
+        if self.way == "layers":
+            self._prepare(self._watch)
+        self.prepared = self._clock() - self.began
+
+    def _prepare(self, watch: Watch) -> None:
+        try:
+            watch.wait(watch.fetch.heads)
+            if self._layers:
+                watch.wait(partial(watch.fetch.wait_layer, self._layers[self._leading()]))
+        except LinkError:
+            self._switch("link")
+
+    def finish(self, live: Live, compute: Compute) -> Logits:
+        """Bring ``live``, which holds a leading part of the prompt, to its end. Raises FetchFailedError: then ``live``
+        must not be used, and this may be called again with another."""
+        if self.way == "layers":
+            return self._follow(live, compute)
+        if self.way == "tail":
+            return self._meet(live, compute)
+        return compute(live, len(self._ids))
+
+    @property
+    def _watch(self) -> Watch:
+        return self._watches[-1]
+
+    def _choose(self, bandwidth: float) -> Decision:
+        offer, space = self.offer, self._engine.space
+        per_token = (offer.block_nbytes or space.token_nbytes * self._size) / self._size
+        path = Path(per_token, bandwidth, offer.rtt, offer.delay, offer.computes)
+        return self._cost.choose(self._held, self.end, len(self._ids), path, len(self._layers))
+
+    def _begin(self) -> None:
+        if self.way not in ("layers", "tail"):
+            return
+        order: Order = "layers" if self.way == "layers" else "tail"
+        space = self._engine.space
+        fetch = self._remote.fetch(
+            self.offer, space, self._ids, first=self._first, last=self._last, order=order, state=space.needs_state
+        )
+        nbytes = (self._last - self._first) * (self.offer.block_nbytes or space.token_nbytes * self._size)
+        self._watches.append(Watch(fetch, self.offer, nbytes, self.decision.deadline, self._clock))
+
+    def _switch(self, reason: str) -> None:
+        """The fetch in layer order is no good: what came of it is half a model deep, so nothing of it can be kept. Meet
+        in the middle if the link, as it is now, still makes that worth while, else compute."""
+        watch, self.missed = self._watch, reason
+        dead, bandwidth = watch.fetch.ended is not None, watch.bandwidth
+        watch.fetch.stop()
+        self.way = "recompute"
+        if reason == "link" and not dead and bandwidth > 0 and not self.offer.computes:
+            self.way = "tail" if self._choose(bandwidth).way in ("tail", "layers") else "recompute"
+            self._begin()
+
+    def _leading(self) -> int:
+        """Number of the layer from which on the others arrive while the rest of the prompt is computed."""
+        watch, count = self._watch, len(self._layers)
+        rest = self._cost.prefill.seconds(min(len(self._ids) - self.end, _STRIDE), self.end) or 0.0
+        whole = watch.nbytes / watch.bandwidth if watch.bandwidth > 0 else 0.0
+        return max(0, int(count * (1 - rest / whole)) - 1) if whole > rest else 0
+
+    def _follow(self, live: Live, compute: Compute) -> Logits:
+        """Load the blocks as their layers arrive and compute the rest behind them."""
+        watch, fetch = self._watch, self._watch.fetch
+        self._align(live, compute)
+        if not self._first * self._size <= live.n < self.end:
+            self.way = "recompute"  # what is held has changed since we asked
+            return compute(live, len(self._ids))
+        try:
+            views = list(watch.wait(fetch.heads))[live.n // self._size - self._first :]
+            state = watch.wait(partial(_state, fetch)) if self._engine.space.needs_state else None
+            if self._layers:
+                watch.wait(partial(fetch.wait_layer, self._layers[0]))
+            if self._liar(views):
+                return self.finish(live, compute)
+            loading = self._engine.load(live, views, state, self._ready)
+        except LinkError:
+            self._switch("link")
+            return self.finish(live, compute)
+        except FormatError:
+            self._reject("corrupt")
+            return self.finish(live, compute)
+        try:
+            try:
+                logits = compute(live, len(self._ids), observe=False)
+            finally:
+                loading.wait()
+        except LinkError:
+            self._switch("link")
+            raise FetchFailedError("link") from None
+        except FormatError:
+            self._reject("corrupt")
+            raise FetchFailedError("corrupt") from None
+        self.tokens = len(views) * self._size
+        return logits
+
+    def _ready(self, layer: int) -> None:
+        watch = self._watch
+        watch.wait(partial(watch.fetch.wait_layer, layer))
+
+    def _meet(self, live: Live, compute: Compute) -> Logits:
+        """Compute from the front in steps until the fetched tail is reached, load that, compute the rest."""
+        size, fetch, vain = self._size, self._watch.fetch, -1
+        while True:
+            whole = self._whole()
+            front, boundary = self.end - whole * size, -(-live.n // size) * size
+            if boundary >= front:
+                break
+            stop = self._step(live.n, front)
+            if stop <= live.n and whole != vain:
+                # The link is about to bring a block before it could be computed. It gets that long, once a block.
+                at, vain = self._clock(), whole
+                fetch.tail(whole + 1, self._cost.prefill.seconds(size, live.n) or 0.0)
+                self._watch.spent(at)
+            else:
+                compute(live, max(stop, (live.n // size + 1) * size))
+        fetch.stop()
+        if boundary < self.end:
+            if boundary > live.n:
+                compute(live, boundary)
+            self._attach(live, (self.end - boundary) // size)
+        return compute(live, len(self._ids))
+
+    def _whole(self) -> int:
+        """Blocks at the end that could be loaded now."""
+        fetch = self._watch.fetch
+        whole = fetch.tail()
+        if whole and self._engine.space.needs_state:
+            try:
+                whole = whole if fetch.state(0.0) is not None else 0
+            except LinkError:
+                whole = 0
+        return whole
+
+    def _step(self, at: int, front: int) -> int:
+        """Where to compute to next; ``at`` itself if waiting for the next block is predicted to be quicker."""
+        size, watch, line = self._size, self._watch, self._cost.prefill
+        rate = watch.bandwidth / (watch.nbytes / (self.end - self._first * size))
+        stride = (at // _STRIDE + 1) * _STRIDE
+        if watch.fetch.ended is not None:
+            return min(front, stride)
+        alone = self._cost.meet(at, front, rate, watch.lead)
+        blocks = (front - at if alone is None else alone) // size
+        if not blocks:
+            return at
+        fixed, each, *_ = line.coefficients or (0.0, 1.0)
+        least = int(fixed / (_OVERHEAD * each * size)) + 1 if each else 1
+        # Half the way, and then look again: the link may go faster, and what is computed twice is lost.
+        step = min(blocks, max(least, -(-blocks // 2)))
+        return min(at // size * size + step * size, stride, front)
+
+    def _align(self, live: Live, compute: Compute) -> None:
+        """Let ``live`` end where the fetched blocks, or the later ones of them, can be loaded: back to a boundary, or on
+        to one if the model cannot go back."""
+        size, start = self._size, self._first * self._size
+        if live.n < start:
+            compute(live, start)
+        elif live.n % size and not self._engine.crop(live, live.n // size * size):
+            compute(live, min((live.n // size + 1) * size, len(self._ids)))
+
+    def _attach(self, live: Live, count: int) -> None:
+        """Load the last ``count`` blocks behind ``live``, once they are known to be good: else nothing happens."""
+        fetch = self._watch.fetch
+        try:
+            views = fetch.views(count)
+            state = fetch.state(0.0) if self._engine.space.needs_state else None
+            # Twice checked: a context that is spoiled while it is filled would lose what was computed for its front.
+            for view in [*views, *([state] if state is not None else [])]:
+                view.verify()
+            if self._liar(views):
+                return
+            self._engine.load(live, views, state).wait()
+        except LinkError:
+            self.missed = "link"
+        except FormatError:
+            self._reject("corrupt")
+        else:
+            self.tokens = count * self._size
+
+    def _liar(self, views: Sequence[BlockView]) -> bool:
+        if first_k_matches(self._engine, views, self._rng) is False:
+            self._reject("audit")
+            return True
+        return False
+
+    def _reject(self, reason: str) -> None:
+        """Have done with this peer: it sent what is wrong."""
+        self.missed, self.way = reason, "recompute"
+        self._watch.fetch.stop()
+        self._remote.reject(self.offer, reason)
+
+
+def _state(fetch: Fetch, timeout: float) -> BlockView:
+    state = fetch.state(timeout)
+    if state is None:
+        raise LinkDownError("the states have not come yet")
+    return state

@@ -1,0 +1,155 @@
+"""One prompt on its way into the engine: what memory, the store and another node hold of it, and computing the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ctxreuse.cost import CostModel, Record, Way
+from ctxreuse.errors import StoreError
+from ctxreuse.keys import Tokens
+from ctxreuse.runtime.advance import advance
+from ctxreuse.runtime.fetching import FetchFailedError, Fetching
+from ctxreuse.runtime.load import OVERLAP_TOKENS, SpoiledError, load_prefix
+from ctxreuse.runtime.usage import Prefilled, Usage
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Live, Logits
+    from ctxreuse.runtime.runtime import Runtime
+    from ctxreuse.store.base import WholeStore
+
+__all__ = ["Prompt"]
+
+
+_ABSENT = "absent"
+
+
+class Times(NamedTuple):
+    """Readings of the clock: when the prompt had the engine, when this attempt began, when loading had ended; and the
+    seconds waited for another node by then."""
+
+    began: float
+    started: float
+    loaded: float
+    waited: float
+
+
+class Price(NamedTuple):
+    """What the local way was: tokens that memory and store lacked, and the seconds predicted."""
+
+    way: Way
+    lacked: int
+    predicted: float | None
+
+
+class Prompt:
+    """Used once, by the thread that holds the runtime's compute lock. ``fetching``: what another node sends, if any."""
+
+    def __init__(
+        self, runtime: Runtime, ids: Tokens, reserve: int, branches: Sequence[int], fetching: Fetching | None
+    ) -> None:
+        self._runtime, self._ids, self._reserve, self._branches = runtime, ids, reserve, branches
+        self._fetching, self._clock = fetching, runtime.clock
+        self._observe = True
+
+    def bring(self) -> Prefilled:
+        """The prompt in the engine's memory. Each failure leaves fewer ways to try: the last is computing all of it."""
+        store, limit = self._runtime.store, len(self._ids)
+        missed = "" if store is not None else "no store"
+        began = self._clock()
+        while True:
+            try:
+                return self._bring(store, limit, missed, began)
+            except SpoiledError as spoiled:
+                limit, missed = spoiled.usable, spoiled.reason
+            except FetchFailedError as failed:
+                missed = failed.reason
+            except StoreError:
+                store, missed = None, "unreadable"
+
+    def _bring(self, store: WholeStore | None, limit: int, missed: str, began: float) -> Prefilled:
+        runtime, ids, cost = self._runtime, self._ids, self._runtime.cost
+        engine, space = runtime.engine, runtime.engine.space
+        size = space.block_tokens
+        usable = runtime.keys(ids)[: min(limit, (len(ids) - 1) // size)]
+        started = loaded = self._clock()
+        waited = self._fetching.waited if self._fetching is not None else 0.0
+        stored = runtime.stored(store, usable) if store is not None else 0
+        if cost is not None and stored and not cost.loads(stored, stored * space.token_nbytes):
+            stored, missed = 0, missed or "slow"
+
+        taken = runtime.pool.take(engine, ids, stored)
+        self._observe = True
+        if taken is not None:
+            live, reused = taken
+            price = self._price("recompute", reused, 0)
+            logits, sources = self._finish(live), {"device": reused}
+            missed = missed or (_ABSENT if len(ids) - reused > size else "")
+        else:
+            live = engine.start(len(ids) + self._reserve)
+            price = self._price("load" if stored else "recompute", stored, stored * space.token_nbytes)
+            missed = missed or (_ABSENT if len(usable) * size > stored else "")
+            if store is not None and stored:
+                overlap = self._fetching is None and len(ids) - stored <= OVERLAP_TOKENS
+                self._observe = not overlap
+                keys = usable[: stored // size]
+                done = load_prefix(engine, store, live, ids, keys, self._finish, self._clock, overlap=overlap)
+                loaded, sources, logits = done.at, done.sources, done.logits
+                missed = missed or done.missed
+                if cost is not None and not overlap:
+                    cost.disk.observe(sum(sources.values()) * space.token_nbytes, loaded - started)
+            else:
+                logits, sources = self._finish(live), {}
+        return self._result(live, logits, sources, missed, Times(began, started, loaded, waited), price)
+
+    def _price(self, way: Way, held: int, nbytes: int) -> Price:
+        """Before the work: what comes of it teaches the cost model."""
+        lacked, cost = len(self._ids) - held, self._runtime.cost
+        return Price(way, lacked, None if cost is None else cost.local(nbytes, lacked, held))
+
+    def _finish(self, live: Live) -> Logits:
+        if self._fetching is None:
+            return self._compute(live, len(self._ids))
+        return self._fetching.finish(live, self._compute)
+
+    def _compute(self, live: Live, stop: int, *, observe: bool = True) -> Logits:
+        runtime, start, at = self._runtime, live.n, self._clock()
+        logits = advance(runtime.engine, live, self._ids[start:stop], self._branches)
+        if runtime.cost is not None and observe and self._observe:
+            runtime.cost.prefill.observe(stop - start, start, self._clock() - at)
+        return logits
+
+    def _result(
+        self, live: Live, logits: Logits, sources: dict[str, int], missed: str, times: Times, price: Price
+    ) -> Prefilled:
+        now, fetching, ids = self._clock(), self._fetching, self._ids
+        waited = 0.0
+        if fetching is not None:
+            waited = fetching.waited - times.waited
+            if fetching.tokens:
+                sources = {**sources, fetching.offer.source: fetching.tokens}
+            size = self._runtime.engine.space.block_tokens
+            whole = sum(sources.values()) >= (len(ids) - 1) // size * size
+            missed = "" if whole else fetching.missed or missed or _ABSENT
+        usage = Usage(
+            len(ids),
+            sum(sources.values()),
+            sources,
+            missed,
+            times.loaded - times.started,
+            now - times.loaded - waited,
+            seconds_fetch=fetching.waited if fetching is not None else 0.0,
+            fetched_bytes=fetching.received if fetching is not None else 0,
+        )
+        if self._runtime.cost is not None:
+            self._record(self._runtime.cost, price, now - times.began)
+        return Prefilled(live, logits, usage)
+
+    def _record(self, cost: CostModel, price: Price, seconds: float) -> None:
+        fetching = self._fetching
+        if fetching is None:
+            cost.log.add(Record(price.way, price.way, price.lacked, price.predicted, seconds))
+            return
+        decision, took = fetching.decision, fetching.way if fetching.tokens else "recompute"
+        real = fetching.prepared + seconds
+        cost.log.add(Record(decision.way, took, price.lacked, decision.predicted, real, fetching.offer.peer))

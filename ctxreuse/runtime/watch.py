@@ -1,0 +1,102 @@
+"""Watches a fetch: how fast it is now, how long was waited for it, and whether waiting on is still worth it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from ctxreuse.cost import LinkEstimate
+from ctxreuse.errors import LinkDownError, LinkError
+
+if TYPE_CHECKING:
+    from ctxreuse.runtime.remote import Fetch, Offer
+
+__all__ = ["Watch"]
+
+T = TypeVar("T")
+
+#: Seconds between two looks at a fetch that is waited for, least and most.
+_SLICE = (0.005, 0.05)
+#: Seconds beyond two round trips that a peer may take to begin.
+_GRACE = 0.05
+#: Past the soft deadline waiting goes on only for the last so much of what recomputing would take.
+_NEARLY = 0.1
+
+
+class Watch:
+    """One fetch of ``nbytes`` that began now. ``deadline``: seconds that doing without it takes (None: unknown).
+
+    Two threads of one request may wait at a time: who computes and who copies.
+    """
+
+    def __init__(
+        self, fetch: Fetch, offer: Offer, nbytes: int, deadline: float | None, clock: Callable[[], float]
+    ) -> None:
+        self.fetch, self.offer, self.nbytes, self.deadline = fetch, offer, nbytes, deadline
+        self.waited = 0.0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._link = LinkEstimate(offer.bandwidth, offer.rtt)
+        self._grace = 2 * offer.rtt + offer.delay + _GRACE
+        self._began = self._until = self._seen = clock()
+        self._received = 0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of late: the offer's at first, then this fetch's own."""
+        with self._lock:
+            self._look(self._clock())
+        return self._link.bandwidth
+
+    @property
+    def lead(self) -> float:
+        """Seconds until the first bytes can be here; 0 once they are."""
+        begun = self._clock() - self._began
+        return 0.0 if self.fetch.received else max(0.0, self.offer.rtt + self.offer.delay - begun)
+
+    def wait(self, call: Callable[[float], T]) -> T:
+        """``call(timeout)`` again and again until it returns; raises its LinkError when the fetch has ended, or
+        LinkDownError when doing without the fetch has become the better choice."""
+        share = (self.deadline or 1.0) / 50
+        slice_ = min(max(share, _SLICE[0]), _SLICE[1])
+        while True:
+            at = self._clock()
+            try:
+                return call(slice_)
+            except LinkError:
+                if self.fetch.ended is not None:
+                    raise
+            finally:
+                self.spent(at)
+            if self._hopeless():
+                raise LinkDownError("fetching has become slower than computing", where=self.offer.peer)
+
+    def spent(self, since: float) -> None:
+        """Count the time since then as waited for, each moment once."""
+        with self._lock:
+            now = self._clock()
+            self.waited += max(0.0, now - max(since, self._until))
+            self._until = max(self._until, now)
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        received, before = self.fetch.received, self._received
+        seconds = now - self._seen
+        if not before and received:
+            # The wait for the first byte is the round trip's, not the bandwidth's.
+            self._received, self._seen = received, now
+        elif (before or now - self._began > self._grace) and seconds >= _SLICE[0]:
+            self._link.bytes_seen(received - before, seconds)
+            self._received, self._seen = received, now
+
+    def _hopeless(self) -> bool:
+        now = self._clock()
+        if self.deadline is None or now - self._began <= self._grace:
+            return False
+        late = now - self._began > self.deadline
+        if self.offer.computes:
+            return late  # bytes come as they are made: their rate says nothing about when the last one will
+        bandwidth = self._link.bandwidth
+        left = (self.nbytes - self.fetch.received) / bandwidth if bandwidth > 0 else float("inf")
+        return left > self.deadline or (late and left > _NEARLY * self.deadline)

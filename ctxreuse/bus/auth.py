@@ -73,7 +73,7 @@ class KeyPair(msgspec.Struct, frozen=True):
             found = _parse(opened.read(_MAX_FILE), place)
         if not found.secret:
             raise ConfigError("there is no secret key in this file", where=str(place), fix="Name the .key file")
-        pair = cls(public_key(found.public), _decoded(found.secret, "secret key", str(place)))
+        pair = cls(_decoded(found.public, "public key", str(place)), _decoded(found.secret, "secret key", str(place)))
         if zmq.curve_public(z85.encode(pair.secret)) != z85.encode(pair.public):
             raise ConfigError("public and secret key do not belong together", where=str(place), fix=fix)
         return pair

@@ -223,14 +223,15 @@ class Relay:
         self._connections += 1
         self._flows += [Flow("up", near, far), Flow("down", far, near)]
 
-    def _reset(self, end: socket.socket) -> None:
-        """Drop the connection that ``end`` belongs to."""
+    def _reset(self, end: socket.socket, *, gently: Sequence[socket.socket] = ()) -> None:
+        """Drop the connection that ``end`` belongs to, with a reset except for the ends in ``gently``."""
         ends = {e for flow in self._flows if end in (flow.source, flow.sink) for e in (flow.source, flow.sink)}
         self._flows = [flow for flow in self._flows if flow.source not in ends]
         for each in ends:
             if each.fileno() in self._selector.get_map():
                 self._selector.unregister(each)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            if each not in gently:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             each.close()
 
     def _read(self, flow: Flow) -> None:
@@ -297,27 +298,17 @@ class Relay:
                 flow.line[0] = (due, data[sent:])
             if neck.moved == neck.stop_at:
                 neck.stop_at = None
-                self._cut_softly(flow)
+                # A reset would throw away what its receiver has not read yet.
+                self._reset(flow.sink, gently=[flow.sink])
+                self._cut(refuse=False)
         if flow.ended and not flow.shut and not flow.line and not flow.waiting and flow in self._flows:
             flow.shut = True
             back = next(other for other in self._flows if other.source is flow.sink)
             if back.shut:
-                self._reset(flow.sink)
+                self._reset(flow.sink, gently=[flow.sink, flow.source])
             else:
                 flow.sink.shutdown(socket.SHUT_WR)
         return max(0.0, flow.line[0][0] - now) if flow.line and not flow.blocked else 1.0
-
-    def _cut_softly(self, last: Flow) -> None:
-        """Cut, but let the receiver of the last byte have it: a reset would throw away what it has not read yet."""
-        ends = (last.source, last.sink)
-        for end in ends:
-            if end.fileno() in self._selector.get_map():
-                self._selector.unregister(end)
-        self._flows = [flow for flow in self._flows if flow.source not in ends]
-        last.sink.close()
-        last.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        last.source.close()
-        self._cut(refuse=False)
 
     def _watch(self) -> None:
         """Wait for reading where there is room at the bottleneck, for writing where a receiver was slow."""

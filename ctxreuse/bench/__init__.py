@@ -23,6 +23,7 @@ BENCHES = {
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",
+    "order": "ctxreuse.bench.order",
     "reuse": "ctxreuse.bench.reuse",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",

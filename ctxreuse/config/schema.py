@@ -168,6 +168,9 @@ class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain: Annotated[
         float, _about("How long answers under way may take once the daemon was told to stop", ge=0, unit="seconds")
     ] = 30.0
+    linger: Annotated[
+        float, _about("How long /readyz says no before connections are refused", ge=0, unit="seconds")
+    ] = 0.0
 
     def folder(self) -> Path:
         """The folder of the cloud's store."""

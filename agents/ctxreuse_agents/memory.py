@@ -52,23 +52,29 @@ class Memory:
     ) -> Memory:
         """Open the memory in folder ``path`` (default: ``store.path`` of the settings), creating it if need be.
 
-        ``engine``: None (text only: nothing is tokenised or computed), a model's name or folder, an engine, or a
-        runtime, which is used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
+        ``engine``: None (text only: nothing is tokenised or computed), a model's name or folder, the address of a
+        running edge daemon (``http://127.0.0.1:7351``; it computes and keeps KV), an engine, or a runtime, which is
+        used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
         different tenants shares nothing. ``capacity``: bytes of KV on disk (default, like all else about the store: the
         settings, see ``ctxreuse config show``). Raises StoreOwnedError if another process has it open for writing,
-        StoreError, and what opening the engine raises (ConfigError, EngineError).
+        StoreError, and what opening the engine raises (ConfigError, EngineError, LinkDownError).
         """
         settings = load().settings.store
         folder = Path(path) if path is not None else settings.folder()
         if path is None and not readonly:
             folder.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(engine, str | os.PathLike):
-            runs: Engine | Runtime | None = open_engine(os.fspath(engine))
-        else:
-            runs = engine
         with ExitStack() as opened:
             ledger = Ledger.open(folder, readonly=readonly)
             opened.callback(ledger.close)
+            runs: Engine | Runtime | None
+            if isinstance(engine, str) and engine.startswith("http://"):
+                from ctxreuse_agents.attached import attach
+
+                runs = attach(engine)
+            elif isinstance(engine, str | os.PathLike):
+                runs = open_engine(os.fspath(engine))
+            else:
+                runs = engine
             if runs is None or isinstance(runs, Runtime):
                 runtime = runs
             else:

@@ -34,7 +34,7 @@ class Events:
     """The events of one streamed answer, as dicts; closing it before the end cancels the answer. Not thread-safe."""
 
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, url: str) -> None:
-        self._connection, self._answer, self._url = connection, answer, url
+        self._connection, self._answer, self.url = connection, answer, url
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self
@@ -45,7 +45,7 @@ class Events:
             while True:
                 line = self._answer.readline(_MAX_LINE)
                 if not line:
-                    raise LinkDownError("the daemon broke off in the middle of an answer", where=self._url)
+                    raise LinkDownError("the daemon broke off in the middle of an answer", where=self.url)
                 if line.strip() == b"data: [DONE]":
                     self.close()
                     raise StopIteration
@@ -53,11 +53,11 @@ class Events:
                     event = msgspec.json.decode(line[6:])
                     if isinstance(event, dict):
                         if "error" in event:
-                            raise _error(500, line[6:], self._url)
+                            raise _error(500, line[6:], self.url)
                         return event
         except (OSError, http.client.HTTPException, ValueError, AttributeError) as error:
             self.close()
-            raise LinkDownError(f"the answer broke off: {error}", where=self._url) from None
+            raise LinkDownError(f"the answer broke off: {error}", where=self.url) from None
         except CtxReuseError:
             self.close()
             raise

@@ -42,6 +42,8 @@ State = Literal["starting", "ready", "draining", "stopped"]
 
 # Seconds that a forced stop leaves for closing the store.
 _FORCED = 5.0
+# A terminal or a wrapper such as timeout(1) may signal the process and its group: that is one wish, not two.
+_ECHO = 0.5
 # What cancelled answers may take to keep what they have.
 _CANCELLED = 10.0
 
@@ -95,6 +97,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._stops = 0
         self._signal = 0
+        self._told = 0.0
         self._killer: threading.Timer | None = None
         self._owns_process = False
         self.state: State = "starting"
@@ -209,6 +212,10 @@ class Daemon:
                 loop.remove_signal_handler(number)
 
     def _stop(self, number: int) -> None:
+        now = time.monotonic()
+        if self._stops and now - self._told < _ECHO:
+            return
+        self._told = now
         self._stops += 1
         self._signal = number
         self._stopping.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -15,7 +16,10 @@ import numpy as np
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 
-__all__ = ["HFText", "Message", "TextModel"]
+__all__ = ["HFText", "Message", "TextModel", "tokenizer_digest"]
+
+#: Files that decide how a tokenizer splits text.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -165,6 +169,19 @@ class HFText:
             return jinja.from_string(self._template or "")
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
+
+
+def tokenizer_digest(folder: Path | None) -> str:
+    """SHA-256 over the files that decide how text is split; "none" without any."""
+    digest, found = hashlib.sha256(), False
+    for name in _TOKENIZER_FILES:
+        path = folder / name if folder else None
+        if path is not None and path.is_file():
+            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+            found = True
+            if name == "tokenizer.json":
+                break  # it says everything; the others only repeat it
+    return digest.hexdigest() if found else "none"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ctxreuse.engines.text import tokenizer_digest
 from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, WindowLayer
 from ctxreuse.errors import EngineError
 from ctxreuse.model import LayerSpec, ModelSpace
@@ -28,8 +29,6 @@ _NEUTRAL = {
     "_attn_implementation", "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
     "label2id", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-#: Files that decide how a tokenizer splits text.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 
 
 def config_of(model: Any) -> Any:
@@ -138,16 +137,3 @@ def state_dict_digest(model: torch.nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def tokenizer_digest(folder: Path | None) -> str:
-    """SHA-256 over the files that decide how text is split; "none" without any."""
-    digest, found = hashlib.sha256(), False
-    for name in _TOKENIZER_FILES:
-        path = folder / name if folder else None
-        if path is not None and path.is_file():
-            digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-            found = True
-            if name == "tokenizer.json":
-                break  # it says everything; the others only repeat it
-    return digest.hexdigest() if found else "none"

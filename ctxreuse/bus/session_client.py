@@ -71,6 +71,8 @@ class ClientSession(Session):
         ``payload``: bytes a message at most (0: the most that both sides allow); smaller ones let others through sooner
         on a slow link. ``window``: payloads that may be on their way.
         """
+        if assembly.ended is not None:
+            return
         if len(assembly.keys) > wire.MAX_KEYS:
             assembly.end("too many blocks")
         elif self._admit(lambda error: assembly.end(error.what)):
@@ -138,7 +140,7 @@ class ClientSession(Session):
     def close(self, reason: str = "closed") -> None:
         """End all requests."""
         self._leaving, self.draining = True, reason
-        for number in list(self._live):
+        for number in sorted(self._live, reverse=True):  # those that wait for room go before there is some
             self._drop(number, LinkDownError(reason))
 
     # ---- the link ----
@@ -335,7 +337,9 @@ class ClientSession(Session):
 
     def _drop(self, number: int, error: CtxReuseError, *, tell: bool = True) -> None:
         """Forget a request and tell whoever waits for it; with ``tell`` also the cloud."""
-        live = self._live.pop(number)
+        live = self._live.pop(number, None)
+        if live is None:
+            return
         if isinstance(live, Getting):
             live.assembly.end(error.what)
         else:

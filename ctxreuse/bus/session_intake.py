@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ctxreuse.bus.base import Intake
 from ctxreuse.bus.wire import Piece
-from ctxreuse.errors import ProtocolError
+from ctxreuse.errors import CtxReuseError, ProtocolError
 
 __all__ = ["Taking"]
 
@@ -56,8 +56,14 @@ class Taking:
             if stop == size:
                 data = self._data.data.toreadonly()
                 self._next()
-                stored.append((item, self._intake.put(item, data)))
+                stored.append((item, self._put(item, data)))
         return stored
+
+    def _put(self, item: int, data: memoryview) -> str:
+        try:
+            return self._intake.put(item, data)
+        except CtxReuseError:
+            return "failed"
 
     def skip(self, item: int) -> None:
         """The peer cannot give this block; ProtocolError if it has begun to."""

@@ -167,7 +167,7 @@ class ServerSession(Session):
 
     def _refuse(self, number: int, turn: int, code: str, text: str = "") -> None:
         self.counts["refused"] += 1
-        self._say(wire.Refused(number, code, text[: wire.MAX_TEXT], turn))
+        self._say(wire.Refused(number, code[:32], text[: wire.MAX_TEXT], turn))
 
     def _answer(self, message: wire.Match, grant: Grant) -> None:
         try:
@@ -350,7 +350,8 @@ class ServerSession(Session):
     def _deadline(self) -> float:
         if self.grant is None:
             return super()._deadline()
-        return min(self._telling.due, self._time + self._heartbeat)
+        beat = self._time + self._heartbeat
+        return beat if self.draining else min(self._telling.due, beat)
 
     def _who(self) -> str:
         return f"peer {self.user}"

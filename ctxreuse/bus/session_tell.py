@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ctxreuse.bus.base import Service
@@ -12,6 +13,8 @@ __all__ = ["Telling"]
 
 #: Prefixes in one message: 32 KiB, little beside a payload.
 _CHUNK = 4096
+#: Looks from one snapshot to the next, whatever the peer says it has lost.
+_SNAPSHOTS = 8
 
 
 def _row(keys: Sequence[bytes]) -> bytes:
@@ -28,7 +31,12 @@ class Telling:
         self._base = self._target = 0
         self._added = self._removed = b""
         self._part = self._parts = 0
-        self.due = 0.0
+        self._due = self._snapshot = 0.0
+
+    @property
+    def due(self) -> float:
+        """When to look again, in session time; never while there is something to tell."""
+        return math.inf if self.pending or self._tenant is None else self._due
 
     @property
     def pending(self) -> bool:
@@ -38,11 +46,12 @@ class Telling:
     def begin(self, tenant: str, since: int, now: float) -> None:
         """A peer was admitted that knows version ``since`` (0: nothing)."""
         self.stop()
-        self._tenant, self._version, self.due = tenant, since, now
+        self._tenant, self._version, self._due, self._snapshot = tenant, since, now, now
 
     def restart(self) -> None:
-        """The peer asks for a snapshot: it gets one at the next look."""
+        """The peer asks for a snapshot: it gets one, but not one after another."""
         self._version = self._parts = self._part = 0
+        self._due = max(self._due, self._snapshot)
 
     def stop(self) -> None:
         """The peer is gone."""
@@ -53,15 +62,16 @@ class Telling:
 
     def look(self, now: float) -> None:
         """Ask the service for changes, unless the last ones are still being told or it is too soon."""
-        if self._tenant is None or self.pending or now < self.due:
+        if self._tenant is None or self.pending or now < self._due:
             return
-        self.due = now + self._limits.announce_every
+        self._due = now + self._limits.announce_every
         changes = self._service.changes(self._tenant, self._version) if self._version else None
         if changes is not None:
             version, added, removed = changes
             if added or removed or version != self._version:
                 self._plan(self._version, version, _row(added), _row(removed))
             return
+        self._snapshot = now + _SNAPSHOTS * self._limits.announce_every
         version, held = self._service.held(self._tenant)
         if len(held) <= self._limits.announced:  # else matches cost a round trip
             self._plan(0, version, _row(held), b"")

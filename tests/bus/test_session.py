@@ -178,10 +178,41 @@ def test_a_lost_announcement_is_made_up_for() -> None:
     assert wires.send(wires.server)
     wires.down.clear()
     service.evict(KEYS[4])
-    for _ in range(2):
+    for _ in range(4):
         wires.tick(1)
         wires.run()
     assert wires.client.announced(KEYS) == 4
+
+
+def test_asking_for_snapshots_again_and_again_gives_few() -> None:
+    service = node()
+    server = server_of(service)
+    held = service.held
+    calls: list[str] = []
+    service.held = lambda tenant: calls.append(tenant) or held(tenant)
+    for step in range(100):
+        server.receive(wire.encode(wire.Resync()), step * 0.1)
+        server.tick(step * 0.1)
+        while server.next(step * 0.1) is not None:
+            pass
+    assert 1 < len(calls) <= 6
+
+
+def test_nothing_to_do_is_not_due() -> None:
+    """Whoever polls by `due` must not spin: not beside a peer that does not read, not while draining."""
+    service = node()
+    wires = LINK.link(service)
+    wires.tick(1)  # a snapshot is under way, and nobody takes it
+    assert wires.server.talks
+    assert wires.server.due(wires.now) == pytest.approx(2.0)
+    wires.run()
+    assert 0 < wires.server.due(wires.now) <= 0.25
+    wires.server.drain()
+    assert wires.server.due(wires.now + 1) == pytest.approx(1.0)
+    for _ in range(3):
+        wires.tick(2.0)
+        assert wires.client.due(wires.now) > 0
+        wires.run()
 
 
 def test_a_large_snapshot_goes_in_parts_between_payloads() -> None:

@@ -177,26 +177,30 @@ class ServerAuth:
 
 
 class Zap:
-    """Answers a context's ZAP questions (who may finish a CURVE handshake) with a `ServerAuth`.
+    """Answers a context's ZAP questions (who may finish a handshake): by a `ServerAuth`, or without one that every peer
+    is the user ``local``. Owned by the thread that calls `answer`, which must do so whenever ``socket`` is readable:
+    peers wait meanwhile.
 
-    Owned by the thread that calls `answer`, which must do so whenever ``socket`` is readable: peers wait meanwhile.
-    Message metadata then has ``User-Id`` (the name in the allow-list) and ``Key`` (hexadecimal).
+    Message metadata then has ``User-Id`` (the name in the allow-list) and ``Key`` (hexadecimal, empty without CURVE).
     """
 
-    DOMAIN = "ctxreuse"
+    DOMAIN = b"ctxreuse"
 
-    def __init__(self, context: zmq.Context[Any], auth: ServerAuth) -> None:
+    def __init__(self, context: zmq.Context[Any], auth: ServerAuth | None) -> None:
         self._auth = auth
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
 
     def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Make a server socket accept CURVE from admitted keys only; to be called before it is bound."""
-        socket.curve_server = True
-        socket.curve_secretkey = self._auth.keys.secret
-        socket.zap_domain = self.DOMAIN.encode()
-        # Fails closed: without it, a missing answer to ZAP lets every key in.
+        """Make a server socket let in only who is admitted here; to be called before it is bound."""
+        if self._auth is not None:
+            socket.curve_server = True
+            socket.curve_secretkey = self._auth.keys.secret
+        # Without keys too: a socket with a domain turns away peers of protocols before ZMTP 3, whose messages have no
+        # metadata, and one of which can abort the process by coming while the socket is closed (libzmq 4.3.5).
+        socket.zap_domain = self.DOMAIN
+        # Fails closed: without it, a missing answer to ZAP lets everybody in.
         socket.zap_enforce_domain = True
 
     def answer(self) -> None:
@@ -206,15 +210,25 @@ class Zap:
         except zmq.Again:
             return
         number = asked[1] if len(asked) > 1 else b""
-        code, text, user, metadata = b"400", b"not allowed", b"", b""
+        admitted = self._admit(asked)
+        if admitted is None:
+            self.socket.send_multipart([b"1.0", number, b"400", b"not allowed", b"", b""])
+        else:
+            user, key = admitted
+            metadata = b"\x03Key" + len(key).to_bytes(4, "big") + key.encode()
+            self.socket.send_multipart([b"1.0", number, b"200", b"OK", user.encode(), metadata])
+
+    def _admit(self, asked: list[bytes]) -> tuple[str, str] | None:
+        """User and key of who may come in."""
         # version, request, domain, address, routing id, mechanism, credentials
-        if len(asked) == 7 and asked[0] == b"1.0" and asked[2] == self.DOMAIN.encode() and asked[5] == b"CURVE":
-            entry = self._auth.admit(asked[6])
-            if entry is not None:
-                code, text, user = b"200", b"OK", entry.name.encode()
-                value = entry.public.hex().encode()
-                metadata = b"\x03Key" + len(value).to_bytes(4, "big") + value
-        self.socket.send_multipart([b"1.0", number, code, text, user, metadata])
+        if len(asked) < 6 or asked[0] != b"1.0" or asked[2] != self.DOMAIN:
+            return None
+        if self._auth is None:
+            return (LOCAL, "") if asked[5:] == [b"NULL"] else None
+        if asked[5] != b"CURVE" or len(asked) != 7:
+            return None
+        entry = self._auth.admit(asked[6])
+        return (entry.name, entry.public.hex()) if entry is not None else None
 
     def close(self) -> None:
         """Close its socket; nobody is admitted afterwards. Idempotent."""

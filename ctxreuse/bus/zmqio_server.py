@@ -8,11 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 import zmq
 
-from ctxreuse.bus.auth import LOCAL, ServerAuth, Zap
+from ctxreuse.bus.auth import ServerAuth, Zap
 from ctxreuse.bus.base import Service
 from ctxreuse.bus.session import Limits
 from ctxreuse.bus.session_server import ServerSession
@@ -92,17 +93,17 @@ class BusServer:
         self._lock = threading.Lock()
         self._open, self._closed = True, False
         self._leaves: float | None = None
+        self._sweep_at = 0.0
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
-        self._zap = Zap(self._context, auth) if auth is not None else None
+        self._zap = Zap(self._context, auth)
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = Monitor(self._socket, _EVENTS)
         try:
             tune(self._socket, bind, self._limits.terms)
             # Else messages to a peer that is gone, or whose queue is full, would be dropped in silence.
             self._socket.router_mandatory = True
-            if self._zap is not None:
-                self._zap.guard(self._socket)
+            self._zap.guard(self._socket)
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._monitor.close()
@@ -174,29 +175,27 @@ class BusServer:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._monitor.socket, self._bell.fileno()):
+        for each in (self._socket, self._monitor.socket, self._zap.socket, self._bell.fileno()):
             poller.register(each, zmq.POLLIN)
-        if self._zap is not None:
-            poller.register(self._zap.socket, zmq.POLLIN)
-        sweep_at = follow_at = 0.0
+        follow_at = 0.0
         busy = False
         try:
             while self._leaves is None or not self._left():
                 now = time.monotonic()
-                wait = 0.0 if busy else max(0.0, min([sweep_at, *self._blocked.values()]) - now)
+                wait = 0.0 if busy else max(0.0, min([self._sweep_at, *self._blocked.values()]) - now)
                 ready = dict(poller.poll(wait * 1000 + (wait > 0)))
                 if self._bell.fileno() in ready:
                     self._bell.hush()
                 while self._calls:
                     self._calls.popleft()()
-                if self._zap is not None and self._zap.socket in ready:
+                if self._zap.socket in ready:
                     self._zap.answer()
                 if self._monitor.socket in ready:
                     self._follow_connections()
                 busy = self._socket in ready and self._receive()
                 now = time.monotonic()
-                if now >= sweep_at:
-                    sweep_at = now + self._sweep(now)
+                if now >= self._sweep_at:
+                    self._sweep_at = now + self._sweep(now)
                 if now >= follow_at:
                     follow_at = now + _FOLLOW
                     self._follow_list()
@@ -223,8 +222,7 @@ class BusServer:
     def _shut(self) -> None:
         self._closed = True
         self._socket.close()
-        if self._zap is not None:
-            self._zap.close()
+        self._zap.close()
         self._context.term()
         self._bell.close()
 
@@ -235,29 +233,35 @@ class BusServer:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
-            peer = self._sender(frames)
+            peer, now = self._sender(frames), time.monotonic()
             if peer is None:
                 continue
-            try:
-                # The session copies payloads once, to where they belong; the frames' memory is free afterwards.
-                peer.session.receive([frame.buffer for frame in frames[1:]], time.monotonic())
-            except ProtocolError as error:
-                self._cut(peer, f"broke the protocol: {error}")
-            except CtxReuseError as error:
-                self._cut(peer, f"could not be served: {error}")
-            except Exception:
-                # A slip in the service must not end the link for everybody.
-                _log.exception("serving %s failed", peer.user)
-                self._cut(peer, "could not be served")
-            else:
+            # The session copies payloads once, to where they belong; the frames' memory is free afterwards.
+            if self._drive(peer, partial(peer.session.receive, [frame.buffer for frame in frames[1:]], now)):
                 self._talkers.add(peer.session)
+                self._sweep_at = min(self._sweep_at, now + max(_SWEEP, peer.session.due(now)))
         return True
+
+    def _drive(self, peer: _Peer, call: Callable[[], object]) -> bool:
+        """Do something with a peer's session; False if that was its end. Nobody else notices what goes wrong."""
+        try:
+            call()
+        except ProtocolError as error:
+            self._cut(peer, f"broke the protocol: {error}")
+        except CtxReuseError as error:
+            self._cut(peer, f"could not be served: {error}")
+        except Exception:
+            _log.exception("serving %s failed", peer.user)
+            self._cut(peer, "could not be served")
+        else:
+            return True
+        return False
 
     def _sender(self, frames: list[zmq.Frame]) -> _Peer | None:
         """Who sent a message: a known connection, or a new one."""
         name, last = frames[0].bytes, frames[-1]
         # From the handshake, never from the peer: a routing id can be chosen, and taken over from one who left.
-        user, key = (str(last.get("User-Id")), str(last.get("Key"))) if self._auth is not None else (LOCAL, "")
+        user, key = str(last.get("User-Id")), str(last.get("Key"))
         peer = self._peers.get(name)
         if peer is not None and peer.key == key:
             return peer
@@ -309,13 +313,11 @@ class BusServer:
 
     def _next(self, session: ServerSession, now: float) -> None:
         peer = self._owners[session]
-        try:
-            frames = session.next(now)
-        except CtxReuseError as error:
-            self._cut(peer, f"could not be served: {error}")
+        found: list[list[Frame] | None] = []
+        if not self._drive(peer, lambda: found.append(session.next(now))):
             return
-        if frames is not None:
-            self._hand(peer, frames, now)
+        if found[0] is not None:
+            self._hand(peer, found[0], now)
         if session.talks:
             self._talkers.add(session)
         if session.dead:
@@ -337,7 +339,8 @@ class BusServer:
         wait = 1.0
         for session, peer in list(self._owners.items()):
             if session.due(now) <= 0:
-                session.tick(now)
+                if not self._drive(peer, partial(session.tick, now)):
+                    continue
                 if session.talks or session.reason:
                     self._talkers.add(session)
             if session.dead:

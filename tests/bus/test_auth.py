@@ -157,7 +157,7 @@ def test_refusals_are_logged_once_a_key_and_bounded(tmp_path: Path, caplog: pyte
 class Asked:
     """ZAP questions as libzmq asks them."""
 
-    def __init__(self, auth: ServerAuth) -> None:
+    def __init__(self, auth: ServerAuth | None) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.zap = Zap(self.context, auth)
         self.socket = self.context.socket(zmq.REQ)
@@ -207,3 +207,13 @@ def test_zap_maps_the_key_to_its_user(asked: Asked, tmp_path: Path) -> None:
 )
 def test_zap_refuses_all_else(asked: Asked, frames: tuple[bytes, ...]) -> None:
     assert asked.ask(*frames)[2] == b"400"
+
+
+def test_without_keys_everybody_is_local() -> None:
+    asked = Asked(None)
+    try:
+        null = (b"1.0", b"1", b"ctxreuse", b"127.0.0.1", b"", b"NULL")
+        assert asked.ask(*null)[2:5] == [b"200", b"OK", b"local"]
+        assert asked.ask(*null[:5], b"CURVE", bytes(32))[2] == b"400"
+    finally:
+        asked.close()

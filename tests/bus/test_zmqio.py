@@ -1,0 +1,310 @@
+"""Server and client over real sockets: what was asked for arrives, bit by bit, plain and with CURVE."""
+
+from __future__ import annotations
+
+import gc
+import runpy
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctxreuse.bus.allow import Allowed, AllowList
+from ctxreuse.bus.auth import KeyPair, ServerAuth
+from ctxreuse.bus.session import Limits
+from ctxreuse.bus.wire import Terms
+from ctxreuse.bus.zmqio import BusClient, BusServer
+from ctxreuse.errors import ConfigError, LinkError, LinkRefusedError
+
+W = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("wired.py"))))
+SPACE, TOKENS, KEYS, DATA, SIZES = W.SPACE, W.TOKENS, W.KEYS, W.DATA, W.SIZES
+
+
+def node(held: int = len(KEYS)) -> Any:
+    return W.LINK.DictNode(W.BLOCKS[:held])
+
+
+class Curve:
+    """A server's keys and allow-list in files, and a device's key in it."""
+
+    def __init__(self, folder: Path) -> None:
+        KeyPair.new().write(folder / "cloud.key")
+        self.device = KeyPair.new()
+        self.allow = AllowList(folder / "allow.toml")
+        self.allow.allow(Allowed("laptop", self.device.public, "me", datetime.now(UTC)))
+        self.auth = ServerAuth.open(folder / "cloud.key", folder / "allow.toml")
+
+    def client(self, pair: KeyPair | None = None) -> dict[str, Any]:
+        return {"keys": pair or self.device, "server_key": self.auth.keys.public}
+
+
+@pytest.fixture
+def curve(tmp_path: Path) -> Curve:
+    return Curve(tmp_path)
+
+
+@pytest.fixture(params=["plain", "curve"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """Options of both ends."""
+    if request.param == "plain":
+        return {}
+    made = Curve(tmp_path)
+    return {"server": {"auth": made.auth, "limits": W.SMALL}, **made.client()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {thread.name for thread in threading.enumerate()}
+    yield
+    gc.collect()
+    W.until(lambda: not [t for t in threading.enumerate() if t.name.startswith("bus ") and t.name not in before])
+
+
+def test_match_fetch_and_announcements(ends: dict[str, Any]) -> None:
+    with W.link(node(20), **ends) as (server, client):
+        found = client.match(SPACE.digest, KEYS, 5)
+        assert (found.blocks, found.state_blocks) == (20, 20)
+        W.until(lambda: client.announced(KEYS) == 20)
+        for order in ("layers", "tail"):
+            fetch = client.fetch(SPACE, KEYS[:20], TOKENS, first=3, order=order)
+            fetch.tail(17, 10)
+            assert [bytes(view.buffer) for view in fetch.views(17)] == DATA[3:20]
+        assert client.stats().payloads_in >= 2 * 17
+        assert [peer.user for peer in server.peers()] == ["laptop" if "keys" in ends else "local"]
+
+
+def test_put_gives_what_lacks(ends: dict[str, Any]) -> None:
+    cloud = node(5)
+    with W.link(cloud, **ends) as (_, client):
+        stored = client.put(SPACE.digest, KEYS, SIZES, lambda i: DATA[i], timeout=10)
+        assert (stored.taken, stored.present) == (tuple(range(5, 24)), tuple(range(5)))
+        assert cloud.blocks == dict(W.BLOCKS)
+
+
+def test_a_block_that_cannot_be_read_does_not_end_the_link() -> None:
+    def read(i: int) -> bytes:
+        if i == 3:
+            raise RuntimeError("the disk is gone")
+        return DATA[i]
+
+    cloud = node(0)
+    with W.link(cloud) as (_, client):
+        stored = client.put(SPACE.digest, KEYS[:6], SIZES[:6], read, timeout=10)
+        assert (stored.taken, stored.refused) == ((0, 1, 2, 4, 5), {3: "gone"})
+        assert client.match(SPACE.digest, KEYS, 5).blocks == 3
+
+
+def test_prefill_streams_blocks_as_they_are_made(ends: dict[str, Any]) -> None:
+    cloud = node(0)
+    baker = W.Baker(cloud)
+    try:
+        with W.link(cloud, **ends) as (_, client):
+            assert W.whole(client.prefill(SPACE, KEYS, TOKENS, first=2))
+    finally:
+        baker.close()
+
+
+def test_payloads_of_a_megabyte_are_not_copied_and_not_damaged() -> None:
+    space = W.LINK.space_of(layers=4, heads=8, dim=128, block_tokens=64)
+    tokens = W.LINK.tokens_of(3 * 64)
+    blocks = W.LINK.blocks_of(space, tokens)
+    assert len(blocks[0][1]) > 2 << 20
+    limits = Limits(terms=Terms(max_payload=1 << 20))
+    with W.link(W.LINK.DictNode(blocks), {"limits": limits}, limits=limits, spaces=[]) as (_, client):
+        for _ in range(3):
+            fetch = client.fetch(space, [key for key, _ in blocks], tokens)
+            fetch.tail(3, 20)
+            assert [bytes(view.buffer) for view in fetch.views(3)] == [data for _, data in blocks]
+
+
+def test_many_threads_share_a_link() -> None:
+    with W.link(node()) as (_, client):
+        wrong: list[Any] = []
+
+        def work(first: int) -> None:
+            for _ in range(5):
+                if not W.whole(client.fetch(SPACE, KEYS, TOKENS, first=first)):
+                    wrong.append(first)
+                if client.match(SPACE.digest, KEYS[: first + 1], 5).blocks != first + 1:
+                    wrong.append(first)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+def test_a_fetch_may_be_stopped() -> None:
+    cloud = node()
+    with W.link(cloud) as (_, client):
+        fetch = client.fetch(SPACE, KEYS, TOKENS, payload=4096, window=1)
+        fetch.tail(1, 5)
+        fetch.stop()
+        W.until(lambda: all(supply.closed for supply in cloud.supplies))
+        assert W.whole(client.fetch(SPACE, KEYS, TOKENS))
+
+
+def test_an_unknown_key_is_refused_and_then_allowed(curve: Curve, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = KeyPair.new()
+    with BusServer(node(), auth=curve.auth, limits=W.SMALL) as server:
+        states: list[Any] = []
+        options = {"backoff": W.QUICK, "limits": W.SMALL, "on_state": lambda *state: states.append(state)}
+        with BusClient(server.endpoint, **curve.client(stranger), **options) as client:
+            W.until(lambda: client.state == "refused")
+            assert "does not know this key" in client.reason
+            assert client.match(SPACE.digest, KEYS, 1) is None
+            with pytest.raises(LinkRefusedError):
+                client.put(SPACE.digest, KEYS, SIZES, lambda i: DATA[i])
+            time.sleep(0.3)  # tries again meanwhile
+            curve.allow.allow(Allowed("new", stranger.public, "me", datetime.now(UTC)))
+            W.until(lambda: client.state == "up")
+            assert W.whole(client.fetch(SPACE, KEYS, TOKENS))
+    assert len([r for r in caplog.records if "refused an unknown key" in r.message]) == 1
+    assert [state for state, _ in states] == ["refused", "up", "down"]
+
+
+def test_a_wrong_server_key_and_a_plain_peer_are_refused(curve: Curve) -> None:
+    with BusServer(node(), auth=curve.auth, limits=W.SMALL) as server:
+        wrong = {"keys": curve.device, "server_key": KeyPair.new().public}
+        with (
+            BusClient(server.endpoint, **wrong, backoff=W.QUICK) as client,
+            BusClient(server.endpoint, backoff=W.QUICK) as plain,
+        ):
+            W.until(lambda: client.state == "refused")
+            assert "public key" in client.reason
+            W.until(lambda: plain.state == "refused")
+            assert server.peers() == []
+
+
+def test_a_key_that_is_revoked_while_connected_is_cut_off(curve: Curve) -> None:
+    other = KeyPair.new()
+    curve.allow.allow(Allowed("phone", other.public, "me", datetime.now(UTC)))
+    with W.link(node(), {"auth": curve.auth, "limits": W.SMALL}, **curve.client()) as (server, client):
+        options = {"backoff": W.QUICK, "limits": W.SMALL}
+        with BusClient(server.endpoint, **curve.client(other), **options) as phone:
+            W.until(lambda: phone.state == "up")
+            AllowList(curve.allow.path).revoke("laptop", datetime.now(UTC))
+            W.until(lambda: client.state == "refused", 5)
+            assert [peer.user for peer in server.peers()] == ["phone"]
+            fetch = client.fetch(SPACE, KEYS, TOKENS)
+            assert fetch.tail(1, 0.3) == 0
+            assert (phone.state, phone.stats().up) == ("up", 1)
+            assert W.whole(phone.fetch(SPACE, KEYS, TOKENS))
+
+
+def test_the_tenant_comes_from_the_key(curve: Curve) -> None:
+    with W.link(node(), {"auth": curve.auth}, **curve.client()) as (server, _):
+        assert [(peer.user, peer.tenant) for peer in server.peers()] == [("laptop", "tenant-laptop")]
+
+
+def test_what_the_service_does_not_admit_is_refused() -> None:
+    cloud = node()
+    cloud.refuse = "no room for you"
+    with BusServer(cloud, limits=W.SMALL) as server, BusClient(server.endpoint, backoff=W.QUICK) as client:
+        W.until(lambda: client.state == "refused")
+        assert client.reason == "no room for you"
+        cloud.refuse = ""
+        W.until(lambda: client.state == "up")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://192.0.2.1:1", "tcp://example.org:1"])
+def test_plain_tcp_stays_on_this_machine(endpoint: str, curve: Curve) -> None:
+    with pytest.raises(ConfigError, match=r"plain TCP|cannot listen"):
+        BusServer(node(), endpoint)
+    with pytest.raises(ConfigError, match="plain TCP"):
+        BusClient(endpoint)
+    with BusServer(node(), "tcp://0.0.0.0:0", insecure=True), BusServer(node(), "tcp://0.0.0.0:0", auth=curve.auth):
+        pass
+
+
+@pytest.mark.parametrize("endpoint", ["", "ipc://x", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "127.0.0.1:1"])
+def test_endpoints_are_checked(endpoint: str) -> None:
+    with pytest.raises(ConfigError):
+        BusServer(node(), endpoint)
+    with pytest.raises(ConfigError):
+        BusClient(endpoint)
+
+
+def test_an_address_in_use_and_half_a_curve_are_setting_errors(curve: Curve) -> None:
+    with BusServer(node()) as server, pytest.raises(ConfigError, match="cannot listen"):
+        BusServer(node(), server.endpoint)
+    with pytest.raises(ConfigError, match="CURVE"):
+        BusClient("tcp://127.0.0.1:1", keys=curve.device)
+
+
+def test_close_finishes_what_runs() -> None:
+    cloud = node()
+    with W.link(cloud) as (server, client):
+        fetch = client.fetch(SPACE, KEYS, TOKENS, payload=4096, window=2)
+        fetch.tail(1, 5)
+        server.close(10)
+        assert W.whole(fetch)
+        W.until(lambda: client.state == "down")
+        assert all(supply.closed for supply in cloud.supplies)
+        server.close()
+
+
+def test_a_client_that_closes_finishes_what_runs() -> None:
+    cloud = node(0)
+    with W.link(cloud) as (_, client):
+        results: list[Any] = []
+        giver = threading.Thread(
+            target=lambda: results.append(client.put(SPACE.digest, KEYS, SIZES, lambda i: DATA[i], timeout=10))
+        )
+        giver.start()
+        W.until(lambda: cloud.blocks)
+        client.close(10)
+        giver.join()
+        assert len(results[0].taken) == len(KEYS)
+        assert client.fetch(SPACE, KEYS, TOKENS).ended == "the link is closed"
+        assert client.match(SPACE.digest, KEYS, 1) is None
+        with pytest.raises(LinkError):
+            client.put(SPACE.digest, KEYS, SIZES, lambda i: DATA[i])
+        client.close()
+
+
+def test_closing_ends_what_cannot_finish() -> None:
+    with W.link(node(0)) as (_, client):
+        fetch = client.prefill(SPACE, KEYS, TOKENS)  # nobody makes these blocks
+        start = time.monotonic()
+        client.close(0.2)
+        assert time.monotonic() - start < 3
+        assert fetch.ended
+
+
+def test_a_link_without_a_server_waits_and_closes_quickly() -> None:
+    with BusServer(node()) as server:
+        endpoint = server.endpoint
+    with BusClient(endpoint, backoff=W.QUICK) as client:
+        fetch = client.fetch(SPACE, KEYS, TOKENS)
+        W.until(lambda: "nobody listens" in client.reason)
+        assert client.state == "down"
+        with BusServer(node(), endpoint, limits=W.SMALL):
+            assert W.whole(fetch)
+
+
+def test_an_estimate_is_fed() -> None:
+    class Seen:
+        def __init__(self) -> None:
+            self.bytes, self.seconds, self.rtts = 0, 0.0, 0
+
+        def bytes_seen(self, nbytes: int, seconds: float) -> None:
+            self.bytes, self.seconds = self.bytes + nbytes, self.seconds + seconds
+
+        def rtt_seen(self, seconds: float) -> None:
+            self.rtts += 1
+
+    seen = Seen()
+    with W.link(node(), estimate=seen) as (_, client):
+        for _ in range(5):
+            assert W.whole(client.fetch(SPACE, KEYS, TOKENS))
+        W.until(lambda: seen.rtts)
+        assert 0 < seen.bytes <= 5 * sum(SIZES)
+        assert seen.seconds > 0

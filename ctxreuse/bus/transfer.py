@@ -10,7 +10,7 @@ The receiving side, `Assembly`, has its own module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
 from ctxreuse.bus.base import Supply
@@ -37,7 +37,9 @@ class Outgoing:
 
     ``owner``: whose transfer it is (a session). ``items``: which items to send, ascending (all by default). With
     ``state`` the last item is a state. ``payload``: bytes at most in one message. ``have``: what the receiver has
-    already; it is skipped. Making and `take` raise LookupError if an item is gone, ChangedError if it is another one.
+    already; it is skipped. ``remaining``: bytes still to be sent, as far as is known: all items are taken to be as
+    large as the first that is ready. Making and `take` raise LookupError if an item is gone, ChangedError if it is
+    another one.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Outgoing:
         here = set(self.items)
         self._have = {item: (nbytes, check) for item, nbytes, check in have if item in here}
         self._skipped = sum(nbytes for nbytes, _ in self._have.values())
-        self._size = 0  # of one item, once known
+        self.remaining = self._size = 0  # of all items, and of one, once known
         self._wake = wake
         self._woken, self._waits = False, False
         self._failed: LookupError | None = None  # found out ahead, told when what was good is sent
@@ -75,16 +77,12 @@ class Outgoing:
         self._next: _Span | None = self._ahead()
         if self._failed is not None:
             raise self._failed
-
-    @property
-    def remaining(self) -> int:
-        """Bytes still to be sent, as far as is known: all items are taken to be as large as the first that is ready."""
-        return max(0, self._size * len(self.items) - self._skipped - self.bytes)
+        self._count()
 
     @property
     def ready(self) -> bool:
         """True if the peer's credit and the items made so far may allow another payload."""
-        return self.credit > self.sent and not self.finished and not self.waits
+        return self.credit > self.sent and not self.finished and (self._woken or not self._waits)
 
     @property
     def waits(self) -> bool:
@@ -128,6 +126,7 @@ class Outgoing:
         self.bytes += self.payload - room
         if self._next is None:  # so that the end is known with the last payload
             self._next = self._ahead()
+        self._count()
         return encode(Payload(self.id, self.round, tuple(pieces)), data)
 
     def close(self) -> None:
@@ -148,6 +147,9 @@ class Outgoing:
         except LookupError as error:
             self._failed, self._waits = error, False
         return span
+
+    def _count(self) -> None:
+        self.remaining = max(0, self._size * len(self.items) - self._skipped - self.bytes)
 
     def _plan(self) -> _Spans[None]:
         """Spans of at most one payload in the order of sending; None while an item is not ready."""
@@ -195,6 +197,7 @@ class Outgoing:
         """Raise AssertionError if more was sent than granted."""
         assert self.sent <= self.credit
         assert self.bytes <= self.sent * self.payload
+        assert self.remaining == max(0, self._size * len(self.items) - self._skipped - self.bytes)
 
 
 class Outlet:
@@ -223,12 +226,12 @@ class Outlet:
     def turn(self, blocked: Container[object] = ()) -> object | None:
         """The owner whose ``next`` is to be called now, None if nothing can be sent; those in ``blocked`` (their
         transport takes no more at present) are passed over."""
-        best = self._best([t for owner, own in self._transfers.items() if owner not in blocked for t in own if t.ready])
+        best = self._best(own for owner, own in self._transfers.items() if owner not in blocked)
         return best.owner if best is not None else None
 
     def pick(self, owner: object) -> Outgoing | None:
         """The ready transfer of ``owner`` that goes first."""
-        return self._best([t for t in self._transfers.get(owner, ()) if t.ready])
+        return self._best([self._transfers.get(owner, [])])
 
     def served(self, transfer: Outgoing) -> None:
         """A payload of ``transfer`` was handed to the transport."""
@@ -237,12 +240,18 @@ class Outlet:
         if transfer.finished:
             self.remove(transfer)
 
-    def _best(self, ready: Sequence[Outgoing]) -> Outgoing | None:
-        if len(ready) < 2:
-            return ready[0] if ready else None
-        if self._payloads % SHARE == SHARE - 1:
-            return min(ready, key=lambda t: t.last)
-        return min(ready, key=lambda t: (t.remaining, t.last))
+    def _best(self, groups: Iterable[list[Outgoing]]) -> Outgoing | None:
+        by_age = self._payloads % SHARE == SHARE - 1
+        best: Outgoing | None = None
+        least = last = 0
+        for group in groups:
+            for transfer in group:
+                if not transfer.ready:
+                    continue
+                size = 0 if by_age else transfer.remaining
+                if best is None or size < least or (size == least and transfer.last < last):
+                    best, least, last = transfer, size, transfer.last
+        return best
 
     def check(self) -> None:
         """Raise AssertionError if a transfer is in a state that it cannot be in."""

@@ -26,7 +26,7 @@ from ctxreuse.daemon.life import Daemon, read_address
 TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
 
 
-def until(done: Callable[[], Any], seconds: float = 30.0) -> Any:
+def poll(done: Callable[[], Any], seconds: float = 30.0) -> Any:
     """Poll until ``done()`` is true and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -34,6 +34,12 @@ def until(done: Callable[[], Any], seconds: float = 30.0) -> Any:
             return found
         time.sleep(0.01)
     raise AssertionError(f"not within {seconds} s")
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Any]:
+    """until(condition, seconds=30) polls, and returns what is true at last."""
+    return poll
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +91,7 @@ class Served:
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        until(lambda: not self.daemon.not_ready() or not self.thread.is_alive())
+        poll(lambda: not self.daemon.not_ready() or not self.thread.is_alive())
         if self._failed is not None:
             raise self._failed
         self.http = httpx.Client(base_url=self.url, timeout=60)
@@ -135,7 +141,7 @@ class Process:
             found = read_address(self.store / "edge.json")
             return found if found is not None and found.pid == self.child.pid else None
 
-        self.url = str(until(address, 60).url)
+        self.url = str(poll(address, 60).url)
         return httpx.Client(base_url=self.url, timeout=60)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:

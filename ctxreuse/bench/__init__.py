@@ -24,6 +24,7 @@ BENCHES = {
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",
     "order": "ctxreuse.bench.order",
+    "proxy": "ctxreuse.bench.proxy",
     "reuse": "ctxreuse.bench.reuse",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",

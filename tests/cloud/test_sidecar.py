@@ -1,0 +1,125 @@
+"""The sidecar as a process: serves peers, computes for them, passes answers on, and loses nothing when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running import wait_for
+from scripted import STREAM, Scripted, until
+
+from ctxreuse.bus.serve_engine import compute_blocks
+from ctxreuse.bus.zmqio import BusClient
+from ctxreuse.keys import prefix_keys
+
+
+def link(bus: str, space: bytes) -> BusClient:
+    client = BusClient(bus, name="test", spaces=(space,))
+    wait_for(lambda: client.state == "up")
+    return client
+
+
+def whole(assembly: Any) -> list[bytes]:
+    """The bytes of all blocks of a fetch, when it has ended."""
+    wait_for(lambda: assembly.ended is not None)
+    assert assembly.ended == ""
+    return [bytes(view.buffer) for view in assembly.views(assembly.count)]
+
+
+def test_it_computes_serves_takes_and_loses_nothing(
+    sidecar: Callable[..., Any], tiny_folder: Path, tiny_engine: Any
+) -> None:
+    space = tiny_engine.space
+    rng = np.random.default_rng(0)
+    asked, given = (rng.integers(0, 250, 64 * 6).astype("<i4") for _ in range(2))
+    first = sidecar("--workers", "1", "--model", str(tiny_folder))
+    with link(first.bus, space.digest) as client:
+        assert client.welcome is not None
+        salt = client.welcome.salt
+        keys = prefix_keys(space.digest, salt, asked, 64)
+        made = whole(client.prefill(space, keys, asked))
+        assert len(made) == 6
+        assert whole(client.fetch(space, keys, asked)) == made
+
+        mine = [bytes(item.data) for item in compute_blocks(tiny_engine, salt, given, 0)]
+        mine_keys = prefix_keys(space.digest, salt, given, 64)
+        stored = client.put(space.digest, mine_keys, [len(data) for data in mine], mine.__getitem__, timeout=30)
+        assert stored.taken == tuple(range(6))
+        # Nobody finds it before it was audited.
+        found = wait_for(lambda: (m := client.match(space.digest, mine_keys, 5)) and m.blocks == 6 and m)
+        assert found.blocks == 6
+        status = first.status()
+        assert status["workers"]["processes"][0]["jobs"] == 1
+        assert status["transfers"]["taken"] == 6
+        assert [peer["user"] for peer in status["peers"]] == ["local"]
+    assert first.stop() == 0
+    assert not first.ready_file.exists()
+    assert {"ready", "draining", "stopped"} <= {line["message"] for line in first.lines()}
+
+    second = sidecar("--workers", "0")
+    with link(second.bus, space.digest) as client:
+        assert client.welcome is not None
+        assert client.welcome.salt == salt
+        assert whole(client.fetch(space, keys, asked)) == made
+        assert whole(client.fetch(space, mine_keys, given)) == mine
+        second.kill()
+        third = sidecar("--workers", "0")
+    with link(third.bus, space.digest) as client:
+        assert whole(client.fetch(space, mine_keys, given)) == mine
+    assert third.stop() == 0
+
+
+def test_a_stream_ends_before_the_sidecar_does(sidecar: Callable[..., Any]) -> None:
+    async def test() -> None:
+        import aiohttp
+
+        async with Scripted("a") as a:
+            a.pause = 0.2
+            one = await asyncio.to_thread(sidecar, "--workers", "0", "--backend", a.url)
+            async with aiohttp.ClientSession() as client:
+                body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+                async with client.get(one.url + "/readyz") as response:
+                    assert response.status == 200
+                asking = asyncio.create_task(ask(client, one.url, body))
+                await until(lambda: a.open == 1)
+                one.process.send_signal(signal.SIGTERM)
+                assert await asking == (200, b"".join(STREAM))
+                with pytest.raises(aiohttp.ClientConnectionError):
+                    await ask(client, one.url, body)
+            assert await asyncio.to_thread(one.process.wait, 30) == 0
+
+    asyncio.run(asyncio.wait_for(test(), 90))
+
+
+async def ask(client: Any, url: str, body: Any) -> tuple[int, bytes]:
+    async with client.post(url + "/v1/chat/completions", json=body) as response:
+        return response.status, await response.read()
+
+
+def test_what_it_tells_and_to_whom(sidecar: Callable[..., Any]) -> None:
+    one = sidecar("--workers", "0", "--drain", "2s")
+
+    def get(path: str, **headers: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(one.url + path, headers=headers), timeout=10) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    assert get("/healthz")[0] == get("/readyz")[0] == get("/health")[0] == 200
+    assert b"ctxreuse_bus_peers 0.0" in get("/metrics", Host="cloud.example")[1]
+    assert get("/api/status")[0] == 200
+    assert get("/api/status", Host="cloud.example")[0] == 403
+    assert get("/nothing")[0] == 404
+    status, body = get("/v1/chat/completions")
+    assert (status, json.loads(body)["error"]["type"]) == (503, "no_backend")
+    assert one.stop() == 0

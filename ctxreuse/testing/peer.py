@@ -1,8 +1,8 @@
-"""PeerContract: what any way to reach a node must do, as tests to inherit from; and MemoryNode, one without sockets.
+"""PeerContract: what any way to reach a node must do, as tests to inherit from.
 
 ::
 
-    class TestMine(PeerContract):
+    class TestMine(TenantContract):
         def serve(self, service): return MyNode(service)
 
 Inherit, give a fixture ``engine`` (a small model whose first layer keeps K) and open nodes in ``serve``.
@@ -10,13 +10,12 @@ Inherit, give a fixture ``engine`` (a small model whose first layer keeps K) and
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -24,24 +23,19 @@ import numpy as np
 import pytest
 
 from ctxreuse.block import BlockWriter, parse, rekey
-from ctxreuse.bus.base import Given, Greeting, Link, Matched
+from ctxreuse.bus.base import Given, Link
 from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
-from ctxreuse.bus.session import Request
-from ctxreuse.bus.session_client import ClientSession
-from ctxreuse.bus.session_server import ServerSession
-from ctxreuse.bus.transfer import Assembly, Outlet
 from ctxreuse.engines.base import Engine
 from ctxreuse.errors import LinkError
-from ctxreuse.keys import ROOT, Tokens, prefix_keys
-from ctxreuse.model import ModelSpace
+from ctxreuse.keys import ROOT, prefix_keys
 from ctxreuse.runtime.audit import first_k_matches
-from ctxreuse.runtime.remote import Fetch, Order
+from ctxreuse.runtime.remote import Fetch
 from ctxreuse.store import TieredStore
 from ctxreuse.store.base import Buffer
 from ctxreuse.testing.engine import random_tokens
 
-__all__ = ["MemoryLink", "MemoryNode", "Node", "PeerContract", "Prompt", "until"]
+__all__ = ["Node", "PeerContract", "Prompt", "TenantContract", "until"]
 
 _PATIENCE = 20.0
 
@@ -61,171 +55,6 @@ class Node(Protocol):
         """A link of ``user``, up or soon to be. The node closes it."""
 
     def close(self) -> None: ...
-
-
-class MemoryLink:
-    """A `Link` over two sessions and no transport; a thread of its own carries the messages."""
-
-    def __init__(self, service: StoreService, outlet: Outlet, user: str, spaces: Sequence[bytes], lock: object) -> None:
-        self.name = f"memory-{user}"
-        self._lock = threading.RLock()
-        self._client = ClientSession(node=user.encode().ljust(16)[:16], spaces=spaces)
-        self._server = ServerSession(service, user, outlet, node=b"cloud".ljust(16), epoch=1)
-        self._outlet, self._shared = outlet, lock
-        self._there: deque[list[bytes]] = deque()
-        self._back: deque[list[bytes]] = deque()
-        self._connected = self._closed = False
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._closed:
-            if not self._pump():
-                time.sleep(0.001)
-
-    def _pump(self) -> bool:
-        now = time.monotonic()
-        with self._lock, self._shared:  # type: ignore[attr-defined]
-            if not self._connected:
-                self._server.opened(now)
-                self._client.opened(now)
-                self._connected = True
-            moved = False
-            for session, out in ((self._client, self._there), (self._server, self._back)):
-                session.tick(now)
-                while len(out) < 4 and (frames := session.next(now)) is not None:
-                    out.append([bytes(frame) for frame in frames])
-            for queue, session in ((self._there, self._server), (self._back, self._client)):
-                while queue:
-                    session.receive(queue.popleft(), now)
-                    moved = True
-            self._client.check()
-            self._server.check()
-            return moved
-
-    def cut(self) -> None:
-        """Lose the connection and all that is on its way; it comes back by itself."""
-        now = time.monotonic()
-        with self._lock, self._shared:  # type: ignore[attr-defined]
-            self._there.clear()
-            self._back.clear()
-            self._client.lost(now)
-            self._server.lost(now)
-            self._connected = False
-
-    def close(self) -> None:
-        """End the thread and all requests."""
-        self._closed = True
-        self._thread.join()
-        self._client.close()
-        self._server.lost(time.monotonic())
-
-    @property
-    def state(self) -> str:
-        """See `Link.state`."""
-        return "up" if self._client.up else "refused" if self._client.refused is not None else "down"
-
-    @property
-    def welcome(self) -> Greeting | None:
-        """See `Link.welcome`."""
-        return self._client.welcome
-
-    @property
-    def resumes(self) -> int:
-        """Fetches that were opened again."""
-        return self._client.counts["resumes"]
-
-    def match(self, space: bytes, keys: Sequence[bytes], timeout: float) -> Matched | None:
-        """See `Link.match`."""
-        with self._lock:
-            request = self._client.match(space, keys)
-        try:
-            return request.wait(timeout)
-        except LinkError:
-            return None
-
-    def announced(self, keys: Sequence[bytes]) -> int | None:
-        """See `Link.announced`."""
-        return self._client.announced(keys)
-
-    def _assembly(
-        self, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
-    ) -> Assembly:
-        ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
-        parent = keys[first - 1] if first else ROOT
-        return Assembly(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
-
-    def fetch(
-        self,
-        space: ModelSpace,
-        keys: Sequence[bytes],
-        tokens: Tokens,
-        *,
-        first: int = 0,
-        order: Order = "layers",
-        state: bool = False,
-        payload: int = 0,
-        window: int = 8,
-    ) -> Fetch:
-        """See `Link.fetch`."""
-        assembly = self._assembly(space, keys, tokens, first, order, state)
-        with self._lock:
-            self._client.fetch(assembly, payload=payload, window=window)
-        return assembly
-
-    def prefill(
-        self,
-        space: ModelSpace,
-        keys: Sequence[bytes],
-        tokens: Tokens,
-        *,
-        first: int = 0,
-        state: bool = False,
-        payload: int = 0,
-        window: int = 8,
-    ) -> Fetch:
-        """See `Link.prefill`."""
-        assembly = self._assembly(space, keys, tokens, first, "layers", state)
-        with self._lock:
-            self._client.prefill(assembly, tokens[: len(keys) * space.block_tokens], payload=payload, window=window)
-        return assembly
-
-    def put(
-        self,
-        space: bytes,
-        keys: Sequence[bytes],
-        sizes: Sequence[int],
-        read: Callable[[int], Buffer],
-        *,
-        parent: bytes = ROOT,
-        state: bool = False,
-        timeout: float = 60.0,
-    ) -> Given:
-        """See `Link.put`."""
-        with self._lock:
-            request: Request[Given] = self._client.put(  # type: ignore[assignment]
-                space, keys, sizes, read, parent=parent, state=state
-            )
-        return request.wait(timeout)
-
-
-class MemoryNode:
-    """A `Node` in memory: no sockets, all messages as they would be on the wire."""
-
-    def __init__(self, service: StoreService) -> None:
-        self._service, self._outlet, self._lock = service, Outlet(), threading.RLock()
-        self._links: list[MemoryLink] = []
-
-    def link(self, user: str, spaces: Sequence[bytes]) -> MemoryLink:
-        """See `Node.link`."""
-        link = MemoryLink(self._service, self._outlet, user, spaces, self._lock)
-        self._links.append(link)
-        return link
-
-    def close(self) -> None:
-        """Close all links."""
-        for link in self._links:
-            link.close()
 
 
 class Prompt:
@@ -276,10 +105,10 @@ def forged(data: Buffer, rng: np.random.Generator) -> np.ndarray[tuple[int], np.
 
 
 class PeerContract:
-    """Inherit, give a fixture ``engine``, and open nodes in ``serve``. Users are ``ann`` and ``ann-2`` of one tenant
-    and ``bob`` of another; all are allowed."""
+    """Inherit, give a fixture ``engine``, and open nodes in ``serve``. The users ``ann`` and ``ann-2`` are of one
+    tenant; a node that does not know its peers apart may take them for ``local``."""
 
-    TENANTS = {"ann": "a", "ann-2": "a", "bob": "b"}  # noqa: RUF012
+    TENANTS: Mapping[str, str] = MappingProxyType({"ann": "a", "ann-2": "a", "local": "a", "bob": "b"})
 
     def serve(self, service: StoreService) -> Node:
         """A node that serves ``service``."""
@@ -328,28 +157,6 @@ class PeerContract:
             again = prompt.give(ann)
             assert (again.taken, again.present, dict(again.refused)) == ((), (0, 1, 2), {})
             assert cloud.store.stats().blocks == 3
-
-    def test_tenants_see_nothing_of_each_other(self, tmp_path: Path, engine: Engine) -> None:
-        with self.cloud(tmp_path, engine) as cloud:
-            ann, bob = cloud.up("ann"), cloud.up("bob")
-            prompt = cloud.prompt(ann, 3)
-            prompt.give(ann)
-            cloud.audited()
-            until(lambda: ann.announced(prompt.keys) == 3, "nothing is announced")
-            # Bob has guessed all keys.
-            found = bob.match(prompt.space.digest, prompt.keys, _PATIENCE)
-            assert found is not None
-            assert (found.blocks, found.nbytes) == (0, 0)
-            fetch = bob.fetch(prompt.space, prompt.keys, prompt.tokens)
-            until(lambda: fetch.ended is not None, "the fetch does not end")
-            assert fetch.ended == "gone"
-            until(lambda: bob.announced(prompt.keys) is not None, "nothing is announced")
-            assert bob.announced(prompt.keys) == 0
-            # He cannot put in its place what he likes, or hang anything below it.
-            child = bob.put(prompt.space.digest, [b"c" * 32], [4096], lambda _: b"", parent=prompt.keys[2], timeout=20)
-            assert child.taken == ()
-            assert prompt.give(bob).taken == ()
-            assert prompt.arrived(ann.fetch(prompt.space, prompt.keys, prompt.tokens))
 
     def test_another_model_space_is_a_miss(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
@@ -400,6 +207,69 @@ class PeerContract:
             assert cloud.service.quarantine.reason("ann") is None
             assert prompt.give(ann).taken == (1, 2)
 
+    def test_a_cloud_computes_what_a_device_would(self, tmp_path: Path, engine: Engine) -> None:
+        with self.cloud(tmp_path, engine) as cloud:
+            ann, other = cloud.up("ann"), cloud.up("ann-2")
+            prompt = cloud.prompt(ann, 5)
+            state = bool(prompt.states)
+            assert ann.welcome is not None
+            assert prompt.space.digest in ann.welcome.spaces
+            fetches = [link.prefill(prompt.space, prompt.keys, prompt.tokens, state=state) for link in (ann, other)]
+            for fetch in fetches:
+                until(lambda fetch=fetch: fetch.ended is not None, "the fetch does not end")  # type: ignore[misc]
+                assert fetch.ended == ""
+                for view, mine in zip(fetch.views(5), prompt.blocks, strict=True):
+                    view.verify()
+                    local = parse(mine)
+                    assert view.header == msgspec.structs.replace(local.header, checksums=view.header.checksums)
+                    for plane in local.layout.planes:
+                        got, want = (np.asarray(v.array(plane.layer, plane.role), np.float32) for v in (view, local))
+                        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+                assert (fetch.state(_PATIENCE) is not None) == state
+            until(lambda: other.announced(prompt.keys) == 5, "what was computed is not announced")
+            # The second may have come when the first was done: then it was fetched.
+            assert cloud.service.counts["computed"] == 1
+            part = other.prefill(prompt.space, prompt.keys, prompt.tokens, first=2)
+            until(lambda: part.ended is not None, "the fetch does not end")
+            assert part.ended == ""
+            assert cloud.service.counts["computed"] == 1
+
+    def test_what_cannot_be_computed_is_refused(self, tmp_path: Path, engine: Engine) -> None:
+        with self.cloud(tmp_path, engine) as cloud:
+            ann = cloud.up("ann")
+            prompt = cloud.prompt(ann, 2)
+            tokens = prompt.tokens.copy()
+            tokens[3] = prompt.space.vocab_size
+            fetch = ann.prefill(prompt.space, prompt.keys, tokens)
+            until(lambda: fetch.ended is not None, "the fetch does not end")
+            assert fetch.ended == "tokens"
+
+
+class TenantContract(PeerContract):
+    """For nodes that know their peers apart: ``bob`` is of another tenant."""
+
+    def test_tenants_see_nothing_of_each_other(self, tmp_path: Path, engine: Engine) -> None:
+        with self.cloud(tmp_path, engine) as cloud:
+            ann, bob = cloud.up("ann"), cloud.up("bob")
+            prompt = cloud.prompt(ann, 3)
+            prompt.give(ann)
+            cloud.audited()
+            until(lambda: ann.announced(prompt.keys) == 3, "nothing is announced")
+            # Bob has guessed all keys.
+            found = bob.match(prompt.space.digest, prompt.keys, _PATIENCE)
+            assert found is not None
+            assert (found.blocks, found.nbytes) == (0, 0)
+            fetch = bob.fetch(prompt.space, prompt.keys, prompt.tokens)
+            until(lambda: fetch.ended is not None, "the fetch does not end")
+            assert fetch.ended == "gone"
+            until(lambda: bob.announced(prompt.keys) is not None, "nothing is announced")
+            assert bob.announced(prompt.keys) == 0
+            # He cannot put in its place what he likes, or hang anything below it.
+            child = bob.put(prompt.space.digest, [b"c" * 32], [4096], lambda _: b"", parent=prompt.keys[2], timeout=20)
+            assert child.taken == ()
+            assert prompt.give(bob).taken == ()
+            assert prompt.arrived(ann.fetch(prompt.space, prompt.keys, prompt.tokens))
+
     @pytest.mark.parametrize("lie", ["tokens", "key", "numbers"])
     def test_who_lies_is_found_out(self, tmp_path: Path, engine: Engine, lie: str) -> None:
         with self.cloud(tmp_path, engine) as cloud:
@@ -428,43 +298,6 @@ class PeerContract:
             with pytest.raises(LinkError):
                 good.give(ann)
             assert cloud.reason("ann-2") is None
-
-    def test_a_cloud_computes_what_a_device_would(self, tmp_path: Path, engine: Engine) -> None:
-        with self.cloud(tmp_path, engine) as cloud:
-            ann, other = cloud.up("ann"), cloud.up("ann-2")
-            prompt = cloud.prompt(ann, 5)
-            state = bool(prompt.states)
-            assert ann.welcome is not None
-            assert prompt.space.digest in ann.welcome.spaces
-            fetches = [link.prefill(prompt.space, prompt.keys, prompt.tokens, state=state) for link in (ann, other)]
-            for fetch in fetches:
-                until(lambda fetch=fetch: fetch.ended is not None, "the fetch does not end")  # type: ignore[misc]
-                assert fetch.ended == ""
-                for view, mine in zip(fetch.views(5), prompt.blocks, strict=True):
-                    view.verify()
-                    local = parse(mine)
-                    assert view.header == msgspec.structs.replace(local.header, checksums=view.header.checksums)
-                    for plane in local.layout.planes:
-                        got, want = (v.array(plane.layer, plane.role) for v in (view, local))
-                        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # type: ignore[type-var]
-                assert (fetch.state(_PATIENCE) is not None) == state
-            until(lambda: other.announced(prompt.keys) == 5, "what was computed is not announced")
-            # The second may have come when the first was done: then it was fetched.
-            assert cloud.service.counts["computed"] == 1
-            part = other.prefill(prompt.space, prompt.keys, prompt.tokens, first=2)
-            until(lambda: part.ended is not None, "the fetch does not end")
-            assert part.ended == ""
-            assert cloud.service.counts["computed"] == 1
-
-    def test_what_cannot_be_computed_is_refused(self, tmp_path: Path, engine: Engine) -> None:
-        with self.cloud(tmp_path, engine) as cloud:
-            ann = cloud.up("ann")
-            prompt = cloud.prompt(ann, 2)
-            tokens = prompt.tokens.copy()
-            tokens[3] = prompt.space.vocab_size
-            fetch = ann.prefill(prompt.space, prompt.keys, tokens)
-            until(lambda: fetch.ended is not None, "the fetch does not end")
-            assert fetch.ended == "tokens"
 
 
 class Cloud:

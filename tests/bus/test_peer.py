@@ -1,13 +1,20 @@
-"""Every way to reach a node keeps the contract: in memory here, over sockets below."""
+"""Every way to reach a node keeps the contract: in memory, over plain sockets, over CURVE."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ctxreuse.bus.allow import Allowed, AllowList
+from ctxreuse.bus.auth import KeyPair, ServerAuth
 from ctxreuse.bus.serve import StoreService
-from ctxreuse.testing.peer import MemoryNode, PeerContract
+from ctxreuse.bus.zmqio import BusClient, BusServer
+from ctxreuse.testing.memory_node import MemoryNode
+from ctxreuse.testing.peer import PeerContract, TenantContract
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +39,48 @@ def engine() -> Any:
     return TorchEngine(LlamaForCausalLM(config).eval(), block_tokens=16)
 
 
-class TestMemory(PeerContract):
+class TestMemory(TenantContract):
     def serve(self, service: StoreService) -> MemoryNode:
         return MemoryNode(service)
+
+
+class SocketNode:
+    """A `BusServer` and the clients that it gives out; with a folder for keys over CURVE, else plain."""
+
+    def __init__(self, service: StoreService, keys: Path | None = None) -> None:
+        self._links: list[BusClient] = []
+        self._keys = {user: KeyPair.new() for user in ("cloud", "ann", "ann-2", "bob")} if keys is not None else {}
+        auth = None
+        if keys is not None:
+            allow = AllowList(keys / "allow.toml")
+            for user, tenant in (("ann", "a"), ("ann-2", "a"), ("bob", "b")):
+                allow.allow(Allowed(user, self._keys[user].public, tenant, datetime.now(UTC)))
+            auth = ServerAuth(self._keys["cloud"], allow)
+        self._server = BusServer(service, auth=auth)
+        self._server.start()
+
+    def link(self, user: str, spaces: Sequence[bytes]) -> BusClient:
+        key = self._keys["cloud"].public if self._keys else None
+        self._links.append(
+            BusClient(self._server.endpoint, keys=self._keys.get(user), server_key=key, name=user, spaces=spaces)
+        )
+        return self._links[-1]
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self._server.close(2.0)
+
+
+class TestPlainSockets(PeerContract):
+    def serve(self, service: StoreService) -> SocketNode:
+        return SocketNode(service)
+
+
+class TestCurve(TenantContract):
+    @pytest.fixture(autouse=True)
+    def keys(self, tmp_path: Path) -> None:
+        self._folder = tmp_path
+
+    def serve(self, service: StoreService) -> SocketNode:
+        return SocketNode(service, self._folder)

@@ -73,7 +73,6 @@ class Giving:
         self._message, self._read = message, read
         self._results: dict[int, str] = {}
         self._wanted: set[int] = set()
-        self._seen = False  # a cloud has said what it wants
         self._sending: Outgoing | None = None
         self._source: _Offered | None = None
 

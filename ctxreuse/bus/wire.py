@@ -54,10 +54,11 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
 
 **Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
 ``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
-(`ctxreuse.block`) and its bytes are sent from first to last, so what has arrived of it is one number. Between items the
-sender follows ``order``: ``layers`` (all heads, the state, then layer 0 of all blocks, layer 1, …), ``tail`` (whole
-items, last first) or ``front`` (whole items, first first; put and prefill always). A payload carries whole *parts*
-(head, or planes of one layer), only a part that is larger than a payload is split.
+(`ctxreuse.block`) and its bytes are sent from first to last, so what has arrived of it is one number, and a gap means
+that a message was lost. Between items the sender follows ``order``: ``layers`` (all heads, the state, then layer 0 of
+all blocks, layer 1, …), ``tail`` (whole items, last first) or ``front`` (whole items, first first; put and prefill
+always, a put one block after another in the order of ``want``). A payload carries whole *parts* (head, or planes of one
+layer), only a part that is larger than a payload is split.
 
 **Credit** counts payload messages. The receiver says up to how many may have been sent in this round; the sender never
 sends more. Saying it twice, or an old number, does nothing.
@@ -68,11 +69,12 @@ block) so that bytes of two different makings are never mixed: if it differs, th
 is offered again and ``want`` says what still lacks. Matches are just asked again. All requests are idempotent.
 
 **Announcements** let the edge know without a round trip what the cloud holds for its tenant. ``base`` 0 starts anew,
-else the message changes version ``base`` into ``version``; while ``more`` is true, the rest is in the messages that
-follow. ``seq`` rises by one a message of a connection, from 1. After a gap the edge knows nothing, sends resync, and
-gets a snapshot. A new ``epoch`` (the cloud was restarted) makes everything that was announced void.
+else the message changes version ``base`` into ``version``, which holds when ``parts`` messages (``part`` 0, 1, …) have
+come. ``seq`` rises by one a message of a connection, from 1. After a gap the edge knows nothing, sends resync, and gets
+a snapshot. An edge that comes back names in hello the version that it knows, and gets only the changes since. A new
+``epoch`` (the cloud was restarted) makes everything that was announced void.
 
-**Silence.** The edge pings every ``heartbeat_ms``; a side that heard nothing for
+**Silence.** The edge pings every ``heartbeat_ms`` and so measures the round trip; a side that heard nothing for
 ``silence_ms`` gives the connection up. Both then do as after a cut.
 
 Sequence
@@ -113,20 +115,22 @@ Sequence
 
 Limits
 ======
-A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and 1
-Mi tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a text.
-All numbers are below 2^62. Memory follows from bytes that are there, never from a number in them. What breaks a rule is
-a ProtocolError; the side that sees it closes the connection.
+A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and
+262,144 tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a
+text. All numbers are below 2^62. Memory follows from bytes that are there, never from a number in them. What breaks a
+rule is a ProtocolError; the side that sees it closes the connection.
 
 Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
-(not held any more), ``changed``, ``stalled`` (no credit for too long), ``space``, ``tokens``, ``failed``.
+(not held any more), ``changed``, ``stalled`` (the peer did not move it for too long), ``space``, ``tokens``,
+``failed``.
 
 Versions
 ========
 Fields may be appended to a message within a version; a receiver ignores those that it does not know. All else is a new
 version. In every version prelude, ``hello`` and ``refused`` begin as they do here. Hello names the oldest and newest
 version that the edge speaks; the cloud answers with the highest that both speak, or refuses with ``version`` naming
-both."""
+both.
+"""
 
 from __future__ import annotations
 

@@ -387,6 +387,16 @@ def test_put() -> None:
     assert [intake.closed for intake in service.intakes] == [1, 1]
 
 
+def test_many_small_blocks_share_a_payload_of_a_put() -> None:
+    service = LINK.DictNode()
+    wires = LINK.link(service, terms=wire.Terms(max_payload=1 << 20))
+    request = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
+    wires.run()
+    assert request.wait(0).taken == (0, 1, 2, 3, 4, 5)
+    assert wires.client.counts["payloads_out"] == 1
+    assert service.blocks == dict(BLOCKS)
+
+
 def test_a_state_is_put_alone() -> None:
     service, state = node(), LINK.state_of(SPACE, TOKENS, KEYS)
     wires = LINK.link(service)

@@ -31,35 +31,35 @@ def node_secret(path: str | os.PathLike[str]) -> bytes:
     keys of any tenant can be computed.
     """
     place = Path(path)
-    with contextlib.suppress(FileExistsError):
-        try:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Written beside and linked, so that whoever finds the file finds all of it.
-            beside = place.with_name(f"{place.name}.{os.getpid()}.new")
-            file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                with open(file, "wb") as opened:
-                    opened.write(secrets.token_bytes(_SECRET_BYTES))
-                    opened.flush()
-                    os.fsync(opened.fileno())
-                os.link(beside, place)
-            finally:
-                beside.unlink(missing_ok=True)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise ConfigError(f"the node's secret cannot be made: {error.strerror}", where=str(place)) from None
     try:
+        if not place.exists():
+            _make_secret(place)
         with open(place, "rb") as opened:
             mode, secret = os.fstat(opened.fileno()).st_mode & 0o777, opened.read(_SECRET_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"the node's secret cannot be read: {error.strerror}", where=str(place)) from None
+        raise ConfigError(f"the node's secret cannot be made or read: {error.strerror}", where=str(place)) from None
     if mode & 0o077:
         raise ConfigError("the node's secret may be read by others", where=str(place), fix=f"chmod 600 {place}")
     if len(secret) != _SECRET_BYTES:
         fix = "Restore it from a backup; without it, what peers have given is not found any more"
         raise ConfigError("this is no node's secret", where=str(place), fix=fix)
     return secret
+
+
+def _make_secret(place: Path) -> None:
+    """Written beside and linked, so that whoever finds the file finds all of it, and the first of two makers wins."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beside = place.with_name(f"{place.name}.{os.getpid()}.new")
+    try:
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(file, "wb") as opened:
+            opened.write(secrets.token_bytes(_SECRET_BYTES))
+            opened.flush()
+            os.fsync(opened.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(beside, place)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class Line(NamedTuple):

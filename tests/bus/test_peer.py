@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,27 +17,12 @@ from ctxreuse.bus.zmqio import BusClient, BusServer
 from ctxreuse.testing.memory_node import MemoryNode
 from ctxreuse.testing.peer import PeerContract, TenantContract
 
+tiny_llama = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["tiny_llama"]
+
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ctxreuse.engines.torch_hf import TorchEngine
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        pad_token_id=0,
-    )
-    return TorchEngine(LlamaForCausalLM(config).eval(), block_tokens=16)
+    return tiny_llama()
 
 
 class TestMemory(TenantContract):

@@ -1,0 +1,273 @@
+"""The node behind the bus: what it finds, hands out and takes, for whom."""
+
+from __future__ import annotations
+
+import runpy
+import stat
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ctxreuse.block import parse, rekey
+from ctxreuse.bus.serve_quarantine import Quarantine
+from ctxreuse.bus.tenants import node_secret
+from ctxreuse.bus.transfer import part_offsets
+from ctxreuse.errors import ConfigError, LinkRefusedError
+from ctxreuse.keys import ROOT
+from ctxreuse.store import BlockStore, TieredStore
+from ctxreuse.testing.store import Context
+
+_GIVEN = runpy.run_path(str(Path(__file__).with_name("given.py")))
+Gate, Given, service = (_GIVEN["Gate"], _GIVEN["Given"], _GIVEN["service"])
+
+
+def salt(node: Any, user: str = "ann") -> bytes:
+    return node.admit(user, bytes(16), ()).salt
+
+
+def test_the_secret_of_a_node_is_made_once_and_kept_from_others(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "node.secret"
+    secret = node_secret(place)
+    assert len(secret) == 32
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    assert node_secret(place) == secret
+    assert node_secret(tmp_path / "other.secret") != secret
+    assert [path.name for path in place.parent.iterdir()] == ["node.secret"]
+    place.chmod(0o644)
+    with pytest.raises(ConfigError, match="read by others"):
+        node_secret(place)
+    place.chmod(0o600)
+    place.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="no node's secret"):
+        node_secret(place)
+    with pytest.raises(ConfigError, match="made or read"):
+        node_secret(place / "below")
+
+
+def test_the_tenant_comes_from_the_user_and_makes_the_salt(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        ann, other, bob = (node.admit(user, bytes(16), ()) for user in ("ann", "ann-2", "bob"))
+        assert (ann.tenant, ann.salt) == (other.tenant, other.salt)
+        assert bob.tenant == "b"
+        assert bob.salt != ann.salt
+        with pytest.raises(LinkRefusedError, match="not allowed"):
+            node.admit("eve", bytes(16), ())
+    with service(tmp_path) as again:
+        assert salt(again) == ann.salt
+    with service(tmp_path / "another") as another:
+        assert salt(another) != ann.salt
+
+
+def test_a_new_life_finds_what_each_tenant_gave_before(tmp_path: Path) -> None:
+    with TieredStore(1 << 20, BlockStore.open(tmp_path / "store", capacity=8 << 20)) as store:
+        with service(tmp_path, store) as node:
+            mine = Given(salt(node), 4)
+            assert mine.put(node) == [""] * 4
+            theirs = Given(salt(node, "bob"), 3, seed=1)
+            theirs.put(node, "b", "bob")
+        Context(2, seed=9).fill(store)  # of nobody that connects
+    store = TieredStore(1 << 20, BlockStore.open(tmp_path / "store", capacity=8 << 20))
+    with store, service(tmp_path, store, tenants=["a"]) as node:
+        assert node.match("a", mine.space, mine.keys).blocks == 4
+        assert len(node.held("a")[1]) == 4
+        assert node.match("b", theirs.space, theirs.keys).blocks == 0
+        assert node.held("b")[1] == []
+        salt(node, "bob")  # becomes known
+        assert node.match("b", theirs.space, theirs.keys).blocks == 3
+        assert node.match("a", theirs.space, theirs.keys).blocks == 0
+
+
+def test_changes_are_told_from_any_version(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        mine, theirs = Given(salt(node), 4), Given(salt(node, "bob"), 2, seed=1)
+        empty, held = node.held("a")
+        assert held == []
+        assert node.changes("a", empty) == (empty, [], [])
+        mine.put(node)
+        version, came, went = node.changes("a", empty)
+        assert (came, went) == (mine.keys, [])
+        theirs.put(node, "b", "bob")
+        assert node.changes("a", version)[1:] == ([], [])
+        node.store.drop(mine.keys[2], "evicted")
+        later, came, went = node.changes("a", version)
+        assert (came, set(went)) == ([], set(mine.keys[2:]))
+        assert node.changes("a", empty)[1] == mine.keys[:2]
+        assert node.changes("a", later + 1) is None
+        assert node.changes("nobody", later) is None
+        assert node.held("a")[1] == mine.keys[:2]
+
+
+def test_what_the_store_evicts_is_not_found_any_more(tmp_path: Path) -> None:
+    store = TieredStore(0, BlockStore.open(tmp_path / "store", capacity=64 * 4096))
+    with store, service(tmp_path, store) as node:
+        node_salt, seen = salt(node), set()
+        version = node.held("a")[0]
+        for seed in range(8):
+            mine = Given(node_salt, 12, seed=seed)
+            mine.put(node)
+            store.flush(20)
+            told = node.changes("a", version)
+            assert told is not None
+            version, came, went = told
+            seen = (seen | set(came)) - set(went)
+            assert seen == set(node.held("a")[1]) == {entry.key for entry in store.walk()}
+        assert store.stats().evicted > 0
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_a_supply_hands_out_the_bytes_of_the_store(tmp_path: Path, kept: int) -> None:
+    store = TieredStore(0, BlockStore.open(tmp_path / "store", capacity=8 << 20))
+    with store, service(tmp_path, store, kept_bytes=kept) as node:
+        mine = Given(salt(node), 5, floats=1000)
+        mine.put(node)
+        store.put(mine.keys[4], mine.state(4), kind="state")
+        store.flush(20)
+        supply = node.supply("a", mine.space, mine.keys[1:], state=True)
+        assert supply.count == 4
+        for item, data in enumerate([*mine.blocks[1:], mine.state(4)]):
+            offsets = supply.parts(item)
+            assert offsets == part_offsets(parse(data))
+            for start, stop in pairwise(offsets):
+                assert bytes(supply.read(item, start, stop)) == data[start:stop].tobytes()
+            assert bytes(supply.read(item, 24, offsets[1] + 8)) == data[24 : offsets[1] + 8].tobytes()
+        supply.close()
+        supply.close()
+        with pytest.raises(LookupError):
+            supply.parts(0)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 30])
+def test_a_block_that_goes_or_changes_during_a_fetch_is_a_lookup_error(tmp_path: Path, kept: int) -> None:
+    with service(tmp_path, kept_bytes=kept) as node:
+        mine = Given(salt(node), 4)
+        mine.put(node)
+        supply = node.supply("a", mine.space, mine.keys, state=False)
+        offsets = supply.parts(0)
+        supply.parts(1)
+        other = rekey(Context(4, floats=64).block(1, fill=3), mine.keys[1], mine.keys[0])
+        node.store.put(mine.keys[1], other, replace=True)
+        with pytest.raises(LookupError):
+            supply.read(1, offsets[1], offsets[2])
+        node.store.drop(mine.keys[2], "evicted")
+        with pytest.raises(LookupError):
+            supply.parts(2)
+        assert bytes(supply.read(0, offsets[1], offsets[2])) == mine.blocks[0][offsets[1] : offsets[2]].tobytes()
+        with pytest.raises(LookupError):
+            node.supply("a", mine.space, mine.keys, state=False)
+        supply.close()
+
+
+def test_states_are_given_at_the_end_of_held_blocks(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        mine = Given(salt(node), 3)
+
+        def give(parent: bytes) -> list[str]:
+            data = mine.state(1)
+            intake = node.intake("a", mine.space, mine.keys[1:2], [data.nbytes], parent, user="ann", state=True)
+            return [intake.put(item, data.data.toreadonly()) for item in intake.wanted]
+
+        assert give(mine.keys[0]) == []  # its block is not here
+        mine.put(node)
+        assert give(ROOT) == []
+        assert give(mine.keys[0]) == [""]
+        assert give(mine.keys[0]) == []
+        assert node.match("a", mine.space, mine.keys).state_blocks == 2
+        block = node.intake("a", mine.space, mine.keys[2:3], [4096], mine.keys[1], user="ann", state=True)
+        assert block.put(0, mine.blocks[2].data) == "foreign"
+
+
+def test_only_consecutive_blocks_that_fit_are_wanted(tmp_path: Path) -> None:
+    store = TieredStore(10 * 4096)
+    with store, service(tmp_path, store) as node:
+        mine = Given(salt(node), 8)
+        assert node.intake("a", mine.space, mine.keys[3:], mine.sizes[3:], mine.keys[2], user="ann").wanted == ()
+        wanted = node.intake("a", mine.space, mine.keys, mine.sizes, ROOT, user="ann").wanted
+        assert wanted == (0, 1, 2, 3, 4)  # half of the store, so that one context does not push itself out
+        store.pin(mine.keys)
+        assert mine.put(node) == [""] * 5
+        store.pin(mine.keys)
+        more = Given(salt(node), 8, seed=1)
+        assert set(more.put(node)) <= {"", "full"}
+    store.close()
+
+
+def test_blocks_of_a_space_look_alike(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        assert Given(salt(node), 1).put(node) == [""]
+        assert Given(salt(node), 1, seed=1, floats=65).put(node, user="ann-2") == ["foreign"]
+        assert node.quarantine.reason("ann-2") == "another layout"
+
+
+def test_damage_is_forgiven_a_few_times(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        mine = Given(salt(node), 8)
+        good = Given(salt(node), 1, seed=1)
+        good.put(node)
+        for data in mine.blocks:
+            data[parse(data).start] ^= 1
+        assert mine.put(node) == ["corrupt"] * 8
+        assert node.quarantine.reason("ann") == "corrupt"
+        assert node.match("a", good.space, good.keys).blocks == 0
+        with pytest.raises(LinkRefusedError, match="quarantine"):
+            node.admit("ann", bytes(16), ())
+    with service(tmp_path) as again:
+        with pytest.raises(LinkRefusedError):
+            again.admit("ann", bytes(16), ())
+        assert again.quarantine.clear("ann")
+        assert again.admit("ann", bytes(16), ()).tenant == "a"
+
+
+def test_nobody_finds_a_block_before_it_was_audited(tmp_path: Path) -> None:
+    gate = Gate()
+    with service(tmp_path, audit=gate) as node:
+        mine = Given(salt(node), 3)
+        first = node.intake("a", mine.space, mine.keys[:1], mine.sizes[:1], ROOT, user="ann")
+        assert first.put(0, mine.blocks[0].data.toreadonly()) == ""
+        assert node.match("a", mine.space, mine.keys).blocks == 0
+        assert node.held("a")[1] == []
+        with pytest.raises(LookupError):
+            node.supply("a", mine.space, mine.keys[:1], state=False)
+        # What follows may be given meanwhile, and what is here is not wanted twice.
+        assert mine.put(node) == ["", ""]
+        gate.open.set()
+        assert node.wait_audits(20)
+        assert node.match("a", mine.space, mine.keys).blocks == 3
+        assert sorted(node.held("a")[1]) == sorted(mine.keys)
+
+
+def test_blocks_that_wait_for_the_audit_are_bounded(tmp_path: Path) -> None:
+    gate = Gate(sound=False)
+    with service(tmp_path, audit=gate, audit_bytes=10_000) as node:
+        mine = Given(salt(node), 4)
+        assert mine.put(node) == ["", "", "busy", "busy"]
+        gate.open.set()
+        assert node.wait_audits(20)
+        assert node.match("a", mine.space, mine.keys).blocks == 0
+        assert list(node.store.walk()) == []
+        assert node.quarantine.reason("ann") is not None
+
+
+def test_quarantine_outlives_the_process_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = [1000.0]
+    place = tmp_path / "quarantine.json"
+
+    def kept() -> Quarantine:
+        return Quarantine(place, seconds=60, clock=lambda: now[0])
+
+    first = kept()
+    first.add("eve", "audit")
+    first.add("eve", "audit")
+    assert len([line for line in caplog.messages if "eve" in line]) == 1
+    now[0] += 59
+    assert kept().reason("eve") == "audit"
+    assert list(kept().names()) == ["eve"]
+    now[0] -= 5000  # a clock that is set back keeps nobody out for longer
+    assert kept().reason("eve") is None
+    now[0] += 5002
+    assert kept().reason("eve") is None
+    assert not first.clear("mallory")
+    for damage in (b"{", b'{"eve": 3}', b"\xff\xfe", b""):
+        place.write_bytes(damage)
+        assert kept().reason("eve") is None

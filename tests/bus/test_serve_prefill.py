@@ -1,0 +1,210 @@
+"""Computing for peers: once for all who want it, given up when nobody does, refused when it cannot be."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxreuse.block import parse
+from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
+from ctxreuse.bus.serve_prefill import Sink
+from ctxreuse.errors import LinkRefusedError
+from ctxreuse.keys import Tokens, prefix_keys
+from ctxreuse.model import ModelSpace
+from ctxreuse.store import TieredStore
+from ctxreuse.testing.engine import random_tokens
+from ctxreuse.testing.peer import until
+
+service = runpy.run_path(str(Path(__file__).with_name("given.py")))["service"]
+tiny_llama = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["tiny_llama"]
+
+SALT = b"s" * 16
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return tiny_llama()
+
+
+class ByHand:
+    """A `Prefiller` whose blocks come when the test says so."""
+
+    def __init__(self, engine: Any, room: int = 8) -> None:
+        self._engine, self.room = engine, room
+        self.jobs: list[tuple[Sink, list[Any], threading.Event]] = []
+
+    @property
+    def spaces(self) -> Mapping[bytes, ModelSpace]:
+        return {self._engine.space.digest: self._engine.space}
+
+    def submit(self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink) -> Callable[[], None] | None:
+        if len(self.jobs) >= self.room:
+            return None
+        given_up = threading.Event()
+        self.jobs.append((sink, list(compute_blocks(self._engine, salt, tokens, first)), given_up))
+        return given_up.set
+
+    def make(self, job: int, count: int) -> None:
+        sink, made, _ = self.jobs[job]
+        for _ in range(count):
+            item = made.pop(0)
+            sink.block(item.number, item.data)
+        if not made:
+            sink.end()
+
+
+def test_blocks_come_in_order_whatever_the_step(engine: Any) -> None:
+    tokens = random_tokens(engine, 7 * 16)
+    keys = prefix_keys(engine.space.digest, SALT, tokens, 16)
+    whole = list(compute_blocks(engine, SALT, tokens, 0, step=100))
+    assert [made.number for made in whole] == list(range(7))
+    for step in (1, 3, 4):
+        for first in (0, 2, 6):
+            made = list(compute_blocks(engine, SALT, tokens, first, step=step))
+            assert [item.number for item in made] == list(range(first, 7))
+            for item in made:
+                view, other = parse(item.data), parse(whole[item.number].data)
+                assert view.header.key == keys[item.number]
+                for layer in range(3):
+                    got, want = (v.array(layer, "k") for v in (view, other))
+                    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_what_a_store_holds_is_not_computed_again(engine: Any) -> None:
+    tokens = random_tokens(engine, 6 * 16)
+    keys = prefix_keys(engine.space.digest, SALT, tokens, 16)
+    made = list(compute_blocks(engine, SALT, tokens, 0))
+    with TieredStore(8 << 20) as store:
+        for item in made[:4]:
+            store.put(keys[item.number], item.data)
+        again = list(compute_blocks(engine, SALT, tokens, 2, store=store))
+        assert [item.number for item in again] == [2, 3, 4, 5]
+        assert store.stats().hits == 4
+        assert again[0].data.tobytes() == made[2].data.tobytes()
+        for item in made[4:]:
+            store.put(keys[item.number], item.data)
+        assert [item.number for item in compute_blocks(engine, SALT, tokens, 0, store=store)] == list(range(6))
+
+
+def test_two_who_want_the_same_wait_for_one_job(tmp_path: Path, engine: Any) -> None:
+    prefiller = ByHand(engine)
+    with service(tmp_path, prefiller=prefiller) as node:
+        for user in ("ann", "bob"):
+            assert node.admit(user, bytes(16), ()).spaces == (engine.space.digest,)
+        tokens, digest = random_tokens(engine, 4 * 16 + 5), engine.space.digest
+        one = node.prefill("a", digest, tokens, first=0, state=False)
+        two = node.prefill("a", digest, tokens, first=1, state=False)
+        theirs = node.prefill("b", digest, tokens, first=0, state=False)
+        assert len(prefiller.jobs) == 2  # tenants share nothing
+        assert (one.count, two.count, theirs.count) == (4, 3, 4)
+        woken: list[str] = []
+        one.watch(lambda: woken.append("one"))
+        two.watch(lambda: woken.append("two"))
+        assert one.parts(0) is None
+        prefiller.make(0, 2)
+        assert {"one", "two"} <= set(woken)
+        assert one.parts(0) is not None
+        assert one.parts(1) == two.parts(0)
+        assert two.parts(1) is None
+        assert one.read(1, 0, 64) == two.read(0, 0, 64)
+        one.close()
+        one.close()
+        assert not prefiller.jobs[0][2].is_set()
+        prefiller.make(0, 2)
+        assert two.parts(2) is not None
+        two.close()
+        theirs.close()
+        assert prefiller.jobs[1][2].is_set()
+        until(lambda: len(node.held("a")[1]) == 4, "made blocks are not held")
+        assert node.held("b")[1] == []
+        assert node.prefill("a", digest, tokens, first=0, state=False).parts(3) is not None
+        assert len(prefiller.jobs) == 2
+
+
+def test_a_job_that_fails_or_is_given_up_ends_those_who_wait(tmp_path: Path, engine: Any) -> None:
+    prefiller = ByHand(engine)
+    with service(tmp_path, prefiller=prefiller) as node:
+        node.admit("ann", bytes(16), ())
+        tokens, digest = random_tokens(engine, 4 * 16), engine.space.digest
+        supply = node.prefill("a", digest, tokens, first=0, state=False)
+        prefiller.make(0, 1)
+        prefiller.jobs[0][0].end("the worker died")
+        assert supply.parts(0) is not None
+        with pytest.raises(LookupError, match="the worker died"):
+            supply.parts(1)
+        # Whoever asks again gets a new job, also while others hold on to the old one.
+        again = node.prefill("a", digest, tokens, first=0, state=False)
+        assert len(prefiller.jobs) == 2
+        supply.close()
+        prefiller.jobs[1][0].block(1, prefiller.jobs[1][1][0].data)  # the wrong one
+        with pytest.raises(LookupError):
+            again.parts(0)
+        again.close()
+
+
+def test_a_full_prefiller_says_busy(tmp_path: Path, engine: Any) -> None:
+    with service(tmp_path, prefiller=ByHand(engine, room=1)) as node:
+        node.admit("ann", bytes(16), ())
+        digest = engine.space.digest
+        node.prefill("a", digest, random_tokens(engine, 32), first=0, state=False)
+        with pytest.raises(LinkRefusedError) as caught:
+            node.prefill("a", digest, random_tokens(engine, 32, seed=1), first=0, state=False)
+        assert caught.value.where == "busy"
+        for tokens, first, space, where in (
+            (random_tokens(engine, 15), 0, digest, "tokens"),
+            (random_tokens(engine, 32), 2, digest, "tokens"),
+            (np.full(32, 512, np.int32), 0, digest, "tokens"),
+            (random_tokens(engine, 1024 + 16), 0, digest, "tokens"),
+            (random_tokens(engine, 32), 0, bytes(32), "space"),
+        ):
+            with pytest.raises(LinkRefusedError) as caught:
+                node.prefill("a", space, tokens, first=first, state=False)
+            assert caught.value.where == where
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.ended: list[str] = []
+
+    def block(self, index: int, data: Any) -> None:
+        self.blocks.append(index)
+
+    def state(self, data: Any) -> None:
+        raise AssertionError("this model has none")
+
+    def end(self, reason: str = "") -> None:
+        self.ended.append(reason)
+
+
+def test_the_engine_computes_jobs_one_after_another_until_it_is_closed(engine: Any) -> None:
+    prefiller, lock = EnginePrefiller(engine, waiting=2), threading.Lock()
+    sinks = [Collected() for _ in range(4)]
+    tokens = random_tokens(engine, 6 * 16)
+    digest = engine.space.digest
+    assert prefiller.submit(bytes(32), SALT, tokens, 0, sinks[0]) is None
+    assert prefiller.submit(digest, SALT, tokens, 2, sinks[0]) is not None
+    until(lambda: bool(sinks[0].ended), "the job does not end")
+    assert (sinks[0].blocks, sinks[0].ended) == ([2, 3, 4, 5], [""])
+    prefiller.close()
+    prefiller.close()
+    assert prefiller.spaces == {}
+    held = EnginePrefiller(engine, waiting=2, compute=lock)
+    with lock:  # another uses the engine
+        assert held.submit(digest, SALT, tokens, 0, sinks[1]) is not None
+        until(held._jobs.empty, "the job is not begun")
+        give_up = held.submit(digest, SALT, tokens, 0, sinks[2])
+        assert give_up is not None
+        assert held.submit(digest, SALT, tokens, 0, Collected()) is not None
+        assert held.submit(digest, SALT, tokens, 0, sinks[3]) is None
+        give_up()
+    until(lambda: bool(sinks[2].ended), "the job does not end")
+    assert sinks[1].ended == [""]
+    assert (sinks[2].blocks, sinks[2].ended) == ([], ["given up"])
+    held.close()

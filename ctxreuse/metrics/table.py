@@ -46,6 +46,9 @@ _MISSES = Label(
         "tokens",
         "unreadable",
         "no store",
+        "link",
+        "audit",
+        "slow",
     ),
 )
 _REFUSALS = Label(
@@ -60,7 +63,7 @@ _CLASS = Label("class", ("2xx", "3xx", "4xx", "5xx"))
 _STATE = Label("state", ("down", "up", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
 _DONE = Label("result", ("done", "refused", "cut", "cancelled"))
-_CHOICE = Label("choice", ("load", "replay", "fetch", "both", "recompute"))
+_CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
 _SUSPECT = Label("reason", ("corrupt", "audit", "foreign"))
 
 METRICS = (

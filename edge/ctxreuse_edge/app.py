@@ -24,7 +24,7 @@ from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger, TieredStore, open_store
 from ctxreuse_edge.api import routes
 from ctxreuse_edge.contexts import Contexts
-from ctxreuse_edge.links import Links, NoLinks
+from ctxreuse_edge.links import Links
 from ctxreuse_edge.node import ModelName, Node
 from ctxreuse_edge.worker import Worker
 
@@ -94,12 +94,24 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     if engine is None:
         options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk}
         engine = open_engine(chosen.model, **options)
-    runtime = Runtime(engine, store, live_bytes=settings.edge.live_bytes, metrics=node.metrics)
+    links = Links(settings, engine.space, node.metrics, folder)
+    stack.callback(links.close)
+    runtime = Runtime(
+        engine,
+        store,
+        live_bytes=settings.edge.live_bytes,
+        metrics=node.metrics,
+        remote=links.remote,
+        cost=links.cost,
+    )
     stack.callback(runtime.close)
+    if links.remote is not None and not len(links.cost.prefill):
+        runtime.calibrate()
     worker = Worker(running=_RUNNING, waiting=settings.edge.max_waiting)
     stack.callback(worker.close)
-    links = _links(settings, runtime, store)
-    stack.callback(links.close)
+    if settings.edge.sync:
+        links.give(store, rate=settings.edge.sync_rate, busy=lambda: worker.held > 0, metrics=node.metrics)
+        stack.callback(links.stop)
     contexts = Contexts(ledger, runtime, store, folder / "pins.json")
     disk = store.disk
     watch_store(node.metrics, store.stats, disk.stats if disk is not None else None, lambda: runtime.pool.nbytes)
@@ -118,10 +130,6 @@ def _open_store(settings: Settings, folder: Path) -> TieredStore:
         # KV is a cache: without a disk all works, only slower.
         log.warning("KV is kept in memory only: %s", error)
         return open_store(None, host_bytes=wanted.host_bytes)
-
-
-def _links(settings: Settings, runtime: Runtime, store: TieredStore) -> Links:
-    return NoLinks()
 
 
 def _name(model: str) -> ModelName:

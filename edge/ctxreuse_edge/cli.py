@@ -176,9 +176,14 @@ def sync(ctx: typer.Context, url: _Url = "", json: _Json = False) -> None:
         return
     if not found["clouds"]:
         typer.echo("No cloud is set: name one with `serve --cloud` or in [[bus.clouds]]")
-    for cloud in found["clouds"]:
-        typer.echo(f"{cloud['name']}: {cloud['state']}")
-    typer.echo(", ".join(f"{name} {value}" for name, value in found["sync"].items()))
+    from ctxreuse.units import rounded_bytes
+
+    for link in found["sync"]["links"]:
+        given, lacking = rounded_bytes(link["sent_bytes"]), rounded_bytes(link["pending_bytes"])
+        typer.echo(
+            f"{link['name']}: {link['state']}, {link['sent_blocks']:,} blocks ({given}) given since the start, "
+            f"{link['pending_blocks']:,} ({lacking}) to go"
+        )
 
 
 @app.command()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -242,7 +244,15 @@ class BusClient:
         ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
         parent = keys[first - 1] if first else ROOT
         assembly = Assembly(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
-        assembly.on_stop = lambda: self._dialer.post(lambda: self._session.cancel(assembly))
+        weak = weakref.ref(assembly)
+
+        def stop() -> None:
+            # Not by a reference of its own: in a cycle, tens of megabytes would wait for the garbage collector.
+            stopped = weak()
+            if stopped is not None:
+                self._dialer.post(partial(self._session.cancel, stopped))
+
+        assembly.on_stop = stop
         return assembly
 
 

@@ -18,7 +18,7 @@ from ctxreuse.bus.wire import Frame, Terms
 from ctxreuse.bus.zmqio_socket import Bell, Monitor, send, tune
 from ctxreuse.errors import LinkError, LinkRefusedError, ProtocolError
 
-__all__ = ["Dialer", "Estimate", "LinkState"]
+__all__ = ["Dialer", "Estimate", "LinkState", "wait_before"]
 
 LinkState = Literal["down", "up", "refused"]
 
@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _CONNECT = 5.0
 #: Messages sent or received before the other direction has its turn.
 _TURN = 32
+#: The attempt from which waits do not grow any more, whatever the bounds are.
+_REFUSED = 60
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -58,6 +60,12 @@ class Estimate(Protocol):
 class _Over(Exception):
     """This connection is over: (``refused``, ``failed`` or ``doubtful``, why). Doubtful means refused when it happens
     again: a server cannot say that it was called by a wrong key."""
+
+
+def wait_before(attempt: int, backoff: tuple[float, float], rng: random.Random) -> float:
+    """Seconds before an attempt (the first is 0): doubling from one bound to the other, between half and all of it."""
+    least, most = backoff
+    return min(most, least * 2 ** min(attempt, _REFUSED)) * rng.uniform(0.5, 1.0)
 
 
 class Dialer:
@@ -150,9 +158,8 @@ class Dialer:
                 # Coming up alone is no progress: a link that fails at once, every time, must not spin.
                 better = self._moved() > moved or time.monotonic() - since > 1.0
                 attempts = 0 if better else attempts + 1
-                least, most = self._backoff
-                wait = most if refused else min(most, least * 2 ** min(attempts, 20))
-                self._pause(wait * self._rng.uniform(0.5, 1.0))
+                # Who was refused will hardly be welcome in a moment.
+                self._pause(wait_before(_REFUSED if refused else attempts, self._backoff, self._rng))
         finally:
             self._end()
 

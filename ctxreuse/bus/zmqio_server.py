@@ -52,9 +52,7 @@ class _Peer:
 
     __slots__ = ("address", "fd", "held", "key", "name", "session", "user")
 
-    def __init__(
-        self, name: bytes, user: str, key: str, fd: int, address: Address | None, session: ServerSession
-    ) -> None:
+    def __init__(self, name: bytes, user: str, key: str, fd: int, address: Address, session: ServerSession) -> None:
         self.name, self.user, self.key, self.fd, self.address, self.session = name, user, key, fd, address, session
         self.held: list[Frame] | None = None
 
@@ -131,7 +129,7 @@ class BusServer:
             PeerInfo(
                 peer.user,
                 peer.session.grant.tenant if peer.session.grant else "",
-                f"{peer.address[0]}:{peer.address[1]}" if peer.address else "",
+                f"{peer.address[0]}:{peer.address[1]}",
                 peer.session.hello.node if peer.session.hello else b"",
                 dict(peer.session.counts),
             )
@@ -272,6 +270,12 @@ class BusServer:
             self._forget(old, now)
         fd = int(last.get(zmq.SRCFD))  # type: ignore[call-overload]
         self._accepted.pop(fd, None)
+        address = address_of(fd, self._port)
+        if address is None:  # the last words of a connection that is gone already
+            return None
+        if len(self._peers) >= _MAX_PEERS:
+            shut_down(fd, self._port, address)
+            return None
         session = ServerSession(
             self._service,
             user,
@@ -281,10 +285,7 @@ class BusServer:
             limits=self._limits,
             wake=self.wake,
         )
-        peer = _Peer(name, user, key, fd, address_of(fd, self._port), session)
-        if len(self._peers) >= _MAX_PEERS:
-            shut_down(fd, self._port, peer.address)
-            return None
+        peer = _Peer(name, user, key, fd, address, session)
         self._peers[name] = self._owners[session] = peer
         session.opened(now)
         return peer

@@ -6,6 +6,7 @@ import gc
 import runpy
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -120,6 +121,20 @@ def test_payloads_of_a_megabyte_are_not_copied_and_not_damaged() -> None:
             fetch = client.fetch(space, [key for key, _ in blocks], tokens)
             fetch.tail(3, 20)
             assert [bytes(view.buffer) for view in fetch.views(3)] == [data for _, data in blocks]
+
+
+def test_memory_of_a_fetch_goes_with_its_last_view() -> None:
+    with W.link(node()) as (_, client):
+        fetch = client.fetch(SPACE, KEYS, TOKENS)
+        assert W.whole(fetch)
+        gone = weakref.ref(fetch)
+        gc.disable()
+        try:
+            del fetch
+            client.match(SPACE.digest, KEYS, 5)  # the link's thread has gone on
+            assert gone() is None
+        finally:
+            gc.enable()
 
 
 def test_many_threads_share_a_link() -> None:

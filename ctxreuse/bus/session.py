@@ -13,16 +13,24 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from ctxreuse.bus.wire import Frame, Message, Terms, decode, encode
 from ctxreuse.errors import CtxReuseError, LinkDownError
 
-__all__ = ["Limits", "Request", "Session"]
+__all__ = ["Granting", "Limits", "Request", "Session"]
 
 T = TypeVar("T")
+
+
+class Granting(Protocol):
+    """The receiving side of a transfer, which grants credit."""
+
+    def grant(self) -> Message:
+        """Extend the credit, now that the message that says so is about to go."""
+        ...
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -99,6 +107,9 @@ class Session:
         self.dead, self.reason = False, ""
         self.counts: Counter[str] = Counter()
         self._control: deque[list[Frame]] = deque()
+        #: Transfers that want more, by request. Credit is made when it is sent, so that there is one message at most
+        #: of each transfer, and a peer that sends more than it was told is found out.
+        self._owed: dict[int, Granting] = {}
         self._terms = limits.terms
         self._open = False
         self._time = 0.0
@@ -111,6 +122,7 @@ class Session:
         """The transport is connected (again)."""
         self._advance(now)
         self._control.clear()
+        self._owed.clear()
         self._terms = self.limits.terms
         self._open, self.dead, self.reason = True, False, ""
         self._heard = self._time
@@ -120,6 +132,7 @@ class Session:
         """The transport is gone; what was open waits or is given up. Idempotent."""
         self._advance(now)
         self._control.clear()
+        self._owed.clear()
         self._open = False
 
     def receive(self, frames: Sequence[Frame], now: float) -> None:
@@ -154,13 +167,18 @@ class Session:
         self._advance(now)
         if not self._open:
             return None
-        frames = self._control.popleft() if self._control else self._bulk()
+        frames = self._urgent() or self._bulk()
         if frames is not None:
             self.counts["messages_out"] += 1
             if len(frames) > 1:
                 self.counts["payloads_out"] += 1
                 self.counts["bytes_out"] += len(frames[1])
         return frames
+
+    def _urgent(self) -> list[Frame] | None:
+        if self._control:
+            return self._control.popleft()
+        return encode(self._owed.pop(next(iter(self._owed))).grant()) if self._owed else None
 
     def check(self) -> None:
         """Raise AssertionError if the session is in a state that it cannot be in."""

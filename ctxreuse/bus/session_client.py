@@ -273,7 +273,7 @@ class ClientSession(Session):
                 return frames
             if sending.finished:
                 self._outlet.remove(sending)
-        return self._control.popleft() if self._control else None
+        return self._urgent()
 
     def _payload(self, message: wire.Payload, payload: memoryview) -> None:
         live = self._live.get(message.id)
@@ -285,13 +285,13 @@ class ClientSession(Session):
             fresh = live.assembly.write(message.pieces, payload)
         except ProtocolError:
             if live.assembly.ended is not None:
-                del self._live[message.id]
+                self._drop(message.id, LinkDownError("foreign"))
             raise
         self.counts["duplicates"] += len(payload) - fresh if live.assembly.ended in (None, "") else 0
         if live.assembly.ended is not None:
             self._drop(message.id, LinkDownError("ended"), tell=live.assembly.ended != "")
-        elif live.grant():
-            self._say(wire.Credit(message.id, live.round, live.upto))
+        elif live.owes:
+            self._owed[message.id] = live
 
     def _done(self, message: wire.Done) -> None:
         live = self._live.get(message.id)
@@ -338,6 +338,7 @@ class ClientSession(Session):
     def _drop(self, number: int, error: CtxReuseError, *, tell: bool = True) -> None:
         """Forget a request and tell whoever waits for it; with ``tell`` also the cloud."""
         live = self._live.pop(number, None)
+        self._owed.pop(number, None)
         if live is None:
             return
         if isinstance(live, Getting):

@@ -31,7 +31,7 @@ class Getting:
         if window < 1:
             raise ValueError(f"a window of {window} payloads")
         self.assembly, self.payload = assembly, payload
-        self.round, self.open = 0, False
+        self.number, self.round, self.open = 0, 0, False
         self.got = self.upto = self.idle = 0
         self._tokens, self._wanted, self._window = tokens, window, window
         self._before = 0
@@ -39,7 +39,7 @@ class Getting:
     def offer(self, number: int, payload: int, most: int) -> wire.Fetch | wire.Prefill:
         """The message that opens it on this connection; at most ``most`` payloads are granted ahead."""
         assembly = self.assembly
-        self.round, self.open = self.round + 1, True
+        self.number, self.round, self.open = number, self.round + 1, True
         self._window = min(self._wanted, most)
         self.got, self.upto, self._before = 0, self._window, assembly.received
         space, have, state = assembly.space.digest, assembly.have(), assembly.wants_state
@@ -54,12 +54,15 @@ class Getting:
         if self.got > self.upto or nbytes > most:
             raise ProtocolError(f"payload {self.got} of {nbytes} bytes with credit for {self.upto}", where="fetch")
 
-    def grant(self) -> bool:
-        """Extend the credit when half of it is used up; True if there is news for the cloud."""
-        if self.upto - self.got > self._window // 2:
-            return False
+    @property
+    def owes(self) -> bool:
+        """True when half of the credit is used up."""
+        return self.upto - self.got <= self._window // 2
+
+    def grant(self) -> wire.Credit:
+        """Extend the credit to the full window."""
         self.upto = self.got + self._window
-        return True
+        return wire.Credit(self.number, self.round, self.upto)
 
     def stop(self) -> None:
         """This connection is over."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.bus.base import Intake
-from ctxreuse.bus.wire import Piece
+from ctxreuse.bus.wire import Credit, Piece
 from ctxreuse.errors import CtxReuseError, ProtocolError
 
 __all__ = ["Taking"]
@@ -71,12 +71,15 @@ class Taking:
             raise ProtocolError(f"block {item} cannot be skipped", where="put")
         self._left.remove(item)
 
-    def grant(self) -> bool:
-        """Extend the credit when half of it is used up; True if there is news for the peer."""
-        if self.finished or self.upto - self.got > _WINDOW // 2:
-            return False
+    @property
+    def owes(self) -> bool:
+        """True when half of the credit is used up and there is more to come."""
+        return not self.finished and self.upto - self.got <= _WINDOW // 2
+
+    def grant(self) -> Credit:
+        """Extend the credit to the full window."""
         self.upto = self.got + _WINDOW
-        return True
+        return Credit(self.id, self.round, self.upto)
 
     def close(self) -> None:
         """The put is over."""

@@ -90,7 +90,7 @@ class ServerSession(Session):
     @property
     def talks(self) -> bool:
         """True if `next` would give something that is not up to the outlet (control, announcements)."""
-        return self._open and bool(self._control or (self.grant is not None and self._telling.pending))
+        return self._open and bool(self._control or self._owed or (self.grant is not None and self._telling.pending))
 
     def close(self, reason: str = "drain") -> None:
         """End what runs, telling the peer why; `next` still gives those messages."""
@@ -267,8 +267,8 @@ class ServerSession(Session):
             return
         for item, reason in taking.write(message.pieces, payload):
             self._say(wire.Stored(message.id, message.round, item, reason[:32]))
-        if taking.grant():
-            self._say(wire.Credit(message.id, message.round, taking.upto))
+        if taking.owes:
+            self._owed[message.id] = taking
         self._settle(message.id, taking)
 
     def _settle(self, number: int, taking: Taking) -> None:
@@ -308,7 +308,7 @@ class ServerSession(Session):
             if frames is not None:
                 return frames
         if self._control:
-            return self._control.popleft()
+            return self._urgent()
         told = self._telling.next()
         return wire.encode(told) if told is not None else None
 
@@ -333,6 +333,7 @@ class ServerSession(Session):
     def _forget(self, number: int) -> None:
         sending, taking = self._sending.pop(number, None), self._taking.pop(number, None)
         self._moved.pop(number, None)
+        self._owed.pop(number, None)
         if sending is not None:
             self.outlet.remove(sending)
             sending.close()

@@ -87,7 +87,7 @@ def test_the_state_comes_after_the_heads() -> None:
     (pieces, payload), *_ = drained(transfer)
     items = [item for item, _, _ in pieces]
     assert items[:6] == [0, 1, 2, 3, 4, 5]
-    assert items[6] != 5  # the head of the state and its planes are one piece
+    assert pieces[5] == (5, 0, len(state))
     into = assembly(state=True)
     into.write(pieces, memoryview(payload))
     into.check()

@@ -21,7 +21,7 @@ _WINDOW = 96
 _FORGET = 0.96
 #: How far from the others (in times of their typical distance) an observation still counts in full (Huber, 1964).
 _HUBER = 1.5
-_PASSES = 12
+_PASSES = 8
 #: Seconds. Shorter times are mostly the clock's and the scheduler's.
 _SHORTEST = 1e-4
 

@@ -13,6 +13,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from ctxreuse.cost import CostModel, Decision, Path, Way
 from ctxreuse.errors import FormatError, LinkDownError, LinkError
 from ctxreuse.keys import Tokens
@@ -63,7 +65,8 @@ def ask(
     if patience < _SHORTEST:
         return None
     at = clock()
-    offer = remote.offer(space, ids, after=first, timeout=patience)
+    # At least the last token is computed: a state at the very end of the prompt would be of no use.
+    offer = remote.offer(space, ids[: usable * size], after=first, timeout=patience)
     asked = clock() - at
     if offer is None:
         return None
@@ -168,7 +171,12 @@ class Fetching:
             self.offer, space, self._ids, first=self._first, last=self._last, order=order, state=space.needs_state
         )
         nbytes = (self._last - self._first) * (self.offer.block_nbytes or space.token_nbytes * self._size)
-        self._watches.append(Watch(fetch, self.offer, nbytes, self.decision.deadline, self._clock))
+        deadline = self.decision.deadline
+        self._watches.append(Watch(fetch, self.offer, nbytes, deadline, self._otherwise, self._clock))
+
+    def _otherwise(self, bandwidth: float) -> float:
+        ways = self._choose(bandwidth).ways
+        return min((seconds for way, seconds in ways.items() if way != "layers"), default=float("inf"))
 
     def _switch(self, reason: str) -> None:
         """The fetch in layer order is no good: what came of it is half a model deep, so nothing of it can be kept. Meet
@@ -179,6 +187,7 @@ class Fetching:
         self.way = "recompute"
         if reason == "link" and not dead and bandwidth > 0 and not self.offer.computes:
             self.way = "tail" if self._choose(bandwidth).way in ("tail", "layers") else "recompute"
+            self.offer = msgspec.structs.replace(self.offer, bandwidth=bandwidth)
             self._begin()
 
     def _leading(self) -> int:
@@ -279,8 +288,8 @@ class Fetching:
         return min(at // size * size + step * size, stride, front)
 
     def _align(self, live: Live, compute: Compute) -> None:
-        """Let ``live`` end where the fetched blocks, or the later ones of them, can be loaded: back to a boundary, or on
-        to one if the model cannot go back."""
+        """Let ``live`` end where the fetched blocks, or the later ones of them, can be loaded: back to a boundary, or
+        on to one if the model cannot go back."""
         size, start = self._size, self._first * self._size
         if live.n < start:
             compute(live, start)

@@ -127,7 +127,9 @@ class Prompt:
         if fetching is not None:
             waited = fetching.waited - times.waited
             if fetching.tokens:
-                sources = {**sources, fetching.offer.source: fetching.tokens}
+                # A context of ours may have been cut back to the boundary where the fetched blocks begin.
+                local = {name: min(n, fetching.end - fetching.tokens) for name, n in sources.items()}
+                sources = {**local, fetching.offer.source: fetching.tokens}
             size = self._runtime.engine.space.block_tokens
             whole = sum(sources.values()) >= (len(ids) - 1) // size * size
             missed = "" if whole else fetching.missed or missed or _ABSENT

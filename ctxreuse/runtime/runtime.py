@@ -135,7 +135,7 @@ class Runtime:
         self.pool.clear()
 
     def calibrate(self) -> None:
-        """Teach the model of cost, if there is one, what prefills take: some short ones, into contexts that are dropped.
+        """Teach the model of cost, if there is one, what prefills take: by some short ones, whose contexts are dropped.
 
         About a second for a small model on a small machine; without it the first requests teach it.
         """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ctxreuse.cost import LinkEstimate
 from ctxreuse.errors import LinkDownError, LinkError
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: Seconds between two looks at a fetch that is waited for, least and most.
 _SLICE = (0.005, 0.05)
+#: Seconds over which the rate is taken, least; and the bytes that must fit, as whole payloads of a MiB arrive at once.
+_WINDOW, _PAYLOADS = 0.1, 3 << 20
 #: Seconds beyond two round trips that a peer may take to begin.
 _GRACE = 0.05
 #: Past the soft deadline waiting goes on only for the last so much of what recomputing would take.
@@ -25,29 +27,39 @@ _NEARLY = 0.1
 
 
 class Watch:
-    """One fetch of ``nbytes`` that began now. ``deadline``: seconds that doing without it takes (None: unknown).
+    """One fetch of ``nbytes`` that began now. ``deadline``: seconds that doing without it takes (None: unknown);
+    ``otherwise(bandwidth)``: seconds that the best other way would take from now on if the link is as fast as that.
 
     Two threads of one request may wait at a time: who computes and who copies.
     """
 
     def __init__(
-        self, fetch: Fetch, offer: Offer, nbytes: int, deadline: float | None, clock: Callable[[], float]
+        self,
+        fetch: Fetch,
+        offer: Offer,
+        nbytes: int,
+        deadline: float | None,
+        otherwise: Callable[[float], float],
+        clock: Callable[[], float],
     ) -> None:
         self.fetch, self.offer, self.nbytes, self.deadline = fetch, offer, nbytes, deadline
         self.waited = 0.0
-        self._clock = clock
+        self._otherwise, self._clock = otherwise, clock
         self._lock = threading.Lock()
-        self._link = LinkEstimate(offer.bandwidth, offer.rtt)
-        self._grace = 2 * offer.rtt + offer.delay + _GRACE
-        self._began = self._until = self._seen = clock()
-        self._received = 0
+        worth = deadline if deadline is not None else 1.0
+        self._grace = 2 * offer.rtt + offer.delay + min(_GRACE, worth / 10)
+        self._window = max(min(_WINDOW, worth / 4), 4 * offer.rtt)
+        if offer.bandwidth > 0:
+            self._window = max(self._window, min(_PAYLOADS, nbytes / 8) / offer.bandwidth)
+        self._seen: deque[tuple[float, int]] = deque()
+        self._began = self._until = clock()
 
     @property
     def bandwidth(self) -> float:
         """Bytes/s of late: the offer's at first, then this fetch's own."""
         with self._lock:
             self._look(self._clock())
-        return self._link.bandwidth
+            return self._rate()
 
     @property
     def lead(self) -> float:
@@ -81,14 +93,23 @@ class Watch:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        received, before = self.fetch.received, self._received
-        seconds = now - self._seen
-        if not before and received:
-            # The wait for the first byte is the round trip's, not the bandwidth's.
-            self._received, self._seen = received, now
-        elif (before or now - self._began > self._grace) and seconds >= _SLICE[0]:
-            self._link.bytes_seen(received - before, seconds)
-            self._received, self._seen = received, now
+        received = self.fetch.received
+        if not self._seen and not received and now - self._began <= self._grace:
+            return
+        # The wait for the first bytes is the round trip's, not the bandwidth's.
+        self._seen.append((now, received))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - self._window:
+            self._seen.popleft()
+
+    def _rate(self) -> float:
+        if len(self._seen) < 2:
+            return self.offer.bandwidth
+        (first, before), (last, received) = self._seen[0], self._seen[-1]
+        # Until the window is half full, the rest of the half is what was promised.
+        seen = last - first
+        missing = max(0.0, self._window / 2 - seen) if self.offer.bandwidth > 0 else 0.0
+        span = seen + missing
+        return (received - before + missing * self.offer.bandwidth) / span if span > 0 else self.offer.bandwidth
 
     def _hopeless(self) -> bool:
         now = self._clock()
@@ -97,6 +118,6 @@ class Watch:
         late = now - self._began > self.deadline
         if self.offer.computes:
             return late  # bytes come as they are made: their rate says nothing about when the last one will
-        bandwidth = self._link.bandwidth
+        bandwidth = self.bandwidth
         left = (self.nbytes - self.fetch.received) / bandwidth if bandwidth > 0 else float("inf")
-        return left > self.deadline or (late and left > _NEARLY * self.deadline)
+        return left > self._otherwise(bandwidth) or (late and left > _NEARLY * self.deadline)

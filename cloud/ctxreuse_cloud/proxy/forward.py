@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 
 import aiohttp
-import stamina
 
 from ctxreuse_cloud.proxy.asked import NOTHING
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.headers import RawHeaders, answer_headers, request_headers
-from ctxreuse_cloud.proxy.retry import Budget, FailedError, repeatable, retry_after, retry_status
+from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
 from ctxreuse_cloud.proxy.stream import Answer, pass_on, read_whole, usage_of
 
 __all__ = ["Call", "Forward"]
 
 log = logging.getLogger(__name__)
 
-#: A backend that asks for more patience than this is not waited for: the caller is told to come back.
-_PATIENCE = 2.0
 #: What is kept of a backend's error.
 _ERROR = 1 << 16
 
@@ -55,37 +54,36 @@ class Forward:
     ) -> None:
         self._backends, self._pool, self._counts, self._attempts, self._clock = backends, pool, counts, attempts, clock
         self._budget = Budget()
+        self._rng = random.Random()
 
     async def send(self, call: Call, answer: Answer) -> None:
         """Have the call answered. Raises FailedError if no backend began to, and StalledError."""
         self._budget.request()
-
-        def again(error: Exception) -> bool | float:
-            return isinstance(error, FailedError) and self._again(call, error)
-
-        async for attempt in stamina.retry_context(
-            on=again, attempts=self._attempts, timeout=None, wait_initial=0.05, wait_max=1.0, wait_jitter=0.1
-        ):
-            with attempt:
+        while True:
+            try:
                 await self._attempt(call, answer)
+                return
+            except FailedError as failed:
+                wait = self._again(call, failed)
+                if wait is None:
+                    raise
+            await asyncio.sleep(wait)
 
-    def _again(self, call: Call, error: FailedError) -> bool | float:
-        """Whether to try once more, and after how many seconds (True: a growing pause with jitter)."""
-        if (error.sent and not repeatable(call.path)) or error.wait > _PATIENCE or len(call.tried) >= self._attempts:
-            return False
+    def _again(self, call: Call, failed: FailedError) -> float | None:
+        """Seconds after which to try once more; None: not at all."""
+        n = len(call.tried)
+        if (failed.sent and not repeatable(call.path)) or failed.wait > PATIENCE or n >= self._attempts:
+            return None
         following = self._backends.choose(call.asked.model, call.asked.context, call.tried)
         if following is None or not self._budget.take():
-            return False
-        if following not in call.tried:
-            return 0.0  # it has not failed anybody
-        return error.wait or True
+            return None
+        # A backend that has not failed anybody need not be waited for.
+        return failed.wait or pause(n, self._rng) if following in call.tried else 0.0
 
     async def _attempt(self, call: Call, answer: Answer) -> None:
         backend = self._backends.choose(call.asked.model, call.asked.context, call.tried)
         if backend is None:
-            raise FailedError(
-                503, "no backend can take the request now", wait=max(_PATIENCE + 1, self._backends.wait())
-            )
+            raise FailedError(503, "no backend can take the request now", wait=max(PATIENCE + 1, self._backends.wait()))
         self._counts.tried(backend.name, again=bool(call.tried))
         call.tried.append(backend)
         body = call.asked.body(call.salt if backend.config.cache_salt else "")

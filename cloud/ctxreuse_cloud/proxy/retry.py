@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 from ctxreuse_cloud.proxy.headers import RawHeaders
 
-__all__ = ["Budget", "FailedError", "repeatable", "retry_after", "retry_status"]
+__all__ = ["PATIENCE", "Budget", "FailedError", "pause", "repeatable", "retry_after", "retry_status"]
 
 #: Asking these twice costs time only. What a backend may keep (files, batches, stored responses) is sent once.
 _PURE = frozenset(
@@ -23,6 +24,16 @@ _PURE = frozenset(
         "detokenize",
     ]
 )
+
+
+#: Seconds; a backend that asks for more is not waited for: the caller is told to come back.
+PATIENCE = 2.0
+_FIRST, _LONGEST = 0.05, 1.0
+
+
+def pause(tried: int, rng: random.Random) -> float:
+    """Seconds to wait before asking the same backends once more: doubled each time, drawn from [half, whole]."""
+    return min(_LONGEST, _FIRST * 2.0 ** (tried - 1)) * rng.uniform(0.5, 1.0)
 
 
 def repeatable(path: str) -> bool:

@@ -249,6 +249,32 @@ def test_fetch(order: str, state: bool) -> None:
     assert wires.client.drained
 
 
+def test_payloads_are_as_small_as_asked() -> None:
+    service = node()
+    wires = LINK.link(service, terms=wire.Terms(max_payload=1 << 20))
+    for asked, most in ((8192, 8192), (0, 1 << 20), (1, 4096)):
+        before = wires.client.counts["payloads_in"]
+        fetch = assembly()
+        wires.client.fetch(fetch, payload=asked)
+        wires.run()
+        assert whole(fetch)
+        assert wires.client.counts["payloads_in"] - before >= sum(SIZES) / most
+    assert wires.client.counts["payloads_in"] > 6 * SIZES[0] // 4096
+    # What the other side takes at most counts as well, whoever of the two is more modest.
+    small = ClientSession(node=NODE, limits=Limits(terms=wire.Terms(max_payload=4096)))
+    large = ServerSession(service, "edge", Outlet(), node=NODE, epoch=7)
+    modest = LINK.Wires(small, large)
+    modest.connect()
+    fetch = assembly()
+    small.fetch(fetch)
+    put = small.put(SPACE.digest, [bytes(32)], [SIZES[0]], lambda _: DATA[0], payload=1 << 20)
+    modest.run()
+    assert whole(fetch)
+    assert put.wait(0).refused == {0: "foreign"}
+    assert modest.broken == []
+    assert large.counts["payloads_in"] >= SIZES[0] / 4096
+
+
 @pytest.mark.parametrize("order", ["layers", "tail"])
 def test_a_fetch_survives_a_cut_at_every_payload(order: str) -> None:
     wires = LINK.link(node())

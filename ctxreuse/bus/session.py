@@ -182,7 +182,7 @@ class Session:
 
     def check(self) -> None:
         """Raise AssertionError if the session is in a state that it cannot be in."""
-        assert self._open or not self._control
+        assert self._open or not (self._control or self._owed)
         assert len(self._control) <= self.limits.queue
 
     # ---- for the two sides ----

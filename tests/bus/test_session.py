@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ctxreuse.bus import wire
@@ -296,6 +298,29 @@ def test_a_fetch_survives_a_cut_at_every_payload(order: str) -> None:
     assert wires.client.counts["bytes_in"] == sum(SIZES)
 
 
+def test_a_fetch_is_opened_again_by_the_next_round_naming_what_is_here() -> None:
+    client = client_of()
+    fetch, unwanted = assembly(), assembly()
+    unwanted.stop()
+    client.fetch(unwanted)
+    assert said(client) == []
+    client.fetch(fetch, window=3)
+    (opened,) = said(client)
+    tell(client, wire.Payload(1, 1, ((0, 0, 4000), (1, 0, 100))), DATA[0][:4000] + DATA[1][:100])
+    client.lost(0.0)
+    client.opened(0.0)
+    tell(client, wire.Welcome(1, NODE, 7, LINK.SALT))
+    _, again = said(client)
+    assert isinstance(opened, wire.Fetch)
+    assert isinstance(again, wire.Fetch)
+    assert (opened.id, opened.round, opened.have, opened.credit) == (1, 1, (), 3)
+    assert (again.id, again.round, again.credit, again.keys) == (1, 2, 3, opened.keys)
+    assert again.have == ((0, 4000, DATA[0][24:32]), (1, 100, DATA[1][24:32]))
+    tell(client, wire.Payload(1, 1, ((0, 4000, 10),)), DATA[0][4000:4010])  # of the connection before
+    assert client.counts["ignored"] == 1
+    assert fetch.received == 4100
+
+
 def test_a_fetch_that_never_gets_anything_is_given_up() -> None:
     wires = LINK.link(node(), limits=Limits(rounds=5))
     fetch = assembly()
@@ -421,6 +446,24 @@ def test_many_small_blocks_share_a_payload_of_a_put() -> None:
     assert request.wait(0).taken == (0, 1, 2, 3, 4, 5)
     assert wires.client.counts["payloads_out"] == 1
     assert service.blocks == dict(BLOCKS)
+
+
+def test_a_put_keeps_few_blocks_in_memory() -> None:
+    wires = LINK.link(LINK.DictNode())
+    given: list[weakref.ref[Any]] = []
+
+    def read(item: int) -> Any:
+        block = np.frombuffer(DATA[item], np.uint8).copy()
+        given.append(weakref.ref(block))
+        return block
+
+    request = wires.client.put(SPACE.digest, KEYS, SIZES, read)
+    while wires.send(wires.client) or wires.send(wires.server):
+        while wires.deliver(wires.client) or wires.deliver(wires.server):
+            pass
+        assert sum(block() is not None for block in given) <= 2
+    assert request.done
+    assert len(given) == 6
 
 
 def test_a_state_is_put_alone() -> None:

@@ -36,7 +36,8 @@ class Matched(msgspec.Struct, frozen=True):
 class Supply(Protocol):
     """Blocks that one peer asked for, as sealed bytes. One thread calls, the one that owns the sockets.
 
-    Items ``0 … count - 1`` are the blocks in the order of their keys; if the state was asked for it is item ``count``.
+    Items are the blocks in the order of their keys and after them, if it was asked for, the state; ``count`` is the
+    number of both together.
     """
 
     @property

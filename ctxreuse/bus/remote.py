@@ -47,8 +47,8 @@ class Clouds:
 
     ``links``: each with the estimate that is fed from it; they stay the caller's to close. ``quarantine``: who is not
     asked because of what it sent (default: for this process's life). ``seconds(first, last)``: what computing the
-    context's tokens from ``first`` to ``last`` would take here, to compare clouds (default: the more blocks the
-    better). ``compute_blocks``: contexts that lack fewer blocks are never given to a cloud to compute.
+    context's tokens from ``first`` to ``last`` would take here, to compare clouds (None: not known yet; then the more
+    blocks the better). ``compute_blocks``: contexts that lack fewer blocks are never given to a cloud to compute.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Clouds:
         links: Iterable[tuple[Link, Speed]],
         *,
         quarantine: Quarantine | None = None,
-        seconds: Callable[[int, int], float] | None = None,
+        seconds: Callable[[int, int], float | None] | None = None,
         compute_blocks: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,7 +96,9 @@ class Clouds:
                 states = found.state_blocks if space.needs_state else found.blocks
                 held += self._holds(peer, space, found.blocks, states, after)
         held += self._would_compute(asked, space, count, after)
-        return max(held, key=lambda offer: self._gain(offer, space, after), default=None)
+        size = space.block_tokens
+        priced = self._seconds(after * size, count * size) is not None if self._seconds is not None else False
+        return max(held, key=lambda offer: self._gain(offer, space, after, priced), default=None)
 
     def _holds(self, peer: _Peer, space: ModelSpace, blocks: int, states: int, after: int) -> list[Offer]:
         if (states if space.needs_state else blocks) <= after:
@@ -133,16 +135,17 @@ class Clouds:
             delay=delay,
         )
 
-    def _gain(self, offer: Offer, space: ModelSpace, after: int) -> tuple[float, float]:
-        """What is compared between offers: seconds saved, or without a prefill line blocks, then seconds."""
+    def _gain(self, offer: Offer, space: ModelSpace, after: int, known: bool) -> tuple[float, float]:
+        """What is compared between offers: seconds saved, or while that is not known blocks, then seconds."""
         blocks = (offer.state_blocks if space.needs_state else offer.blocks) - after
         spent = offer.rtt + offer.delay
         spent += blocks * offer.block_nbytes / offer.bandwidth if offer.bandwidth else 0.0
-        if self._seconds is None:
+        size = space.block_tokens
+        saved = self._seconds(after * size, (after + blocks) * size) if self._seconds is not None and known else None
+        if saved is None:
             # Computing elsewhere is a last resort where nothing says how long it would take here.
             return (-1.0 if offer.computes else float(blocks)), -spent
-        size = space.block_tokens
-        return self._seconds(after * size, (after + blocks) * size) - spent, 0.0
+        return saved - spent, -spent
 
     def fetch(
         self, offer: Offer, space: ModelSpace, tokens: Tokens, *, first: int, last: int, order: Order, state: bool

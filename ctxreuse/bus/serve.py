@@ -169,7 +169,7 @@ class StoreService:
             self._count("computed")
         else:
             self._count("shared")
-        return MakingSupply(making, who, first, lambda: self._made(name, making))
+        return MakingSupply(making, who, first, state, lambda: self._made(name, making))
 
     def held(self, tenant: str) -> tuple[int, Sequence[bytes]]:
         """See `Service.held`."""

@@ -150,15 +150,11 @@ class Making:
 class MakingSupply:
     """See `ctxreuse.bus.base.Supply`: the blocks from ``first`` on of a context in the making, for one peer."""
 
-    def __init__(self, making: Making, who: int, first: int, done: Callable[[], None]) -> None:
+    def __init__(self, making: Making, who: int, first: int, state: bool, done: Callable[[], None]) -> None:
         """``done`` is called if this was the last peer to wait for it."""
         self._making, self._who, self._first, self._done = making, who, first, done
+        self.count = len(making.keys) - first + state
         self._closed = False
-
-    @property
-    def count(self) -> int:
-        """Number of blocks; the state is the item after them."""
-        return len(self._making.keys) - self._first
 
     def parts(self, item: int) -> tuple[int, ...] | None:
         """See `Supply.parts`."""

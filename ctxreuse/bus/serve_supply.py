@@ -55,7 +55,7 @@ class StoreSupply:
         self._items: list[tuple[bytes, Kind]] = [(key, "block") for key in keys]
         if state:
             self._items.append((keys[-1], "state"))
-        self.count = len(keys)
+        self.count = len(self._items)
         self._offsets: dict[int, tuple[int, ...]] = {}
         self._heads: dict[int, bytes] = {}
         self._kept: dict[int, bytes] = {}

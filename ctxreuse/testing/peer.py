@@ -149,6 +149,31 @@ class PeerContract:
                 assert prompt.arrived(other.fetch(prompt.space, prompt.keys, prompt.tokens, order=order))
             assert prompt.arrived(other.fetch(prompt.space, prompt.keys, prompt.tokens, first=4, payload=4096), 4)
 
+    def test_states_go_where_their_blocks_are(self, tmp_path: Path, engine: Engine) -> None:
+        with self.cloud(tmp_path, engine) as cloud:
+            ann, other = cloud.up("ann"), cloud.up("ann-2")
+            prompt = cloud.prompt(ann, 3)
+            prompt.give(ann)
+            for data in prompt.states:
+                given = ann.put(
+                    prompt.space.digest,
+                    prompt.keys[2:],
+                    [data.nbytes],
+                    lambda _, data=data: data,
+                    parent=prompt.keys[1],
+                    state=True,
+                )
+                assert given.taken == (0,)
+            cloud.audited()
+            found = other.match(prompt.space.digest, prompt.keys, _PATIENCE)
+            assert found is not None
+            assert (found.blocks, found.state_blocks) == (3, 3 if prompt.states else 0)
+            fetch = other.fetch(prompt.space, prompt.keys, prompt.tokens, state=bool(prompt.states))
+            assert prompt.arrived(fetch)
+            state = fetch.state(_PATIENCE)
+            got = [bytes(state.buffer)] if state is not None else []
+            assert got == [data.tobytes() for data in prompt.states]
+
     def test_giving_again_gives_nothing(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann = cloud.up("ann")
@@ -217,7 +242,7 @@ class PeerContract:
             fetches = [link.prefill(prompt.space, prompt.keys, prompt.tokens, state=state) for link in (ann, other)]
             for fetch in fetches:
                 until(lambda fetch=fetch: fetch.ended is not None, "the fetch does not end")  # type: ignore[misc]
-                assert fetch.ended == ""
+                assert fetch.ended == "", fetch.ended
                 for view, mine in zip(fetch.views(5), prompt.blocks, strict=True):
                     view.verify()
                     local = parse(mine)

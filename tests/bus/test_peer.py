@@ -17,12 +17,24 @@ from ctxreuse.bus.zmqio import BusClient, BusServer
 from ctxreuse.testing.memory_node import MemoryNode
 from ctxreuse.testing.peer import PeerContract, TenantContract
 
-tiny_llama = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["tiny_llama"]
+_TINY = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return tiny_llama()
+    return _TINY["tiny_llama"]()
+
+
+class TestWindows(PeerContract):
+    """A model that can be resumed only with its states."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls) -> Any:
+        return _TINY["tiny_gemma"]()
+
+    def serve(self, service: StoreService) -> MemoryNode:
+        return MemoryNode(service)
 
 
 class TestMemory(TenantContract):

@@ -116,7 +116,7 @@ def test_the_last_used_context_goes_first(tmp_path: Path) -> None:
 
 
 def test_after_a_time_offline_only_the_difference_is_given(tmp_path: Path) -> None:
-    with TieredStore(8 << 20) as store, linked(tmp_path) as (cloud, link):
+    with TieredStore(8 << 20) as store, linked(tmp_path) as (_, link):
         first, second = local(3), local(6)  # the second goes on where the first ended
         keep(store, first)
         before = Sync(store, [link])

@@ -20,6 +20,7 @@ from ctxreuse.bus.allow import ALLOW_FILE, keys_folder
 from ctxreuse.bus.auth import LOCAL, ServerAuth
 from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.zmqio import BusServer
+from ctxreuse.bus.zmqio_socket import check_endpoint
 from ctxreuse.config import Settings
 from ctxreuse.daemon.front import is_loopback
 from ctxreuse.errors import ConfigError
@@ -67,6 +68,8 @@ class Node:
         self.backends = Backends(settings.cloud.backends)
         self._counts = ProxyCounts(self.metrics.registry, self.backends)
         self._auth = _auth(settings)
+        # What cannot be bound is said now, not when models have been loaded.
+        check_endpoint(settings.bus.bind, secured=self._auth is not None, insecure=settings.bus.insecure)
         self.proxy: Proxy | None = None
         self._store: TieredStore | None = None
         self._workers: Workers | None = None

@@ -72,3 +72,24 @@ class Sidecar:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(30)
+
+
+class Edge:
+    """``python -m ctxreuse_edge serve``, as a backend; ready when the constructor returns."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        store, log = folder / "edge", folder / "edge.log"
+        command = [sys.executable, "-m", "ctxreuse_edge", "serve", "--port", "0", "--store", str(store)]
+        env = {"CTXREUSE_CONFIG": "", "XDG_CONFIG_HOME": str(folder), "CTXREUSE_ENGINE__THREADS": "1"}
+        with open(log, "ab") as out:
+            self.process = subprocess.Popen(
+                [*command, "--model", str(model)], stdout=out, stderr=out, env={**os.environ, **env}
+            )
+        ready = store / "edge.json"
+        wait_for(lambda: ready.exists() or self.process.poll() is not None)
+        assert self.process.poll() is None, log.read_text()
+        self.url = json.loads(ready.read_text())["url"]
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)

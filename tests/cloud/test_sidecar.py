@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from running import wait_for
+from running import Edge, wait_for
 from scripted import STREAM, Scripted, until
 
 from ctxreuse.bus.serve_engine import compute_blocks
@@ -97,6 +97,39 @@ def test_a_stream_ends_before_the_sidecar_does(sidecar: Callable[..., Any]) -> N
             assert await asyncio.to_thread(one.process.wait, 30) == 0
 
     asyncio.run(asyncio.wait_for(test(), 90))
+
+
+def test_our_own_edge_daemon_as_a_backend(sidecar: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
+    edge = Edge(tmp_path, tiny_folder)
+    try:
+        one = sidecar("--workers", "0", "--backend", edge.url)
+        with urllib.request.urlopen(one.url + "/v1/models", timeout=10) as answer:
+            model = json.loads(answer.read())["data"][0]["id"]
+        messages = [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Hello"}]
+        body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
+        answers = []
+        for stream in (False, True):
+            more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            request = urllib.request.Request(
+                one.url + "/v1/chat/completions",
+                json.dumps(body | more).encode(),
+                {"content-type": "application/json", "x-request-id": "through"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.headers["x-request-id"] == "through"
+                answers.append(answer.read())
+        whole = json.loads(answers[0])
+        events = [json.loads(line[6:]) for line in answers[1].split(b"\n\n") if line.startswith(b"data: {")]
+        text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        assert text == whole["choices"][0]["message"]["content"]
+        assert answers[1].rstrip().endswith(b"data: [DONE]")
+        # The second request found the first one's context, and the sidecar counted that.
+        cached = events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        with urllib.request.urlopen(one.url + "/metrics", timeout=10) as answer:
+            assert f'ctxreuse_proxy_tokens_total{{kind="cached"}} {float(cached)}'.encode() in answer.read()
+    finally:
+        edge.end()
 
 
 async def ask(client: Any, url: str, body: Any) -> tuple[int, bytes]:

@@ -59,14 +59,17 @@ def serve(settings: Settings, engine: Engine | None = None) -> int:
 
 def application(settings: Settings, daemon: Daemon, node: Node) -> Front:
     """Everything that is served over HTTP, as one ASGI application."""
-    metrics = node.metrics
+    metrics, keys = node.metrics, read_keys(settings.edge.api_key_file)
+    local = is_loopback(settings.edge.host)
+    if not (local or keys):
+        log.warning("anyone who reaches %s may use this daemon: set edge.api_key_file", settings.edge.host)
     return Front(
         Router([*probes(daemon.not_ready, metrics.render), *routes(node)]),
         metrics=metrics,
         route=_route,
         not_ready=daemon.not_ready,
-        keys=read_keys(settings.edge.api_key_file),
-        local=is_loopback(settings.edge.host),
+        keys=keys,
+        local=local,
     )
 
 

@@ -92,7 +92,7 @@ class Telling:
             self._seq, self._base, self._target, self._part, self._parts, self._added[here], self._removed[here]
         )
         self._part += 1
-        if not self.pending:
+        if self._part == self._parts:
             self._version = self._target
             self._added = self._removed = b""
         return message

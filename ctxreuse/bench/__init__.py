@@ -20,6 +20,7 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 
 #: Bench name to module, imported when it runs.
 BENCHES = {
+    "cost": "ctxreuse.bench.cost",
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",

@@ -20,7 +20,9 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 
 #: Bench name to module, imported when it runs.
 BENCHES = {
+    "bus": "ctxreuse.bench.bus",
     "cost": "ctxreuse.bench.cost",
+    "fetch": "ctxreuse.bench.fetch",
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",

@@ -156,8 +156,12 @@ class BusClient:
         ``window``: messages on their way, so ``payload * window`` should be above bandwidth times round trip.
         """
         assembly = self._assembly(space, keys, tokens, first, order, state)
-        self._dialer.post(lambda: self._session.fetch(assembly, payload=payload, window=window), _ends(assembly))
+        self.fill(assembly, payload=payload, window=window)
         return assembly
+
+    def fill(self, assembly: Assembly, *, payload: int = 0, window: int = 8) -> None:
+        """Fetch into an assembly that the caller has made; returns at once."""
+        self._dialer.post(lambda: self._session.fetch(assembly, payload=payload, window=window), _ends(assembly))
 
     def prefill(
         self,
@@ -184,12 +188,14 @@ class BusClient:
         read: Callable[[int], Buffer],
         *,
         parent: bytes = ROOT,
+        state: bool = False,
         timeout: float = 60.0,
     ) -> Stored:
         """Offer consecutive blocks after ``parent`` and give those that the cloud lacks; waits until it is done.
 
-        ``read(i)``: the sealed bytes of block i, called in the link's thread when they are wanted; LookupError if they
-        are gone. Raises LinkError after ``timeout`` seconds, or if the link refuses or closes.
+        ``state``: give the state at the end of the one key instead; ``parent`` is that of its block. ``read(i)``: the
+        sealed bytes of block i, called in the link's thread when they are wanted; LookupError if they are gone. Raises
+        LinkError after ``timeout`` seconds, or if the link refuses or closes.
         """
 
         def safe(item: int) -> Buffer:
@@ -205,7 +211,8 @@ class BusClient:
             raise LinkRefusedError(self.reason, where=self.name)
         request: Request[Stored] = Request()
         self._dialer.post(
-            lambda: self._session.put(space, keys, sizes, safe, parent=parent, request=request), request.fail
+            lambda: self._session.put(space, keys, sizes, safe, parent=parent, state=state, request=request),
+            request.fail,
         )
         try:
             return request.wait(timeout)

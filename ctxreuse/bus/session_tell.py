@@ -13,7 +13,7 @@ __all__ = ["Telling"]
 
 #: Prefixes in one message: 32 KiB, little beside a payload.
 _CHUNK = 4096
-#: Looks from one snapshot to the next, whatever the peer says it has lost.
+#: Looks from one snapshot to the next, whatever the peer says it has lost, or the service has forgotten.
 _SNAPSHOTS = 8
 
 
@@ -51,7 +51,6 @@ class Telling:
     def restart(self) -> None:
         """The peer asks for a snapshot: it gets one, but not one after another."""
         self._version = self._parts = self._part = 0
-        self._due = max(self._due, self._snapshot)
 
     def stop(self) -> None:
         """The peer is gone."""
@@ -70,6 +69,8 @@ class Telling:
             version, added, removed = changes
             if added or removed or version != self._version:
                 self._plan(self._version, version, _row(added), _row(removed))
+            return
+        if now < self._snapshot:
             return
         self._snapshot = now + _SNAPSHOTS * self._limits.announce_every
         version, held = self._service.held(self._tenant)

@@ -16,7 +16,7 @@ from ctxreuse.bus.serve_audit import Audit, Auditor
 from ctxreuse.bus.serve_intake import NOTHING, StoreIntake
 from ctxreuse.bus.serve_prefill import Making, MakingSupply, Prefiller, Sealed
 from ctxreuse.bus.serve_quarantine import Quarantine
-from ctxreuse.bus.serve_supply import Shelf, StoreSupply
+from ctxreuse.bus.serve_supply import StoreSupply
 from ctxreuse.bus.tenants import Directory, Line, node_secret
 from ctxreuse.errors import LinkRefusedError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys
@@ -39,8 +39,7 @@ class StoreService:
     ``tenant_of``: the tenant of a user of the allow-list, None for an unknown one (``ServerAuth.tenant``).
     ``tenants``: whose blocks the store may hold already (others' are found when they connect). ``prefiller``: who
     computes for peers. ``audit``: looks at given blocks (see `ctxreuse.runtime.audit`), which nobody finds before it
-    has. ``kept_bytes``: memory for the blocks of open fetches. ``quarantine_seconds``: how long a peer that gave false
-    blocks is kept out. ``clock``: seconds since 1970.
+    has. ``quarantine_seconds``: how long a peer that gave false blocks is kept out. ``clock``: seconds since 1970.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class StoreService:
         tenants: Iterable[str] = (),
         prefiller: Prefiller | None = None,
         audit: Audit | None = None,
-        kept_bytes: int = 256 << 20,
         audit_bytes: int = 128 << 20,
         quarantine_seconds: float = 24 * 3600.0,
         clock: Callable[[], float] = time.time,
@@ -62,7 +60,6 @@ class StoreService:
         self._directory = Directory(store, node_secret(place / "node.secret"), tenants)
         self.quarantine = Quarantine(place / "quarantine.json", seconds=quarantine_seconds, clock=clock)
         self._auditor = Auditor(audit, limit=audit_bytes) if audit is not None else None
-        self._shelf = Shelf(kept_bytes)
         self._layouts: dict[bytes, tuple[bytes, int]] = {}
         self._gave: dict[str, dict[bytes, None]] = {}
         self._slips: Counter[str] = Counter()
@@ -100,11 +97,9 @@ class StoreService:
         mine = Line(tenant, space)
         if not keys or any(self._directory.line(key) != mine for key in keys):
             raise LookupError("not held")
-        entries = [entry for entry in self._store.entries(keys) if entry is not None]
         self._store.touch([keys[-1]])
         self._count("served", len(keys))
-        nbytes = sum(entry.nbytes for entry in entries)
-        return StoreSupply(self._store, self._shelf, mine, self._directory.salt(tenant), keys, state, nbytes)
+        return StoreSupply(self._store, mine, self._directory.salt(tenant), keys, state)
 
     def intake(
         self,
@@ -284,7 +279,6 @@ class StoreService:
         """Raises AssertionError where parts disagree. O(entries)."""
         self._settle()
         self._directory.check()
-        assert 0 <= self._shelf.taken <= self._shelf.capacity
 
     def close(self) -> None:
         """Stop auditing and following the store, which stays open. After the last call of a peer."""

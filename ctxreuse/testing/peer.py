@@ -159,7 +159,7 @@ class PeerContract:
                     prompt.space.digest,
                     prompt.keys[2:],
                     [data.nbytes],
-                    lambda _, data=data: data,
+                    [data].__getitem__,
                     parent=prompt.keys[1],
                     state=True,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,8 +15,8 @@ from ctxreuse.bus.allow import Allowed, AllowList
 from ctxreuse.bus.auth import KeyPair, ServerAuth
 from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.zmqio import BusClient, BusServer
-from ctxreuse.testing.memory_node import MemoryNode
-from ctxreuse.testing.peer import PeerContract, TenantContract
+from ctxreuse.testing.memory_node import MemoryLink, MemoryNode
+from ctxreuse.testing.peer import PeerContract, TenantContract, until
 
 _TINY = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))
 
@@ -73,6 +74,30 @@ class SocketNode:
 class TestPlainSockets(PeerContract):
     def serve(self, service: StoreService) -> SocketNode:
         return SocketNode(service)
+
+
+def test_a_fetch_and_a_put_survive_cuts(tmp_path: Path, engine: Any) -> None:
+    contract = TestMemory()
+    with contract.cloud(tmp_path, engine) as cloud:
+        link = cloud.up("ann")
+        assert isinstance(link, MemoryLink)
+        prompt = cloud.prompt(link, 12)
+        given = threading.Thread(target=prompt.give, args=(link,))
+        given.start()
+        until(lambda: cloud.service.counts["taken"] >= 2, "nothing is given")
+        link.cut()
+        given.join(20)
+        cloud.audited()
+        assert cloud.store.stats().blocks == 12
+        until(lambda: link.announced(prompt.keys) == 12, "nothing is announced")
+        fetch = link.fetch(prompt.space, prompt.keys, prompt.tokens, payload=4096, window=2)
+        total = sum(prompt.sizes)
+        for share in (0.1, 0.3, 0.5, 0.7):
+            until(lambda share=share: fetch.received > share * total or fetch.ended is not None, "nothing comes")
+            link.cut()
+        assert prompt.arrived(fetch)
+        assert link.resumes > 0
+        assert fetch.received == total
 
 
 class TestCurve(TenantContract):

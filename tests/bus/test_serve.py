@@ -116,10 +116,9 @@ def test_what_the_store_evicts_is_not_found_any_more(tmp_path: Path) -> None:
         assert store.stats().evicted > 0
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 30])
-def test_a_supply_hands_out_the_bytes_of_the_store(tmp_path: Path, kept: int) -> None:
+def test_a_supply_hands_out_the_bytes_of_the_store(tmp_path: Path) -> None:
     store = TieredStore(0, BlockStore.open(tmp_path / "store", capacity=8 << 20))
-    with store, service(tmp_path, store, kept_bytes=kept) as node:
+    with store, service(tmp_path, store) as node:
         mine = Given(salt(node), 5, floats=1000)
         mine.put(node)
         store.put(mine.keys[4], mine.state(4), kind="state")
@@ -132,27 +131,33 @@ def test_a_supply_hands_out_the_bytes_of_the_store(tmp_path: Path, kept: int) ->
             for start, stop in pairwise(offsets):
                 assert bytes(supply.read(item, start, stop)) == data[start:stop].tobytes()
             assert bytes(supply.read(item, 24, offsets[1] + 8)) == data[24 : offsets[1] + 8].tobytes()
+        offsets = supply.parts(0)
+        for item, data in enumerate(mine.blocks[1:]):  # in layer order they are read in one go
+            part = supply.read(item, offsets[1], offsets[2])
+            assert bytes(part) == data[offsets[1] : offsets[2]].tobytes()
         supply.close()
         supply.close()
         with pytest.raises(LookupError):
             supply.parts(0)
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 30])
-def test_a_block_that_goes_or_changes_during_a_fetch_is_a_lookup_error(tmp_path: Path, kept: int) -> None:
-    with service(tmp_path, kept_bytes=kept) as node:
+def test_a_block_that_goes_or_changes_during_a_fetch_is_a_lookup_error(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
         mine = Given(salt(node), 4)
         mine.put(node)
         supply = node.supply("a", mine.space, mine.keys, state=False)
         offsets = supply.parts(0)
-        supply.parts(1)
+        for item in (1, 2, 3):
+            supply.parts(item)
         other = rekey(Context(4, floats=64).block(1, fill=3), mine.keys[1], mine.keys[0])
         node.store.put(mine.keys[1], other, replace=True)
         with pytest.raises(LookupError):
             supply.read(1, offsets[1], offsets[2])
         node.store.drop(mine.keys[2], "evicted")
-        with pytest.raises(LookupError):
-            supply.parts(2)
+        supply.read(0, offsets[1], offsets[2])
+        for item in (1, 2, 3):  # what was to be read ahead is gone, too
+            with pytest.raises(LookupError):
+                supply.read(item, offsets[1], offsets[2])
         assert bytes(supply.read(0, offsets[1], offsets[2])) == mine.blocks[0][offsets[1] : offsets[2]].tobytes()
         with pytest.raises(LookupError):
             node.supply("a", mine.space, mine.keys, state=False)

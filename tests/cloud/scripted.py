@@ -32,8 +32,8 @@ STREAM = [event("a"), event("b"), event("c"), event("", usage=USAGE), b"data: [D
 class Scripted:
     """``plan`` is taken from the left, one entry a request; when it is empty, ``stream``.
 
-    ``stream``, ``json``, ``flood`` (without end), ``hang``; ``drop`` (no answer), ``headers`` (and no body), ``torn``
-    (two events and a half); a number: that status.
+    ``stream``, ``json``, ``flood`` (without end), ``hang``; ``drop`` (no answer), ``garbage``, ``headers`` (and no
+    body), ``torn`` (two events and a half); a number: that status.
     """
 
     def __init__(self, name: str, models: Iterable[str] = ("m",)) -> None:
@@ -106,6 +106,10 @@ class Scripted:
             await writer.drain()
             return True
         if how == "drop":
+            return False
+        if how == "garbage":
+            writer.write(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+            await writer.drain()
             return False
         if how == "hang":
             await asyncio.sleep(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from ctxreuse_cloud.cli import main
 
 from ctxreuse.config import load
+from ctxreuse.config import settings as all_settings
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +86,15 @@ def test_wrong_settings_are_said_before_anything_starts(
     assert said in text
 
 
-def test_the_example_of_a_config_file_is_one() -> None:
-    example = Path(__file__).parents[2] / "cloud" / "deploy" / "cloud.toml"
-    settings = load(example, env={}).settings
+def test_what_is_shipped_to_run_it_says_what_it_understands() -> None:
+    deploy = Path(__file__).parents[2] / "cloud" / "deploy"
+    settings = load(deploy / "cloud.toml", env={}).settings
+    unit, image = ((deploy / name).read_text() for name in ("ctxreuse-cloud.service", "Dockerfile"))
+    known = {setting.env for setting in all_settings()} | {"CTXREUSE_MODELS", "CTXREUSE_CONFIG"}
+    assert set(re.findall(r"CTXREUSE_\w+", unit + image)) <= known
+    assert f"EXPOSE {settings.cloud.port} {settings.bus.bind.rpartition(':')[2]}" in image
+    stop = re.search(r"TimeoutStopSec=(\d+)", unit)
+    assert stop is not None
+    assert int(stop[1]) > settings.cloud.drain + settings.cloud.linger
     assert [backend.name for backend in settings.cloud.backends] == ["vllm", "llama"]
     assert settings.cloud.linger == 5.0

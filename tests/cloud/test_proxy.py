@@ -78,7 +78,7 @@ def test_a_json_answer_and_the_list_of_models() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("fault", ["drop", "headers", 500, 503, 408, 429])
+@pytest.mark.parametrize("fault", ["drop", "garbage", "headers", 500, 503, 408, 429])
 def test_what_fails_before_the_first_byte_is_tried_elsewhere(fault: str | int) -> None:
     async def test() -> None:
         async with Scripted("a") as a, Scripted("b") as b, fronted(a, b) as front:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 import signal
 import urllib.error
 import urllib.request
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from running import Edge, wait_for
 from scripted import STREAM, Scripted, until
@@ -19,6 +21,8 @@ from scripted import STREAM, Scripted, until
 from ctxreuse.bus.serve_engine import compute_blocks
 from ctxreuse.bus.zmqio import BusClient
 from ctxreuse.keys import prefix_keys
+
+ROOT = Path(__file__).parents[2]
 
 
 def link(bus: str, space: bytes) -> BusClient:
@@ -35,7 +39,7 @@ def whole(assembly: Any) -> list[bytes]:
 
 
 def test_it_computes_serves_takes_and_loses_nothing(
-    sidecar: Callable[..., Any], tiny_folder: Path, tiny_engine: Any
+    sidecar: Callable[..., Any], tiny_folder: Path, tiny_engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     space = tiny_engine.space
     rng = np.random.default_rng(0)
@@ -60,17 +64,24 @@ def test_it_computes_serves_takes_and_loses_nothing(
         assert status["workers"]["processes"][0]["jobs"] == 1
         assert status["transfers"]["taken"] == 6
         assert [peer["user"] for peer in status["peers"]] == ["local"]
+    runpy.run_path(str(ROOT / "examples" / "cloud_share.py"))["main"](first.bus, str(tiny_folder))
+    said = capsys.readouterr().out
+    assert "first device: 31 blocks computed by the cloud" in said
+    assert "second device: 31 blocks held by the cloud" in said
+    assert "the same next token: True" in said
     assert first.stop() == 0
     assert not first.ready_file.exists()
     assert {"ready", "draining", "stopped"} <= {line["message"] for line in first.lines()}
 
-    second = sidecar("--workers", "0")
+    second = sidecar("--workers", "1", "--model", str(tiny_folder))
     with link(second.bus, space.digest) as client:
         assert client.welcome is not None
         assert client.welcome.salt == salt
         assert whole(client.fetch(space, keys, asked)) == made
         assert whole(client.fetch(space, mine_keys, given)) == mine
+        worker = second.status()["workers"]["processes"][0]["pid"]
         second.kill()
+        wait_for(lambda: not psutil.pid_exists(worker))  # nobody told it: it saw that its node is gone
         third = sidecar("--workers", "0")
     with link(third.bus, space.digest) as client:
         assert whole(client.fetch(space, mine_keys, given)) == mine

@@ -97,23 +97,18 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     if engine is None:
         options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk}
         engine = open_engine(chosen.model, **options)
-    links = Links(settings, engine.space, node.metrics, folder)
+    links = Links(node.metrics, folder)
     stack.callback(links.close)
-    runtime = Runtime(
-        engine,
-        store,
-        live_bytes=settings.edge.live_bytes,
-        metrics=node.metrics,
-        remote=links.remote,
-        cost=links.cost,
-    )
+    runtime = Runtime(engine, store, live_bytes=settings.edge.live_bytes, metrics=node.metrics, cost=links.cost)
     stack.callback(runtime.close)
-    if links.remote is not None and not len(links.cost.prefill):
+    if settings.bus.clouds and not len(links.cost.prefill):
         runtime.calibrate()
+    links.connect(settings.bus, engine.space)
+    runtime.remote = links.remote
     worker = Worker(running=_RUNNING, waiting=settings.edge.max_waiting)
     stack.callback(worker.close)
     if settings.edge.sync:
-        links.give(store, rate=settings.edge.sync_rate, busy=lambda: worker.held > 0, metrics=node.metrics)
+        links.give(store, rate=settings.edge.sync_rate, busy=lambda: worker.held > 0)
         stack.callback(links.stop)
     contexts = Contexts(ledger, runtime, store, folder / "pins.json")
     disk = store.disk

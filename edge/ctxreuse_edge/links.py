@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ctxreuse.bus.remote import Clouds
     from ctxreuse.bus.sync import Sync
     from ctxreuse.bus.zmqio import BusClient
-    from ctxreuse.config import BusConfig, Settings
+    from ctxreuse.config import BusConfig
     from ctxreuse.metrics import Metrics
     from ctxreuse.model import ModelSpace
     from ctxreuse.runtime.remote import Remote
@@ -52,11 +52,11 @@ class _Counted(DecisionLog):
 class Links:
     """The clouds of one device, and what its own work costs. Any thread may call; a cloud that is away raises nothing.
 
-    ``remote`` and ``cost`` are for the runtime. What was learnt of costs is kept in ``folder`` between starts.
-    Raises ConfigError for settings that cannot work, such as a plain link beyond loopback.
+    ``cost`` is for the runtime, and ``remote`` once `connect` was called (None without clouds). What was learnt of
+    costs is kept in ``folder`` between starts.
     """
 
-    def __init__(self, settings: Settings, space: ModelSpace, metrics: Metrics, folder: Path) -> None:
+    def __init__(self, metrics: Metrics, folder: Path) -> None:
         self.cost = CostModel(log=_Counted(metrics))
         self.remote: Remote | None = None
         self._file = folder / "cost.bin"
@@ -65,15 +65,15 @@ class Links:
         self._links: list[tuple[BusClient, LinkEstimate]] = []
         self._sync: Sync | None = None
         self._clouds: Clouds | None = None
-        if settings.bus.clouds:
-            try:
-                self._connect(settings.bus, space, folder)
-            except BaseException:
-                self.close()
-                raise
-            metrics.watch(lambda: self._figures(metrics))
+        self._metrics, self._folder = metrics, folder
 
-    def _connect(self, bus: BusConfig, space: ModelSpace, folder: Path) -> None:
+    def connect(self, bus: BusConfig, space: ModelSpace) -> None:
+        """Start the links, which come up by themselves. While a model loads their first round trips would be seconds.
+
+        Raises ConfigError for settings that cannot work, such as a plain link beyond loopback.
+        """
+        if not bus.clouds:
+            return
         try:
             from ctxreuse.bus.auth import KeyPair, public_key
             from ctxreuse.bus.remote import Clouds
@@ -101,21 +101,22 @@ class Links:
                 estimate=estimate,
             )
             self._links.append((link, estimate))
-        quarantine = Quarantine(folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
+        quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
         self._clouds = Clouds(self._links, quarantine=quarantine, seconds=self._seconds)
         self.remote = self._clouds
+        self._metrics.watch(self._figures)
 
     def _seconds(self, first: int, last: int) -> float:
         return self.cost.prefill.seconds(last - first, first) or 0.0
 
-    def give(self, store: WholeStore, *, rate: float, busy: Callable[[], bool], metrics: Metrics) -> None:
+    def give(self, store: WholeStore, *, rate: float, busy: Callable[[], bool]) -> None:
         """From now on give the clouds what they lack of ``store`` while the device is not ``busy``."""
         if not self._links:
             return
         from ctxreuse.bus.sync import Sync
 
         def count(_: str, blocks: int, nbytes: int) -> None:
-            metrics.add("ctxreuse_sync_blocks_total", blocks)
+            self._metrics.add("ctxreuse_sync_blocks_total", blocks)
 
         links = [link for link, _ in self._links]
         self._sync = Sync(store, links, busy=busy, rate=rate, on_sent=count)
@@ -138,7 +139,8 @@ class Links:
         found: dict[str, Any] = msgspec.to_builtins(self._sync.sync_now())
         return {"enabled": True, **found}
 
-    def _figures(self, metrics: Metrics) -> None:
+    def _figures(self) -> None:
+        metrics = self._metrics
         every = [(link.stats(), estimate) for link, estimate in self._links]
         for state in ("up", "down", "refused"):
             metrics.set("ctxreuse_links", sum(stats.state == state for stats, _ in every), state)

@@ -141,12 +141,14 @@ class _Serving:
 
 
 class _Sink(Assembly):
-    """Counts what arrives and drops it."""
+    """Counts what arrives and drops it; ``sizes``: of the payloads."""
 
     total = 0
+    sizes: list[int]
 
     def write(self, pieces: Sequence[Piece], payload: memoryview) -> int:
         self.received += len(payload)
+        self.sizes.append(len(payload))
         if self.received >= self.total:
             self.end("")
         return len(payload)
@@ -155,7 +157,7 @@ class _Sink(Assembly):
 def serve(blocks: str, folder: str) -> None:
     """The other process: both servers and both bare senders, until standard input ends.
 
-    Prints its addresses as JSON; a line ``way size count`` makes a bare sender send.
+    Prints its addresses as JSON; a line of JSON, [way, sizes of frames], makes a bare sender send.
     """
     context = _Context(int(blocks))
     held = dict(zip(context.keys, context.sealed(), strict=True))
@@ -183,10 +185,10 @@ def serve(blocks: str, folder: str) -> None:
         replier.start()
         print(json.dumps(addresses), flush=True)
         for line in sys.stdin:
-            way, size, count = line.split()
-            frame = memoryview(memory)[: int(size)]
-            for _ in range(int(count)):
-                sockets[f"push {way}"].send(frame, copy=len(frame) < COPY_BELOW)
+            way, sizes = json.loads(line)
+            push, room = sockets[f"push {way}"], memoryview(memory)
+            for size in sizes:
+                push.send(room[:size], copy=size < COPY_BELOW)
         ends.set()
         replier.join()
         for socket in sockets.values():
@@ -228,28 +230,30 @@ class _Ways:
                 raise EngineError(f"the bench's link did not come up: {self.client.reason}")
             time.sleep(0.01)
 
-    def fetch(self, payload: int, total: int, *, sink: bool, order: Any = "tail") -> None:
-        """One fetch of the whole context."""
+    def fetch(self, payload: int, total: int, *, sink: bool, order: Any = "tail") -> list[int]:
+        """One fetch of the whole context; the sizes of the payloads that a sink got."""
         kind = _Sink if sink else Assembly
         context = self.context
         fetch = kind(context.space, context.keys, context.tokens, order=order)
         if isinstance(fetch, _Sink):
-            fetch.total = total
+            fetch.total, fetch.sizes = total, []
         self.client.fill(fetch, payload=payload, window=max(8, (8 << 20) // payload))
         with fetch._changed:
             fetch._changed.wait_for(lambda: fetch.ended is not None, _WAIT)
         if fetch.ended != "":
             raise EngineError(f"a fetch of the bench ended: {fetch.ended}")
+        return fetch.sizes if isinstance(fetch, _Sink) else []
 
-    def push(self, size: int, count: int, *, keep: bool) -> None:
-        """As many bytes through PUSH and PULL."""
-        self._child.stdin.write(f"{self.way} {size} {count}\n")
+    def push(self, sizes: list[int], *, keep: bool) -> None:
+        """Frames of these sizes through PUSH and PULL."""
+        self._child.stdin.write(json.dumps([self.way, sizes]) + "\n")
         self._child.stdin.flush()
-        room = np.empty(size * count, np.uint8).data if keep else None
-        for i in range(count):
+        room, at = np.empty(sum(sizes), np.uint8).data if keep else None, 0
+        for size in sizes:
             frame = self.pull.recv(copy=False)
             if room is not None:
-                room[i * size : (i + 1) * size] = frame.buffer
+                room[at : at + size] = frame.buffer
+                at += size
 
     def one(self) -> None:
         """A fetch of one block."""
@@ -296,7 +300,7 @@ def _started(blocks: int) -> Iterator[list[_Ways]]:
                 child.stdin.close()
 
 
-def _turns(calls: dict[str, Callable[[], None]], rounds: int, warm: int = 2) -> dict[str, list[float]]:
+def _turns(calls: dict[str, Callable[[], object]], rounds: int, warm: int = 2) -> dict[str, list[float]]:
     """Seconds of each call of each round; the calls take turns, each round the other way round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-warm, rounds):
@@ -311,21 +315,19 @@ def _turns(calls: dict[str, Callable[[], None]], rounds: int, warm: int = 2) -> 
 def _measured(way: _Ways, blocks: int, rounds: int, ones: int, step: Callable[[str], None]) -> Iterator[Figure]:
     """All figures of one way."""
     block = next(_Context(1).sealed())
-    total, offsets = blocks * len(block), part_offsets(parse(block))
-    part = offsets[2] - offsets[1]
+    total = blocks * len(block)
 
     def rates(payload: int, *, sink: bool, order: str) -> tuple[float, float]:
-        # What a payload really carries: whole parts, as many as fit.
-        size = payload // part * part
+        # The bare sender sends frames of just the sizes that a fetch has.
+        sizes = way.fetch(payload, total, sink=True, order=order)
         times = _turns(
             {
                 "bus": lambda: way.fetch(payload, total, sink=sink, order=order),
-                "raw": lambda: way.push(size, total // size, keep=not sink),
+                "raw": lambda: way.push(sizes, keep=not sink),
             },
             rounds,
         )
-        raw_bytes = total // size * size
-        return total / statistics.median(times["bus"]) / 1e9, raw_bytes / statistics.median(times["raw"]) / 1e9
+        return total / statistics.median(times["bus"]) / 1e9, total / statistics.median(times["raw"]) / 1e9
 
     for name, payload in _SIZES.items():
         step(f"{way.way}, payloads of {name}")

@@ -23,6 +23,10 @@ SendOrder: TypeAlias = Literal["layers", "tail", "front"]
 #: Every so many payloads, one goes by age.
 SHARE = 16
 
+# From so many bytes of one item on, a payload holds no other (unless it must, layer by layer): one run of memory is
+# sent as it is, two would have to be joined, which takes longer than another message.
+_ALONE = 256 << 10
+
 _Span: TypeAlias = tuple[int, int, int]
 _T = TypeVar("_T")
 _Spans: TypeAlias = Generator[_Span | None, None, _T]
@@ -108,8 +112,10 @@ class Outgoing:
             self._next = span = self._next or self._ahead()
             if span is None or span[2] - span[1] > room:
                 break
-            self._next = None
             item, start, stop = span
+            if pieces and item != pieces[-1][0] and self.order != "layers" and self.payload - room >= _ALONE:
+                break
+            self._next = None
             room -= stop - start
             if pieces and pieces[-1][0] == item and pieces[-1][1] + pieces[-1][2] == start:
                 pieces[-1] = (item, pieces[-1][1], pieces[-1][2] + stop - start)

@@ -107,9 +107,6 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_payload: Annotated[
         int, _about("Largest piece of a block in one message", ge=1 << 12, le=16 << 20, unit="bytes")
     ] = 1 << 20
-    credit: Annotated[
-        int, _about("Pieces that may be on their way to a peer before it asks for more", ge=1, le=1024)
-    ] = 8
 
 
 class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,12 +6,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse import config
-from ctxreuse.config import Settings, load
+from ctxreuse.config import LinkConfig, Settings, load
+from ctxreuse.config import settings as known
 from ctxreuse.errors import ConfigError
 
 
@@ -143,3 +145,74 @@ def test_the_store_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     store: Any = config.StoreConfig()
     assert store.folder() == tmp_path / "ctxreuse" / "store"
     assert config.StoreConfig(path="~/x").folder() == Path("~/x").expanduser()
+
+
+CLOUDS = """
+[bus]
+key_file = "k"
+heartbeat = "500ms"
+
+[[bus.clouds]]
+endpoint = "tcp://a:1"
+name = "one"
+
+[[bus.clouds]]
+endpoint = "tcp://b:2"
+server_key = "x"
+
+[edge]
+sync_rate = "2MB/s"
+drain = "5m"
+"""
+
+
+def test_lists_of_tables_durations_and_rates(tmp_path: Path) -> None:
+    loaded = load(env=write(tmp_path, CLOUDS))
+    bus, edge = loaded.settings.bus, loaded.settings.edge
+    assert bus.clouds == (LinkConfig("tcp://a:1", name="one"), LinkConfig("tcp://b:2", "x"))
+    assert (bus.heartbeat, edge.sync_rate, edge.drain) == (0.5, 2_000_000, 300)
+    assert loaded.origins["bus.clouds"].startswith("file ")
+
+
+def test_a_list_from_a_variable_or_a_flag(tmp_path: Path) -> None:
+    env = write(tmp_path, CLOUDS) | {"CTXREUSE_BUS__CLOUDS": '[{"endpoint": "tcp://c:3"}]'}
+    loaded = load(env=env)
+    assert loaded.settings.bus.clouds == (LinkConfig("tcp://c:3"),)
+    assert loaded.origins["bus.clouds"] == "env CTXREUSE_BUS__CLOUDS"
+    flagged = load(env=env, flags={"bus.clouds": [{"endpoint": "tcp://d:4"}]})
+    assert flagged.settings.bus.clouds == (LinkConfig("tcp://d:4"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[bus.clouds]]\nname = 'x'", "endpoint"),
+        ("[[bus.clouds]]\nendpoint = 'x'\nkey = 'y'", "bus.clouds"),
+        ("[bus]\nclouds = 'x'", "each entry is a table"),
+        ("[bus]\nheartbeat = 'soon'", "is not a duration"),
+        ("[bus]\nheartbeat = 0", "bus.heartbeat"),
+        ("[edge]\nsync_rate = '5'", "is not a rate"),
+        ("[edge]\nport = 70000", "edge.port"),
+        ("[edge]\nsync = 'yes'", "edge.sync"),
+    ],
+)
+def test_slips_in_the_sections_of_daemons(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(env=write(tmp_path, text))
+    assert says in str(error.value) or says.capitalize() in str(error.value)
+    with pytest.raises(ConfigError, match="JSON"):
+        load(env={"CTXREUSE_CONFIG": "/dev/null", "CTXREUSE_BUS__CLOUDS": "tcp://a:1"})
+
+
+def test_what_is_shown_of_all_settings_reads_back(tmp_path: Path) -> None:
+    settings = load(env=write(tmp_path, CLOUDS)).settings
+    values = msgspec.structs.asdict(settings)
+    shown = [f"{s.name} = {s.show(getattr(values[s.name.split('.')[0]], s.name.split('.')[1]))}" for s in known()]
+    assert load(env=write(tmp_path, "\n".join(shown))).settings == settings
+
+
+def test_the_example_explains_the_columns_of_tables() -> None:
+    text = config.example()
+    assert "[[bus.clouds]]" in text
+    assert "#   endpoint: " in text
+    assert "(needed)" in text

@@ -26,6 +26,7 @@ BENCHES = {
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",
+    "many": "ctxreuse.bench.many",
     "order": "ctxreuse.bench.order",
     "proxy": "ctxreuse.bench.proxy",
     "reuse": "ctxreuse.bench.reuse",

@@ -29,8 +29,8 @@ class StoreSupply:
 
     A block that is evicted meanwhile is a LookupError, one that was replaced by another encoding too. Blocks are not
     kept whole although layer order comes back to each once a layer: copying 3 MB into fresh memory costs more than the
-    30 searches that it saves. 94 MB in pieces of 96 KB, by the thread's own time: 2.5 GB/s so, 1.4 to 2.3 without reading
-    ahead, 2.3 with whole blocks, where a payload took up to 17 ms and not 2.
+    30 searches that it saves. 94 MB in pieces of 96 KB, by the thread's own time: 2.5 GB/s so, 1.4 to 2.3 without
+    reading ahead, 2.3 with whole blocks, where a payload took up to 17 ms and not 2.
     """
 
     def __init__(self, store: WholeStore, line: Line, salt: bytes, keys: Sequence[bytes], state: bool) -> None:

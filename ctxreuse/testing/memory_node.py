@@ -35,13 +35,15 @@ class MemoryLink:
         self._there: deque[list[bytes]] = deque()
         self._back: deque[list[bytes]] = deque()
         self._connected = self._closed = False
+        #: Seconds from message to message.
+        self.pace = 0.0
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closed:
-            if not self._pump():
-                time.sleep(0.001)
+            if not self._pump() or self.pace:
+                time.sleep(self.pace or 0.001)
 
     def _pump(self) -> bool:
         now = time.monotonic()
@@ -53,7 +55,7 @@ class MemoryLink:
             moved = False
             for session, out in ((self._client, self._there), (self._server, self._back)):
                 session.tick(now)
-                while len(out) < 4 and (frames := session.next(now)) is not None:
+                while len(out) < (1 if self.pace else 4) and (frames := session.next(now)) is not None:
                     out.append([bytes(frame) for frame in frames])
             for queue, session in ((self._there, self._server), (self._back, self._client)):
                 while queue:

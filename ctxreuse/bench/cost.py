@@ -8,6 +8,7 @@ seconds a token, fitted to the same first half.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -64,7 +65,7 @@ def run(options: Options) -> list[Figure]:
 
 
 def _p90(errors: Sequence[float]) -> float:
-    return sorted(errors)[int(0.9 * (len(errors) - 1))]
+    return sorted(errors)[math.ceil(0.9 * len(errors)) - 1]
 
 
 def _prefills(

@@ -66,7 +66,11 @@ class Completion:
             if self._pieces is None:
                 self._pieces = self._start()
             with self._runtime.compute:
+                at = self._runtime.clock()
                 piece = next(self._pieces, None)
+                if self._runtime.cost is not None and self._live is not None and self.tokens:
+                    # The first piece comes from the prompt's logits: nothing is computed for it.
+                    self._runtime.cost.decode.observe(self._live.n, self._runtime.clock() - at)
         except BaseException:
             self.close("error")
             raise

@@ -280,7 +280,9 @@ class Fetching:
         alone = self._cost.meet(at, front, rate, watch.lead)
         blocks = (front - at if alone is None else alone) // size
         if not blocks:
-            return at
+            # They would meet inside a block: it is computed, unless the link brings all that lacks even before.
+            computed, fetched = line.seconds(size, at) or 0.0, watch.lead + (front - at) / rate
+            return at if fetched < computed else at // size * size + size
         fixed, each, *_ = line.coefficients or (0.0, 1.0)
         least = int(fixed / (_OVERHEAD * each * size)) + 1 if each else 1
         # Half the way, and then look again: the link may go faster, and what is computed twice is lost.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +17,11 @@ from ctxreuse.bench.nearby import Held, NearbyRemote, Pace, constant
 from ctxreuse.block import BlockWriter, parse
 from ctxreuse.cost import CostModel, Decision
 from ctxreuse.cost import Path as Link
+from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime import Prefilled, Runtime
+from ctxreuse.runtime.audit import first_k_matches
 from ctxreuse.runtime.remote import Offer
 from ctxreuse.store import BlockStore
 from ctxreuse.testing.clock import FakeClock
@@ -269,7 +272,7 @@ def test_a_stalled_link_costs_nothing_when_both_ends_were_to_meet(llama: TorchEn
     assert seconds <= EACH * len(ids) + 1.5 * EACH * BLOCK
 
 
-def forged(data: Any, change: Callable[[BlockWriter], None]) -> Any:
+def forged(data: Any, change: Callable[[BlockWriter], None], tokens: Tokens | None = None) -> Any:
     """A block with right checksums over wrong numbers: what a lying peer sends."""
     view = parse(data)
     header = view.header
@@ -280,7 +283,7 @@ def forged(data: Any, change: Callable[[BlockWriter], None]) -> Any:
         key=header.key,
         parent=header.parent,
         end=header.end,
-        tokens=view.tokens,
+        tokens=view.tokens if tokens is None else tokens,
         rope_at=header.rope_at,
     )
     for plane in view.layout.planes:
@@ -342,6 +345,46 @@ def test_corrupt_bytes_are_never_computed_with(engine: TorchEngine, way: str, wh
     assert scene.remote.rejected == ["corrupt"]
     assert done.usage.missed == "corrupt"
     assert done.usage.by_source == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_audit_knows_rounding_from_lies(dtype: torch.dtype, llama: TorchEngine) -> None:
+    torch.manual_seed(3)
+    config = llama.model.config
+    engine = TorchEngine(type(llama.model)(config).to(dtype), block_tokens=BLOCK)
+    ids = tokens(8 * BLOCK)
+    views = [parse(data) for data in Held(engine, ids).blocks]
+    for seed in range(5):
+        assert first_k_matches(engine, views, Random(seed)) is True
+        assert first_k_matches(engine, views[5:], Random(seed)) is True
+    other = [parse(data) for data in Held(engine, ids[::-1].copy()).blocks]
+    # Planes of other tokens under these ids, as a peer would send that mixes up what it holds.
+    mixed = []
+    for view, foreign in zip(views, other):
+        data = np.frombuffer(foreign.buffer, np.uint8).copy()
+        mixed.append(parse(forged(data, lambda _: None, tokens=view.tokens)))
+    assert first_k_matches(engine, mixed, Random(1)) is False
+    assert first_k_matches(engine, [], Random(1)) is None
+
+
+def test_an_audit_says_nothing_where_the_first_layer_is_a_window(gemma: TorchEngine) -> None:
+    views = [parse(data) for data in Held(gemma, tokens(2 * BLOCK)).blocks]
+    assert first_k_matches(gemma, views, Random(1)) is None
+
+
+def test_decoding_teaches_its_line(llama: TorchEngine) -> None:
+    class Letters:
+        stop_ids: frozenset[int] = frozenset()
+
+        def decode(self, ids: Any) -> str:
+            return "".join(chr(0x100 + int(i)) for i in ids)
+
+    text: Any = Letters()
+    runtime = Runtime(llama, None, text=text, cost=CostModel())
+    runtime.complete(tokens(40), Sampling(max_tokens=6, ignore_eos=True)).drain()
+    assert runtime.cost is not None
+    assert len(runtime.cost.decode) == 5
+    assert runtime.cost.decode.seconds(45) > 0  # type: ignore[operator]
 
 
 def test_nobody_is_asked_what_cannot_pay(llama: TorchEngine) -> None:

@@ -146,7 +146,8 @@ class Workers:
     def next(self, slot: Slot) -> None:
         """See `slot.Crew`."""
         with self._lock:
-            self._idle.append(slot)
+            if slot not in self._idle:  # it may have died and come back since
+                self._idle.append(slot)
         self._dispatch()
 
     def settled(self) -> None:
@@ -182,4 +183,6 @@ class Workers:
                 if not self._idle or not self._waiting:
                     return
                 slot, ticket = self._idle.popleft(), self._waiting.popleft()
-            slot.assign(ticket)
+            if not slot.assign(ticket):
+                with self._lock:
+                    self._waiting.appendleft(ticket)

@@ -126,14 +126,17 @@ class Slot:
         counts = (self._pid, self._jobs, self._tokens, self._seconds, self._restarts)
         return WorkerStanding(self.number, self.state, *counts, self._said)
 
-    def assign(self, ticket: Ticket) -> None:
-        """Compute this; only when the crew was told that the slot can take one."""
+    def assign(self, ticket: Ticket) -> bool:
+        """Compute this; False if the process has died since the crew was told that it can take one."""
         with self._lock:
+            if self.state != "idle":
+                return False
             self._ticket = ticket
             ticket.attempts += 1
             self.state = "busy"
             outbox = self._outbox
         outbox.put((ticket.job, np.ascontiguousarray(ticket.tokens, "<i4").view(np.uint8)))
+        return True
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for it any more; nothing happens if it is not here."""
@@ -187,11 +190,11 @@ class Slot:
 
     def _one_life(self) -> bool:
         """From start to death; True if starting again is of no use."""
-        here, there = socket.socketpair()
-        with there:
-            command = [sys.executable, "-m", "ctxreuse_cloud.worker", str(there.fileno())]
-            process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-        pipe = Pipe(here)
+        try:
+            process, pipe = _started()
+        except OSError as error:  # no memory or no descriptors left: that may pass
+            self._said = str(error)
+            return False
         outbox: queue.SimpleQueue[tuple[Message, Buffer] | None] = queue.SimpleQueue()
         with self._lock:
             self._pipe, self._outbox, self._pid, self.state = pipe, outbox, process.pid, "starting"
@@ -206,6 +209,9 @@ class Slot:
                 broken = self._take(*received) or broken
         except (CtxReuseError, OSError) as error:
             self._said = str(error)
+        except Exception:
+            # What it sent is nonsense, or whoever waited for it failed: neither may end this thread.
+            log.exception("an engine process is given up", extra={"worker": self.number})
         finally:
             self._died(process, pipe, outbox, feeder)
         return broken
@@ -274,6 +280,18 @@ class Slot:
             self._said = message.what
             return True
         return False
+
+
+def _started() -> tuple[subprocess.Popen[bytes], Pipe]:
+    """A new process and our end of the pipe to it. Raises OSError."""
+    here, there = socket.socketpair()
+    with there:
+        command = [sys.executable, "-m", "ctxreuse_cloud.worker", str(there.fileno())]
+        try:
+            return subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL), Pipe(here)
+        except OSError:
+            here.close()
+            raise
 
 
 def _feed(pipe: Pipe, outbox: queue.SimpleQueue[tuple[Message, Buffer] | None]) -> None:

@@ -3,9 +3,10 @@
 A fetch of 64 blocks of a 135M model in bfloat16 (30 layers, 3 heads of 64, 64 tokens: 1.5 MB a block) through
 BusServer and BusClient, with credit, headers and the protocol's checks, into a sink that counts bytes and drops them;
 against a PUSH socket that sends as many frames of the same size from the same memory to a PULL socket that drops them.
-Both senders live in one other process, copy or do not copy by the same rule, and take turns with each other, round by
-round. ``into_memory`` fetches into an `Assembly` (fresh memory, heads checked) against a PULL that copies each frame
-into fresh memory. ``one_block`` is the time of a fetch of one block against a request and a reply of one such frame.
+Both senders live in one other process, copy or do not copy by the same rule, have at most as many frames on their way
+(32), and take turns with each other, round by round. ``into_memory`` fetches into an `Assembly` (fresh memory, heads
+checked) against a PULL that copies each frame into fresh memory. ``one_block`` is the time of a fetch of one block
+against a request and a reply of one such frame.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ class _Ways:
         fetch = kind(context.space, context.keys, context.tokens, order=order)
         if isinstance(fetch, _Sink):
             fetch.total, fetch.sizes = total, []
-        self.client.fill(fetch, payload=payload, window=max(8, (8 << 20) // payload))
+        self.client.fill(fetch, payload=payload, window=SEND_QUEUE)
         with fetch._changed:
             fetch._changed.wait_for(lambda: fetch.ended is not None, _WAIT)
         if fetch.ended != "":

@@ -21,6 +21,8 @@ COPY_BELOW = 256 << 10
 #: Messages that may wait in a socket for one peer, each way. Credit keeps honest peers far below it.
 SEND_QUEUE, RECEIVE_QUEUE = 32, 64
 _HANDSHAKE_MS = 5_000
+# Plain numbers: combining these enums takes as long as sending a small frame.
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 #: One end of a TCP connection: host, port, and what else the system says.
 Address: TypeAlias = tuple[Any, ...]
@@ -64,8 +66,7 @@ def send(socket: zmq.Socket[Any], frames: Sequence[Frame]) -> None:
     """Send one message without waiting. Raises zmq.Again if the queue is full: then nothing was taken."""
     last = len(frames) - 1
     for i, frame in enumerate(frames):
-        flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-        socket.send(frame, flags, copy=len(frame) < COPY_BELOW)
+        socket.send(frame, _MORE if i < last else _LAST, copy=len(frame) < COPY_BELOW)
 
 
 def address_of(fd: int, port: int) -> Address | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from ctxreuse.bus.base import Given, Greeting, Link
+from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.sync_plan import Holdings, Run, Translation
 from ctxreuse.errors import LinkError, StoreError
 from ctxreuse.keys import KEY_BYTES
@@ -90,6 +91,7 @@ class Sync:
     """Gives clouds what they lack of ``tenant``'s contexts. Any thread may call.
 
     ``busy``: True while a request is served; nothing new is offered meanwhile. ``rate``: bytes/s at most (0: no limit).
+    ``quarantine``: clouds that are given nothing while they are in it (`Clouds.quarantine`).
     ``on_sent(link, blocks, bytes)`` is told what was given, for metrics. ``clock``: monotonic seconds.
     """
 
@@ -101,12 +103,14 @@ class Sync:
         tenant: str = "default",
         busy: Callable[[], bool] = lambda: False,
         rate: float = 0.0,
+        quarantine: Quarantine | None = None,
         on_sent: Callable[[str, int, int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._targets = [_Target(link) for link in links]
         self._holdings = Holdings(store, tenant)
         self._busy, self._rate, self._on_sent, self._clock = busy, rate, on_sent, clock
+        self._quarantine = quarantine
         self._round = threading.Lock()
         self._stop = threading.Event()
         self._changed = threading.Event()
@@ -169,7 +173,8 @@ class Sync:
             try:
                 if not self._holdings.refresh(lambda: not self._go_on(urgent)):
                     return
-                plans = [(target, self._lacks(target)) for target in self._targets]
+                looked = [(target, self._lacks(target)) for target in self._targets]
+                plans = [(target, keys) for target, keys in looked if keys is not None]
                 total = sum(target.pending_bytes for target, _ in plans)
                 done = 0
                 for target, keys in plans:
@@ -194,11 +199,13 @@ class Sync:
         self._paused = False
         return not self._stop.is_set()
 
-    def _lacks(self, target: _Target) -> list[bytes]:
-        """The store's keys that the cloud is not known to have, in the order to give them."""
+    def _lacks(self, target: _Target) -> list[bytes] | None:
+        """The store's keys that the cloud is not known to have, in the order to give them; None if it gets nothing."""
         greeting = target.link.welcome
         if target.link.state != "up" or greeting is None:
-            return []
+            return None
+        if self._quarantine is not None and self._quarantine.reason(target.link.name) is not None:
+            return None
         translation, holdings, now = target.meet(greeting, self._holdings), self._holdings, self._clock()
         held = set(holdings.order)
         target.backoff = {key: entry for key, entry in target.backoff.items() if key[:KEY_BYTES] in held}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.sync import Sync
 from ctxreuse.keys import ROOT, prefix_keys, tenant_salt
 from ctxreuse.store import BlockStore, TieredStore
@@ -29,6 +30,7 @@ def local(blocks: int, tenant: str = "default", **options: Any) -> Any:
 def keep(store: TieredStore, context: Any) -> None:
     for key, data in zip(context.keys, context.blocks):
         assert store.put(key, data)
+    assert store.put(context.keys[-1], context.state(len(context.keys) - 1), kind="state")
     store.flush(20)
 
 
@@ -67,8 +69,6 @@ def test_everything_is_given_once_under_the_keys_of_the_link(tmp_path: Path, dis
         first, second = local(5), local(4, branch=1, fork=2)
         for context in (first, second):
             keep(store, context)
-        store.put(first.keys[4], first.state(4), kind="state")
-        store.flush(20)
         steps: list[tuple[int, int]] = []
         sync = Sync(store, [link])
         done = sync.sync_now(lambda *step: steps.append(step)).links[0]
@@ -84,7 +84,7 @@ def test_everything_is_given_once_under_the_keys_of_the_link(tmp_path: Path, dis
         assert cloud.match("a", mine.space, mine.keys).state_blocks == 5
         again = sync.sync_now().links[0]
         assert again.sent_blocks == 7
-        assert cloud.counts["taken"] == 8
+        assert cloud.counts["taken"] == 9  # the blocks, and the state of each context
         sync.close()
 
 
@@ -144,6 +144,18 @@ def test_a_link_that_is_down_is_waited_for(tmp_path: Path) -> None:
         away, up = sync.sync_now().links
         assert (away.sent_blocks, away.state, up.sent_blocks) == (0, "down", 2)
         assert away.last == 0
+        sync.close()
+
+
+def test_a_cloud_in_quarantine_is_given_nothing(tmp_path: Path) -> None:
+    quarantine = Quarantine(None, seconds=60, clock=lambda: 0.0)
+    with TieredStore(8 << 20) as store, linked(tmp_path) as (_, link):
+        keep(store, local(2))
+        quarantine.add(link.name, "audit")
+        sync = Sync(store, [link], quarantine=quarantine)
+        assert sync.sync_now().links[0].sent_bytes == 0
+        quarantine.clear(link.name)
+        assert sync.sync_now().links[0].sent_blocks == 2
         sync.close()
 
 

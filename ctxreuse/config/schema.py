@@ -87,7 +87,7 @@ class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     """One cloud that this device may ask for contexts and give its own to."""
 
     endpoint: Annotated[str, _about("Address of the cloud's bus, such as tcp://cloud.example:7353")]
-    server_key: Annotated[str, _about("The cloud's public key, 40 characters; empty: plain, on loopback only")] = ""
+    server_key: Annotated[str, _about("The cloud's public key or its .pub file; empty: plain, on loopback only")] = ""
     name: Annotated[str, _about("What logs and `status` call it; empty: its endpoint")] = ""
 
 

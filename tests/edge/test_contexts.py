@@ -46,7 +46,7 @@ def test_lists_and_names(edge: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status"),
     [
-        ("POST", "/api/contexts", {"name": "manual", "text": "taken"}, 404),
+        ("POST", "/api/contexts", {"name": "manual", "text": "taken"}, 409),
         ("POST", "/api/contexts", {"name": "both", "text": "x", "messages": MANUAL}, 400),
         ("POST", "/api/contexts", {"name": "none"}, 400),
         ("POST", "/api/contexts", {"name": "", "text": "x"}, 400),

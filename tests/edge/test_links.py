@@ -14,6 +14,7 @@ from ctxreuse.bus.allow import Allowed, AllowList
 from ctxreuse.bus.auth import KeyPair, ServerAuth
 from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.zmqio import BusServer
+from ctxreuse.cost import PrefillLine
 from ctxreuse.errors import ConfigError
 from ctxreuse.store import TieredStore
 
@@ -91,6 +92,10 @@ def test_a_context_is_computed_by_one_and_fetched_by_another(
 
     b = serve(**clouds, **{"store.path": str(tmp_path / "b")})
     until(lambda: b.node.links.remote.offer(b.node.runtime.engine.space, tokens(b), after=0, timeout=5))
+    # A model of two layers computes as fast as it fetches: let this device believe that it is a slow one.
+    b.node.runtime.cost.prefill = slow = PrefillLine()
+    for n in (16, 64, 256, 1024):
+        slow.observe(n, 0, n * 0.01)
     again, sources = ask(b)
     assert again == text
     assert sources["cloud"] >= 64

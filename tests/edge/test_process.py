@@ -54,7 +54,7 @@ def test_sigterm_lets_an_answer_end_and_refuses_new_ones(process: Any) -> None:
         rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["usage"]["completion_tokens"] == 300
-    code, _, err = daemon.end()
+    code, _, err = daemon.end(0)  # no second signal
     assert code == 0
     logged = [json.loads(line) for line in err.splitlines()]
     assert [line["message"] for line in logged if "life" in line["logger"]] == [

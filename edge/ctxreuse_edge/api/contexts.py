@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from ctxreuse.daemon.openai import ApiError, ChatMessage, parse, usage_of
 from ctxreuse.engines.text import Message
+from ctxreuse.errors import SessionError
 from ctxreuse_edge.api.answers import body_of, json_answer
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ def routes(node: Node) -> list[Route]:
         if bool(asked.messages) == bool(asked.text):
             raise ApiError(400, "give messages, or a text that is not empty", param="messages")
         messages = [Message(m.role, m.text(f"messages[{i}].content"), m.name) for i, m in enumerate(asked.messages)]
-        made, usage = await node.worker.call(
-            lambda: node.contexts.create(asked.name, messages, asked.text, pin=asked.pin)
-        )
+        try:
+            made, usage = await node.worker.call(
+                lambda: node.contexts.create(asked.name, messages, asked.text, pin=asked.pin)
+            )
+        except SessionError as error:  # a name that is taken, or that none may have
+            raise ApiError(409, str(error), code="context_name", param="name") from None
         return json_answer({"context": made, "usage": usage_of(usage)}, 201)
 
     async def every(request: Request) -> Response:

@@ -6,8 +6,8 @@ the next as soon as it is done, so the sidecar is always as busy as it can be: l
 edges / throughput for everybody if it is fair.
 
 Of the requests 45 % are matches and 35 % fetches of one to four blocks of well-known contexts, 10 % give a new block of
-64 KiB and 10 % fetch one that another edge gave. The store has room for a fraction of what is given: it evicts all the
-time, and memory is that of a daemon in its steady state. Every byte that comes is compared with what was made. Lost
+64 KiB and 10 % fetch one that another edge gave. The store is full from the start and evicts all the time, so that
+memory is that of a daemon in its steady state. Every byte that comes is compared with what was made. Lost
 is what the sidecar took and then did not have, or had otherwise; duplicated what came, or was taken, twice.
 
 Memory is without pages of the store's file, at a sixth of the time and at its end. This process takes a core itself, so
@@ -48,8 +48,9 @@ _EDGES, _SECONDS = 500, 60.0
 _BLOCK = 64
 _SPEC = LayerSpec("full", kv_heads=1, k_dim=32, v_dim=32)
 _SPACE = ModelSpace("0" * 64, "bench", "0" * 64, "float32", (_SPEC,) * 4, "{}", 1 << 16, 1 << 30, _BLOCK)
-#: Well-known contexts and their blocks; bytes of the sidecar's store, of which they are a quarter.
-_KNOWN, _LONG, _CAPACITY = 64, 4, 64 << 20
+#: Well-known contexts and their blocks, and blocks of those that fill the store; bytes that it holds. The known ones
+#: are an eighth of it: the last block of each is used some 25 times while as much comes as the store holds.
+_KNOWN, _LONG, _FILLER, _CAPACITY = 64, 4, 32, 128 << 20
 #: Shares of the requests: match, fetch, give; the rest fetches what another gave.
 _MATCH, _FETCH, _GIVE = 0.45, 0.35, 0.10
 _MEMORY_BAR = 0.05
@@ -146,19 +147,25 @@ class Crowd:
         self._context.destroy(linger=0)
 
     def fill(self) -> None:
-        """Wait until every edge is up, and give the sidecar the well-known contexts."""
+        """Wait until every edge is up, fill the sidecar's store, and give it the well-known contexts."""
         self._turn_until(lambda: all(edge.session.up for edge in self.edges))
         welcome = self.edges[0].session.welcome
         assert welcome is not None
         self._salt = welcome.salt
-        for _ in range(_KNOWN):
-            context, edge = _Context(self._rng, self._salt, _LONG), self.edges[0]
-            self._give(edge, context)
-            self._turn_until(lambda: self.edges[0].done)
-            assert isinstance(edge.request, Request)
-            assert isinstance(edge.request.result, Stored), edge.request.error
-            assert edge.request.result.taken == tuple(range(_LONG)), edge.request.result
-            self._known.append(context)
+        nbytes = 0
+        while nbytes < _CAPACITY:
+            nbytes += sum(map(len, self._given_at_once(_FILLER).blocks))
+        self._known = [self._given_at_once(_LONG) for _ in range(_KNOWN)]
+
+    def _given_at_once(self, blocks: int) -> _Context:
+        context, edge = _Context(self._rng, self._salt, blocks), self.edges[0]
+        self._give(edge, context)
+        edge.send(time.monotonic())
+        self._turn_until(lambda: edge.done)
+        assert isinstance(edge.request, Request)
+        assert isinstance(edge.request.result, Stored), edge.request.error
+        assert edge.request.result.taken == tuple(range(blocks)), edge.request.result
+        return context
 
     def _turn_until(self, true: Any) -> None:
         deadline = time.monotonic() + _WAIT
@@ -246,6 +253,7 @@ class Crowd:
         if isinstance(request, Assembly):
             if request.ended != "":
                 self.counts["lost"] += request.count
+                self.counts[f"{edge.kind}: {request.ended}"] += 1
                 return
             for view, made in zip(request.views(request.count), context.blocks):
                 self.counts["lost"] += view.buffer != made

@@ -22,14 +22,14 @@ from ctxreuse.errors import CtxReuseError
 if TYPE_CHECKING:
     from ctxreuse_agents import Memory, Session
 
-__all__ = ["ACTS", "QUESTIONS", "document"]
+__all__ = ["ACTS", "QUESTIONS", "TASK", "document", "timed"]
 
 QUESTIONS = (
     "Who founded the observatory?",
     "How is the mirror of the largest telescope cleaned?",
     "What does it mean when the bell rings three times?",
 )
-_TASK = "You answer questions about this handbook, in one sentence.\n\n"
+TASK = "You answer questions about this handbook, in one sentence.\n\n"
 _ANSWER_TOKENS = 24
 # Memory for one context, taken at the start as engines do: the document, a question and its answer.
 _ROOM = 2304
@@ -46,8 +46,8 @@ def report(event: str, **fields: Any) -> None:
     sys.stdout.buffer.flush()
 
 
-def ask(session: Session, question: str, step: str) -> None:
-    """Ask, timing the first piece, and report what was reused and which tokens came out."""
+def timed(session: Session, question: str) -> dict[str, Any]:
+    """Ask, timing the first piece: what was reused, from where, and which tokens came out."""
     started = time.perf_counter()
     answer = session.ask(question, max_tokens=_ANSWER_TOKENS)
     pieces = iter(answer)
@@ -55,17 +55,20 @@ def ask(session: Session, question: str, step: str) -> None:
     seconds = time.perf_counter() - started
     text = first + "".join(pieces)
     usage = answer.usage
-    report(
-        "asked",
-        step=step,
-        question=question,
-        seconds=seconds,
-        prompt=usage.prompt_tokens,
-        cached=usage.cached_tokens,
-        sources=usage.by_source,
-        tokens=list(answer.tokens),
-        text=text.strip(),
-    )
+    return {
+        "question": question,
+        "seconds": seconds,
+        "prompt": usage.prompt_tokens,
+        "cached": usage.cached_tokens,
+        "sources": usage.by_source,
+        "tokens": list(answer.tokens),
+        "text": text.strip(),
+    }
+
+
+def ask(session: Session, question: str, step: str) -> None:
+    """Ask and report it."""
+    report("asked", step=step, **timed(session, question))
 
 
 def open_memory(folder: Path) -> Memory:
@@ -84,7 +87,7 @@ def first(folder: Path) -> None:
     """Read the document cold, ask warm, and die."""
     memory = open_memory(folder)
     handbook = memory.create("handbook")
-    handbook.system(_TASK + document())
+    handbook.system(TASK + document())
     report("doing", what="reading the document for the first time")
     ask(handbook.fork("cold"), QUESTIONS[0], "cold")
     for i, question in enumerate(QUESTIONS):

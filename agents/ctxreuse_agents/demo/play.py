@@ -1,4 +1,4 @@
-"""Plays the acts in processes of their own, shows what happens, and prints the table."""
+"""Plays the acts in processes of their own, shows what happens, prints the table, and goes on with the link."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ctxreuse import errors, models
 from ctxreuse.errors import EngineError, StoreError
 from ctxreuse.units import rounded_bytes
 from ctxreuse_agents.demo.acts import QUESTIONS, document
+from ctxreuse_agents.demo.link import play_link
 
 __all__ = ["play"]
 
@@ -32,7 +33,7 @@ _STEPS = {
 
 
 def play(keep: str | None = None, console: Console | None = None) -> bool:
-    """Run both acts and print; True if all tokens were the same. See `ctxreuse_agents.demo.run`."""
+    """Run both acts and the link, and print; True if all went as it should. See `ctxreuse_agents.demo.run`."""
     console = console or Console()
     models.get("smollm2")
     console.print(
@@ -64,7 +65,7 @@ def _play(folder: Path, console: Console) -> bool:
     console.print()
     console.print(_table(seen))
     console.print(_summary(seen, same), soft_wrap=True)
-    return same
+    return play_link(_truth(seen), console) and same
 
 
 def _events(act: str, folder: Path) -> Iterator[dict[str, Any]]:
@@ -98,9 +99,14 @@ def _line(event: dict[str, Any]) -> str:
     )
 
 
+def _truth(seen: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """The tokens that each question got with nothing reused."""
+    return {event["question"]: event["tokens"] for event in seen if event["event"] == "plain"}
+
+
 def _same(seen: list[dict[str, Any]]) -> bool:
     """True if every answer has the tokens that the same question got with nothing reused."""
-    truth = {event["question"]: event["tokens"] for event in seen if event["event"] == "plain"}
+    truth = _truth(seen)
     asked = [event for event in seen if event["event"] == "asked"]
     return bool(asked) and set(truth) == set(QUESTIONS) and all(e["tokens"] == truth[e["question"]] for e in asked)
 

@@ -1,0 +1,223 @@
+"""The second half of the demo: a context that one device read serves another one, over a slow link and after it.
+
+A cloud and three edge daemons run as processes, each edge behind a relay that is as slow as a home link. Edge A reads
+the handbook and gives its KV to the cloud; edge B answers the same question from there; a device with a key that nobody
+knows gets nothing and computes; then the cloud is stopped and B answers from what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ctxreuse.units import rounded_bytes
+from ctxreuse_agents.demo.acts import QUESTIONS, TASK, document, timed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from ctxreuse_agents.demo.nodes import Node, Place
+
+__all__ = ["play_link"]
+
+_RATE, _RTT = 100e6 / 8, 0.020
+_LINK = "100 Mbit/s, 20 ms"
+
+
+def play_link(truth: Mapping[str, Sequence[int]], console: Console) -> bool:
+    """Play it; True if B fetched, the stranger got nothing, and all answers have the tokens of ``truth`` (by question).
+
+    Every process is ended when this returns or raises (LinkDownError with a node's last words; KeyboardInterrupt).
+    """
+    lacking = [name for name in ("zmq", "uvicorn", "starlette", "aiohttp") if find_spec(name) is None]
+    if lacking:
+        console.print(f"\nThe link is not shown: it needs {', '.join(lacking)} (pip install 'ctxreuse\\[edge,cloud]')")
+        return True
+    console.print(
+        "\n[bold]The link: a cloud and three devices, each a process with its own key and store.[/]\n"
+        f"Every device is behind a relay of {_LINK}, as in a home. Blocks come from the end while the device computes "
+        "from the front, until both meet. All numbers are float32: there the same tokens are asserted.\n"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="ctxreuse-link-") as folder,
+        console.status("starting a cloud") as status,
+        _terminable(),
+        ExitStack() as stack,
+    ):
+        rows = _Link(Path(folder), stack, console, status).play()
+        status.update("stopping all daemons")
+    console.print(_table(rows, truth))
+    verdict = _verdict(rows, truth)
+    console.print(verdict or "a context read once served two devices · same tokens: [bold green]yes[/]", soft_wrap=True)
+    return not verdict
+
+
+class _Link:
+    """The story, a step a method; rows of the table gather in ``rows``."""
+
+    def __init__(self, folder: Path, stack: ExitStack, console: Console, status: Status) -> None:
+        from ctxreuse_agents.demo.nodes import Place
+
+        self._folder, self._stack, self._console, self._status = folder, stack, console, status
+        self._place: Place = Place(folder)
+        self.rows: list[dict[str, Any]] = []
+
+    def play(self) -> list[dict[str, Any]]:
+        """All steps; returns the rows."""
+        cloud = self._stack.enter_context(self._place.cloud()).ready()
+        host, port = cloud.call("GET", "/api/status")["bus"]["endpoint"].removeprefix("tcp://").rsplit(":", 1)
+        target = host, int(port)
+        # One engine at a time: what the others take of the cores would be counted as the link's.
+        a = self._edge("edge-a", target)
+        a.ask("A reads it", QUESTIONS[0], "edge A reads the handbook")
+        a.begin_sync()
+        b = self._edge("edge-b", target)
+        c = self._edge("stranger", target, allowed=False)
+        self.rows.append(a.end_sync())
+        b.ask("B, which never saw it", QUESTIONS[0], "edge B fetches what it lacks")
+        c.ask("C, with an unknown key", QUESTIONS[0], "C is refused, and reads the handbook")
+        self._status.update("stopping the cloud")
+        cloud.close()
+        b.ask("B, the cloud stopped", QUESTIONS[0], "edge B answers without the cloud")
+        b.ask("B, another question", QUESTIONS[1], "edge B answers another question")
+        return self.rows
+
+    def _edge(self, name: str, target: tuple[str, int], *, allowed: bool = True) -> _Edge:
+        from ctxreuse.testing.relay import Relay
+
+        self._status.update(f"{name} starts and loads the model")
+        relay = self._stack.enter_context(Relay(target, rate=_RATE, rtt=_RTT))
+        node = self._stack.enter_context(self._place.edge(name, relay, allowed=allowed)).ready()
+        return _Edge(self, node, relay, "up" if allowed else "refused")
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Add a row and print it."""
+        self.rows.append(row)
+        self._console.print(
+            f"[bold]{row['question']}[/] [dim]({row['who']})[/]\n  {row['text']}\n"
+            f"  [green]{row['seconds']:.2f} s[/] to the first token, {_sources(row)}, "
+            f"{rounded_bytes(row['nbytes'])} over the link\n"
+        )
+
+    def status(self, text: str) -> None:
+        """Say what is done now."""
+        self._status.update(text)
+
+
+class _Edge:
+    """One device: its daemon, its link, and an agent's memory attached to it."""
+
+    def __init__(self, link: _Link, node: Node, relay: Any, state: str) -> None:
+        from ctxreuse_agents.demo.nodes import wait_for
+
+        self._link, self._node, self._relay = link, node, relay
+        wait_for(lambda: self._cloud()["state"] == state, f"the link of {node.name} being {state!r}")
+        self._began = 0.0
+        self._before = 0
+
+    def _cloud(self) -> Any:
+        return self._node.call("GET", "/api/status")["clouds"][0]
+
+    def _moved(self) -> int:
+        moved = self._relay.moved()
+        return int(moved.up + moved.down)
+
+    def ask(self, who: str, question: str, doing: str) -> None:
+        """Have an agent that is attached to this device ask."""
+        from ctxreuse_agents import Memory
+
+        self._link.status(doing)
+        folder = self._node.store.with_name(f"{self._node.name}-agent")
+        before = self._moved()
+        with Memory.open(folder, engine=self._node.url) as memory:
+            handbook = memory.session("handbook")
+            if not handbook.head:
+                handbook.system(TASK + document())
+            answer = timed(handbook.fork(), question)
+        self._link.show({"who": who, "nbytes": self._moved() - before, **answer})
+
+    def begin_sync(self) -> None:
+        """The device gives the cloud what it lacks, by itself; from now on the seconds count."""
+        self._began, self._before = time.perf_counter(), self._moved()
+
+    def end_sync(self) -> dict[str, Any]:
+        """Wait until the cloud has it all; the row of the table."""
+        from ctxreuse_agents.demo.nodes import wait_for
+
+        self._link.status("edge A gives the cloud what it lacks")
+
+        def done() -> Any:
+            given = self._node.call("POST", "/api/sync")["links"][0]
+            return given if given["pending_blocks"] == 0 and given["sent_blocks"] else None
+
+        given = wait_for(done, "the sync of edge A", 120.0)
+        return {
+            "who": "A gives it to the cloud",
+            "blocks": given["sent_blocks"],
+            "seconds": time.perf_counter() - self._began,
+            "nbytes": self._moved() - self._before,
+        }
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that no process stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _sources(row: dict[str, Any]) -> str:
+    """Tokens by where they came from, as text."""
+    counts = [*row["sources"].items(), ("computed", row["prompt"] - row["cached"])]
+    return ", ".join(f"{count:,} {source}" for source, count in counts if count)
+
+
+def _verdict(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]]) -> str:
+    """What went wrong; "" if nothing did."""
+    answers = [row for row in rows if "tokens" in row]
+    b, c = (next(row for row in answers if row["who"].startswith(name)) for name in "BC")
+    if any(row["tokens"] != list(truth[row["question"]]) for row in answers):
+        return "same tokens: [bold red]NO[/]"
+    if not b["sources"].get("cloud"):
+        return "[bold red]B did not fetch[/]: is this machine quicker than such a link?"
+    if c["cached"]:
+        return "[bold red]C was given what is not its own[/]"
+    return ""
+
+
+def _table(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]]) -> Table:
+    table = Table(title=f"Over a link of {_LINK}", title_justify="left", title_style="bold")
+    table.add_column("who")
+    table.add_column("tokens from")
+    table.add_column("seconds", justify="right")
+    table.add_column("link", justify="right")
+    table.add_column("same")
+    for row in rows:
+        if "tokens" in row:
+            same = "yes" if row["tokens"] == list(truth[row["question"]]) else "[bold red]NO[/]"
+            table.add_row(row["who"], _sources(row), f"{row['seconds']:.2f}", rounded_bytes(row["nbytes"]), same)
+        else:
+            told = f"{row['blocks']} blocks given"
+            table.add_row(row["who"], told, f"{row['seconds']:.2f}", rounded_bytes(row["nbytes"]), "")
+    return table

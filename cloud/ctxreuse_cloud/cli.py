@@ -23,6 +23,8 @@ _EXAMPLES = """[bold]Examples[/bold]
 
 ctxreuse-cloud serve                                    bus and store on 127.0.0.1, no proxy
 
+ctxreuse-cloud serve --bus-key cloud --bus tcp://0.0.0.0:7353
+
 ctxreuse-cloud serve --backend http://127.0.0.1:8000    also a proxy in front of an inference server
 
 ctxreuse-cloud tenants add team-a                       make a key for the proxy
@@ -65,6 +67,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (cloud.host).")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0: any free one (cloud.port).")] = None,
     bus: Annotated[str | None, typer.Option(metavar="ENDPOINT", help="Where devices connect (bus.bind).")] = None,
+    bus_key: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="The bus's secret key; none: plain (bus.key_file).")
+    ] = None,
     store: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the store (cloud.store).")] = None,
     backend: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A server in place of cloud.backends; repeatable.")
@@ -91,6 +96,7 @@ def serve(
         "cloud.host": host,
         "cloud.port": port,
         "bus.bind": bus,
+        "bus.key_file": bus_key,
         "cloud.store": store,
         "cloud.backends": [{"url": url} for url in backend] if backend else None,
         "cloud.prefill_workers": workers,

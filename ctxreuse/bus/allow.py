@@ -30,7 +30,7 @@ import msgspec
 
 from ctxreuse.errors import ConfigError
 
-__all__ = ["ALLOW_FILE", "CURVE_BYTES", "NAME", "AllowList", "Allowed", "keys_folder"]
+__all__ = ["ALLOW_FILE", "CURVE_BYTES", "NAME", "AllowList", "Allowed", "key_place", "keys_folder"]
 
 #: Bytes of a CURVE key, public or secret.
 CURVE_BYTES = 32
@@ -38,9 +38,7 @@ ALLOW_FILE = "allow.toml"
 #: What names of keys and tenants look like: they become file names, log words and labels.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_FILE = 16 << 20
-_HEAD = (
-    "# Public keys that may connect, as `ctxreuse keys` writes them; a running server follows it.\n"
-)
+_HEAD = "# Public keys that may connect, as `ctxreuse keys` writes them; a running server follows it.\n"
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +48,15 @@ def keys_folder() -> Path:
     import platformdirs
 
     return platformdirs.user_config_path("ctxreuse", appauthor=False) / "keys"
+
+
+def key_place(named: str | Path, suffix: str) -> Path:
+    """The file of a key: ``named`` itself, or if that is only a name (``laptop``) the one of `keys_folder`."""
+    place = Path(named).expanduser()
+    if NAME.fullmatch(str(named)) and not place.exists():
+        kept = keys_folder() / f"{named}{suffix}"
+        return kept if kept.exists() else place
+    return place
 
 
 class Allowed(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ctxreuse.bus.allow import CURVE_BYTES, Allowed, AllowList
+from ctxreuse.bus.allow import CURVE_BYTES, Allowed, AllowList, key_place
 from ctxreuse.errors import ConfigError
 
 __all__ = ["LOCAL", "KeyPair", "ServerAuth", "Zap", "public_key"]
@@ -57,8 +57,11 @@ class KeyPair(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: str | Path) -> KeyPair:
-        """The pair in a file of `write`. Raises ConfigError if it is not there, is none, or others may read it."""
-        place = Path(path).expanduser()
+        """The pair in a file of `write`, or of the name given to `ctxreuse keys new`.
+
+        Raises ConfigError if it is not there, is none, or others may read it.
+        """
+        place = key_place(path, ".key")
         fix = "Make one with `ctxreuse keys new`"
         try:
             file = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
@@ -89,14 +92,15 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 def public_key(text: str) -> bytes:
-    """The 32 bytes of a public key given as 64 hexadecimal digits, 40 characters of Z85, or the path of a key file.
+    """The 32 bytes of a public key given as 64 hexadecimal digits, 40 characters of Z85, the path of a key file, or the
+    name of a key in the user's config folder.
 
     Raises ConfigError.
     """
     text = text.strip()
     if len(text) in (_HEX, _Z85) and not Path(text).is_file():
         return _decoded(text, "public key", "")
-    place = Path(text).expanduser()
+    place = key_place(text, ".pub")
     try:
         with open(place, "rb") as file:
             found = _parse(file.read(_MAX_FILE), place)

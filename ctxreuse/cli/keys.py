@@ -91,7 +91,9 @@ def new(
 
 @app.command("allow", epilog=_EXAMPLES)
 def allow(
-    key: Annotated[str, typer.Argument(metavar="PUBLICKEY|FILE", help="The public key, or its .pub file.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY|FILE|NAME", help="A public key, its .pub file, or the name of a key here.")
+    ],
     tenant: Annotated[str, typer.Option("--tenant", "-t", metavar="T", help="Whose contexts it may read and write.")],
     name: Annotated[
         str | None, typer.Option("--name", "-n", metavar="N", help="Its name in the list; else the file's.")
@@ -99,15 +101,16 @@ def allow(
     dir: _Dir = None,
 ) -> None:
     """Let a key connect to this node, as one of a tenant's devices."""
-    from ctxreuse.bus.allow import Allowed
+    from ctxreuse.bus.allow import Allowed, key_place
     from ctxreuse.bus.auth import public_key
     from ctxreuse.errors import ConfigError
 
     public = public_key(key)
     if name is None:
-        if not Path(key).expanduser().is_file():
+        place = key_place(key, ".pub")
+        if not place.is_file():
             raise ConfigError("this key has no name yet", fix="Give it one with --name")
-        name = Path(key).stem
+        name = place.stem
     entries = _list(dir)
     entries.allow(Allowed(name, public, tenant, _now()))
     typer.echo(f"{name} may connect as a device of {tenant}; the list is {entries.path}")

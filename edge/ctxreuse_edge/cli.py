@@ -22,6 +22,8 @@ ctxreuse-edge serve                                    on 127.0.0.1:7351, model 
 
 ctxreuse-edge serve --cloud tcp://127.0.0.1:7353       also ask a cloud for contexts
 
+ctxreuse-edge serve --cloud tcp://cloud.example:7353 --cloud-key cloud.pub --bus-key laptop
+
 ctxreuse-edge status                                   how does it stand?
 
 ctxreuse-edge pin manual                               keep that context's KV
@@ -67,6 +69,12 @@ def serve(
     cloud: Annotated[
         list[str] | None, typer.Option(metavar="ENDPOINT", help="A cloud to ask, in place of bus.clouds; repeatable.")
     ] = None,
+    cloud_key: Annotated[
+        str, typer.Option(metavar="KEY|FILE|NAME", help="The public key of what --cloud names; none: plain.")
+    ] = "",
+    bus_key: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="This device's secret key (bus.key_file).")
+    ] = None,
     drain: Annotated[str | None, typer.Option(help="How long answers may take on SIGTERM (edge.drain).")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json (log.format).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (log.level).")] = None,
@@ -82,7 +90,8 @@ def serve(
         "edge.drain": drain,
         "log.format": log_format,
         "log.level": log_level,
-        "bus.clouds": [{"endpoint": endpoint} for endpoint in cloud] if cloud else None,
+        "bus.clouds": [{"endpoint": endpoint, "server_key": cloud_key} for endpoint in cloud] if cloud else None,
+        "bus.key_file": bus_key,
     }
     settings = _settings(ctx, flags)
     logs.setup(settings.log.format, settings.log.level)

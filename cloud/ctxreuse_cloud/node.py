@@ -19,6 +19,8 @@ import ctxreuse
 from ctxreuse.bus.allow import ALLOW_FILE, keys_folder
 from ctxreuse.bus.auth import LOCAL, ServerAuth
 from ctxreuse.bus.serve import StoreService
+from ctxreuse.bus.session import Limits
+from ctxreuse.bus.wire import Terms
 from ctxreuse.bus.zmqio import BusServer
 from ctxreuse.bus.zmqio_socket import check_endpoint
 from ctxreuse.config import Settings
@@ -138,7 +140,9 @@ class Node:
         )
         stack.callback(self._service.close)
         workers.settle(_LOADING)
-        self._bus = BusServer(self._service, settings.bus.bind, auth=auth, insecure=settings.bus.insecure)
+        bus, heartbeat = settings.bus, int(settings.bus.heartbeat * 1000)
+        terms = Terms(max_payload=bus.max_payload, heartbeat_ms=heartbeat, silence_ms=5 * heartbeat)
+        self._bus = BusServer(self._service, bus.bind, auth=auth, limits=Limits(terms=terms), insecure=bus.insecure)
         self._bus.start()
         stack.callback(self._bus.close, cloud.drain)
         self._watch(workers, self._bus)
@@ -160,6 +164,21 @@ class Node:
         )
         for name, about, read in gauges:
             Gauge(name, about, registry=registry).set_function(read)
+        self.metrics.watch(self._figures)
+
+    def _figures(self) -> None:
+        service, metrics = self._service, self.metrics
+        if service is None:
+            return
+        metrics.set("ctxreuse_peers_quarantined", len(service.quarantine.names()))
+        for what, n in dict(service.counts).items():
+            kind, _, reason = what.partition(":")
+            if kind == "refused":
+                metrics.total("ctxreuse_given_refused_blocks_total", n, reason)
+            elif kind in ("computed", "shared"):
+                metrics.total("ctxreuse_prefills_total", n, kind)
+            else:
+                metrics.total(f"ctxreuse_{kind}_blocks_total", n)
 
     def status(self) -> dict[str, Any]:
         """How the node stands, as plain values for JSON."""

@@ -223,13 +223,15 @@ class BusClient:
     def stats(self) -> LinkStats:
         """The figures of this moment."""
         counts = self._session.counts
-        names = ("bytes_in", "bytes_out", "payloads_in", "payloads_out")
         return LinkStats(
             self.name,
             self.state,
             self.reason,
             self.rtt,
-            *(counts[name] for name in names),
+            counts["bytes_in"],
+            counts["bytes_out"],
+            counts["payloads_in"],
+            counts["payloads_out"],
             self._dialer.ups,
             counts["resumes"],
             counts["duplicates"],

@@ -65,7 +65,7 @@ class _Over(Exception):
 def wait_before(attempt: int, backoff: tuple[float, float], rng: random.Random) -> float:
     """Seconds before an attempt (the first is 0): doubling from one bound to the other, between half and all of it."""
     least, most = backoff
-    return min(most, least * 2 ** min(attempt, _REFUSED)) * rng.uniform(0.5, 1.0)
+    return min(most, least * 2.0 ** min(attempt, _REFUSED)) * rng.uniform(0.5, 1.0)
 
 
 class Dialer:
@@ -209,7 +209,7 @@ class Dialer:
         poller.register(self._bell.fileno(), zmq.POLLIN)
         until = time.monotonic() + seconds
         while self._leaves is None and (left := until - time.monotonic()) > 0:
-            if poller.poll(min(left, 1.0) * 1000 + 1):
+            if poller.poll(int(min(left, 1.0) * 1000) + 1):
                 self._bell.hush()
             self._obey()
             self._session.tick(time.monotonic())
@@ -263,7 +263,7 @@ class Dialer:
                 raise _Over("failed", "no answer to the greeting" if connected else "no connection in time")
             if self._leaves is not None:
                 wait = min(wait, self._leaves - now)
-            ready = dict(poller.poll(max(0.0, wait) * 1000 + (1 if wait > 0 else 0)))
+            ready = dict(poller.poll(int(max(0.0, wait) * 1000) + (wait > 0)))
             if self._bell.fileno() in ready:
                 self._bell.hush()
             self._obey()

@@ -107,7 +107,7 @@ class BusServer:
             self._monitor.close()
             self._shut()
             raise ConfigError(f"cannot listen: {error.strerror}", where=bind) from None
-        self.endpoint = self._socket.last_endpoint.decode()
+        self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self._port = int(self.endpoint.rpartition(":")[2])
 
     # ---- any thread ----
@@ -138,7 +138,12 @@ class BusServer:
 
     def drop(self, user: str, reason: str = "dropped") -> None:
         """Cut off every connection of a user; it may connect again if its key still may."""
-        self._post(lambda: [self._cut(peer, reason) for peer in list(self._peers.values()) if peer.user == user])
+
+        def cut() -> None:
+            for peer in [peer for peer in self._peers.values() if peer.user == user]:
+                self._cut(peer, reason)
+
+        self._post(cut)
 
     def close(self, timeout: float = 5.0) -> None:
         """Tell the peers, finish what runs for up to ``timeout`` seconds, then end. Idempotent."""
@@ -181,7 +186,7 @@ class BusServer:
             while self._leaves is None or not self._left():
                 now = time.monotonic()
                 wait = 0.0 if busy else max(0.0, min([self._sweep_at, *self._blocked.values()]) - now)
-                ready = dict(poller.poll(wait * 1000 + (wait > 0)))
+                ready = dict(poller.poll(int(wait * 1000) + (wait > 0)))
                 if self._bell.fileno() in ready:
                     self._bell.hush()
                 while self._calls:
@@ -268,7 +273,7 @@ class BusServer:
         self._follow_connections()
         if (old := self._peers.get(name)) is not None:
             self._forget(old, now)
-        fd = int(last.get(zmq.SRCFD))  # type: ignore[call-overload]
+        fd = int(last.get(zmq.SRCFD))
         self._accepted.pop(fd, None)
         address = address_of(fd, self._port)
         if address is None:  # the last words of a connection that is gone already

@@ -62,9 +62,9 @@ _ROUTE = Label("route", ROUTES)
 _CLASS = Label("class", ("2xx", "3xx", "4xx", "5xx"))
 _STATE = Label("state", ("down", "up", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
-_DONE = Label("result", ("done", "refused", "cut", "cancelled"))
 _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
-_SUSPECT = Label("reason", ("corrupt", "audit", "foreign"))
+_UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "present", "quarantine", "closed"))
+_MADE = Label("how", ("computed", "shared"))
 
 METRICS = (
     # requests
@@ -91,11 +91,13 @@ METRICS = (
     Metric("ctxreuse_link_bytes_per_second", "gauge", "Estimated bandwidth of the best link that is up."),
     Metric("ctxreuse_link_bytes_total", "counter", "Bytes on all links.", (_DIRECTION,)),
     Metric("ctxreuse_link_reconnects_total", "counter", "Times that a link came up again."),
-    Metric("ctxreuse_transfers_total", "counter", "Transfers of blocks that ended, by how.", (_DONE,)),
     Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers that went on after a cut."),
     Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received that were here already."),
-    Metric("ctxreuse_peers_refused_total", "counter", "Peers turned away: keys, versions, model spaces."),
-    Metric("ctxreuse_peers_quarantined_total", "counter", "Peers shut out for what they sent, by reason.", (_SUSPECT,)),
+    Metric("ctxreuse_peers_quarantined", "gauge", "Peers that are shut out now for what they sent."),
+    Metric("ctxreuse_served_blocks_total", "counter", "Blocks that peers were served with."),
+    Metric("ctxreuse_taken_blocks_total", "counter", "Blocks that peers gave and that were taken."),
+    Metric("ctxreuse_given_refused_blocks_total", "counter", "Blocks that peers gave and that were not.", (_UNFIT,)),
+    Metric("ctxreuse_prefills_total", "counter", "Contexts that peers wanted computed, by how.", (_MADE,)),
     Metric("ctxreuse_sync_blocks_total", "counter", "Blocks given to clouds."),
     # decisions
     Metric("ctxreuse_decisions_total", "counter", "How spans of prompts were got.", (_CHOICE,)),

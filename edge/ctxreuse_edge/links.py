@@ -19,6 +19,7 @@ from ctxreuse.errors import ConfigError
 
 if TYPE_CHECKING:
     from ctxreuse.bus.remote import Clouds
+    from ctxreuse.bus.serve_quarantine import Quarantine
     from ctxreuse.bus.sync import Sync
     from ctxreuse.bus.zmqio import BusClient
     from ctxreuse.config import BusConfig
@@ -65,6 +66,7 @@ class Links:
         self._links: list[tuple[BusClient, LinkEstimate]] = []
         self._sync: Sync | None = None
         self._clouds: Clouds | None = None
+        self._quarantine: Quarantine | None = None
         self._metrics, self._folder = metrics, folder
 
     def connect(self, bus: BusConfig, space: ModelSpace) -> None:
@@ -101,13 +103,13 @@ class Links:
                 estimate=estimate,
             )
             self._links.append((link, estimate))
-        quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
-        self._clouds = Clouds(self._links, quarantine=quarantine, seconds=self._seconds)
+        self._quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
+        self._clouds = Clouds(self._links, quarantine=self._quarantine, seconds=self._seconds)
         self.remote = self._clouds
         self._metrics.watch(self._figures)
 
-    def _seconds(self, first: int, last: int) -> float:
-        return self.cost.prefill.seconds(last - first, first) or 0.0
+    def _seconds(self, first: int, last: int) -> float | None:
+        return self.cost.prefill.seconds(last - first, first)
 
     def give(self, store: WholeStore, *, rate: float, busy: Callable[[], bool]) -> None:
         """From now on give the clouds what they lack of ``store`` while the device is not ``busy``."""
@@ -119,7 +121,7 @@ class Links:
             self._metrics.add("ctxreuse_sync_blocks_total", blocks)
 
         links = [link for link, _ in self._links]
-        self._sync = Sync(store, links, busy=busy, rate=rate, on_sent=count)
+        self._sync = Sync(store, links, busy=busy, rate=rate, quarantine=self._quarantine, on_sent=count)
         self._sync.start()
 
     def status(self) -> list[dict[str, Any]]:
@@ -150,6 +152,8 @@ class Links:
         for direction in ("in", "out"):
             total = sum(getattr(stats, f"bytes_{direction}") for stats, _ in every)
             metrics.total("ctxreuse_link_bytes_total", total, direction)
+        if self._quarantine is not None:
+            metrics.set("ctxreuse_peers_quarantined", len(self._quarantine.names()))
         metrics.total("ctxreuse_link_reconnects_total", sum(max(stats.up - 1, 0) for stats, _ in every))
         metrics.total("ctxreuse_transfer_resumes_total", sum(stats.resumes for stats, _ in every))
         metrics.total("ctxreuse_transfer_duplicate_bytes_total", sum(stats.duplicates for stats, _ in every))

@@ -30,7 +30,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_blocks",
                 "_links",
                 "_reconnects",
-                "_transfers",
+                "_prefills",
                 "_resumes",
                 "_refused",
                 "_quarantined",

@@ -123,6 +123,10 @@ class ClientSession(Session):
             if owner is what:
                 self._drop(number, LinkDownError("cancelled"))
 
+    def held(self) -> int | None:
+        """How many keys the cloud has announced in all; None while that is not known. Any thread."""
+        return self._known.count()
+
     def announced(self, keys: Sequence[bytes]) -> int | None:
         """How many leading keys the cloud has announced; None while that is not known. Any thread."""
         return self._known.leading(keys) if self.up else None

@@ -64,6 +64,10 @@ class Known:
             return None
         return next((i for i, key in enumerate(keys) if key[:PREFIX_BYTES] not in prefixes), len(keys))
 
+    def count(self) -> int | None:
+        """How many keys are announced; None if nothing is known."""
+        return len(self._prefixes) if self.version else None
+
     def check(self) -> None:
         """Raise AssertionError if more is kept than allowed."""
         assert len(self._prefixes) <= self.limit

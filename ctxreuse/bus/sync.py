@@ -111,13 +111,14 @@ class Sync:
         self._holdings = Holdings(store, tenant)
         self._busy, self._rate, self._on_sent, self._clock = busy, rate, on_sent, clock
         self._quarantine = quarantine
-        self._round = threading.Lock()
+        self._round, self._counting = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._changed = threading.Event()
         self._changed.set()
         self._thread: threading.Thread | None = None
         self._unwatch = store.watch(lambda _: self._changed.set())
         self._running = self._paused = False
+        self._waiting = 0  # calls of `sync_now`
 
     def start(self) -> None:
         """Run rounds in a thread from now on."""
@@ -135,7 +136,14 @@ class Sync:
 
     def sync_now(self, progress: Callable[[int, int], None] | None = None) -> SyncStatus:
         """Run one round here and now, whatever else is served; ``progress(done, total)`` counts bytes."""
-        self._one_round(progress, urgent=True)
+        # A round that pauses while requests are served must not make this wait too: who calls may be such a request.
+        with self._counting:
+            self._waiting += 1
+        try:
+            self._one_round(progress, urgent=True)
+        finally:
+            with self._counting:
+                self._waiting -= 1
         return self.status()
 
     def status(self) -> SyncStatus:
@@ -192,7 +200,7 @@ class Sync:
 
     def _go_on(self, urgent: bool) -> bool:
         """Wait until no request is served; False if this is to end."""
-        while not urgent and self._busy():
+        while not urgent and not self._waiting and self._busy():
             self._paused = True
             if self._stop.wait(_POLL):
                 return False

@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 class LinkStats(msgspec.Struct, frozen=True):
     """A link's figures: bytes and payloads of blocks in and out, times it came ``up``, fetches that were ``resumes``,
-    ``duplicates`` in bytes; ``rtt`` in seconds, None before the first measurement. Counts since it was made."""
+    ``duplicates`` in bytes; ``rtt`` in seconds, None before the first measurement; ``announced``: blocks that the cloud
+    says it holds, None while that is not known. Counts since it was made."""
 
     name: str
     state: LinkState
@@ -47,6 +48,7 @@ class LinkStats(msgspec.Struct, frozen=True):
     up: int
     resumes: int
     duplicates: int
+    announced: int | None
 
 
 class BusClient:
@@ -235,6 +237,7 @@ class BusClient:
             self._dialer.ups,
             counts["resumes"],
             counts["duplicates"],
+            self._session.held(),
         )
 
     def close(self, timeout: float = 2.0) -> None:

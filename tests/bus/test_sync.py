@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ctxreuse.block import parse
 from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.sync import Sync
 from ctxreuse.keys import ROOT, prefix_keys, tenant_salt
@@ -232,6 +233,19 @@ def test_a_block_that_is_evicted_here_meanwhile_does_no_harm(tmp_path: Path) -> 
         sync.close()
 
 
+def test_what_is_damaged_here_is_not_given(tmp_path: Path) -> None:
+    with TieredStore(8 << 20) as store, linked(tmp_path) as (cloud, link):
+        context = local(12)
+        for data in context.blocks[2:]:
+            data[parse(data).start] ^= 1
+        keep(store, context)
+        sync = Sync(store, [link])
+        status = sync.sync_now().links[0]
+        assert (status.sent_blocks, status.refused) == (2, 0)
+        assert cloud.quarantine.names() == {}  # a bad disk does not make this device a liar
+        sync.close()
+
+
 def test_a_cloud_that_forgets_gets_everything_again(tmp_path: Path) -> None:
     with TieredStore(8 << 20) as store:
         context = local(3)
@@ -245,4 +259,27 @@ def test_a_cloud_that_forgets_gets_everything_again(tmp_path: Path) -> None:
             assert sync.sync_now().links[0].sent_blocks == 3
             assert cloud.held("a")[1] == Given(link.welcome.salt, 3).keys
             assert cloud.held("a")[1][0] != ROOT
+            sync.close()
+
+
+def test_a_request_to_sync_does_not_wait_for_a_round_that_waits_for_requests(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def busy() -> bool:
+        asked.set()
+        return True
+
+    with TieredStore(8 << 20) as store, linked(tmp_path) as (_, link):
+        keep(store, local(4))
+        sync = Sync(store, [link], busy=busy)
+        sync.start()
+        try:
+            assert asked.wait(20)
+            done: list[Any] = []
+            caller = threading.Thread(target=lambda: done.append(sync.sync_now()), daemon=True)
+            caller.start()
+            caller.join(20)
+            assert done
+            assert done[0].links[0].sent_blocks == 4
+        finally:
             sync.close()

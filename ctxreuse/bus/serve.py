@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _SLIPS = 8
 #: Keys that a peer gave and that are remembered, to be dropped if it turns out to lie.
 _GIVEN = 1 << 18
+#: Model spaces of tenants, for which no engine is here, whose layout is remembered: peers can invent them.
+_LAYOUTS = 1024
 
 
 class StoreService:
@@ -39,7 +41,8 @@ class StoreService:
     ``tenant_of``: the tenant of a user of the allow-list, None for an unknown one (``ServerAuth.tenant``).
     ``tenants``: whose blocks the store may hold already (others' are found when they connect). ``prefiller``: who
     computes for peers. ``audit``: looks at given blocks (see `ctxreuse.runtime.audit`), which nobody finds before it
-    has. ``quarantine_seconds``: how long a peer that gave false blocks is kept out. ``clock``: seconds since 1970.
+    has. ``making_bytes``: of contexts that are computed and wait in memory for slow peers; more are refused.
+    ``quarantine_seconds``: how long a peer that gave false blocks is kept out. ``clock``: seconds since 1970.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class StoreService:
         prefiller: Prefiller | None = None,
         audit: Audit | None = None,
         audit_bytes: int = 128 << 20,
+        making_bytes: int = 4 << 30,
         quarantine_seconds: float = 24 * 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -60,7 +64,8 @@ class StoreService:
         self._directory = Directory(store, node_secret(place / "node.secret"), tenants)
         self.quarantine = Quarantine(place / "quarantine.json", seconds=quarantine_seconds, clock=clock)
         self._auditor = Auditor(audit, limit=audit_bytes) if audit is not None else None
-        self._layouts: dict[bytes, tuple[bytes, int]] = {}
+        self._making_bytes = making_bytes
+        self._layouts: OrderedDict[Line, tuple[bytes, int]] = OrderedDict()
         self._gave: dict[str, dict[bytes, None]] = {}
         self._slips: Counter[str] = Counter()
         self._making: dict[tuple[str, bytes, bytes], Making] = {}
@@ -127,6 +132,8 @@ class StoreService:
             if parent != ROOT and self._whose(parent) != mine:
                 return NOTHING
             above = self._store.entries([parent])[0] if parent != ROOT else None
+            if parent != ROOT and above is None:
+                return NOTHING  # it went since: what follows would be an orphan, at no known position
             end = above.end if above is not None else 0
             wanted = self._lacking(self._store.entries(keys), sizes)
         salt, parents = directory.salt(tenant), [parent, *keys[:-1]]
@@ -155,6 +162,9 @@ class StoreService:
         who = making.join() if making is not None and making.first <= start else None
         if making is None or who is None:
             making = Making(model, keys, start, self._keep)
+            held_back = sum(other.nbytes for other in self._making.values())
+            if held_back and held_back + making.nbytes > self._making_bytes:
+                raise LinkRefusedError("too many computed contexts wait for their peers", where="busy")
             who = making.join()
             assert who is not None
             making.cancel = self._prefiller.submit(space, salt, ids, start, making)
@@ -187,10 +197,10 @@ class StoreService:
             self._directory.withhold(key, line)
             if not self._auditor.put(user, key, line.space, data):
                 self._directory.release([key])
-                return self._refused("busy")
+                return self.refused("busy")
         if not self._store.put(key, data, kind=view.header.kind):
             self._directory.release([key])
-            return self._refused("full")
+            return self.refused("full")
         if block:
             gave = self._gave.setdefault(user, {})
             gave[key] = None
@@ -199,25 +209,28 @@ class StoreService:
         self._count("taken")
         return ""
 
-    def fits(self, view: BlockView) -> bool:
-        """True if a block is laid out like the others of its space, and like those of our own engine for it."""
+    def fits(self, line: Line, view: BlockView) -> bool | None:
+        """True if a block is laid out like those of our own engine for its space, False if not. Where no engine is for
+        that space: True if it is laid out like what this tenant gave first, None if not, as either may be wrong."""
         header = view.header
         if header.kind == "state":
             return True
         mine = header.planes, len(view.tokens)
-        known = self._layouts.get(header.space)
-        if known is None:
-            model = self._prefiller.spaces.get(header.space) if self._prefiller is not None else None
-            known = (block_layout(model).encoded, model.block_tokens) if model is not None else mine
-            self._layouts[header.space] = known
-        return mine == known
+        model = self._prefiller.spaces.get(header.space) if self._prefiller is not None else None
+        if model is not None:
+            return mine == (block_layout(model).encoded, model.block_tokens)
+        known = self._layouts.setdefault(line, mine)
+        self._layouts.move_to_end(line)
+        if len(self._layouts) > _LAYOUTS:
+            self._layouts.popitem(last=False)
+        return mine == known or None
 
     def slipped(self, user: str) -> str:
         """A block of this peer was damaged: refuse it, and the peer if that goes on."""
         self._slips[user] += 1
         if self._slips[user] >= _SLIPS:
             self.lied(user, "corrupt")
-        return self._refused("corrupt")
+        return self.refused("corrupt")
 
     def lied(self, user: str, reason: str) -> None:
         """This peer gave what cannot be true: all that it gave is dropped, and it is kept out."""
@@ -243,7 +256,8 @@ class StoreService:
             wanted.append(i)
         return wanted
 
-    def _refused(self, reason: str) -> str:
+    def refused(self, reason: str) -> str:
+        """Count and return why a block is not taken."""
         self._count(f"refused:{reason}")
         return reason
 

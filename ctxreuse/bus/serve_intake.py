@@ -66,6 +66,8 @@ class StoreIntake:
         if reason:
             self._service.lied(self._user, reason)
             return "foreign"
+        if self._service.fits(self._line, view) is None:
+            return self._service.refused("foreign")
         try:
             view.verify()
         except FormatError:
@@ -86,7 +88,7 @@ class StoreIntake:
         if header.level != "exact":
             return "another level"
         size = len(view.tokens)
-        if not self._service.fits(view):
+        if self._service.fits(self._line, view) is False:
             return "another layout"
         end = self._end if self._state else self._end + (item + 1) * size
         if header.end != end or (not self._state and header.rope_at not in (-1, end - size)):

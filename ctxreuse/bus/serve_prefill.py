@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import parse
+from ctxreuse.block import block_layout, parse
 from ctxreuse.bus.transfer import part_offsets
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
@@ -69,9 +70,15 @@ class Making:
         self._items: dict[int, memoryview] = {}
         self._offsets: dict[int, tuple[int, ...]] = {}
         self._wakes: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count(1)
         self._waiting = 0
         self.ended: str | None = None
         self.cancel: Callable[[], None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of planes that it will hold in the end, without states."""
+        return (len(self.keys) - self.first) * block_layout(self._space).nbytes
 
     def block(self, index: int, data: Sealed) -> None:
         """See `Sink.block`."""
@@ -117,7 +124,7 @@ class Making:
             if self._waiting < 0 or self.ended:
                 return None
             self._waiting += 1
-            return self._waiting
+            return next(self._numbers)
 
     def wake(self, wake: Callable[[], None], who: int) -> None:
         """Call ``wake`` for peer ``who`` when something has come."""

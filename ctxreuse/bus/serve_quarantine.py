@@ -71,8 +71,10 @@ class Quarantine:
 
     def _find(self, name: str) -> Sentence | None:
         held, now = self._held.get(name), self._clock()
-        # A clock that was set back does not make it longer than it was meant.
-        return held if held is not None and 0 < held.until - now <= self._seconds else None
+        if held is not None and held.until - now > self._seconds:
+            # The clock was set back. It begins anew: that frees nobody, nor keeps anybody out for years.
+            held = self._held[name] = Sentence(now + self._seconds, held.reason)
+        return held if held is not None and held.until > now else None
 
     def _read(self) -> dict[str, Sentence]:
         if self._path is None:

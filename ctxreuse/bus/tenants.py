@@ -70,15 +70,17 @@ class Line(NamedTuple):
 
 
 class _Book:
-    """One tenant's keys and what changed since version ``floor``."""
+    """One tenant's keys and what changed since version ``floor``. Its versions count its own changes only: those of
+    others are none of its business."""
 
-    def __init__(self, floor: int) -> None:
+    def __init__(self) -> None:
         self.keys: dict[bytes, None] = {}
         self.log: deque[tuple[int, bytes]] = deque()
-        self.floor = floor
+        self.floor = self.version = 1
 
-    def note(self, version: int, key: bytes) -> None:
-        self.log.append((version, key))
+    def note(self, key: bytes) -> None:
+        self.version += 1
+        self.log.append((self.version, key))
         if len(self.log) > _LOG:
             self.floor = self.log.popleft()[0]
 
@@ -100,7 +102,6 @@ class Directory:
         self._lock = threading.Lock()
         self._hints: set[bytes] = set()
         self._anew = True
-        self.version = 1
         self._unwatch = store.watch(self._hint)
         for tenant in tenants:
             self.salt(tenant)
@@ -115,7 +116,7 @@ class Directory:
         salt = self._salts.get(tenant)
         if salt is None:
             salt = self._salts[tenant] = tenant_salt(tenant, self._secret)
-            self._books[tenant] = _Book(self.version)
+            self._books[tenant] = _Book()
             if self._strange:
                 # What this tenant gave to an earlier life of the node is found now.
                 self._anew = True
@@ -159,19 +160,17 @@ class Directory:
             return
         self._strange.pop(entry.key, None)
         self._lines[entry.key] = line
-        self._books[line.tenant].keys[entry.key] = None
-        self._note(line.tenant, entry.key)
+        book = self._books[line.tenant]
+        book.keys[entry.key] = None
+        book.note(entry.key)
 
     def _went(self, key: bytes) -> None:
         self._strange.pop(key, None)
         line = self._lines.pop(key, None)
         if line is not None:
-            self._books[line.tenant].keys.pop(key, None)
-            self._note(line.tenant, key)
-
-    def _note(self, tenant: str, key: bytes) -> None:
-        self.version += 1
-        self._books[tenant].note(self.version, key)
+            book = self._books[line.tenant]
+            book.keys.pop(key, None)
+            book.note(key)
 
     def _proven(self, key: bytes) -> Line | None:
         with self._store.read() as reader:
@@ -205,12 +204,12 @@ class Directory:
     def held(self, tenant: str) -> tuple[int, Sequence[bytes]]:
         """The version and all keys of a tenant, parents before children."""
         book = self._books.get(tenant)
-        return self.version, list(book.keys) if book is not None else []
+        return (book.version, list(book.keys)) if book is not None else (1, [])
 
     def changes(self, tenant: str, since: int) -> tuple[int, Sequence[bytes], Sequence[bytes]] | None:
         """The version, and the keys that came and went since version ``since``; None if that is not known."""
         book = self._books.get(tenant)
-        if book is None or not book.floor <= since <= self.version:
+        if book is None or not book.floor <= since <= book.version:
             return None
         named: dict[bytes, None] = {}
         for version, key in reversed(book.log):
@@ -218,7 +217,7 @@ class Directory:
                 break
             named[key] = None
         came = [key for key in reversed(named) if key in book.keys]
-        return self.version, came, [key for key in named if key not in book.keys]
+        return book.version, came, [key for key in named if key not in book.keys]
 
     def check(self) -> None:
         """Raises AssertionError where books, lines and store disagree. O(entries)."""

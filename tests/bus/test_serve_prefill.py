@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.block import parse
+from ctxreuse.block import block_layout, parse
 from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
 from ctxreuse.bus.serve_prefill import Sink
 from ctxreuse.errors import LinkRefusedError
@@ -125,6 +125,40 @@ def test_two_who_want_the_same_wait_for_one_job(tmp_path: Path, engine: Any) -> 
         assert node.held("b")[1] == []
         assert node.prefill("a", digest, tokens, first=0, state=False).parts(3) is not None
         assert len(prefiller.jobs) == 2
+
+
+def test_who_comes_after_somebody_left_takes_nobodys_place(tmp_path: Path, engine: Any) -> None:
+    prefiller = ByHand(engine)
+    with service(tmp_path, prefiller=prefiller) as node:
+        node.admit("ann", bytes(16), ())
+        tokens, digest = random_tokens(engine, 4 * 16), engine.space.digest
+        one, two = (node.prefill("a", digest, tokens, first=0, state=False) for _ in range(2))
+        woken: list[str] = []
+        two.watch(lambda: woken.append("two"))
+        one.close()
+        three = node.prefill("a", digest, tokens, first=0, state=False)
+        three.watch(lambda: woken.append("three"))
+        prefiller.make(0, 1)
+        assert {"two", "three"} <= set(woken)
+        three.close()
+        woken.clear()
+        prefiller.make(0, 1)
+        assert "two" in woken
+        two.close()
+
+
+def test_contexts_that_wait_for_slow_peers_are_bounded(tmp_path: Path, engine: Any) -> None:
+    prefiller = ByHand(engine)
+    with service(tmp_path, prefiller=prefiller, making_bytes=5 * block_layout(engine.space).nbytes) as node:
+        node.admit("ann", bytes(16), ())
+        digest = engine.space.digest
+        first, second = (random_tokens(engine, 4 * 16, seed=seed) for seed in (1, 2))
+        one = node.prefill("a", digest, first, first=0, state=False)
+        prefiller.make(0, 4)
+        with pytest.raises(LinkRefusedError, match="wait for their peers"):
+            node.prefill("a", digest, second, first=0, state=False)
+        one.close()
+        node.prefill("a", digest, second, first=0, state=False).close()
 
 
 def test_a_job_that_fails_or_is_given_up_ends_those_who_wait(tmp_path: Path, engine: Any) -> None:

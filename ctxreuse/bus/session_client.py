@@ -321,7 +321,7 @@ class ClientSession(Session):
             return
         error = LinkRefusedError(message.text or message.code, where=message.code)
         if isinstance(live, Getting):
-            live.assembly.end(message.code)
+            live.assembly.end(message.code or "failed")  # empty would mean that all is here
         self._drop(message.id, error, tell=False)
 
     def _admit(self, fail: Callable[[CtxReuseError], None]) -> bool:

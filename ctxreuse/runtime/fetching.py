@@ -125,9 +125,11 @@ class Fetching:
         return sum(watch.fetch.received for watch in self._watches)
 
     def close(self) -> None:
-        """Want nothing more of the peer. Idempotent."""
+        """Want nothing more of the peer, and tell on it if it sent what was not asked for. Idempotent."""
         for watch in self._watches:
             watch.fetch.stop()
+            if watch.fetch.ended == "foreign":
+                self._remote.reject(self.offer, "foreign")
 
     def prepare(self) -> None:
         """Wait for what computing cannot overlap; nothing here needs the engine."""

@@ -84,7 +84,8 @@ class Fetch(Protocol):
 
     @property
     def ended(self) -> str | None:
-        """None while more may come; then ``""`` (all is here) or why it ended early."""
+        """None while more may come; then ``""`` (all is here) or why it ended early: ``foreign`` if the peer sent heads
+        that were not asked for, else it is nobody's fault."""
         ...
 
     @property
@@ -118,5 +119,5 @@ class Remote(Protocol):
         ...
 
     def reject(self, offer: Offer, reason: str) -> None:
-        """Blocks of this peer turned out wrong (``corrupt``, ``audit``): what it sent is dropped, it is quarantined."""
+        """Blocks of this peer turned out wrong (``corrupt``, ``audit``, ``foreign``): what it sent is dropped, it is quarantined."""
         ...

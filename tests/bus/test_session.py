@@ -564,6 +564,11 @@ def test_refusals_name_their_reason() -> None:
     wires.run()
     with pytest.raises(LinkRefusedError, match="block of"):
         large.wait(0)
+    nameless = assembly()
+    wires.client.fetch(nameless)
+    wires.client.receive(wire.encode(wire.Refused(4, "")), wires.now)
+    assert nameless.ended == "failed"  # "" would say that all is here
+    wires.client.check()
 
 
 def test_an_unknown_peer_is_refused_and_dead() -> None:

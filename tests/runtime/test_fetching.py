@@ -315,6 +315,17 @@ def test_a_peer_that_lies_about_the_first_layer_is_caught(llama: TorchEngine, wa
 
 
 @ways
+def test_a_peer_that_sends_what_was_not_asked_for_is_told_on(llama: TorchEngine, way: str) -> None:
+    ids = tokens(10 * BLOCK + 5)
+    scene = Scene(llama, ids[: 10 * BLOCK], lambda began, now: "foreign", way=way)  # as an `Assembly` ends then
+    done, _ = scene.prefill(ids)
+    right(llama, done, ids)
+    assert scene.remote.rejected == ["foreign"]
+    scene.prefill(ids)
+    assert len(scene.remote.fetches) == 1
+
+
+@ways
 def test_a_peer_that_lies_about_deeper_layers_only_is_not_caught(llama: TorchEngine, way: str) -> None:
     """What an audit of the first layer cannot see: such a peer must be trusted, or its blocks computed again."""
     ids = tokens(10 * BLOCK + 5)

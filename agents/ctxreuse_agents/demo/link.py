@@ -85,6 +85,7 @@ class _Link:
         b = self._edge("edge-b", target)
         c = self._edge("stranger", target, allowed=False)
         self.rows.append(a.end_sync())
+        b.hears_of(self.rows[-1]["blocks"])
         b.ask("B, which never saw it", QUESTIONS[0], "edge B fetches what it lacks")
         c.ask("C, with an unknown key", QUESTIONS[0], "C is refused, and reads the handbook")
         self._status.update("stopping the cloud")
@@ -146,6 +147,12 @@ class _Edge:
                 handbook.system(TASK + document())
             answer = timed(handbook.fork(), question)
         self._link.show({"who": who, "nbytes": self._moved() - before, **answer})
+
+    def hears_of(self, blocks: int) -> None:
+        """Wait until the cloud has announced so many blocks to this device."""
+        from ctxreuse_agents.demo.nodes import wait_for
+
+        wait_for(lambda: (self._cloud()["announced"] or 0) >= blocks, "the announcement of what the cloud holds")
 
     def begin_sync(self) -> None:
         """The device gives the cloud what it lacks, by itself; from now on the seconds count."""

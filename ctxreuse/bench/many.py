@@ -10,8 +10,10 @@ Of the requests 45 % are matches and 35 % fetches of one to four blocks of well-
 memory is that of a daemon in its steady state. Every byte that comes is compared with what was made. Lost
 is what the sidecar took and then did not have, or had otherwise; duplicated what came, or was taken, twice.
 
-Memory is without pages of the store's file, at a sixth of the time and at its end. This process takes a core itself, so
-on a small machine the requests a second are its limit as much as the sidecar's (``busy``: cores that each used).
+Memory is without pages of the store's file, at a sixth of the time and at its end. Before, the edges make `_WARM`
+requests each: ZeroMQ takes a queue's memory (32 KiB each way) over its first 256 messages, and keeps it. This process
+takes a core itself, so on a small machine the requests a second are its limit as much as the sidecar's (``busy``: cores
+that each used).
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ _KNOWN, _LONG, _FILLER, _CAPACITY = 64, 4, 32, 128 << 20
 #: Shares of the requests: match, fetch, give; the rest fetches what another gave.
 _MATCH, _FETCH, _GIVE = 0.45, 0.35, 0.10
 _MEMORY_BAR = 0.05
+#: Requests an edge before the measurement, and seconds that they may take.
+_WARM, _WARM_SECONDS = 200, 90.0
 #: Seconds that one request may take before the bench gives up.
 _WAIT = 30.0
 _SWEEP = 0.2
@@ -138,6 +142,7 @@ class Crowd:
             edge.session.opened(time.monotonic())
         self._known: list[_Context] = []
         self._given: deque[_Context] = deque()
+        self._swept = 0.0
         self.millis: list[float] = []
         self.counts: Counter[str] = Counter()
         self.memory: list[tuple[float, int]] = []
@@ -174,20 +179,23 @@ class Crowd:
                 raise EngineError("the sidecar of the bench does not answer")
             self._turn()
 
+    def warm(self, requests: int) -> None:
+        """Set every edge to work, and return after so many requests of all of them."""
+        for edge in self.edges:
+            self._next(edge)
+        until = time.monotonic() + _WARM_SECONDS
+        while len(self.millis) < requests and time.monotonic() < until:
+            self._work()
+        self.millis.clear()
+        self.counts.clear()
+
     def run(self, seconds: float) -> float:
         """Keep every edge busy for so long, then let all requests end; returns the seconds that it took."""
         began = time.monotonic()
-        for edge in self.edges:
-            self._next(edge)
-        end, look = began + seconds, began + seconds / 6
-        while (now := time.monotonic()) < end:
-            for edge in self._turn():
-                self._settle(edge)
-                self._next(edge)
-            if now >= look:
-                self.memory.append((now - began, self.cloud.memory))
-                look = end if look < end - 1e-3 else end + _WAIT
-        self.memory.append((time.monotonic() - began, self.cloud.memory))
+        for part in (seconds / 6, seconds):
+            while (now := time.monotonic()) < began + part:
+                self._work()
+            self.memory.append((now - began, self.cloud.memory))
         took = time.monotonic() - began
         busy = [edge for edge in self.edges if edge.request is not None]
         deadline = time.monotonic() + _WAIT
@@ -197,6 +205,11 @@ class Crowd:
                 busy.remove(edge)
         self.counts["unanswered"] += len(busy)
         return took
+
+    def _work(self) -> None:
+        for edge in self._turn():
+            self._settle(edge)
+            self._next(edge)
 
     def _turn(self) -> list[_Edge]:
         """Move messages once; the edges whose request has ended."""
@@ -208,7 +221,7 @@ class Crowd:
             edge.send(now)
             if edge.done:
                 ended.append(edge)
-        if now - getattr(self, "_swept", 0.0) > _SWEEP:
+        if now - self._swept > _SWEEP:
             self._swept = now
             for edge in self.edges:
                 if edge.session.due(now) <= 0:
@@ -279,6 +292,8 @@ def run(options: Options) -> list[Figure]:
             crowd = Crowd(cloud, edges)
             try:
                 crowd.fill()
+                options.step("warming up")
+                crowd.warm(options.pick(0, edges * _WARM))
                 options.step(f"{edges} edges for {seconds:.0f} s")
                 own, theirs = psutil.Process(os.getpid()), cloud.seconds
                 mine = sum(own.cpu_times()[:2])

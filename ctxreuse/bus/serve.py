@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 #: Corrupt blocks from one peer after which it is kept out: a disk can be bad, but then it should not be listened to.
 _SLIPS = 8
-#: Keys that a peer gave and that are remembered, to be dropped if it turns out to lie.
-_GIVEN = 1 << 18
+#: Keys that a peer gave are remembered, to be dropped if it turns out to lie; those that are not held any more are
+#: sorted out whenever there are twice as many as the last time, and more than this.
+_GIVEN = 1024
 #: Model spaces of tenants, for which no engine is here, whose layout is remembered: peers can invent them.
 _LAYOUTS = 1024
 
@@ -67,6 +68,7 @@ class StoreService:
         self._making_bytes = making_bytes
         self._layouts: OrderedDict[Line, tuple[bytes, int]] = OrderedDict()
         self._gave: dict[str, dict[bytes, None]] = {}
+        self._most: dict[str, int] = {}
         self._slips: Counter[str] = Counter()
         self._making: dict[tuple[str, bytes, bytes], Making] = {}
         self._lock = threading.Lock()
@@ -202,12 +204,17 @@ class StoreService:
             self._directory.release([key])
             return self.refused("full")
         if block:
-            gave = self._gave.setdefault(user, {})
-            gave[key] = None
-            if len(gave) > _GIVEN:
-                del gave[next(iter(gave))]
+            self._remember(user, key)
         self._count("taken")
         return ""
+
+    def _remember(self, user: str, key: bytes) -> None:
+        gave = self._gave.setdefault(user, {})
+        gave[key] = None
+        if len(gave) > self._most.get(user, _GIVEN):
+            held = self._store.entries(list(gave))
+            self._gave[user] = {known: None for known, entry in zip(gave, held) if entry is not None}
+            self._most[user] = max(2 * len(self._gave[user]), _GIVEN)
 
     def fits(self, line: Line, view: BlockView) -> bool | None:
         """True if a block is laid out like those of our own engine for its space, False if not. Where no engine is for
@@ -238,6 +245,7 @@ class StoreService:
         for key in self._gave.pop(user, {}):
             self._store.drop(key, "audit")
         self._slips.pop(user, None)
+        self._most.pop(user, None)
         self.quarantine.add(user, reason)
 
     def _whose(self, key: bytes) -> Line | None:

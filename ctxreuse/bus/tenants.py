@@ -18,8 +18,8 @@ from ctxreuse.store.base import Entry, WholeStore
 __all__ = ["Directory", "Line", "node_secret"]
 
 _SECRET_BYTES = 32
-#: Changes of one tenant that are remembered: more than come between two announcements.
-_LOG = 1 << 16
+#: Changes of one tenant that are remembered: more than come between two announcements (100 bytes each).
+_LOG = 1 << 14
 #: Hints that may wait; beyond that the store is walked anew.
 _HINTS = 1 << 18
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -12,7 +12,7 @@ from ctxreuse.model import ModelSpace
 from ctxreuse.runtime.remote import Fetch, Order
 from ctxreuse.store.base import Buffer
 
-__all__ = ["Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply"]
+__all__ = ["Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply", "Wholesale"]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -59,6 +59,16 @@ class Supply(Protocol):
 
     def close(self) -> None:
         """The peer has all, or wants no more. Idempotent; a prefill that nobody else waits for is given up."""
+        ...
+
+
+@runtime_checkable
+class Wholesale(Protocol):
+    """What a `Supply` may offer besides, if it can gather a payload better than by one `Supply.read` after another."""
+
+    def gather(self, pieces: Sequence[tuple[int, int, int]], room: Callable[[int], memoryview]) -> memoryview:
+        """The bytes of all ``pieces``, (item, start, number of bytes) each, in a row: in memory from ``room(nbytes)``.
+        Raises LookupError if an item is gone."""
         ...
 
 

@@ -115,6 +115,7 @@ class Giving:
             payload=payload,
             credit=message.credit,
             items=message.items,
+            memory=outlet.memory,
         )
         outlet.add(self._sending)
 

@@ -225,6 +225,7 @@ class ServerSession(Session):
                 state=message.state,
                 have=message.have,
                 wake=self._wake,
+                memory=self.outlet.memory,
             )
         except (LookupError, CtxReuseError) as error:
             if supply is not None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-from ctxreuse.bus.base import Supply
+from ctxreuse.bus.base import Supply, Wholesale
 from ctxreuse.bus.transfer_assembly import Assembly, part_offsets
+from ctxreuse.bus.transfer_memory import PayloadMemory
 from ctxreuse.bus.wire import MAX_PIECES, Frame, Have, Payload, Piece, encode
 
 __all__ = ["SHARE", "Assembly", "ChangedError", "Outgoing", "Outlet", "SendOrder", "part_offsets"]
@@ -42,7 +43,8 @@ class Outgoing:
     ``owner``: whose transfer it is (a session). ``items``: which items to send, ascending (all by default). With
     ``state`` the last item is a state. ``payload``: bytes at most in one message. ``have``: what the receiver has
     already; it is skipped. ``remaining``: bytes still to be sent, as far as is known: all items are taken to be as
-    large as the first that is ready. Making and `take` raise LookupError if an item is gone, ChangedError if it is
+    large as the first that is ready. ``memory``: for payloads that are gathered from several pieces (the outlet's, so
+    that all transfers share it). Making and `take` raise LookupError if an item is gone, ChangedError if it is
     another one.
     """
 
@@ -60,6 +62,7 @@ class Outgoing:
         state: bool = False,
         have: Sequence[Have] = (),
         wake: Callable[[], None] | None = None,
+        memory: PayloadMemory | None = None,
     ) -> None:
         self.owner, self.id, self.round, self.supply = owner, number, turn, supply
         self.order, self.payload, self.credit = order, payload, credit
@@ -73,6 +76,8 @@ class Outgoing:
         self._have = {item: (nbytes, check) for item, nbytes, check in have if item in here}
         self._skipped = sum(nbytes for nbytes, _ in self._have.values())
         self.remaining = self._size = 0  # of all items, and of one, once known
+        self._memory = memory or PayloadMemory()
+        self._gather = supply.gather if isinstance(supply, Wholesale) else self._join
         self._wake = wake
         self._woken, self._waits = False, False
         self._failed: LookupError | None = None  # found out ahead, told when what was good is sent
@@ -125,9 +130,7 @@ class Outgoing:
             if self._failed is not None:
                 raise self._failed
             return None
-        read = self.supply.read
-        parts = [read(item, start, start + nbytes) for item, start, nbytes in pieces]
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        data = self._gather(pieces, self._memory.take)
         self.sent += 1
         self.bytes += self.payload - room
         if self._next is None:  # so that the end is known with the last payload
@@ -153,6 +156,18 @@ class Outgoing:
         except LookupError as error:
             self._failed, self._waits = error, False
         return span
+
+    def _join(self, pieces: Sequence[Piece], room: Callable[[int], memoryview]) -> Frame:
+        """See `Wholesale.gather`; one piece is sent as it was read."""
+        read = self.supply.read
+        if len(pieces) == 1:
+            item, start, nbytes = pieces[0]
+            return read(item, start, start + nbytes)
+        data, at = room(sum(nbytes for _, _, nbytes in pieces)), 0
+        for item, start, nbytes in pieces:
+            data[at : at + nbytes] = read(item, start, start + nbytes)
+            at += nbytes
+        return data
 
     def _count(self) -> None:
         self.remaining = max(0, self._size * len(self.items) - self._skipped - self.bytes)
@@ -210,6 +225,7 @@ class Outlet:
     """All transfers of a node on their way out. Owned by the thread of the sockets."""
 
     def __init__(self) -> None:
+        self.memory = PayloadMemory()
         self._transfers: dict[object, list[Outgoing]] = {}  # by owner
         self._payloads = 0
 

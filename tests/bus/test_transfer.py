@@ -13,6 +13,7 @@ import pytest
 
 from ctxreuse.block import block_layout, parse
 from ctxreuse.bus.transfer import SHARE, Assembly, ChangedError, Outgoing, Outlet, part_offsets
+from ctxreuse.bus.transfer_memory import PayloadMemory
 from ctxreuse.bus.wire import Payload, Piece, decode
 from ctxreuse.errors import LinkDownError, ProtocolError
 from ctxreuse.keys import ROOT
@@ -382,3 +383,34 @@ def test_stop_tells_the_link_once() -> None:
     whole.stop()
     assert told == [1]
     assert whole.ended == ""
+
+
+def test_memory_of_payloads_is_used_again_only_when_nobody_refers_to_it() -> None:
+    memory = PayloadMemory(kept=1 << 18)
+    first = memory.take(100_000)
+    first[:] = bytes([7]) * len(first)
+    part = first[5:9]
+    del first
+    others = [memory.take(100_000) for _ in range(4)]
+    for each in others:
+        each[:] = bytes(len(each))
+    assert bytes(part) == bytes([7]) * 4, "a slice keeps all of it"
+    assert memory.out == 5
+    assert memory.kept == 0
+    places = {np.frombuffer(each, np.uint8).ctypes.data for each in others}
+    del each, others, part
+    assert memory.out == 0
+    assert memory.kept == 1 << 18, "no more than it may keep"
+    assert np.frombuffer(memory.take(100_001), np.uint8).ctypes.data in places
+    assert memory.kept == 1 << 18
+
+
+def test_payloads_of_several_pieces_do_not_share_memory_while_they_wait() -> None:
+    transfer = outgoing(payload=1 << 16)
+    waiting = drained(transfer)
+    assert any(len(pieces) > 1 for pieces, _ in waiting)
+    kept = []
+    transfer = outgoing(payload=1 << 16)
+    while (frames := transfer.take()) is not None:
+        kept.append(frames[1])
+    assert [bytes(data) for data in kept] == [data for _, data in waiting]

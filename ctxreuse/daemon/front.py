@@ -20,7 +20,7 @@ from ctxreuse.daemon import logs
 from ctxreuse.daemon.openai import ApiError, api_error
 from ctxreuse.errors import ConfigError, CtxReuseError
 
-__all__ = ["Counting", "Front", "bearer", "is_loopback", "new_id", "read_body", "read_keys"]
+__all__ = ["Counting", "Front", "bearer", "from_here", "is_loopback", "new_id", "read_body", "read_keys"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def from_here(host: str, origin: str) -> bool:
+    """False for a request that a web page made, by its ``Host`` and ``Origin`` ("": none): any page that a user looks
+    at could else use, and after DNS rebinding read, what a server on loopback gives to all."""
+    try:
+        asked, page = urlsplit(f"//{host}").hostname, urlsplit(origin).hostname
+    except ValueError:  # such as half an IPv6 address
+        return False
+    return is_loopback(asked or "") and (not origin or is_loopback(page or ""))
 
 
 def read_keys(file: str) -> tuple[str, ...]:
@@ -88,9 +98,8 @@ class Front:
     """ASGI middleware around a `starlette.routing.Router`: what the routes raise becomes an answer in the API's words.
 
     ``not_ready``: why API requests are refused with 503 now (""). ``keys``: one of which a request must bear, unless
-    there are none. ``local``: the daemon is for programs of this machine, so requests that a web page made (a foreign
-    ``Origin``, a ``Host`` that is no loopback address) are refused: without this any page that the user looks at could
-    use, and after DNS rebinding read, what is served. ``route`` names a path for metrics, from few names.
+    there are none. ``local``: the daemon is for programs of this machine, so requests that a web page made are refused
+    (`from_here`). ``route`` names a path for metrics, from few names.
     """
 
     def __init__(
@@ -144,11 +153,8 @@ class Front:
                 log.log(level, "%s %s", scope["method"], path, extra={"status": status, "seconds": seconds})
 
     def _admit(self, scope: Scope) -> None:
-        if self._local:
-            host = urlsplit("//" + _header(scope, b"host")).hostname or ""
-            origin = _header(scope, b"origin")
-            if not is_loopback(host) or (origin and not is_loopback(urlsplit(origin).hostname or "")):
-                raise ApiError(403, "only programs of this machine are served", type="permission_error")
+        if self._local and not from_here(_header(scope, b"host"), _header(scope, b"origin")):
+            raise ApiError(403, "only programs of this machine are served", type="permission_error")
         if scope["path"] in _OPEN:
             return
         if self._keys and not _held(bearer(scope).encode(), self._keys):

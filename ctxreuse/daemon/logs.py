@@ -57,8 +57,10 @@ class Lines(logging.Formatter):
         if self._json:
             body = {"time": time, "level": level, "logger": record.name, "message": text, **extra}
             return msgspec.json.encode(body | ({"error": error} if error else {}), enc_hook=repr).decode()
-        # A line break in a message that came from outside must not begin a line of its own.
-        words = [time, f"{level:<7}", record.name, text.replace("\n", "\\n")]
+        if not text.isprintable():
+            # What came from outside must neither begin a line of its own nor command a terminal.
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        words = [time, f"{level:<7}", record.name, text]
         words += [f"{name}={_shown(value)}" for name, value in extra.items()]
         return " ".join(words) + (f"\n{error}" if error else "")
 

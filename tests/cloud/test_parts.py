@@ -222,6 +222,9 @@ def test_backends_are_checked(tmp_path: Path) -> None:
     for url in ("127.0.0.1:8000", "ftp://x", "http://", "http://x?y=1"):
         with pytest.raises(ConfigError, match="cannot be at"):
             Backends([BackendConfig(url=url)])
+    with pytest.raises(ConfigError, match="no password") as refused:
+        Backends([BackendConfig(url="http://me:secret@x:1")])
+    assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="two backends"):
         Backends([BackendConfig(url="http://x:1"), BackendConfig(url="http://x:1/v1")])
     with pytest.raises(ConfigError, match="key of a backend"):

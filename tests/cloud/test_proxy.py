@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
 from scripted import STREAM, Scripted, fronted, until
+from yarl import URL
 
 from ctxreuse.config import BackendConfig
 
@@ -306,6 +307,8 @@ def test_a_tenant_has_a_limit_of_its_own(tmp_path: Path) -> None:
         (b" " * 70_000, {}, 413),
         (b'{"prompt": "p"}', {"host": "evil.example"}, 403),
         (b'{"prompt": "p"}', {"origin": "https://evil.example"}, 403),
+        (b'{"prompt": "p"}', {"origin": "http://["}, 403),
+        (b'{"prompt": "p"}', {"host": "["}, 403),
     ],
 )
 def test_what_is_refused_reaches_no_backend(body: bytes, headers: dict[str, str], status: int) -> None:
@@ -317,6 +320,35 @@ def test_what_is_refused_reaches_no_backend(body: bytes, headers: dict[str, str]
                     assert (await answer.json())["error"]["code"] == status
             assert not a.seen
             assert front.proxy.running == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/../reset",
+        "/v1/%2e%2e/reset",
+        "/v1/x/../../reset",
+        "/v1/.",
+        "/v1/x%3Fy",
+        "/v1/%252e%252e/reset",
+        "/v1/a%0d%0ab",
+        "/v1/..%2Freset",
+        "/v1/x\\..\\reset",
+        "/v1//reset",
+        "/v1/x;/../../reset",
+        "/v1/",
+    ],
+)
+def test_a_path_leads_nowhere_else_on_a_backend(path: str) -> None:
+    async def test() -> None:
+        async with Scripted("a") as a, fronted(a) as front:
+            url = URL(front.url + path, encoded=True)
+            async with front.client.post(url, json={"prompt": "p"}) as answer:
+                assert (answer.status, (await answer.json())["error"]["code"]) == (404, 404)
+            assert not a.seen
+            assert (await front.ask("/v1/responses/resp_1:x/cancel"))[0] == 200
 
     run(test)
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from ctxreuse.daemon.client import Client
-from ctxreuse.daemon.front import Front, is_loopback, read_body, read_keys
+from ctxreuse.daemon.front import Front, from_here, is_loopback, read_body, read_keys
 from ctxreuse.daemon.life import Daemon
 from ctxreuse.daemon.openai import DONE, event
 from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, LinkDownError, SessionError
@@ -152,6 +152,14 @@ def test_files_of_keys(tmp_path: Path) -> None:
         read_keys(str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "absent"))
+
+
+def test_web_pages_and_programs() -> None:
+    programs = [("localhost:1", ""), ("127.0.0.1", ""), ("[::1]:7351", "http://localhost:3000")]
+    pages = [("evil.example", ""), ("", ""), ("127.0.0.1", "https://evil.example"), ("127.0.0.1", "null")]
+    odd = [("[", ""), ("127.0.0.1", "http://["), ("a@evil.example", ""), ("127.0.0.1@evil.example", "")]
+    assert all(from_here(*given) for given in programs)
+    assert not any(from_here(*given) for given in (*pages, *odd))
 
 
 def test_loopback_and_not() -> None:

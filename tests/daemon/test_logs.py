@@ -49,6 +49,9 @@ def test_text_lines_cannot_be_forged() -> None:
     (line,) = out.getvalue().splitlines()
     assert line.endswith('name_="a b\\"\\nc" n=1')
     assert " info    ctxreuse_edge said x\\n2026 error forged " in line
+    logging.getLogger("ctxreuse_edge").info("GET %s", "/\x1b[2J\r\u2028\u202eé")
+    *_, line = out.getvalue().split("\n")[:-1]
+    assert line.endswith(r"GET /\x1b[2J\r\u2028\u202eé")
 
 
 def test_libraries_are_heard_from_warnings_on() -> None:

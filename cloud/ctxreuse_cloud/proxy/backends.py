@@ -40,9 +40,12 @@ class Backend:
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise ConfigError(f"a backend cannot be at {config.url!r}", fix="Write it as http://127.0.0.1:8000")
+        if parts.username is not None or parts.password is not None:
+            # The URL is shown in status, logs and errors.
+            raise ConfigError("a backend's URL must hold no password", fix="Put its key in a file: api_key_file")
         self.config = config
         self.url = config.url.rstrip("/").removesuffix("/v1")
-        self.name = config.name or parts.netloc.rpartition("@")[2]
+        self.name = config.name or parts.netloc
         self.key = _read_key(config.api_key_file)
         self.breaker = Breaker()
         self.healthy: bool | None = None

@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
 from ctxreuse.config import CloudConfig
-from ctxreuse.daemon.front import is_loopback
+from ctxreuse.daemon.front import from_here
 from ctxreuse.errors import FormatError
 from ctxreuse_cloud.proxy.admission import Admission
 from ctxreuse_cloud.proxy.asked import read_asked
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 Scope: TypeAlias = MutableMapping[str, Any]
 
 _JSON = (b"content-type", b"application/json")
+#: Paths that are passed on. One with ``..`` or an escape in it could mean another route to the backend than to us, such
+#: as one that its operator only keeps for himself.
+_PATH = re.compile(r"/v1(?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9._~:@+,=-]+)+")
 
 
 class _RefusedError(Exception):
@@ -47,14 +50,6 @@ class _RefusedError(Exception):
     def __init__(self, status: int, message: str, kind: str, *headers: tuple[bytes, bytes]) -> None:
         super().__init__(message)
         self.status, self.kind, self.headers = status, kind, list(headers)
-
-
-def _from_here(given: dict[bytes, bytes]) -> bool:
-    """False for what a web page sent: without keys any page that a user looks at could otherwise ask, and after DNS
-    rebinding read."""
-    host = urlsplit("//" + given.get(b"host", b"").decode("latin-1")).hostname or ""
-    origin = given.get(b"origin", b"").decode("latin-1")
-    return is_loopback(host) and (not origin or is_loopback(urlsplit(origin).hostname or ""))
 
 
 class Proxy:
@@ -118,7 +113,8 @@ class Proxy:
         if tenant is None:
             challenge = (b"www-authenticate", b"Bearer")
             raise _RefusedError(401, "this API wants a key: Authorization: Bearer …", "invalid_api_key", challenge)
-        if self._tenants.open and not _from_here(given):
+        host, origin = (given.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
+        if self._tenants.open and not from_here(host, origin):
             raise _RefusedError(403, "without keys only programs of this machine are served", "permission_error")
         if not self._backends.all:
             raise _RefusedError(503, "no backend is configured: this node serves its bus only", "no_backend")
@@ -126,6 +122,8 @@ class Proxy:
             body = self._models(call.path)
             await answer.whole(200, [_JSON, (REQUEST_ID, call.identity.encode())], msgspec.json.encode(body))
         elif method == "POST":
+            if not _PATH.fullmatch(call.path):
+                raise _RefusedError(404, "nothing is at this path", "not_found_error")
             with self._node.enter("") as room, self._tenant.enter(tenant) as allowed:
                 if not (room and allowed):
                     whose = "of yours " if room else ""

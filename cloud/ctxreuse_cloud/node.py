@@ -171,14 +171,15 @@ class Node:
         if service is None:
             return
         metrics.set("ctxreuse_peers_quarantined", len(service.quarantine.names()))
-        for what, n in dict(service.counts).items():
+        counts = dict(service.counts)
+        for kind in ("served", "taken"):
+            metrics.total(f"ctxreuse_{kind}_blocks_total", counts.get(kind, 0))
+        for how in ("computed", "shared"):
+            metrics.total("ctxreuse_prefills_total", counts.get(how, 0), how)
+        for what, n in counts.items():
             kind, _, reason = what.partition(":")
             if kind == "refused":
                 metrics.total("ctxreuse_given_refused_blocks_total", n, reason)
-            elif kind in ("computed", "shared"):
-                metrics.total("ctxreuse_prefills_total", n, kind)
-            else:
-                metrics.total(f"ctxreuse_{kind}_blocks_total", n)
 
     def status(self) -> dict[str, Any]:
         """How the node stands, as plain values for JSON."""

@@ -63,7 +63,7 @@ _CLASS = Label("class", ("2xx", "3xx", "4xx", "5xx"))
 _STATE = Label("state", ("down", "up", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
 _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
-_UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "present", "quarantine", "closed"))
+_UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
 _MADE = Label("how", ("computed", "shared"))
 
 METRICS = (

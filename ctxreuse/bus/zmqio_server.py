@@ -33,6 +33,8 @@ _SWEEP, _FOLLOW = 0.05, 1.0
 #: Seconds after which a queue that was full is tried again: a ROUTER does not say when one peer's has room.
 _RETRY = 0.002
 _MAX_PEERS = 4096
+#: Connections of one key: enough for processes that share one, and for old ones that are not known to be dead yet.
+_MAX_OF_A_KEY = 64
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -48,12 +50,14 @@ class PeerInfo(msgspec.Struct, frozen=True):
 
 
 class _Peer:
-    """One connection. ``key``: its public key in hexadecimal, empty without CURVE. ``held``: frames not yet taken."""
+    """One connection. ``key``: its public key in hexadecimal, empty without CURVE; ``tenant``: of the key as it came;
+    ``held``: frames not yet taken."""
 
-    __slots__ = ("address", "fd", "held", "key", "name", "session", "user")
+    __slots__ = ("address", "fd", "held", "key", "name", "session", "tenant", "user")
 
     def __init__(self, name: bytes, user: str, key: str, fd: int, address: Address, session: ServerSession) -> None:
         self.name, self.user, self.key, self.fd, self.address, self.session = name, user, key, fd, address, session
+        self.tenant: str | None = None
         self.held: list[Frame] | None = None
 
 
@@ -278,19 +282,15 @@ class BusServer:
         address = address_of(fd, self._port)
         if address is None:  # the last words of a connection that is gone already
             return None
-        if len(self._peers) >= _MAX_PEERS:
+        same = sum(other.key == key for other in self._peers.values()) if key else 0
+        if len(self._peers) >= _MAX_PEERS or same >= _MAX_OF_A_KEY:
             shut_down(fd, self._port, address)
             return None
         session = ServerSession(
-            self._service,
-            user,
-            self._outlet,
-            node=self._node,
-            epoch=self._epoch,
-            limits=self._limits,
-            wake=self.wake,
+            self._service, user, self._outlet, node=self._node, epoch=self._epoch, limits=self._limits, wake=self.wake
         )
         peer = _Peer(name, user, key, fd, address, session)
+        peer.tenant = self._auth.tenant(user) if self._auth is not None else None
         self._peers[name] = self._owners[session] = peer
         session.opened(now)
         return peer
@@ -360,12 +360,13 @@ class BusServer:
         return max(_SWEEP, wait)
 
     def _follow_list(self) -> None:
-        """Cut off whoever is not on the allow-list any more."""
+        """Cut off whoever is not on the allow-list any more, or there with another tenant."""
         if self._auth is None or not self._auth.allow.refresh():
             return
         for peer in list(self._peers.values()):
-            if not self._auth.holds(peer.user, bytes.fromhex(peer.key)):
-                self._cut(peer, "its key was revoked")
+            held = self._auth.holds(peer.user, bytes.fromhex(peer.key))
+            if not held or self._auth.tenant(peer.user) != peer.tenant:
+                self._cut(peer, "its key has another tenant now" if held else "its key was revoked")
 
     def _follow_connections(self) -> None:
         for event, fd in self._monitor.drain():

@@ -214,6 +214,27 @@ def test_a_key_that_is_revoked_while_connected_is_cut_off(curve: Curve) -> None:
             assert W.whole(phone.fetch(SPACE, KEYS, TOKENS))
 
 
+def test_a_key_that_gets_another_tenant_has_to_come_again(curve: Curve) -> None:
+    with W.link(node(), {"auth": curve.auth, "limits": W.SMALL}, **curve.client()) as (_, client):
+        public = next(entry.public for entry in curve.allow.entries if entry.name == "laptop")
+        AllowList(curve.allow.path).allow(Allowed("laptop", public, "another", datetime.now(UTC)))
+        W.until(lambda: client.stats().up == 2, 5)
+        assert curve.auth.tenant("laptop") == "another"
+
+
+def test_connections_of_one_key_are_bounded(curve: Curve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxreuse.bus.zmqio_server._MAX_OF_A_KEY", 2)
+    options = {"backoff": W.QUICK, "limits": W.SMALL}
+    with W.link(node(), {"auth": curve.auth, "limits": W.SMALL}, **curve.client()) as (server, first):
+        second = BusClient(server.endpoint, **curve.client(), **options)
+        W.until(lambda: second.state == "up")
+        with BusClient(server.endpoint, **curve.client(), **options) as third:
+            W.until(lambda: "lost" in third.reason)
+            assert (third.state, first.stats().up, second.stats().up) == ("down", 1, 1)
+            second.close()
+            W.until(lambda: third.state == "up")
+
+
 def test_the_tenant_comes_from_the_key(curve: Curve) -> None:
     with W.link(node(), {"auth": curve.auth}, **curve.client()) as (server, _):
         assert [(peer.user, peer.tenant) for peer in server.peers()] == [("laptop", "tenant-laptop")]

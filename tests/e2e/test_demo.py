@@ -1,15 +1,22 @@
-"""The demo as a user runs it: real processes, a real model, a real SIGKILL, and the same tokens at the end."""
+"""The demo as a user runs it: real processes, a real model, a real SIGKILL, a real link, and the same tokens."""
 
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from ctxreuse_agents.demo import acts, play
+from cluster import until
+from ctxreuse_agents.demo import acts, link, play
+from ctxreuse_agents.demo.nodes import Node
 from rich.console import Console
 
-from ctxreuse.errors import EngineError, StoreError
+from ctxreuse.errors import EngineError, LinkDownError, StoreError
 
 
 @pytest.mark.model
@@ -18,14 +25,19 @@ def test_demo_reuses_after_a_kill_and_all_tokens_are_the_same(tmp_path: Path) ->
     out = io.StringIO()
     assert play.play(str(tmp_path / "memory"), Console(file=out, width=100))
     text = out.getvalue()
-    assert "same tokens: yes" in text
+    assert text.count("same tokens: yes") == 2
     assert "kill -9" in text
     lines = {line.split("│")[1].strip(): line for line in text.splitlines() if line.startswith("│")}
     assert "computed" in lines["cold"]
     assert "device" in lines["warm"]
     assert "disk" in lines["after kill -9"]
     assert "computed" in lines["after eviction"]
+    assert " cloud" in lines["B, which never saw it"]
+    assert "2,010 computed" in lines["C, with an unknown key"]
+    assert "2,009 device" in lines["B, the cloud stopped"]
+    assert "device" in lines["B, another question"]
     assert (tmp_path / "memory" / "ledger").exists()
+    assert psutil.Process().children() == []
     with pytest.raises(StoreError, match="not empty"):
         play.play(str(tmp_path / "memory"), Console(file=out))
 
@@ -49,3 +61,39 @@ def test_a_table_without_equal_tokens_says_no() -> None:
     assert not play._same([*plain, asked, {**asked, "tokens": [1, 3]}])
     assert not play._same(plain)
     assert not play._same([asked])
+
+
+def test_a_link_that_does_not_do_what_is_shown_says_so() -> None:
+    truth = {question: [1, 2] for question in acts.QUESTIONS}
+    base = {"question": acts.QUESTIONS[0], "tokens": [1, 2], "prompt": 9, "cached": 0, "sources": {}}
+    a, c = {**base, "who": "A reads"}, {**base, "who": "C, a stranger"}
+    b = {**base, "who": "B, fetching", "cached": 8, "sources": {"cloud": 8}}
+    assert link._verdict([a, b, c], truth) == ""
+    assert "NO" in link._verdict([a, {**b, "tokens": [1, 3]}, c], truth)
+    assert "did not fetch" in link._verdict([a, {**b, "sources": {"disk": 8}}, c], truth)
+    assert "not its own" in link._verdict([a, b, {**c, "cached": 8}], truth)
+
+
+def test_a_daemon_that_does_not_start_shows_its_last_words(tmp_path: Path) -> None:
+    settings = {"cloud": {"port": 0, "store": str(tmp_path / "c")}, "bus": {"bind": "tcp://nowhere.invalid:1"}}
+    with (
+        Node(tmp_path, "c", "cloud", settings) as node,
+        pytest.raises(LinkDownError, match=r"ended with[^$]*bus") as told,
+    ):
+        node.ready()
+    assert "nowhere.invalid" in str(told.value)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, number: int) -> None:
+    program = (
+        "from ctxreuse_agents.demo.link import play_link; from rich.console import Console; play_link({}, Console())"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=env, stderr=subprocess.DEVNULL) as demo:
+        children = until(lambda: len(found := psutil.Process(demo.pid).children()) == 2 and found, 120)
+        demo.send_signal(number)
+        assert demo.wait(60) != 0
+    assert [child for child in children if child.is_running()] == []
+    assert list(tmp_path.iterdir()) == []

@@ -12,22 +12,22 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from ctxreuse.testing.relay import Relay
 from ctxreuse.units import rounded_bytes
+from ctxreuse_agents import Memory
 from ctxreuse_agents.demo.acts import QUESTIONS, TASK, document, timed
+from ctxreuse_agents.demo.nodes import Node, Place, unbroken, wait_for
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
-
-    from ctxreuse_agents.demo.nodes import Node, Place
 
 __all__ = ["play_link"]
 
@@ -40,10 +40,6 @@ def play_link(truth: Mapping[str, Sequence[int]], console: Console) -> bool:
 
     Every process is ended when this returns or raises (LinkDownError with a node's last words; KeyboardInterrupt).
     """
-    lacking = [name for name in ("zmq", "uvicorn", "starlette", "aiohttp") if find_spec(name) is None]
-    if lacking:
-        console.print(f"\nThe link is not shown: it needs {', '.join(lacking)} (pip install 'ctxreuse\\[edge,cloud]')")
-        return True
     console.print(
         "\n[bold]The link: a cloud and three devices, each a process with its own key and store.[/]\n"
         f"Every device is behind a relay of {_LINK}, as in a home. Blocks come from the end while the device computes "
@@ -67,24 +63,21 @@ class _Link:
     """The story, a step a method; rows of the table gather in ``rows``."""
 
     def __init__(self, folder: Path, stack: ExitStack, console: Console, status: Status) -> None:
-        from ctxreuse_agents.demo.nodes import Place
-
-        self._folder, self._stack, self._console, self._status = folder, stack, console, status
-        self._place: Place = Place(folder)
+        self._stack, self._console, self._status = stack, console, status
+        self._place = Place(folder)
         self.rows: list[dict[str, Any]] = []
 
     def play(self) -> list[dict[str, Any]]:
         """All steps; returns the rows."""
-        cloud = self._stack.enter_context(self._place.cloud()).ready()
+        cloud = self._start(self._place.cloud)
         host, port = cloud.call("GET", "/api/status")["bus"]["endpoint"].removeprefix("tcp://").rsplit(":", 1)
         target = host, int(port)
         # One engine at a time: what the others take of the cores would be counted as the link's.
         a = self._edge("edge-a", target)
         a.ask("A reads it", QUESTIONS[0], "edge A reads the handbook")
-        a.begin_sync()
+        self.rows.append(a.give())
         b = self._edge("edge-b", target)
         c = self._edge("stranger", target, allowed=False)
-        self.rows.append(a.end_sync())
         b.hears_of(self.rows[-1]["blocks"])
         b.ask("B, which never saw it", QUESTIONS[0], "edge B fetches what it lacks")
         c.ask("C, with an unknown key", QUESTIONS[0], "C is refused, and reads the handbook")
@@ -94,12 +87,15 @@ class _Link:
         b.ask("B, another question", QUESTIONS[1], "edge B answers another question")
         return self.rows
 
-    def _edge(self, name: str, target: tuple[str, int], *, allowed: bool = True) -> _Edge:
-        from ctxreuse.testing.relay import Relay
+    def _start(self, start: Callable[[], Node]) -> Node:
+        with unbroken():
+            node = self._stack.enter_context(start())
+        return node.ready()
 
+    def _edge(self, name: str, target: tuple[str, int], *, allowed: bool = True) -> _Edge:
         self._status.update(f"{name} starts and loads the model")
         relay = self._stack.enter_context(Relay(target, rate=_RATE, rtt=_RTT))
-        node = self._stack.enter_context(self._place.edge(name, relay, allowed=allowed)).ready()
+        node = self._start(lambda: self._place.edge(name, relay, allowed=allowed))
         return _Edge(self, node, relay, "up" if allowed else "refused")
 
     def show(self, row: dict[str, Any]) -> None:
@@ -119,13 +115,9 @@ class _Link:
 class _Edge:
     """One device: its daemon, its link, and an agent's memory attached to it."""
 
-    def __init__(self, link: _Link, node: Node, relay: Any, state: str) -> None:
-        from ctxreuse_agents.demo.nodes import wait_for
-
+    def __init__(self, link: _Link, node: Node, relay: Relay, state: str) -> None:
         self._link, self._node, self._relay = link, node, relay
         wait_for(lambda: self._cloud()["state"] == state, f"the link of {node.name} being {state!r}")
-        self._began = 0.0
-        self._before = 0
 
     def _cloud(self) -> Any:
         return self._node.call("GET", "/api/status")["clouds"][0]
@@ -136,8 +128,6 @@ class _Edge:
 
     def ask(self, who: str, question: str, doing: str) -> None:
         """Have an agent that is attached to this device ask."""
-        from ctxreuse_agents import Memory
-
         self._link.status(doing)
         folder = self._node.store.with_name(f"{self._node.name}-agent")
         before = self._moved()
@@ -150,31 +140,23 @@ class _Edge:
 
     def hears_of(self, blocks: int) -> None:
         """Wait until the cloud has announced so many blocks to this device."""
-        from ctxreuse_agents.demo.nodes import wait_for
-
         wait_for(lambda: (self._cloud()["announced"] or 0) >= blocks, "the announcement of what the cloud holds")
 
-    def begin_sync(self) -> None:
-        """The device gives the cloud what it lacks, by itself; from now on the seconds count."""
-        self._began, self._before = time.perf_counter(), self._moved()
+    def give(self) -> dict[str, Any]:
+        """Wait until the cloud has all that this device computed; the row of the table.
 
-    def end_sync(self) -> dict[str, Any]:
-        """Wait until the cloud has it all; the row of the table."""
-        from ctxreuse_agents.demo.nodes import wait_for
-
+        The device would do it by itself as soon as it has nothing else to do; asked for, it does it at once.
+        """
         self._link.status("edge A gives the cloud what it lacks")
+        began, before = time.perf_counter(), self._moved()
 
         def done() -> Any:
             given = self._node.call("POST", "/api/sync")["links"][0]
             return given if given["pending_blocks"] == 0 and given["sent_blocks"] else None
 
         given = wait_for(done, "the sync of edge A", 120.0)
-        return {
-            "who": "A gives it to the cloud",
-            "blocks": given["sent_blocks"],
-            "seconds": time.perf_counter() - self._began,
-            "nbytes": self._moved() - self._before,
-        }
+        seconds, moved = time.perf_counter() - began, self._moved() - before
+        return {"who": "A gives it to the cloud", "blocks": given["sent_blocks"], "seconds": seconds, "nbytes": moved}
 
 
 @contextlib.contextmanager

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from ctxreuse.bus.allow import Allowed, AllowList
+from ctxreuse.bus.auth import KeyPair
 from ctxreuse.daemon.client import Client
 from ctxreuse.daemon.life import read_address
 from ctxreuse.errors import CtxReuseError, LinkDownError
 from ctxreuse.testing.relay import Relay
 
-__all__ = ["Node", "Place", "wait_for"]
+__all__ = ["Node", "Place", "unbroken", "wait_for"]
 
 _STARTING, _STOPPING = 180.0, 20.0
 _LAST_WORDS = 12
@@ -33,6 +37,26 @@ def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
             raise LinkDownError(f"{what} did not happen within {seconds:.0f} s")
         time.sleep(0.02)
     return found
+
+
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """Signals wait until this ends, so that no process is started that nobody knows of and ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, act in before.items():
+            signal.signal(number, act)
+        if held:
+            signal.raise_signal(held[0])
 
 
 class Node:
@@ -109,8 +133,6 @@ class Place:
     """A folder in which nodes are made: knows their keys, and who may connect to the cloud."""
 
     def __init__(self, folder: Path) -> None:
-        from ctxreuse.bus.allow import AllowList
-
         self.folder = folder
         self._allowed = AllowList(folder / "allow.toml")
         self._cloud_key = self._key("cloud")
@@ -123,8 +145,6 @@ class Place:
 
     def edge(self, name: str, link: Relay, *, allowed: bool = True) -> Node:
         """Start an edge whose cloud is behind ``link``; the cloud knows its key if ``allowed``."""
-        from ctxreuse.bus.allow import Allowed
-
         public = self._key(name)
         if allowed:
             self._allowed.allow(Allowed(name, public, "home", datetime.now(UTC)))
@@ -140,8 +160,6 @@ class Place:
         return str(self.folder / f"{name}.key")
 
     def _key(self, name: str) -> bytes:
-        from ctxreuse.bus.auth import KeyPair
-
         pair = KeyPair.new()
         pair.write(self._file(name))
         return pair.public

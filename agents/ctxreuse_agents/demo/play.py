@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from ctxreuse import errors, models
 from ctxreuse.errors import EngineError, StoreError
 from ctxreuse.units import rounded_bytes
 from ctxreuse_agents.demo.acts import QUESTIONS, document
-from ctxreuse_agents.demo.link import play_link
 
 __all__ = ["play"]
 
@@ -65,7 +65,18 @@ def _play(folder: Path, console: Console) -> bool:
     console.print()
     console.print(_table(seen))
     console.print(_summary(seen, same), soft_wrap=True)
-    return play_link(_truth(seen), console) and same
+    return _link(_truth(seen), console) and same
+
+
+def _link(truth: dict[str, list[int]], console: Console) -> bool:
+    lacking = [name for name in ("zmq", "uvicorn", "starlette", "aiohttp") if find_spec(name) is None]
+    if lacking:
+        fix = "pip install 'ctxreuse[edge,cloud]'"
+        console.print(f"\nThe link is not shown: it needs {', '.join(lacking)} ({fix})", markup=False)
+        return True
+    from ctxreuse_agents.demo.link import play_link
+
+    return play_link(truth, console)
 
 
 def _events(act: str, folder: Path) -> Iterator[dict[str, Any]]:

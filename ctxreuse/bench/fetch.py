@@ -8,7 +8,7 @@ before, so its estimates are warm; ``first_contact`` is without that. In ``falli
 
 - **baseline**: the edge computes everything.
 - **peer**: a blocking fetch, as stores of KV do it: all blocks, then load, then compute the question. Measured where
-  its bytes take less than `_PATIENT` seconds.
+  its bytes take less than `PATIENT` seconds.
 - **bound**: max(bytes / bandwidth + RTT, computing the question with the context in memory).
 
 ``both`` in the notes is what the two resources allow together: the context split so that the link brings its end while
@@ -22,286 +22,28 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ctxreuse.bench.children import Child, relay, sidecar
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
-from ctxreuse.bus.remote import Clouds
-from ctxreuse.bus.serve_engine import compute_blocks
-from ctxreuse.bus.zmqio import BusClient
-from ctxreuse.cost import CostModel, LinkEstimate, Record
-from ctxreuse.engines.base import Engine, Logits
-from ctxreuse.errors import LinkDownError
-from ctxreuse.keys import Tokens, prefix_keys
-from ctxreuse.runtime import Runtime
-from ctxreuse.runtime.remote import Fetch
+from ctxreuse.bench.shaped import FALLEN, FALLS_AFTER, Cell, Edge, Row
+from ctxreuse.keys import Tokens
 
 if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf import TorchEngine
 
-__all__ = ["Bench", "Cell", "run"]
+__all__ = ["figures", "run"]
 
 _CONTEXT, _QUESTION, _MODEL = 2048, 32, "smollm2"
-_MEGABIT = 1e6 / 8
 _RATES, _TRIPS = (20, 50, 200, 1000), (0.002, 0.040)
-#: Mbit/s of a link that has failed but is not cut, and seconds after which it does.
-_FALLEN, _FALLS_AFTER = 2, 0.3
-#: Seconds that the bytes of a blocking fetch may take to be measured; above the first number it is measured once.
-_OFTEN, _PATIENT = 2.5, 20.0
 _SLOWER, _OVER = 1.05, 1.3
-_WAIT = 120.0
 
 
-class Cell(NamedTuple):
-    """A kind of link: Mbit/s and seconds."""
-
-    rate: int
-    rtt: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.rate}mbit_{self.rtt * 1e3:.0f}ms"
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second."""
-        return self.rate * _MEGABIT
-
-
-class _Fetched(NamedTuple):
-    """One answer of ours."""
-
-    seconds: float
-    record: Record
-    nbytes: int
-    beside: float
-
-
-class _Link(NamedTuple):
-    """One link that is up: the runtime behind it, its clouds, and the relay's process."""
-
-    cell: Cell
-    runtime: Runtime
-    cost: CostModel
-    clouds: Clouds
-    wire: Child
-
-
-class Bench:
-    """The edge of the measurement: ``engine`` answers a ``prompt`` whose last ``question`` tokens nobody holds.
-
-    Fills the cloud of ``folder`` with the rest and a short other context; close it.
-    """
-
-    def __init__(self, engine: Engine, prompt: Tokens, question: int, folder: Path) -> None:
-        self.engine, self.prompt = engine, prompt
-        space = engine.space
-        self.context = prompt[: (len(prompt) - question) // space.block_tokens * space.block_tokens]
-        self.other = prompt[::-1][: 2 * space.block_tokens].copy()
-        self._cost = CostModel()
-        Runtime(engine, cost=self._cost).calibrate()
-        self.differs, self.same = [0.0], [1.0]
-        self.recomputed: list[float] = []
-        self._logits: Logits | None = None
-        self.cloud = sidecar(folder)
-        try:
-            self._fill()
-            self.question = self._question()
-        except BaseException:
-            self.cloud.close()
-            raise
-
-    def close(self) -> None:
-        """End the cloud."""
-        self.cloud.close()
-
-    def _fill(self) -> None:
-        """Give the cloud both contexts, as an edge does that has computed them."""
-        space = self.engine.space
-        with BusClient(self.cloud.said, spaces=[space.digest]) as client:
-            _until(lambda: client.state == "up")
-            assert client.welcome is not None
-            for ids in (self.context, self.other):
-                keys = prefix_keys(space.digest, client.welcome.salt, ids, space.block_tokens)
-                made = [made.data for made in compute_blocks(self.engine, client.welcome.salt, ids, 0)]
-                client.put(space.digest, keys, [data.nbytes for data in made], made.__getitem__, timeout=_WAIT)
-
-    def _question(self) -> float:
-        """Seconds of computing the question, context in memory; also warms what the first prefills set up."""
-        live = self.engine.start(len(self.prompt))
-        self.engine.prefill(live, self.prompt)
-        times = []
-        for _ in range(5):
-            self.engine.crop(live, len(self.context))
-            at = time.perf_counter()
-            self.engine.prefill(live, self.prompt[len(self.context) :])
-            times.append(time.perf_counter() - at)
-        return statistics.median(times)
-
-    @contextmanager
-    def link(self, cell: Cell, *, warm: bool = True) -> Iterator[_Link]:
-        """A link of this kind to the cloud, whose announcements have arrived."""
-        estimate, space = LinkEstimate(), self.engine.space
-        with (
-            relay(self.cloud.said, cell.bandwidth, cell.rtt) as wire,
-            BusClient(f"tcp://127.0.0.1:{wire.said}", name="cloud", spaces=[space.digest], estimate=estimate) as client,
-        ):
-            _until(lambda: client.state == "up" and client.welcome is not None)
-            assert client.welcome is not None
-            keys = prefix_keys(space.digest, client.welcome.salt, self.context, space.block_tokens)
-            _until(lambda: client.announced(keys) == len(keys))
-            clouds = Clouds([(client, estimate)])
-            if warm:
-                self._whole(clouds, self.other)
-            cost = CostModel()
-            cost.restore(self._cost.dump())
-            yield _Link(cell, Runtime(self.engine, remote=clouds, cost=cost), cost, clouds, wire)
-
-    def _whole(self, clouds: Clouds, ids: Tokens) -> Fetch:
-        """Fetch all blocks of ``ids``, in the order of the context, and wait for them."""
-        space = self.engine.space
-        offer = clouds.offer(space, ids, after=0, timeout=_WAIT)
-        assert offer is not None, "the cloud does not hold the context"
-        fetch = clouds.fetch(offer, space, ids, first=0, last=offer.blocks, order="layers", state=space.needs_state)
-        if fetch.tail(fetch.count, _WAIT) < fetch.count:
-            raise LinkDownError("a fetch of the bench did not end", where=str(fetch.ended))
-        return fetch
-
-    def recompute(self) -> float:
-        """Seconds of computing everything."""
-        at = time.perf_counter()
-        live = self.engine.start(len(self.prompt))
-        self._logits = self.engine.prefill(live, self.prompt)
-        self.recomputed.append(time.perf_counter() - at)
-        return self.recomputed[-1]
-
-    def ours(self, link: _Link) -> _Fetched:
-        """One answer over a link; its logits are compared with the last ones that were recomputed."""
-        used, at = self.cloud.seconds + link.wire.seconds, time.perf_counter()
-        done = link.runtime.prefill(self.prompt)
-        seconds = time.perf_counter() - at
-        beside = (self.cloud.seconds + link.wire.seconds - used) / seconds
-        if self._logits is not None:
-            self.differs.append(float(np.abs(done.logits - self._logits).max() / np.abs(self._logits).max()))
-            self.same.append(float(np.argmax(done.logits) == np.argmax(self._logits)))
-        return _Fetched(seconds, link.cost.log.records()[-1], done.usage.fetched_bytes, beside)
-
-    def blocking(self, link: _Link) -> float:
-        """Seconds of one answer that fetches everything before it loads, and loads before it computes."""
-        at, live = time.perf_counter(), self.engine.start(len(self.prompt))
-        fetch = self._whole(link.clouds, self.context)
-        self.engine.load(live, fetch.views(fetch.count), fetch.state(0.0)).wait()
-        self.engine.prefill(live, self.prompt[live.n :])
-        return time.perf_counter() - at
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the context on the wire, heads left out."""
-        return len(self.context) * self.engine.space.token_nbytes
-
-    def bound(self, cell: Cell) -> float:
-        """Seconds that no fetch of everything can beat."""
-        return max(self.nbytes / cell.bandwidth + cell.rtt, self.question)
-
-    def both(self, cell: Cell) -> float:
-        """Seconds if the link brings the end of the context while the engine computes its front, then the question."""
-        n, line = len(self.context), self._cost.prefill
-        whole = statistics.median(self.recomputed) / (line.seconds(len(self.prompt)) or 1.0)
-        meet = min(
-            max(whole * (line.seconds(x) or 0.0), self.nbytes * (n - x) / n / cell.bandwidth + cell.rtt)
-            for x in range(n + 1)
-        )
-        return min(self.bound(cell), meet + self.question)
-
-    def cells(self, rate: int, trips: Sequence[float], rounds: int) -> list[_Row]:
-        """One row a round trip; all ways take turns, in the opposite order every other round."""
-        with ExitStack() as stack:
-            links = [stack.enter_context(self.link(Cell(rate, rtt))) for rtt in trips]
-            rows = [_Row(link.cell) for link in links]
-            wire = self.nbytes / links[0].cell.bandwidth
-            for turn in range(rounds):
-                computed = self.recompute()
-                for link, row in list(zip(links, rows))[:: -1 if turn % 2 else 1]:
-                    row.ours.append(self.ours(link))
-                    row.computed.append(computed)
-                    if wire <= (_OFTEN if turn else _PATIENT):
-                        row.blocking.append(self.blocking(link))
-            return rows
-
-    def first_contact(self, cell: Cell, rounds: int) -> _Row:
-        """Links that have carried nothing before."""
-        row = _Row(cell)
-        for _ in range(rounds):
-            row.computed.append(self.recompute())
-            with self.link(cell, warm=False) as link:
-                row.ours.append(self.ours(link))
-        return row
-
-    def falling(self, cell: Cell, rounds: int) -> _Row:
-        """The rate drops in the middle of the fetch."""
-        row = _Row(cell)
-        for _ in range(rounds):
-            row.computed.append(self.recompute())
-            with self.link(cell) as link:
-                fall = threading.Timer(_FALLS_AFTER, link.wire.order, [f"rate {_FALLEN}Mbit/s"])
-                fall.start()
-                row.ours.append(self.ours(link))
-                fall.join()
-        return row
-
-
-class _Row:
-    """What was measured in one cell."""
-
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
-        self.ours: list[_Fetched] = []
-        self.computed: list[float] = []
-        self.blocking: list[float] = []
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(one.seconds for one in self.ours)
-
-    @property
-    def slower(self) -> float:
-        """Times recomputing, by pairs."""
-        return statistics.median(one.seconds / computed for one, computed in zip(self.ours, self.computed))
-
-    @property
-    def fetches(self) -> bool:
-        return any(one.record.way in ("layers", "tail") for one in self.ours)
-
-    def note(self) -> str:
-        """Ways as decided (and as they went), and medians of what else is known."""
-        ways = {one.record.way if one.record.way == one.record.took else f"{one.record.way}, then {one.record.took}"
-                for one in self.ours}  # fmt: skip
-        said = [one.record.predicted for one in self.ours if one.record.predicted is not None]
-        parts = [" or ".join(sorted(ways)), f"predicted {statistics.median(said):.3g} s" if said else "no prediction"]
-        parts.append(f"{statistics.median(one.nbytes for one in self.ours) / 1e6:.3g} MB")
-        parts.append(f"beside {statistics.median(one.beside for one in self.ours):.2g}")
-        return ", ".join(parts)
-
-
-def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT
-    while not true():
-        if time.monotonic() > deadline:
-            raise LinkDownError("the bench waited in vain for its link")
-        time.sleep(0.01)
-
-
-def _cell(bench: Bench, row: _Row, dtype: str) -> Figure:
+def _cell(edge: Edge, row: Row, dtype: str) -> Figure:
     bar = _SLOWER * statistics.median(row.computed)
-    bound, both = bench.bound(row.cell), bench.both(row.cell)
+    bound, both = edge.bound(row.cell), edge.both(row.cell)
     return Figure(
         metric=f"fetch_{row.cell.name}_{dtype}",
         value=row.seconds,
@@ -315,7 +57,7 @@ def _cell(bench: Bench, row: _Row, dtype: str) -> Figure:
     )
 
 
-def _extra(metric: str, row: _Row, note: str, bar: float | None) -> Figure:
+def _extra(metric: str, row: Row, note: str, bar: float | None) -> Figure:
     computed = statistics.median(row.computed)
     return Figure(
         metric=metric,
@@ -328,26 +70,25 @@ def _extra(metric: str, row: _Row, note: str, bar: float | None) -> Figure:
     )
 
 
-def figures(bench: Bench, dtype: str, options: Options) -> list[Figure]:
-    """All figures of one engine."""
-    rates = options.pick((20, 200, 1000), _RATES)
+def figures(edge: Edge, dtype: str, options: Options, *, rates: Sequence[int], rounds: int) -> list[Figure]:
+    """All figures of one engine over links of ``rates`` Mbit/s."""
     trips = options.pick(_TRIPS[1:], _TRIPS)
-    rounds = 3
-    rows: list[_Row] = []
+    rows: list[Row] = []
     for rate in rates:
         options.step(f"{dtype}: {rate} Mbit/s")
-        rows += bench.cells(rate, trips, rounds)
-    options.step(f"{dtype}: first contact, falling link")
-    cell = Cell(200, 0.040)
-    first = bench.first_contact(cell, options.pick(1, 3))
-    fallen = [bench.falling(Cell(rate, 0.040), options.pick(1, 3)) for rate in (200, 1000)]
-    found = [_cell(bench, row, dtype) for row in rows]
-    found.append(_extra(f"first_contact_{cell.name}_{dtype}", first, "nothing known of the link", _SLOWER))
-    for row in fallen:
-        note = f"{row.cell.rate} to {_FALLEN} Mbit/s after {_FALLS_AFTER} s"
-        found.append(_extra(f"falling_link_{row.cell.name}_{dtype}", row, note, None))
-    over = [row.seconds / bench.bound(row.cell) for row in rows if row.fetches]
-    both = [row.seconds / bench.both(row.cell) for row in rows if row.fetches]
+        rows += edge.cells(rate, trips, rounds)
+    found = [_cell(edge, row, dtype) for row in rows]
+    if dtype == "bf16":
+        options.step(f"{dtype}: first contact, falling link")
+        cell = Cell(200, 0.040)
+        first = edge.first_contact(cell, options.pick(1, rounds))
+        found.append(_extra(f"first_contact_{cell.name}_{dtype}", first, "nothing known of the link", _SLOWER))
+        for rate in (200, 1000):
+            row = edge.falling(Cell(rate, 0.040))
+            note = f"{rate} to {FALLEN} Mbit/s after {FALLS_AFTER} s, once"
+            found.append(_extra(f"falling_link_{row.cell.name}_{dtype}", row, note, None))
+    over = [row.seconds / edge.bound(row.cell) for row in rows if row.fetches]
+    both = max((row.seconds / edge.both(row.cell) for row in rows if row.fetches), default=0.0)
     found += [
         Figure(
             metric=f"against_recompute_{dtype}",
@@ -359,22 +100,22 @@ def figures(bench: Bench, dtype: str, options: Options) -> list[Figure]:
         ),
         Figure(
             metric=f"over_the_bound_{dtype}",
-            value=max(over),
+            value=max(over, default=0.0),
             unit="x",
             better="lower",
             bar=_OVER,
-            note=f"the worst cell where fetching was chosen; over both resources at once {max(both):.3g} x",
+            note=f"the worst cell where fetching was chosen; over both resources at once {both:.3g} x",
         ),
         Figure(
             metric=f"same_token_{dtype}",
-            value=statistics.mean(bench.same),
+            value=statistics.mean(edge.same),
             unit="share",
             bar=1.0,
             note="first tokens equal to those of recomputing",
         ),
         Figure(
             metric=f"logits_differ_{dtype}",
-            value=max(bench.differs),
+            value=max(edge.differs),
             unit="share",
             better="lower",
             bar=1e-4 if dtype == "f32" else None,
@@ -402,9 +143,9 @@ def run(options: Options) -> list[Figure]:
         with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
             options.step(f"{dtype}: computing the context for the cloud")
             engine = open_engine(_MODEL, dtype=dtype, reserve=_CONTEXT + _QUESTION + 64)
-            bench = Bench(engine, _prompt(engine), _QUESTION, Path(folder))
+            edge = Edge(engine, _prompt(engine), _QUESTION, Path(folder))
             try:
-                found += figures(bench, short, options)
+                found += figures(edge, short, options, rates=options.pick((20, 200, 1000), _RATES), rounds=3)
             finally:
-                bench.close()
+                edge.close()
     return found

@@ -144,6 +144,7 @@ class Crowd:
         self._given: deque[_Context] = deque()
         self._swept = 0.0
         self.millis: list[float] = []
+        self._kinds: list[str] = []
         self.counts: Counter[str] = Counter()
         self.memory: list[tuple[float, int]] = []
 
@@ -187,6 +188,7 @@ class Crowd:
         while len(self.millis) < requests and time.monotonic() < until:
             self._work()
         self.millis.clear()
+        self._kinds.clear()
         self.counts.clear()
 
     def run(self, seconds: float) -> float:
@@ -205,6 +207,11 @@ class Crowd:
                 busy.remove(edge)
         self.counts["unanswered"] += len(busy)
         return took
+
+    def tails(self) -> dict[str, float]:
+        """The 99th percentile of each kind of request in milliseconds."""
+        kinds, millis = np.array(self._kinds), np.array(self.millis)
+        return {kind: float(np.percentile(millis[kinds == kind], 99)) for kind in dict.fromkeys(self._kinds)}
 
     def _work(self) -> None:
         for edge in self._turn():
@@ -259,6 +266,7 @@ class Crowd:
     def _settle(self, edge: _Edge) -> None:
         """Look at what an edge got."""
         self.millis.append((time.monotonic() - edge.since) * 1e3)
+        self._kinds.append(edge.kind)
         self.counts[edge.kind] += 1
         request, context = edge.request, edge.about
         edge.request = None
@@ -321,7 +329,8 @@ def figures(crowd: Crowd, seconds: float, busy: tuple[float, float], *, bars: bo
             unit="ms",
             bound=len(crowd.edges) * seconds * 1e3 / len(millis),
             better="lower",
-            note="bound: edges / throughput, if all were served in turn",
+            note="bound: edges / throughput, if all were served in turn; "
+            + ", ".join(f"{kind} {tail:.0f}" for kind, tail in sorted(crowd.tails().items())),
         ),
         Figure(metric=f"memory_{at:.0f}s", value=early / 1e6, unit="MB", better="lower", note="of the sidecar"),
         Figure(

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import zmq
+from zmq import zmq_poll
 
 from ctxreuse.bus.auth import KeyPair
 from ctxreuse.bus.session_client import ClientSession
 from ctxreuse.bus.wire import Frame, Terms
-from ctxreuse.bus.zmqio_socket import Bell, Monitor, send, tune
+from ctxreuse.bus.zmqio_socket import Bell, Monitor, receive, send, tune
 from ctxreuse.errors import LinkError, LinkRefusedError, ProtocolError
 
 __all__ = ["Dialer", "Estimate", "LinkState", "wait_before"]
@@ -30,6 +31,8 @@ _CONNECT = 5.0
 _TURN = 32
 #: The attempt from which waits do not grow any more, whatever the bounds are.
 _REFUSED = 60
+# Plain numbers: combining these enums takes as long as a poll.
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -234,9 +237,12 @@ class Dialer:
 
     def _talk(self, socket: zmq.Socket[Any], monitor: Monitor) -> None:
         session, connected, held = self._session, False, None
-        poller, asked = zmq.Poller(), zmq.POLLIN
-        for each in (socket, monitor.socket, self._bell.fileno()):
-            poller.register(each, zmq.POLLIN)
+        bell, events = self._bell.fileno(), monitor.fileno()
+        awaited: dict[bool, list[tuple[Any, int]]] = {
+            writes: [(socket, _IN | _OUT if writes else _IN), (events, _IN), (bell, _IN)] for writes in (False, True)
+        }
+        # A descriptor says only what is new after the last look.
+        look = True
         give_up = time.monotonic() + _CONNECT
         while True:
             now = time.monotonic()
@@ -252,9 +258,6 @@ class Dialer:
                 if session.up:
                     wait = session.due(now)
                     give_up = now + _CONNECT
-                if asked != (asks := zmq.POLLIN | (zmq.POLLOUT if held is not None else 0)):
-                    poller.register(socket, asks)
-                    asked = asks
                 wait = 0.0 if more else wait
             if self._leaves is not None and (not connected or session.drained or now >= self._leaves):
                 self._farewell(socket, session, now)
@@ -263,11 +266,16 @@ class Dialer:
                 raise _Over("failed", "no answer to the greeting" if connected else "no connection in time")
             if self._leaves is not None:
                 wait = min(wait, self._leaves - now)
-            ready = dict(poller.poll(int(max(0.0, wait) * 1000) + (wait > 0)))
-            if self._bell.fileno() in ready:
+            if look:
+                wait = 0.0
+            found = zmq_poll(awaited[held is not None], int(wait * 1000) + 1 if wait > 0 else 0)
+            ready = [each for each, _ in found]
+            if bell in ready:
                 self._bell.hush()
-            self._obey()
-            if monitor.socket in ready:
+            if self._calls:
+                self._obey()
+            if look or events in ready:
+                look = False
                 for event, _ in monitor.drain():
                     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         connected = True
@@ -278,7 +286,10 @@ class Dialer:
                             pass
                         raise _Over(*_FAILED[event])
             if socket in ready:
-                self._receive(socket)
+                # The first message may be here before the event that says so was seen.
+                look = not connected
+                if connected:
+                    self._receive(socket)
 
     def _send(self, socket: zmq.Socket[Any], held: list[Frame] | None, now: float) -> tuple[list[Frame] | None, bool]:
         """Send while the socket takes it: (the message that it did not take, whether there may be more)."""
@@ -295,12 +306,11 @@ class Dialer:
 
     def _receive(self, socket: zmq.Socket[Any]) -> bool:
         """Take some messages; False if there were none."""
-        session = self._session
+        session, readable = self._session, [(socket, _IN)]
         for turn in range(_TURN):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not zmq_poll(readable, 0):
                 return turn > 0
+            frames = receive(socket)
             before = session.counts["bytes_in"]
             now = time.monotonic()
             # The session copies payloads once, to where they belong; the frames' memory is free when this returns.

@@ -9,9 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
+from zmq import zmq_poll
 
 from ctxreuse.bus.auth import ServerAuth, Zap
 from ctxreuse.bus.base import Service
@@ -19,7 +21,7 @@ from ctxreuse.bus.session import Limits
 from ctxreuse.bus.session_server import ServerSession
 from ctxreuse.bus.transfer import Outlet
 from ctxreuse.bus.wire import Frame
-from ctxreuse.bus.zmqio_socket import Address, Bell, Monitor, address_of, check_endpoint, send, shut_down, tune
+from ctxreuse.bus.zmqio_socket import Address, Bell, Monitor, address_of, check_endpoint, receive, send, shut_down, tune
 from ctxreuse.errors import ConfigError, CtxReuseError, ProtocolError
 
 __all__ = ["BusServer", "PeerInfo"]
@@ -33,6 +35,7 @@ _SWEEP, _FOLLOW = 0.05, 1.0
 #: Seconds after which a queue that was full is tried again: a ROUTER does not say when one peer's has room.
 _RETRY = 0.002
 _MAX_PEERS = 4096
+_IN = int(zmq.POLLIN)
 #: Connections of one key: enough for processes that share one, and for old ones that are not known to be dead yet.
 _MAX_OF_A_KEY = 64
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -100,6 +103,7 @@ class BusServer:
         self._context = zmq.Context()
         self._zap = Zap(self._context, auth)
         self._socket = self._context.socket(zmq.ROUTER)
+        self._readable = [(self._socket, _IN)]
         self._monitor = Monitor(self._socket, _EVENTS)
         try:
             tune(self._socket, bind, self._limits.terms)
@@ -181,23 +185,23 @@ class BusServer:
     # ---- the server's thread ----
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for each in (self._socket, self._monitor.socket, self._zap.socket, self._bell.fileno()):
-            poller.register(each, zmq.POLLIN)
+        bell, events = self._bell.fileno(), self._monitor.fileno()
+        awaited: list[tuple[Any, int]] = [(each, _IN) for each in (self._socket, self._zap.socket, events, bell)]
+        self._follow_connections()  # from now on their descriptor says what is new
         follow_at = 0.0
         busy = False
         try:
             while self._leaves is None or not self._left():
                 now = time.monotonic()
                 wait = 0.0 if busy else max(0.0, min([self._sweep_at, *self._blocked.values()]) - now)
-                ready = dict(poller.poll(int(wait * 1000) + (wait > 0)))
-                if self._bell.fileno() in ready:
+                ready = [each for each, _ in zmq_poll(awaited, int(wait * 1000) + (wait > 0))]
+                if bell in ready:
                     self._bell.hush()
                 while self._calls:
                     self._calls.popleft()()
                 if self._zap.socket in ready:
                     self._zap.answer()
-                if self._monitor.socket in ready:
+                if events in ready:
                     self._follow_connections()
                 busy = self._socket in ready and self._receive()
                 now = time.monotonic()
@@ -234,12 +238,11 @@ class BusServer:
         self._bell.close()
 
     def _receive(self) -> bool:
-        """Take some messages; True if there may be more."""
-        for _ in range(_TURN):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+        """Take some messages, of which one is there; True if there may be more."""
+        for turn in range(_TURN):
+            if turn and not zmq_poll(self._readable, 0):
                 return False
+            frames = receive(self._socket)
             peer, now = self._sender(frames), time.monotonic()
             if peer is None:
                 continue
@@ -253,16 +256,19 @@ class BusServer:
         """Do something with a peer's session; False if that was its end. Nobody else notices what goes wrong."""
         try:
             call()
-        except ProtocolError as error:
+        except Exception as error:
+            self._fail(peer, error)
+            return False
+        return True
+
+    def _fail(self, peer: _Peer, error: Exception) -> None:
+        if isinstance(error, ProtocolError):
             self._cut(peer, f"broke the protocol: {error}")
-        except CtxReuseError as error:
+        elif isinstance(error, CtxReuseError):
             self._cut(peer, f"could not be served: {error}")
-        except Exception:
-            _log.exception("serving %s failed", peer.user)
-            self._cut(peer, "could not be served")
         else:
-            return True
-        return False
+            _log.error("serving %s failed", peer.user, exc_info=error)
+            self._cut(peer, "could not be served")
 
     def _sender(self, frames: list[zmq.Frame]) -> _Peer | None:
         """Who sent a message: a known connection, or a new one."""
@@ -319,11 +325,14 @@ class BusServer:
 
     def _next(self, session: ServerSession, now: float) -> None:
         peer = self._owners[session]
-        found: list[list[Frame] | None] = []
-        if not self._drive(peer, lambda: found.append(session.next(now))):
+        frames: list[Frame] | None = None
+        try:
+            frames = session.next(now)
+        except Exception as error:
+            self._fail(peer, error)
             return
-        if found[0] is not None:
-            self._hand(peer, found[0], now)
+        if frames is not None:
+            self._hand(peer, frames, now)
         if session.talks:
             self._talkers.add(session)
         if session.dead:

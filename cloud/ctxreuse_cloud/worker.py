@@ -69,7 +69,9 @@ class Computing:
         if isinstance(message, Job):
             tokens = payload.view("<i4")
             self._job, self._tokens, self._spent = message, len(tokens), 0.0
-            self._items = compute_blocks(self._engine, message.salt, tokens, message.first, store=self._store)
+            self._items = compute_blocks(
+                self._engine, message.salt, tokens, message.first, store=self._store, held=message.held
+            )
         elif isinstance(message, Cancel):
             if self._job is not None and self._job.job == message.job:
                 self._end("cancelled")

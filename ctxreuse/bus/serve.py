@@ -169,7 +169,7 @@ class StoreService:
                 raise LinkRefusedError("too many computed contexts wait for their peers", where="busy")
             who = making.join()
             assert who is not None
-            making.cancel = self._prefiller.submit(space, salt, ids, start, making)
+            making.cancel = self._prefiller.submit(space, salt, ids, start, making, held.blocks)
             if making.cancel is None:
                 raise LinkRefusedError("too many contexts wait to be computed", where="busy")
             self._making[name] = making

@@ -37,18 +37,26 @@ class Made(NamedTuple):
 
 
 def compute_blocks(
-    engine: Engine, salt: bytes, tokens: Tokens, first: int, *, step: int = _STEP, store: Store | None = None
+    engine: Engine,
+    salt: bytes,
+    tokens: Tokens,
+    first: int,
+    *,
+    step: int = _STEP,
+    store: Store | None = None,
+    held: int | None = None,
 ) -> Generator[Made, None, None]:
     """Compute ``tokens`` int32 [n x block_tokens] and yield the sealed blocks from ``first`` on, ascending, as they are
     made, ``step`` blocks at a time; at the end the state, where the space needs it.
 
-    ``store``: where leading blocks under the same keys may lie that then need no computing. Stop iterating to give up.
+    ``store``: where leading blocks under the same keys may lie that then need no computing; only the first ``held`` of
+    them are trusted (None: all). Stop iterating to give up.
     Raises EngineError and its kinds.
     """
     space = engine.space
     size, n = space.block_tokens, len(tokens) // space.block_tokens
     keys = prefix_keys(space.digest, salt, tokens, size)
-    live = _resumed(engine, keys, tokens, store) if store is not None else engine.start(n * size)
+    live = _resumed(engine, keys[:held], tokens, store) if store is not None else engine.start(n * size)
     done = min(first, live.n // size)
     while done < n:
         # What was loaded can go out at once.
@@ -67,11 +75,11 @@ def compute_blocks(
 
 
 def _resumed(engine: Engine, keys: Sequence[bytes], tokens: Tokens, store: Store) -> Live:
-    """A context with as many leading blocks as the store holds, all of them but the last at most."""
+    """A context with as many leading blocks of ``keys`` as the store holds, but not the last of the ``tokens``."""
     space, size = engine.space, engine.space.block_tokens
     live = engine.start(len(tokens))
     try:
-        found = store.match(keys[:-1])
+        found = store.match(keys[: len(tokens) // size - 1])
         held = found.state_blocks if space.needs_state else found.blocks
         with store.read() as reader:
             views, state = [], None
@@ -97,6 +105,7 @@ class _Job(NamedTuple):
     tokens: Tokens
     first: int
     sink: Sink
+    held: int
     given_up: threading.Event
 
 
@@ -127,9 +136,11 @@ class EnginePrefiller:
         """See `Prefiller.spaces`."""
         return {} if self._closed.is_set() else {self._engine.space.digest: self._engine.space}
 
-    def submit(self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink) -> Callable[[], None] | None:
+    def submit(
+        self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink, held: int
+    ) -> Callable[[], None] | None:
         """See `Prefiller.submit`."""
-        job = _Job(salt, tokens, first, sink, threading.Event())
+        job = _Job(salt, tokens, first, sink, held, threading.Event())
         if space not in self.spaces:
             return None
         try:
@@ -166,7 +177,9 @@ class EnginePrefiller:
             job.sink.end(self._make(job))
 
     def _make(self, job: _Job) -> str:
-        making = compute_blocks(self._engine, job.salt, job.tokens, job.first, step=self._step, store=self._store)
+        making = compute_blocks(
+            self._engine, job.salt, job.tokens, job.first, step=self._step, store=self._store, held=job.held
+        )
         try:
             while True:
                 if job.given_up.is_set() or self._closed.is_set():

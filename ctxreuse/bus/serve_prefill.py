@@ -45,9 +45,12 @@ class Prefiller(Protocol):
         """What can be computed now, by digest."""
         ...
 
-    def submit(self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink) -> Callable[[], None] | None:
+    def submit(
+        self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink, held: int
+    ) -> Callable[[], None] | None:
         """Compute whole blocks of ``tokens`` int32 [n x block_tokens], with keys of ``salt``, and give the sink those
-        from ``first`` on, and the state at their end where the space needs it.
+        from ``first`` on, and the state at their end where the space needs it. The first ``held`` of them may be taken
+        from the store; whatever else lies there has not been audited.
 
         Returns how to give it up (idempotent; the sink may still be called), or None if too many wait already.
         """

@@ -15,13 +15,14 @@ from ctxreuse.block import block_layout, parse
 from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
 from ctxreuse.bus.serve_prefill import Sink
 from ctxreuse.errors import LinkRefusedError
-from ctxreuse.keys import Tokens, prefix_keys
+from ctxreuse.keys import ROOT, Tokens, prefix_keys
 from ctxreuse.model import ModelSpace
 from ctxreuse.store import TieredStore
 from ctxreuse.testing.engine import random_tokens
 from ctxreuse.testing.peer import until
 
-service = runpy.run_path(str(Path(__file__).with_name("given.py")))["service"]
+GIVEN = runpy.run_path(str(Path(__file__).with_name("given.py")))
+service = GIVEN["service"]
 tiny_llama = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["tiny_llama"]
 
 SALT = b"s" * 16
@@ -43,11 +44,14 @@ class ByHand:
     def spaces(self) -> Mapping[bytes, ModelSpace]:
         return {self._engine.space.digest: self._engine.space}
 
-    def submit(self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink) -> Callable[[], None] | None:
+    def submit(
+        self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink, held: int
+    ) -> Callable[[], None] | None:
         if len(self.jobs) >= self.room:
             return None
         given_up = threading.Event()
         self.jobs.append((sink, list(compute_blocks(self._engine, salt, tokens, first)), given_up))
+        self.held = held
         return given_up.set
 
     def make(self, job: int, count: int) -> None:
@@ -87,6 +91,9 @@ def test_what_a_store_holds_is_not_computed_again(engine: Any) -> None:
         assert [item.number for item in again] == [2, 3, 4, 5]
         assert store.stats().hits == 4
         assert again[0].data.tobytes() == made[2].data.tobytes()
+        for held in (0, 3):  # the rest has not been audited: it may be false
+            assert len(list(compute_blocks(engine, SALT, tokens, 0, store=store, held=held))) == 6
+            assert store.stats().hits == 4 + held
         for item in made[4:]:
             store.put(keys[item.number], item.data)
         assert [item.number for item in compute_blocks(engine, SALT, tokens, 0, store=store)] == list(range(6))
@@ -145,6 +152,25 @@ def test_who_comes_after_somebody_left_takes_nobodys_place(tmp_path: Path, engin
         prefiller.make(0, 1)
         assert "two" in woken
         two.close()
+
+
+def test_nothing_is_computed_from_what_was_not_audited(tmp_path: Path, engine: Any) -> None:
+    prefiller, gate = ByHand(engine), GIVEN["Gate"]()
+    with service(tmp_path, prefiller=prefiller, audit=gate) as node:
+        salt = node.admit("ann", bytes(16), ()).salt
+        tokens, digest = random_tokens(engine, 4 * 16), engine.space.digest
+        keys = prefix_keys(digest, salt, tokens, 16)
+        for made in list(compute_blocks(engine, salt, tokens, 0))[:2]:
+            parent = keys[made.number - 1] if made.number else ROOT
+            intake = node.intake("a", digest, [keys[made.number]], [made.data.nbytes], parent, user="ann")
+            assert intake.put(0, made.data.data.toreadonly()) == ""
+        assert node.store.match(keys).blocks == 2
+        node.prefill("a", digest, tokens, first=0, state=False).close()
+        assert prefiller.held == 0
+        gate.open.set()
+        assert node.wait_audits(20)
+        node.prefill("a", digest, tokens, first=0, state=False).close()
+        assert prefiller.held == 2
 
 
 def test_contexts_that_wait_for_slow_peers_are_bounded(tmp_path: Path, engine: Any) -> None:
@@ -222,8 +248,8 @@ def test_the_engine_computes_jobs_one_after_another_until_it_is_closed(engine: A
     sinks = [Collected() for _ in range(4)]
     tokens = random_tokens(engine, 6 * 16)
     digest = engine.space.digest
-    assert prefiller.submit(bytes(32), SALT, tokens, 0, sinks[0]) is None
-    assert prefiller.submit(digest, SALT, tokens, 2, sinks[0]) is not None
+    assert prefiller.submit(bytes(32), SALT, tokens, 0, sinks[0], 0) is None
+    assert prefiller.submit(digest, SALT, tokens, 2, sinks[0], 0) is not None
     until(lambda: bool(sinks[0].ended), "the job does not end")
     assert (sinks[0].blocks, sinks[0].ended) == ([2, 3, 4, 5], [""])
     prefiller.close()
@@ -231,12 +257,12 @@ def test_the_engine_computes_jobs_one_after_another_until_it_is_closed(engine: A
     assert prefiller.spaces == {}
     held = EnginePrefiller(engine, waiting=2, compute=lock)
     with lock:  # another uses the engine
-        assert held.submit(digest, SALT, tokens, 0, sinks[1]) is not None
+        assert held.submit(digest, SALT, tokens, 0, sinks[1], 0) is not None
         until(held._jobs.empty, "the job is not begun")
-        give_up = held.submit(digest, SALT, tokens, 0, sinks[2])
+        give_up = held.submit(digest, SALT, tokens, 0, sinks[2], 0)
         assert give_up is not None
-        assert held.submit(digest, SALT, tokens, 0, Collected()) is not None
-        assert held.submit(digest, SALT, tokens, 0, sinks[3]) is None
+        assert held.submit(digest, SALT, tokens, 0, Collected(), 0) is not None
+        assert held.submit(digest, SALT, tokens, 0, sinks[3], 0) is None
         give_up()
     until(lambda: bool(sinks[2].ended), "the job does not end")
     assert sinks[1].ended == [""]

@@ -64,7 +64,7 @@ def workers(tiny_folder: Path) -> Iterator[Workers]:
 def test_blocks_are_those_of_an_engine_here(workers: Workers, tiny_engine: Any) -> None:
     space, tokens, sink = tiny_engine.space.digest, tokens_of(64 * 10), Kept()
     assert set(workers.spaces) == {space}
-    assert workers.submit(space, SALT, tokens, 2, sink) is not None
+    assert workers.submit(space, SALT, tokens, 2, sink, 0) is not None
     assert sink.over.wait(60)
     assert sink.ends == [""]
     expected = {index: parse(data) for index, _, data in compute_blocks(tiny_engine, SALT, tokens, 2)}
@@ -110,15 +110,15 @@ def resealed(view: Any) -> Any:
 def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: Workers, tiny_engine: Any) -> None:
     space, tokens = tiny_engine.space.digest, tokens_of(64 * 30, 2)
     sinks = [Kept() for _ in range(8)]
-    cancels = [workers.submit(space, SALT, tokens, 0, sink) for sink in sinks]
+    cancels = [workers.submit(space, SALT, tokens, 0, sink, 0) for sink in sinks]
     taken = [cancel for cancel in cancels if cancel is not None]
     assert 2 <= len(taken) < 8
     for cancel in taken:
         cancel()
         cancel()
-    assert workers.submit(b"?" * 32, SALT, tokens, 0, Kept()) is None
+    assert workers.submit(b"?" * 32, SALT, tokens, 0, Kept(), 0) is None
     sink = Kept()
-    wait_for(lambda: workers.submit(space, SALT, tokens_of(64), 0, sink) is not None)
+    wait_for(lambda: workers.submit(space, SALT, tokens_of(64), 0, sink, 0) is not None)
     assert sink.over.wait(60)
     assert sink.ends == [""]
 
@@ -126,7 +126,7 @@ def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: Work
 def test_a_process_that_dies_is_replaced_and_its_job_made_again(workers: Workers, tiny_engine: Any) -> None:
     space, tokens, sink = tiny_engine.space.digest, tokens_of(64 * 31, 3), Kept()
     before = workers.standing()[0]
-    assert workers.submit(space, SALT, tokens, 0, sink) is not None
+    assert workers.submit(space, SALT, tokens, 0, sink, 0) is not None
     os.kill(before.pid, signal.SIGKILL)
     answer = workers.rows(space, tokens[:1], np.zeros(1, "<i4"))
     with pytest.raises(LinkDownError):  # asked of a process that is dead or about to be seen so
@@ -147,7 +147,7 @@ def test_a_model_that_is_not_there_is_said_once_and_not_tried_again(tmp_path: Pa
     standing = broken.standing()[0]
     assert (standing.state, standing.restarts) == ("broken", 0)
     assert "nothing" in standing.said
-    assert broken.submit(b"?" * 32, SALT, tokens_of(64), 0, Kept()) is None
+    assert broken.submit(b"?" * 32, SALT, tokens_of(64), 0, Kept(), 0) is None
     broken.close()
 
 
@@ -165,11 +165,13 @@ def test_the_pipe_passes_messages_of_any_size_and_ends_with_its_other_side() -> 
     with here, there:
         left, right = Pipe(here), Pipe(there)
         data = np.random.default_rng(0).integers(0, 255, 3 << 20).astype(np.uint8)
-        sending = threading.Thread(target=lambda: (left.send(Job(7, SALT, 0), data), left.send(Cancel(7)), left.shut()))
+        sending = threading.Thread(
+            target=lambda: (left.send(Job(7, SALT, 0, 0), data), left.send(Cancel(7)), left.shut())
+        )
         sending.start()
         job = right.receive()
         assert job is not None
-        assert job[0] == Job(7, SALT, 0)
+        assert job[0] == Job(7, SALT, 0, 0)
         assert np.array_equal(job[1], data)
         assert right.receive() is not None
         assert right.receive() is None

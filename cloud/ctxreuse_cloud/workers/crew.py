@@ -71,9 +71,11 @@ class Workers:
         with self._lock:
             return dict(self._spaces)
 
-    def submit(self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink) -> Callable[[], None] | None:
+    def submit(
+        self, space: bytes, salt: bytes, tokens: Tokens, first: int, sink: Sink, held: int
+    ) -> Callable[[], None] | None:
         """See `ctxreuse.bus.serve_prefill.Prefiller.submit`."""
-        ticket = Ticket(Job(next(self._numbers), salt, first), tokens, sink)
+        ticket = Ticket(Job(next(self._numbers), salt, first, held), tokens, sink)
         with self._lock:
             if self._closed or space not in self._spaces or len(self._waiting) >= self._max_waiting:
                 return None

@@ -62,11 +62,13 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
     """Node: compute the whole blocks of these token ids (payload, int32) and send those from ``first`` on, then the
-    state at their end where the model needs one. ``salt`` makes their keys."""
+    state at their end where the model needs one. ``salt`` makes their keys; the first ``held`` may be read from the
+    store."""
 
     job: int
     salt: bytes
     first: int
+    held: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -192,9 +192,9 @@ class Session:
         return self._terms.heartbeat_ms / 1000
 
     def _advance(self, now: float) -> None:
-        if self._now is not None:
-            self._time += min(max(0.0, now - self._now), self._heartbeat)
-        self._now = now
+        before, self._now = self._now, now
+        if before is not None and now > before:
+            self._time += min(now - before, self._heartbeat)
 
     def _deadline(self) -> float:
         """Session time of the next tick."""

@@ -10,6 +10,7 @@ The receiving side, `Assembly`, has its own module.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
@@ -179,8 +180,13 @@ class Outgoing:
             return
         for item in self.items if self.order == "front" else reversed(self.items):
             offsets = yield from self._offsets(item)
-            for part in range(len(offsets) - 1):
-                yield from self._part(item, offsets, part)
+            start = self._have.get(item, (0, b""))[0]
+            while start < offsets[-1]:
+                # As many whole parts as a payload takes, else a payload's worth of one that is larger.
+                stop = offsets[bisect_right(offsets, start + self.payload) - 1]
+                stop = stop if stop > start else start + self.payload
+                yield item, start, stop
+                start = stop
 
     def _by_layer(self) -> _Spans[None]:
         known: dict[int, tuple[int, ...]] = {}

@@ -289,7 +289,7 @@ class Dialer:
                 # The first message may be here before the event that says so was seen.
                 look = not connected
                 if connected:
-                    self._receive(socket)
+                    self._receive(socket, there=True)
 
     def _send(self, socket: zmq.Socket[Any], held: list[Frame] | None, now: float) -> tuple[list[Frame] | None, bool]:
         """Send while the socket takes it: (the message that it did not take, whether there may be more)."""
@@ -304,12 +304,13 @@ class Dialer:
             held = None
         return None, True
 
-    def _receive(self, socket: zmq.Socket[Any]) -> bool:
-        """Take some messages; False if there were none."""
+    def _receive(self, socket: zmq.Socket[Any], *, there: bool = False) -> bool:
+        """Take some messages, of which one is known to be ``there``; False if there were none."""
         session, readable = self._session, [(socket, _IN)]
         for turn in range(_TURN):
-            if not zmq_poll(readable, 0):
+            if not (there or zmq_poll(readable, 0)):
                 return turn > 0
+            there = False
             frames = receive(socket)
             before = session.counts["bytes_in"]
             now = time.monotonic()

@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-demo: $(READY) ## a context computed once, kept over a restart, forked and reused
+demo: $(READY) ## a context computed once, reused after a restart, in forks and on another device
 	$(BIN)/ctxreuse demo
 
 test: lint ## lint, then all tests (native ones and those with a small real model included)

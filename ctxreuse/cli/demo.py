@@ -14,9 +14,9 @@ def demo(
         str | None, typer.Option("--keep", metavar="DIR", help="Leave the demo's memory in DIR, to look at afterwards.")
     ] = None,
 ) -> None:
-    """See a context computed once, kept over a restart, forked and reused (fetches a small model the first time).
+    """See a context computed once, reused after a crash and by another device (fetches a small model the first time).
 
-    Exits with 1 if an answer differed from that of a full recompute.
+    Exits with 1 if an answer differed from that of a full recompute, or the other device did not fetch it.
     """
     from importlib.metadata import entry_points
 

@@ -126,11 +126,15 @@ class Sync:
             self._thread = threading.Thread(target=self._loop, name="ctxreuse-sync", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after the offer that is on its way. Idempotent."""
+    def stop(self) -> None:
+        """Begin no other offer; returns at once. One on its way ends when its link is closed. Idempotent."""
         self._stop.set()
         self._changed.set()
         self._unwatch()
+
+    def close(self) -> None:
+        """End the thread after the offer that is on its way. Idempotent."""
+        self.stop()
         if self._thread is not None:
             self._thread.join()
 

@@ -107,9 +107,10 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     runtime.remote = links.remote
     worker = Worker(running=_RUNNING, waiting=settings.edge.max_waiting)
     stack.callback(worker.close)
+    # Before the worker: it waits for work that may wait for a link.
+    stack.callback(links.stop)
     if settings.edge.sync:
         links.give(store, rate=settings.edge.sync_rate, busy=lambda: worker.held > 0)
-        stack.callback(links.stop)
     contexts = Contexts(ledger, runtime, store, folder / "pins.json")
     disk = store.disk
     watch_store(node.metrics, store.stats, disk.stats if disk is not None else None, lambda: runtime.pool.nbytes)

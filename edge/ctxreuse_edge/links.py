@@ -159,15 +159,19 @@ class Links:
         metrics.total("ctxreuse_transfer_duplicate_bytes_total", sum(stats.duplicates for stats, _ in every))
 
     def stop(self) -> None:
-        """Give nothing more to clouds; the store may close after this. Idempotent."""
+        """End all links: nothing more is given or fetched, and the store may close after this. What was on its way goes
+        on from there next time. Idempotent."""
+        if self._sync is not None:
+            self._sync.stop()
+        for link, _ in self._links:
+            link.close()
+        # Last: until its link is closed, it waits for what a slow one takes.
         if self._sync is not None:
             self._sync.close()
 
     def close(self) -> None:
-        """End all links, and keep what was learnt. What was on its way goes on from there next time."""
+        """End all links, and keep what was learnt."""
         self.stop()
-        for link, _ in self._links:
-            link.close()
         fresh = self._file.with_name(self._file.name + ".new")
         try:
             fresh.write_bytes(self.cost.dump())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -17,6 +19,7 @@ from ctxreuse.bus.zmqio import BusServer
 from ctxreuse.cost import PrefillLine
 from ctxreuse.errors import ConfigError
 from ctxreuse.store import TieredStore
+from ctxreuse.testing.relay import Relay
 
 QUESTION = {
     "messages": [{"role": "user", "content": "What does the long manual say about the box? " * 30}],
@@ -134,6 +137,22 @@ def test_what_was_computed_offline_is_given_later(cloud: Any, serve: Any, until:
     held.start()
     until(lambda: held.store.stats().blocks == edge.node.store.stats().blocks > 0)
     until(lambda: edge.node.metrics.read("ctxreuse_sync_blocks_total") >= held.store.stats().blocks)
+
+
+def test_a_link_that_went_dead_does_not_hold_up_the_end(cloud: Any, serve: Any, until: Any) -> None:
+    place = cloud().endpoint.rpartition(":")[2]
+    with Relay(("127.0.0.1", int(place))) as relay:
+        edge = serve(**{"bus.clouds": [{"endpoint": relay.endpoint}], "edge.drain": 1})
+        until(lambda: state(edge) == "up")
+        relay.stall()
+        ask(edge)
+        asking = threading.Thread(target=edge.http.post, args=("/api/sync",))
+        asking.start()
+        until(lambda: edge.node.links._sync.status().running)
+        at = time.monotonic()
+        edge.close()
+        assert time.monotonic() - at < 10  # an offer may take a minute
+        asking.join()
 
 
 def test_keys_decide_who_may_connect(cloud: Any, serve: Any, until: Any, tmp_path: Path) -> None:

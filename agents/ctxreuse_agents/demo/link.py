@@ -79,12 +79,12 @@ class _Link:
         b = self._edge("edge-b", target)
         c = self._edge("stranger", target, allowed=False)
         b.hears_of(self.rows[-1]["blocks"])
-        b.ask("B, which never saw it", QUESTIONS[0], "edge B fetches what it lacks")
-        c.ask("C, with an unknown key", QUESTIONS[0], "C is refused, and reads the handbook")
+        b.ask("B fetches it", QUESTIONS[0], "edge B fetches what it lacks")
+        c.ask("C, key unknown", QUESTIONS[0], "C is refused, and reads the handbook")
         self._status.update("stopping the cloud")
         cloud.close()
-        b.ask("B, the cloud stopped", QUESTIONS[0], "edge B answers without the cloud")
-        b.ask("B, another question", QUESTIONS[1], "edge B answers another question")
+        b.ask("B, cloud stopped", QUESTIONS[0], "edge B answers without the cloud")
+        b.ask("B, new question", QUESTIONS[1], "edge B answers another question")
         return self.rows
 
     def _start(self, start: Callable[[], Node]) -> Node:
@@ -101,10 +101,11 @@ class _Link:
     def show(self, row: dict[str, Any]) -> None:
         """Add a row and print it."""
         self.rows.append(row)
+        reused, moved = _reused(row) or "nothing", rounded_bytes(row["nbytes"])
         self._console.print(
             f"[bold]{row['question']}[/] [dim]({row['who']})[/]\n  {row['text']}\n"
-            f"  [green]{row['seconds']:.2f} s[/] to the first token, {_sources(row)}, "
-            f"{rounded_bytes(row['nbytes'])} over the link\n"
+            f"  [green]{row['seconds']:.2f} s[/] to the first token, "
+            f"{reused} reused of {row['prompt']:,} tokens, {moved} over the link\n"
         )
 
     def status(self, text: str) -> None:
@@ -156,7 +157,7 @@ class _Edge:
 
         given = wait_for(done, "the sync of edge A", 120.0)
         seconds, moved = time.perf_counter() - began, self._moved() - before
-        return {"who": "A gives it to the cloud", "blocks": given["sent_blocks"], "seconds": seconds, "nbytes": moved}
+        return {"who": "A to the cloud", "blocks": given["sent_blocks"], "seconds": seconds, "nbytes": moved}
 
 
 @contextlib.contextmanager
@@ -176,10 +177,9 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _sources(row: dict[str, Any]) -> str:
-    """Tokens by where they came from, as text."""
-    counts = [*row["sources"].items(), ("computed", row["prompt"] - row["cached"])]
-    return ", ".join(f"{count:,} {source}" for source, count in counts if count)
+def _reused(row: dict[str, Any]) -> str:
+    """Tokens that needed no computing by where they came from, as text."""
+    return ", ".join(f"{count:,} {source}" for source, count in row["sources"].items() if count)
 
 
 def _verdict(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]]) -> str:
@@ -198,15 +198,17 @@ def _verdict(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]])
 def _table(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]]) -> Table:
     table = Table(title=f"Over a link of {_LINK}", title_justify="left", title_style="bold")
     table.add_column("who")
-    table.add_column("tokens from")
+    table.add_column("reused")
+    table.add_column("computed", justify="right")
     table.add_column("seconds", justify="right")
     table.add_column("link", justify="right")
     table.add_column("same")
     for row in rows:
+        nbytes = rounded_bytes(row["nbytes"])
         if "tokens" in row:
             same = "yes" if row["tokens"] == list(truth[row["question"]]) else "[bold red]NO[/]"
-            table.add_row(row["who"], _sources(row), f"{row['seconds']:.2f}", rounded_bytes(row["nbytes"]), same)
+            computed = f"{row['prompt'] - row['cached']:,}"
+            table.add_row(row["who"], _reused(row), computed, f"{row['seconds']:.2f}", nbytes, same)
         else:
-            told = f"{row['blocks']} blocks given"
-            table.add_row(row["who"], told, f"{row['seconds']:.2f}", rounded_bytes(row["nbytes"]), "")
+            table.add_row(row["who"], f"{row['blocks']} blocks given", "", f"{row['seconds']:.2f}", nbytes, "")
     return table

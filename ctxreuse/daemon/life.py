@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -229,6 +230,10 @@ class Daemon:
                 self._killer.start()
 
     def _ready(self) -> None:
+        if self._owns_process:
+            # What is there now stays: looking through it again and again would stop all answers for 10 to 100 ms.
+            gc.collect()
+            gc.freeze()
         self.state = "ready"
         self._write_address()
         notify("READY=1", f"STATUS=Serving on {self.url}")

@@ -57,7 +57,7 @@ class Forward:
         self._rng = random.Random()
 
     async def send(self, call: Call, answer: Answer) -> None:
-        """Have the call answered. Raises FailedError if no backend began to, and StalledError."""
+        """Have the call answered. Raises FailedError if no backend began to."""
         self._budget.request()
         while True:
             try:
@@ -112,7 +112,7 @@ class Forward:
         log.warning("a backend failed", extra={"backend": backend.name, "request": call.identity, "said": said[:500]})
 
     async def _take(self, call: Call, backend: Backend, response: aiohttp.ClientResponse, answer: Answer) -> None:
-        """Pass one answer on. Whatever raises here does so before anything was sent, but for StalledError."""
+        """Pass one answer on. Whatever raises here does so before anything was sent."""
         raw, status = response.raw_headers, response.status
         headers = answer_headers(raw, call.identity)
         if retry_status(status):

@@ -85,9 +85,24 @@ class Proxy:
         given = dict(scope["headers"])
         call = Call(scope["path"], scope.get("query_string", b""), scope["headers"], request_id(given.get(REQUEST_ID)))
         answer = Answer(send, self._config.silence)
+        try:
+            async with answer:
+                await self._respond(scope["method"], receive, given, call, answer)
+        except GoneError:
+            call.outcome = "cancelled"
+        except StalledError as stalled:
+            call.outcome = "stalled"
+            log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
+        first = None if call.first is None else call.first - started
+        self._counts.ended(call.outcome, first, self._clock() - started)
+
+    async def _respond(
+        self, method: str, receive: Receive, given: dict[bytes, bytes], call: Call, answer: Answer
+    ) -> None:
+        """Answer, if only with an error."""
         own = [_JSON, (REQUEST_ID, call.identity.encode())]
         try:
-            await self._answer(scope["method"], receive, given, call, answer)
+            await self._answer(method, receive, given, call, answer)
         except _RefusedError as refused:
             call.outcome = "refused"
             body = error_body(str(refused), refused.kind, refused.status)
@@ -98,13 +113,6 @@ class Proxy:
             if failed.wait and failed.answer is None:
                 headers = [*headers, (b"retry-after", str(math.ceil(failed.wait)).encode())]
             await answer.whole(failed.status, headers, body)
-        except GoneError:
-            call.outcome = "cancelled"
-        except StalledError as stalled:
-            call.outcome = "stalled"
-            log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
-        first = None if call.first is None else call.first - started
-        self._counts.ended(call.outcome, first, self._clock() - started)
 
     async def _answer(
         self, method: str, receive: Receive, given: dict[bytes, bytes], call: Call, answer: Answer

@@ -68,7 +68,8 @@ def error_body(message: str, kind: str, status: int) -> bytes:
 
 
 class Answer:
-    """The caller's side of one answer over ASGI. ``silence``: seconds after which a caller who takes nothing is left.
+    """The caller's side of one answer over ASGI, in an ``async with`` block. ``silence``: seconds after which a caller
+    who takes nothing is left: what runs in the block is cancelled, and it raises StalledError.
 
     ``begun`` tells whether anything was sent; ``over`` is set before the last message, after which a server reports a
     disconnect that means nothing any more.
@@ -77,6 +78,32 @@ class Answer:
     def __init__(self, send: Send, silence: float) -> None:
         self._send, self._silence = send, silence
         self.begun = self.over = False
+        # One timer an answer, that looks since when a piece waits: one a piece would cost as much as passing it on.
+        self._waits: float | None = None
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Answer:
+        await self._limit.__aenter__()
+        self._clock = asyncio.get_running_loop().time
+        self._look()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(*raised)
+        except TimeoutError:
+            raise StalledError(f"the caller took nothing for {self._silence:.0f} s") from None
+
+    def _look(self) -> None:
+        now = self._clock()
+        left = self._silence if self._waits is None else self._waits + self._silence - now
+        if left > 0:
+            self._timer = asyncio.get_running_loop().call_later(left, self._look)
+        else:
+            self._limit.reschedule(now)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Status and headers."""
@@ -84,7 +111,7 @@ class Answer:
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
-        """A piece of the body; returns when the connection takes more. Raises StalledError."""
+        """A piece of the body; returns when the connection takes more."""
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
@@ -99,11 +126,9 @@ class Answer:
         await self.end(body)
 
     async def _put(self, message: MutableMapping[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(self._silence):
-                await self._send(message)
-        except TimeoutError:
-            raise StalledError(f"the caller took nothing for {self._silence:.0f} s") from None
+        self._waits = self._clock()
+        await self._send(message)
+        self._waits = None
 
 
 async def read_whole(response: aiohttp.ClientResponse, limit: int = _WHOLE) -> tuple[bytes, bool]:

@@ -1,9 +1,12 @@
 """Streaming answers through the cloud sidecar against asking the backend directly, 64 events an answer.
 
-The backend is a minimal streaming server in a process of its own, so that what is measured is the sidecar. ``full``: it
-sends as fast as it can, and the load generator, the backend and the sidecar share the machine. ``paced``: an event each
-5 ms, as an engine decodes; what is added then is delay, not lack of processor. Rounds through the sidecar and without
-it take turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…``.
+The backend is a minimal streaming server in a process of its own, so that what is measured is the sidecar. ``paced``:
+an event each 5 ms from the start of the answer, as an engine decodes. With 8 clients this is far below what the machine
+can do, so that what is added is delay, not lack of processor: only there is a bar. With 64 clients (12,800 events a
+second, each through three processes) two cores are busy. ``full``: the backend sends as fast as it can. Load generator,
+backend and sidecar share the machine, so that on two cores a direct answer leaves a core free and one through the
+sidecar does not: these rows say how many answers a second there are. Rounds through the sidecar and without it take
+turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
@@ -32,7 +36,7 @@ __all__ = ["run"]
 EVENTS, PACE, PROMPT = 64, 0.005, 1024
 
 _BACKEND = """
-import asyncio, sys
+import asyncio, sys, time
 EVENTS = int(sys.argv[1])
 EVENT = b'data: {"id":"x","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"word "}}]}\\n\\n'
 HEAD = b"HTTP/1.1 200 OK\\r\\nContent-Type: %s\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n"
@@ -50,9 +54,11 @@ async def serve(reader, writer):
                 continue
             pace = float(fields.get(b"x-pace", 0))
             writer.write(HEAD % b"text/event-stream")
+            due = time.monotonic()
             for _ in range(EVENTS):
                 writer.write(chunk(EVENT))
-                await asyncio.sleep(pace)
+                due += pace
+                await asyncio.sleep(due - time.monotonic() if pace else 0)
             writer.write(chunk(b"data: [DONE]\\n\\n") + b"0\\r\\n\\r\\n")
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -79,7 +85,8 @@ class _Seen(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Paired rounds: medians over rounds of what the sidecar adds (seconds), and answers a second of both ways."""
+    """Paired rounds: medians over rounds of what the sidecar adds (seconds), answers a second of both ways, and the CPU
+    seconds that an answer costs the sidecar."""
 
     p50: float
     p99: float
@@ -88,6 +95,20 @@ class _Pair(NamedTuple):
     direct_p99: float
     rate: float
     direct_rate: float
+    cpu: float
+
+
+class _Sidecar(NamedTuple):
+    """A sidecar that is up."""
+
+    url: str
+    process: psutil.Process
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds that it has used."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
 
 
 def run(options: Options) -> list[Figure]:
@@ -95,20 +116,20 @@ def run(options: Options) -> list[Figure]:
     rounds, answers = options.pick(2, 7), options.pick(160, 640)
     with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder, _backend() as backend:
         real = _named(os.environ.get("CTXREUSE_PROXY_BACKENDS", ""))
-        with _sidecar(Path(folder) / "mock", backend) as url:
+        with _sidecar(Path(folder) / "mock", backend) as sidecar:
             options.step("one client")
-            alone = asyncio.run(_rounds(backend, url, 1, answers // 8, rounds, 0.0))
+            alone = asyncio.run(_rounds(backend, sidecar, 1, answers // 8, rounds, 0.0))
             found = {}
             for clients in (8, 64):
                 options.step(f"{clients} clients, full")
-                found[clients, "full"] = asyncio.run(_rounds(backend, url, clients, answers, rounds, 0.0))
+                found[clients, "full"] = asyncio.run(_rounds(backend, sidecar, clients, answers, rounds, 0.0))
                 options.step(f"{clients} clients, paced")
-                found[clients, "paced"] = asyncio.run(_rounds(backend, url, clients, answers, rounds, PACE))
+                found[clients, "paced"] = asyncio.run(_rounds(backend, sidecar, clients, answers, rounds, PACE))
         figures = _figures(alone, found)
         for name, place in real.items():
             options.step(f"8 clients, {name}")
-            with _sidecar(Path(folder) / name, place) as url:
-                pair = asyncio.run(_rounds(place, url, 8, 24, options.pick(1, 3), 0.0))
+            with _sidecar(Path(folder) / name, place) as sidecar:
+                pair = asyncio.run(_rounds(place, sidecar, 8, 24, options.pick(1, 3), 0.0))
             figures += _added(f"8 clients, {name}", pair)
     return figures
 
@@ -118,7 +139,9 @@ def _figures(alone: _Pair, found: dict[tuple[int, str], _Pair]) -> list[Figure]:
     first = 1e3 * alone.first
     figures.append(Figure(metric="one client, full: added to the first byte", value=first, unit="ms", better="lower"))
     for (clients, pace), pair in found.items():
-        figures += _added(f"{clients} clients, {pace}", pair, bar=20.0 if clients == 8 else None)
+        figures += _added(f"{clients} clients, {pace}", pair, bar=20.0 if (clients, pace) == (8, "paced") else None)
+        metric = f"{clients} clients, {pace}: CPU of an answer"
+        figures.append(Figure(metric=metric, value=1e3 * pair.cpu, unit="ms", better="lower"))
         if pace == "full":
             name = f"answers of {EVENTS} events, {clients} clients"
             note = "bound: the backend asked directly; load, backend and sidecar share the machine"
@@ -143,13 +166,18 @@ def _added(name: str, pair: _Pair, bar: float | None = None) -> list[Figure]:
     ]
 
 
-async def _rounds(direct: str, through: str, clients: int, answers: int, rounds: int, pace: float) -> _Pair:
+async def _rounds(direct: str, sidecar: _Sidecar, clients: int, answers: int, rounds: int, pace: float) -> _Pair:
     seen: list[tuple[_Seen, _Seen]] = []
+    costs: list[float] = []
     for turn in range(-1, rounds):
-        places = (direct, through) if turn % 2 else (through, direct)
-        pair = {place: await _load(place, clients, answers if turn >= 0 else clients, pace) for place in places}
+        pair: dict[str, _Seen] = {}
+        for place in (direct, sidecar.url) if turn % 2 else (sidecar.url, direct):
+            before = sidecar.seconds
+            pair[place] = await _load(place, clients, answers if turn >= 0 else clients, pace)
+            if place == sidecar.url and turn >= 0:
+                costs.append((sidecar.seconds - before) / answers)
         if turn >= 0:
-            seen.append((pair[direct], pair[through]))
+            seen.append((pair[direct], pair[sidecar.url]))
 
     def median(values: list[float]) -> float:
         return statistics.median(values)
@@ -162,6 +190,7 @@ async def _rounds(direct: str, through: str, clients: int, answers: int, rounds:
         median([a.at(0.99) for a, _ in seen]),
         median([len(b.whole) / b.seconds for _, b in seen]),
         median([len(a.whole) / a.seconds for a, _ in seen]),
+        median(costs),
     )
 
 
@@ -222,7 +251,7 @@ def _backend() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _sidecar(folder: Path, backend: str) -> Iterator[str]:
+def _sidecar(folder: Path, backend: str) -> Iterator[_Sidecar]:
     """A sidecar with one backend and nothing else to do. Raises EngineError if it does not come up."""
     folder.mkdir()
     ready = folder / "ready.json"
@@ -237,7 +266,7 @@ def _sidecar(folder: Path, backend: str) -> Iterator[str]:
                     said = (folder / "log").read_text("utf-8", "replace")
                     raise EngineError(f"the sidecar did not come up: {said[-300:]}")
                 time.sleep(0.02)
-            yield msgspec.json.decode(ready.read_bytes())["url"]
+            yield _Sidecar(msgspec.json.decode(ready.read_bytes())["url"], psutil.Process(process.pid))
         finally:
             process.terminate()
             try:

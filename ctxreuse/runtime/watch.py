@@ -20,6 +20,8 @@ T = TypeVar("T")
 _SLICE = (0.005, 0.05)
 #: Seconds over which the rate is taken, least; and the bytes that must fit, as whole payloads of a MiB arrive at once.
 _WINDOW, _PAYLOADS = 0.1, 3 << 20
+#: Bytes that may be about to arrive while none do: the most that one payload has.
+_PAYLOAD = 1 << 20
 #: Seconds beyond two round trips that a peer may take to begin.
 _GRACE = 0.05
 #: Past the soft deadline waiting goes on only for the last so much of what recomputing would take.
@@ -52,7 +54,7 @@ class Watch:
         if offer.bandwidth > 0:
             self._window = max(self._window, min(_PAYLOADS, nbytes / 8) / offer.bandwidth)
         self._seen: deque[tuple[float, int]] = deque()
-        self._began = self._until = clock()
+        self._began = self._until = self._moved = clock()
 
     @property
     def bandwidth(self) -> float:
@@ -96,6 +98,8 @@ class Watch:
         received = self.fetch.received
         if not self._seen and not received and now - self._began <= self._grace:
             return
+        if received != (self._seen[-1][1] if self._seen else 0):
+            self._moved = now
         # The wait for the first bytes is the round trip's, not the bandwidth's.
         self._seen.append((now, received))
         while len(self._seen) > 2 and self._seen[1][0] <= now - self._window:
@@ -118,6 +122,8 @@ class Watch:
         late = now - self._began > self.deadline
         if self.offer.computes:
             return late  # bytes come as they are made: their rate says nothing about when the last one will
-        bandwidth = self.bandwidth
-        left = (self.nbytes - self.fetch.received) / bandwidth if bandwidth > 0 else float("inf")
+        # Nothing for a while: a payload that comes now would have taken that long, and the others would take the same.
+        pending = min(_PAYLOAD, self.nbytes / 8)
+        bandwidth = self.bandwidth or pending / max(now - self._moved, self._window)
+        left = (self.nbytes - self.fetch.received) / bandwidth
         return left > self._otherwise(bandwidth) or (late and left > _NEARLY * self.deadline)

@@ -250,6 +250,20 @@ def test_a_link_that_falls_to_a_hundredth_is_left_in_time(engine: TorchEngine, s
     assert (record.way, record.took) in (("layers", "recompute"), ("layers", "tail"))
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_a_link_that_goes_dead_is_not_waited_for_to_the_deadline(llama: TorchEngine, share: float) -> None:
+    ids = tokens(24 * BLOCK + 5)
+    recompute = EACH * len(ids)
+    nbytes = 24 * Scene(llama, ids[:BLOCK]).remote.held.blocks[0].nbytes
+    bandwidth = nbytes / (0.5 * recompute)
+    at = share * 0.5 * recompute
+    scene = Scene(llama, ids[: 24 * BLOCK], falling(bandwidth, at, 0.0), way="layers", offered=bandwidth)
+    done, seconds = scene.prefill(ids)
+    right(llama, done, ids)
+    assert done.usage.missed == "link"
+    assert seconds <= at + (1.05 + 1 / (8 * (1 - share))) * recompute + 0.12
+
+
 def test_a_link_that_gets_slower_but_not_useless_is_met_half_way(llama: TorchEngine) -> None:
     ids = tokens(24 * BLOCK + 5)
     recompute = EACH * len(ids)

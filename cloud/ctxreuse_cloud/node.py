@@ -139,6 +139,8 @@ class Node:
             audit=WorkerAudit(workers) if cloud.prefill_workers else None,
         )
         stack.callback(self._service.close)
+        # Before the service, too: an audit under way waits for them.
+        stack.callback(workers.close)
         workers.settle(_LOADING)
         bus, heartbeat = settings.bus, int(settings.bus.heartbeat * 1000)
         terms = Terms(max_payload=bus.max_payload, heartbeat_ms=heartbeat, silence_ms=5 * heartbeat)

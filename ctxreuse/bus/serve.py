@@ -303,7 +303,13 @@ class StoreService:
         self._directory.check()
 
     def close(self) -> None:
-        """Stop auditing and following the store, which stays open. After the last call of a peer."""
-        self._directory.close()
+        """Stop auditing and following the store, which stays open. After the last call of a peer.
+
+        Blocks that have not been audited are dropped: in the next life nobody would know that of them.
+        """
         if self._auditor is not None:
             self._auditor.close()
+            self._settle()
+            for key in self._directory.waiting:
+                self._store.drop(key, "audit")
+        self._directory.close()

@@ -95,6 +95,8 @@ class Auditor:
             try:
                 sound = self._audit(batch[0].space, [parse(given.data) for given in batch])
             except Exception:
+                if self._closed:
+                    return  # who computes has been closed before: these stay unjudged
                 # Not the peer's fault as far as is known: its blocks have passed all other checks.
                 log.exception("the audit of given blocks failed; they are kept")
                 sound = True

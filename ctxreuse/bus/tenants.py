@@ -188,6 +188,11 @@ class Directory:
         """Whose held block this is, and of which space; None if it is nobody's, not held, or withheld."""
         return self._lines.get(key)
 
+    @property
+    def waiting(self) -> list[bytes]:
+        """All blocks that are being withheld."""
+        return list(self._withheld)
+
     def withheld(self, key: bytes) -> Line | None:
         """Whose block this is if it is being withheld."""
         return self._withheld.get(key)

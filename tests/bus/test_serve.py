@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import stat
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from ctxreuse.block import parse, rekey
+from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.tenants import node_secret
 from ctxreuse.bus.transfer import part_offsets
@@ -272,6 +274,21 @@ def test_blocks_that_wait_for_the_audit_are_bounded(tmp_path: Path) -> None:
         assert node.match("a", mine.space, mine.keys).blocks == 0
         assert list(node.store.walk()) == []
         assert node.quarantine.reason("ann") is not None
+
+
+def test_what_was_not_audited_before_the_end_is_not_kept(tmp_path: Path) -> None:
+    gate = Gate()
+    with TieredStore(1 << 20) as store:
+        node = StoreService(store, tmp_path, tenant_of={"ann": "a"}.get, audit=gate)
+        mine = Given(salt(node), 3)
+        first = node.intake("a", mine.space, mine.keys[:1], mine.sizes[:1], ROOT, user="ann")
+        assert first.put(0, mine.blocks[0].data.toreadonly()) == ""
+        assert mine.put(node) == ["", ""]
+        opening = threading.Timer(0.3, gate.open.set)
+        opening.start()
+        node.close()
+        opening.join()
+        assert [entry.key for entry in store.walk()] == mine.keys[:1]
 
 
 def test_quarantine_outlives_the_process_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

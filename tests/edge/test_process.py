@@ -66,6 +66,8 @@ def test_sigterm_lets_an_answer_end_and_refuses_new_ones(process: Any) -> None:
     assert next(line for line in logged if line["message"].startswith("POST"))["status"] == 200
     with pytest.raises(httpx.ConnectError):
         httpx.get(daemon.url + "/healthz")
+    with process().ready() as http:  # nothing that was computed is lost
+        assert ask(http)["usage"]["prompt_tokens_details"]["sources"]["disk"] >= 256
 
 
 def test_two_daemons_on_one_store(process: Any) -> None:

@@ -212,6 +212,9 @@ class ServerSession(Session):
                     grant.tenant, message.space, tokens, first=message.first, state=message.state
                 )
                 order = "front"
+            # A supply keeps the head of each block: kilobytes that a peer could ask for without end.
+            if self._sending and supply.count + sum(len(s.items) for s in self._sending.values()) > wire.MAX_KEYS:
+                raise LinkRefusedError(f"more than {wire.MAX_KEYS} blocks at once", where="busy")
             assert self.hello is not None
             most = min(terms.max_payload, self.hello.max_payload)
             sending = Outgoing(

@@ -117,8 +117,9 @@ Limits
 ======
 A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and
 262,144 tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a
-text. All numbers are below 2^62. Memory follows from bytes that are there, never from a number in them. What breaks a
-rule is a ProtocolError; the side that sees it closes the connection.
+text. The open fetches and prefills of an edge are of 8,192 blocks together (else ``busy``). All numbers are below 2^62.
+Memory follows from bytes that are there, never from a number in them. What breaks a rule is a ProtocolError; the side
+that sees it closes the connection.
 
 Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
 (not held any more), ``changed``, ``stalled`` (the peer did not move it for too long), ``space``, ``tokens``,

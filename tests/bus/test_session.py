@@ -766,6 +766,21 @@ def test_credit_beyond_the_terms_is_a_violation() -> None:
     assert server.counts["ignored"] == 1
 
 
+def test_blocks_that_are_asked_for_at_once_are_bounded() -> None:
+    service = node()
+    server = server_of(service)
+    row = KEYS[0] * wire.MAX_KEYS
+    tell(server, wire.Fetch(1, 1, SPACE.digest, row))
+    tell(server, wire.Fetch(2, 1, SPACE.digest, KEYS[0]))
+    refused = said(server)[-1]
+    assert isinstance(refused, wire.Refused)
+    assert (refused.id, refused.code) == (2, "busy")
+    assert [supply.closed for supply in service.supplies] == [0, 1]
+    tell(server, wire.Cancel(1))
+    tell(server, wire.Fetch(3, 1, SPACE.digest, row))
+    assert said(server) == []
+
+
 def test_a_fetch_said_twice_is_one_and_a_newer_round_replaces_it() -> None:
     service = node()
     server = server_of(service)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import msgspec
 
@@ -12,7 +12,7 @@ from ctxreuse.model import ModelSpace
 from ctxreuse.runtime.remote import Fetch, Order
 from ctxreuse.store.base import Buffer
 
-__all__ = ["Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply", "Wholesale"]
+__all__ = ["Gather", "Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply"]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -62,13 +62,12 @@ class Supply(Protocol):
         ...
 
 
-@runtime_checkable
-class Wholesale(Protocol):
-    """What a `Supply` may offer besides, if it can gather a payload better than by one `Supply.read` after another."""
+class Gather(Protocol):
+    """The method ``gather`` that a `Supply` may have besides, if it can do better than one `read` after another."""
 
-    def gather(self, pieces: Sequence[tuple[int, int, int]], room: Callable[[int], memoryview]) -> memoryview:
-        """The bytes of all ``pieces``, (item, start, number of bytes) each, in a row: in memory from ``room(nbytes)``.
-        Raises LookupError if an item is gone."""
+    def __call__(self, pieces: Sequence[tuple[int, int, int]], room: Callable[[int], memoryview]) -> memoryview | bytes:
+        """The bytes of all ``pieces``, (item, start, number of bytes) each, in a row: in memory from ``room(nbytes)``,
+        or in its own that nobody changes. Raises LookupError if an item is gone."""
         ...
 
 

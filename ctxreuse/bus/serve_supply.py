@@ -22,7 +22,7 @@ def proven(view: BlockView, line: Line, salt: bytes) -> bool:
 
 
 class StoreSupply:
-    """See `ctxreuse.bus.base.Supply` and `ctxreuse.bus.base.Wholesale`. Holds the heads of blocks, nothing else.
+    """See `ctxreuse.bus.base.Supply` and `ctxreuse.bus.base.Gather`. Holds the heads of blocks, nothing else.
 
     A block that is evicted meanwhile is a LookupError, one that was replaced by another encoding too. Each payload is
     one short read of the store, out of which its pieces are copied once, to where they are sent from.
@@ -54,7 +54,7 @@ class StoreSupply:
             return bytes(self._look(reader, item).buffer[start:stop])
 
     def gather(self, pieces: Sequence[tuple[int, int, int]], room: Callable[[int], memoryview]) -> memoryview:
-        """See `Wholesale.gather`."""
+        """See `Gather`."""
         data, at = room(sum(nbytes for _, _, nbytes in pieces)), 0
         reader: Reader | None = None
         with contextlib.ExitStack() as stack:

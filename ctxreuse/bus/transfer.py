@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from typing import Literal, TypeAlias, TypeVar
 
-from ctxreuse.bus.base import Supply, Wholesale
+from ctxreuse.bus.base import Gather, Supply
 from ctxreuse.bus.transfer_assembly import Assembly, part_offsets
 from ctxreuse.bus.transfer_memory import PayloadMemory
 from ctxreuse.bus.wire import MAX_PIECES, Frame, Have, Payload, Piece, encode
@@ -78,7 +78,7 @@ class Outgoing:
         self._skipped = sum(nbytes for nbytes, _ in self._have.values())
         self.remaining = self._size = 0  # of all items, and of one, once known
         self._memory = memory or PayloadMemory()
-        self._gather = supply.gather if isinstance(supply, Wholesale) else self._join
+        self._gather: Gather = getattr(supply, "gather", self._join)
         self._wake = wake
         self._woken, self._waits = False, False
         self._failed: LookupError | None = None  # found out ahead, told when what was good is sent
@@ -158,8 +158,8 @@ class Outgoing:
             self._failed, self._waits = error, False
         return span
 
-    def _join(self, pieces: Sequence[Piece], room: Callable[[int], memoryview]) -> Frame:
-        """See `Wholesale.gather`; one piece is sent as it was read."""
+    def _join(self, pieces: Sequence[Piece], room: Callable[[int], memoryview]) -> memoryview | bytes:
+        """See `Gather`; one piece is sent as it was read."""
         read = self.supply.read
         if len(pieces) == 1:
             item, start, nbytes = pieces[0]
@@ -175,7 +175,7 @@ class Outgoing:
 
     def _plan(self) -> _Spans[None]:
         """Spans of at most one payload in the order of sending; None while an item is not ready."""
-        if self.order == "layers":
+        if self.order == "layers" and len(self.items) > 1:
             yield from self._by_layer()
             return
         for item in self.items if self.order == "front" else reversed(self.items):

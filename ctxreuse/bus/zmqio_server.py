@@ -319,9 +319,12 @@ class BusServer:
         for _ in range(_TURN):
             owner = self._outlet.turn(self._blocked)
             if not isinstance(owner, ServerSession):
-                return False
+                break
             self._next(owner, now)
-        return True
+        else:
+            return True
+        # What the last payload left to be said (that it was the last) does not wait for the next event.
+        return not self._talkers <= self._blocked.keys()
 
     def _next(self, session: ServerSession, now: float) -> None:
         peer = self._owners[session]

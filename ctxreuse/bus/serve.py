@@ -20,7 +20,7 @@ from ctxreuse.bus.serve_supply import StoreSupply
 from ctxreuse.bus.tenants import Directory, Line, node_secret
 from ctxreuse.errors import LinkRefusedError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys
-from ctxreuse.store.base import Entry, WholeStore
+from ctxreuse.store.base import WholeStore
 
 __all__ = ["StoreService"]
 
@@ -137,7 +137,7 @@ class StoreService:
             if parent != ROOT and above is None:
                 return NOTHING  # it went since: what follows would be an orphan, at no known position
             end = above.end if above is not None else 0
-            wanted = self._lacking(self._store.entries(keys), sizes)
+            wanted = self._lacking(mine, keys, sizes)
         salt, parents = directory.salt(tenant), [parent, *keys[:-1]]
         return StoreIntake(self, mine, salt, user, keys, parents, wanted, end, state)
 
@@ -251,12 +251,15 @@ class StoreService:
     def _whose(self, key: bytes) -> Line | None:
         return self._directory.line(key) or self._directory.withheld(key)
 
-    def _lacking(self, entries: Sequence[Entry | None], sizes: Sequence[int]) -> list[int]:
-        """Offered blocks that are not held, as many as do not push each other out of the store."""
+    def _lacking(self, mine: Line, keys: Sequence[bytes], sizes: Sequence[int]) -> list[int]:
+        """Offered blocks that are not held, as many as do not push each other out of the store.
+
+        What another tenant holds lacks here like anything else: nobody shall learn of it by offering its key.
+        """
         room = self._store.stats().capacity // 2
         wanted = []
-        for i, (entry, nbytes) in enumerate(zip(entries, sizes)):
-            if entry is not None:
+        for i, (key, entry, nbytes) in enumerate(zip(keys, self._store.entries(keys), sizes)):
+            if entry is not None and self._whose(key) == mine:
                 continue
             room -= nbytes
             if room < 0:

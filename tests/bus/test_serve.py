@@ -201,6 +201,18 @@ def test_only_consecutive_blocks_that_fit_are_wanted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_offering_a_key_tells_nothing_of_other_tenants(tmp_path: Path) -> None:
+    with service(tmp_path) as node:
+        mine = Given(salt(node), 3)
+        mine.put(node)
+        salt(node, "bob")
+        for user, tenant, wanted in (("ann-2", "a", ()), ("bob", "b", (0, 1, 2))):
+            assert node.intake(tenant, mine.space, mine.keys, mine.sizes, ROOT, user=user).wanted == wanted
+        assert mine.put(node, "b", "bob")[0] == "foreign"  # even with the very bytes
+        assert node.quarantine.reason("bob") == "token ids that the key does not belong to"
+        assert len(node.held("a")[1]) == 3
+
+
 def test_blocks_of_a_space_look_alike(tmp_path: Path) -> None:
     with service(tmp_path) as node:
         assert Given(salt(node), 1).put(node) == [""]
@@ -277,12 +289,18 @@ def test_blocks_that_wait_for_the_audit_are_bounded(tmp_path: Path) -> None:
 
 
 def test_what_was_not_audited_before_the_end_is_not_kept(tmp_path: Path) -> None:
-    gate = Gate()
+    gate, begun = Gate(), threading.Event()
+
+    def audit(space: bytes, views: Any) -> bool:
+        begun.set()
+        return bool(gate(space, views))
+
     with TieredStore(1 << 20) as store:
-        node = StoreService(store, tmp_path, tenant_of={"ann": "a"}.get, audit=gate)
+        node = StoreService(store, tmp_path, tenant_of={"ann": "a"}.get, audit=audit)
         mine = Given(salt(node), 3)
         first = node.intake("a", mine.space, mine.keys[:1], mine.sizes[:1], ROOT, user="ann")
         assert first.put(0, mine.blocks[0].data.toreadonly()) == ""
+        assert begun.wait(20)
         assert mine.put(node) == ["", ""]
         opening = threading.Timer(0.3, gate.open.set)
         opening.start()

@@ -7,11 +7,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 from zmq import zmq_poll
 
@@ -21,7 +20,18 @@ from ctxreuse.bus.session import Limits
 from ctxreuse.bus.session_server import ServerSession
 from ctxreuse.bus.transfer import Outlet
 from ctxreuse.bus.wire import Frame
-from ctxreuse.bus.zmqio_socket import Address, Bell, Monitor, address_of, check_endpoint, receive, send, shut_down, tune
+from ctxreuse.bus.zmqio_peer import Peer, PeerInfo
+from ctxreuse.bus.zmqio_socket import (
+    Bell,
+    Monitor,
+    address_of,
+    check_endpoint,
+    keep_freed,
+    receive,
+    send,
+    shut_down,
+    tune,
+)
 from ctxreuse.errors import ConfigError, CtxReuseError, ProtocolError
 
 __all__ = ["BusServer", "PeerInfo"]
@@ -39,29 +49,6 @@ _IN = int(zmq.POLLIN)
 #: Connections of one key: enough for processes that share one, and for old ones that are not known to be dead yet.
 _MAX_OF_A_KEY = 64
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-
-
-class PeerInfo(msgspec.Struct, frozen=True):
-    """One connected peer: its ``user`` and ``tenant`` (empty before its hello), where it comes from, what it calls
-    itself, and its session's counts."""
-
-    user: str
-    tenant: str
-    address: str
-    node: bytes
-    counts: Mapping[str, int]
-
-
-class _Peer:
-    """One connection. ``key``: its public key in hexadecimal, empty without CURVE; ``tenant``: of the key as it came;
-    ``held``: frames not yet taken."""
-
-    __slots__ = ("address", "fd", "held", "key", "name", "session", "tenant", "user")
-
-    def __init__(self, name: bytes, user: str, key: str, fd: int, address: Address, session: ServerSession) -> None:
-        self.name, self.user, self.key, self.fd, self.address, self.session = name, user, key, fd, address, session
-        self.tenant: str | None = None
-        self.held: list[Frame] | None = None
 
 
 class BusServer:
@@ -88,8 +75,8 @@ class BusServer:
         self._service, self._auth, self._limits = service, auth, limits or Limits()
         self._node, self._epoch = node or os.urandom(16), time.time_ns()
         self._outlet = Outlet()
-        self._peers: dict[bytes, _Peer] = {}
-        self._owners: dict[ServerSession, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
+        self._owners: dict[ServerSession, Peer] = {}
         self._accepted: dict[int, float] = {}  # connections without a message yet, and since when
         self._talkers: set[ServerSession] = set()
         self._blocked: dict[ServerSession, float] = {}  # their queue is full; when to try again
@@ -133,16 +120,7 @@ class BusServer:
 
     def peers(self) -> list[PeerInfo]:
         """Who is connected."""
-        return [
-            PeerInfo(
-                peer.user,
-                peer.session.grant.tenant if peer.session.grant else "",
-                f"{peer.address[0]}:{peer.address[1]}",
-                peer.session.hello.node if peer.session.hello else b"",
-                dict(peer.session.counts),
-            )
-            for peer in list(self._peers.values())
-        ]
+        return [peer.info() for peer in list(self._peers.values())]
 
     def drop(self, user: str, reason: str = "dropped") -> None:
         """Cut off every connection of a user; it may connect again if its key still may."""
@@ -187,6 +165,7 @@ class BusServer:
     def _run(self) -> None:
         bell, events = self._bell.fileno(), self._monitor.fileno()
         awaited: list[tuple[Any, int]] = [(each, _IN) for each in (self._socket, self._zap.socket, events, bell)]
+        keep_freed()
         self._follow_connections()  # from now on their descriptor says what is new
         follow_at = 0.0
         busy = False
@@ -252,7 +231,7 @@ class BusServer:
                 self._sweep_at = min(self._sweep_at, now + max(_SWEEP, peer.session.due(now)))
         return True
 
-    def _drive(self, peer: _Peer, call: Callable[[], object]) -> bool:
+    def _drive(self, peer: Peer, call: Callable[[], object]) -> bool:
         """Do something with a peer's session; False if that was its end. Nobody else notices what goes wrong."""
         try:
             call()
@@ -261,7 +240,7 @@ class BusServer:
             return False
         return True
 
-    def _fail(self, peer: _Peer, error: Exception) -> None:
+    def _fail(self, peer: Peer, error: Exception) -> None:
         if isinstance(error, ProtocolError):
             self._cut(peer, f"broke the protocol: {error}")
         elif isinstance(error, CtxReuseError):
@@ -270,7 +249,7 @@ class BusServer:
             _log.error("serving %s failed", peer.user, exc_info=error)
             self._cut(peer, "could not be served")
 
-    def _sender(self, frames: list[zmq.Frame]) -> _Peer | None:
+    def _sender(self, frames: list[zmq.Frame]) -> Peer | None:
         """Who sent a message: a known connection, or a new one."""
         name, last = frames[0].bytes, frames[-1]
         # From the handshake, never from the peer: a routing id can be chosen, and taken over from one who left.
@@ -295,7 +274,7 @@ class BusServer:
         session = ServerSession(
             self._service, user, self._outlet, node=self._node, epoch=self._epoch, limits=self._limits, wake=self.wake
         )
-        peer = _Peer(name, user, key, fd, address, session)
+        peer = Peer(name, user, key, fd, address, session)
         peer.tenant = self._auth.tenant(user) if self._auth is not None else None
         self._peers[name] = self._owners[session] = peer
         session.opened(now)
@@ -341,7 +320,7 @@ class BusServer:
         if session.dead:
             self._cut(peer, session.reason)
 
-    def _hand(self, peer: _Peer, frames: list[Frame], now: float) -> None:
+    def _hand(self, peer: Peer, frames: list[Frame], now: float) -> None:
         try:
             send(self._socket, [peer.name, *frames])
         except zmq.Again:
@@ -389,7 +368,7 @@ class BusServer:
                 for peer in [peer for peer in self._peers.values() if peer.fd == fd]:
                     self._forget(peer, time.monotonic())
 
-    def _cut(self, peer: _Peer, reason: str) -> None:
+    def _cut(self, peer: Peer, reason: str) -> None:
         """End a connection, from this side."""
         if self._peers.get(peer.name) is not peer:
             return
@@ -398,7 +377,7 @@ class BusServer:
         self._forget(peer, time.monotonic())
         shut_down(peer.fd, self._port, peer.address)
 
-    def _forget(self, peer: _Peer, now: float) -> None:
+    def _forget(self, peer: Peer, now: float) -> None:
         """The connection is no more: give up what it asked for."""
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]

@@ -178,8 +178,12 @@ def test_as_a_process() -> None:
                 near.sendall(b"hello")
                 assert far.recv(5) == b"hello"
                 far.close()
-            relay.stdin.write("moved\n")
-            relay.stdin.flush()
-            assert '"up":5' in relay.stdout.readline()
+            moved = ""
+            for _ in range(1000):  # it counts when it has handed on
+                relay.stdin.write("moved\n")
+                relay.stdin.flush()
+                if '"up":5' in (moved := relay.stdout.readline()):
+                    break
+            assert '"up":5' in moved
             relay.stdin.close()
             assert relay.wait(10) == 0

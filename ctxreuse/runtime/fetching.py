@@ -31,6 +31,9 @@ __all__ = ["FetchFailedError", "Fetching", "ask"]
 #: Tokens computed at a time while the ends are far apart: what engines put through the model together anyway, cut at
 #: the same multiples, so that a fetch of which nothing comes costs nothing.
 _STRIDE = 512
+#: The first two steps behind a link that has never been measured: a whole stride took 1.1 of the 1.13 seconds that a
+#: first contact over 1 Gbit/s needed, and shorter ones cost little where nothing comes.
+_LOOK = 128
 #: A step is long enough that its fixed cost stays below this share of it.
 _OVERHEAD = 0.03
 #: Seconds. If a peer's answer may take less than this, nobody is asked: it is about the shortest round trip there is.
@@ -279,6 +282,8 @@ class Fetching:
         stride = (at // _STRIDE + 1) * _STRIDE
         if watch.fetch.ended is not None:
             return min(front, stride)
+        if rate <= 0 and at < self._held + 2 * _LOOK:
+            stride = min(stride, (at // _LOOK + 1) * _LOOK)
         alone = self._cost.meet(at, front, rate, watch.lead)
         blocks = (front - at if alone is None else alone) // size
         if not blocks:

@@ -119,5 +119,5 @@ class Remote(Protocol):
         ...
 
     def reject(self, offer: Offer, reason: str) -> None:
-        """Blocks of this peer turned out wrong (``corrupt``, ``audit``, ``foreign``): what it sent is dropped, it is quarantined."""
+        """Blocks of this peer turned out wrong (``corrupt``, ``audit``, ``foreign``): it is quarantined."""
         ...

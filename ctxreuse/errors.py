@@ -10,7 +10,7 @@
     │   ├── StoreFullError          the disk or the map has no room left
     │   ├── StoreReadOnlyError      a write on a store that was opened for reading
     │   └── StoreClosedError        use after close()
-    ├── LinkError                   another node cannot be reached or does not do what was agreed; work goes on without it
+    ├── LinkError                   another node cannot be reached or breaks what was agreed; work goes on without it
     │   ├── LinkDownError           no answer in time, or the connection was lost
     │   ├── LinkRefusedError        the peer does not accept this node: unknown or revoked key, version, model space
     │   └── ProtocolError           the peer sent what the protocol does not allow

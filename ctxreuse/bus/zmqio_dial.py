@@ -16,7 +16,7 @@ from zmq import zmq_poll
 from ctxreuse.bus.auth import KeyPair
 from ctxreuse.bus.session_client import ClientSession
 from ctxreuse.bus.wire import Frame, Terms
-from ctxreuse.bus.zmqio_socket import Bell, Monitor, receive, send, tune
+from ctxreuse.bus.zmqio_socket import Bell, Monitor, keep_freed, receive, send, tune
 from ctxreuse.errors import LinkError, LinkRefusedError, ProtocolError
 
 __all__ = ["Dialer", "Estimate", "LinkState", "wait_before"]
@@ -140,6 +140,7 @@ class Dialer:
 
     def _run(self) -> None:
         attempts, kind = 0, ""
+        keep_freed()
         try:
             while self._leaves is None:
                 moved, since, last = self._moved(), time.monotonic(), kind

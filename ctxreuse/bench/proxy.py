@@ -6,7 +6,8 @@ can do, so that what is added is delay, not lack of processor: only there is a b
 second, each through three processes) two cores are busy. ``full``: the backend sends as fast as it can. Load generator,
 backend and sidecar share the machine, so that on two cores a direct answer leaves a core free and one through the
 sidecar does not: these rows say how many answers a second there are. Rounds through the sidecar and without it take
-turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…``.
+turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…`` (one that ends
+an answer when the next request comes must be told not to: ``llama_cpp.server --interrupt_requests False``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import msgspec
 import psutil
@@ -129,7 +131,7 @@ def run(options: Options) -> list[Figure]:
         for name, place in real.items():
             options.step(f"8 clients, {name}")
             with _sidecar(Path(folder) / name, place) as sidecar:
-                pair = asyncio.run(_rounds(place, sidecar, 8, 24, options.pick(1, 3), 0.0))
+                pair = asyncio.run(_rounds(place, sidecar, 8, 24, options.pick(1, 3), 0.0, _model(place)))
             figures += _added(f"8 clients, {name}", pair)
     return figures
 
@@ -166,14 +168,16 @@ def _added(name: str, pair: _Pair, bar: float | None = None) -> list[Figure]:
     ]
 
 
-async def _rounds(direct: str, sidecar: _Sidecar, clients: int, answers: int, rounds: int, pace: float) -> _Pair:
+async def _rounds(
+    direct: str, sidecar: _Sidecar, clients: int, answers: int, rounds: int, pace: float, model: str = "m"
+) -> _Pair:
     seen: list[tuple[_Seen, _Seen]] = []
     costs: list[float] = []
     for turn in range(-1, rounds):
         pair: dict[str, _Seen] = {}
         for place in (direct, sidecar.url) if turn % 2 else (sidecar.url, direct):
             before = sidecar.seconds
-            pair[place] = await _load(place, clients, answers if turn >= 0 else clients, pace)
+            pair[place] = await _load(place, clients, answers if turn >= 0 else clients, pace, model)
             if place == sidecar.url and turn >= 0:
                 costs.append((sidecar.seconds - before) / answers)
         if turn >= 0:
@@ -194,12 +198,12 @@ async def _rounds(direct: str, sidecar: _Sidecar, clients: int, answers: int, ro
     )
 
 
-async def _load(url: str, clients: int, answers: int, pace: float) -> _Seen:
+async def _load(url: str, clients: int, answers: int, pace: float, model: str = "m") -> _Seen:
     """``clients`` connections, each asking again as soon as it has its answer, ``answers`` in all."""
     parts = urlsplit(url)
     body = msgspec.json.encode(
         {
-            "model": "m",
+            "model": model,
             "stream": True,
             "max_tokens": EVENTS,
             "messages": [{"role": "user", "content": "x " * (PROMPT // 2)}],
@@ -273,6 +277,15 @@ def _sidecar(folder: Path, backend: str) -> Iterator[_Sidecar]:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _model(url: str) -> str:
+    """The first model that a server lists. Raises EngineError if it lists none."""
+    try:
+        with urlopen(f"{url}/v1/models", timeout=10) as answer:
+            return str(msgspec.json.decode(answer.read())["data"][0]["id"])
+    except (OSError, msgspec.MsgspecError, LookupError, TypeError) as error:
+        raise EngineError(f"a backend names no model: {error}", where=url) from None
 
 
 def _named(text: str) -> dict[str, str]:

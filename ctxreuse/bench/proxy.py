@@ -6,8 +6,8 @@ can do, so that what is added is delay, not lack of processor: only there is a b
 second, each through three processes) two cores are busy. ``full``: the backend sends as fast as it can. Load generator,
 backend and sidecar share the machine, so that on two cores a direct answer leaves a core free and one through the
 sidecar does not: these rows say how many answers a second there are. Rounds through the sidecar and without it take
-turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…`` (one that ends
-an answer when the next request comes must be told not to: ``llama_cpp.server --interrupt_requests False``).
+turns. ``CTXREUSE_PROXY_BACKENDS`` may name real servers as further rows: ``vllm=http://127.0.0.1:8000,…`` (one that
+ends an answer when the next request comes must be told not to: ``llama_cpp.server --interrupt_requests False``).
 """
 
 from __future__ import annotations

@@ -23,6 +23,10 @@ _COPY = 8e9
 _GUESS = 1e-3
 #: What waiting for a peer's answer may cost, as a share of computing what lacks.
 _PATIENCE = 0.05
+#: Computing and receiving at once share the cores: computing takes this share longer, and each byte received takes time
+#: from it. Fitted to what both ends at once took over 20 Mbit/s to 1 Gbit/s (``bench fetch``, two cores that also ran
+#: the cloud and the link).
+_SHARED, _TAKE = 0.08, 4e8
 #: A fetch must promise at least this share of the recompute's seconds; less is not worth the peer's bandwidth.
 _GAIN = 0.03
 #: Price of the risk, as a share of the transfer: in ``layers`` a link that gets slower leaves the engine idle.
@@ -140,8 +144,8 @@ class CostModel:
         if not path.computes:
             x = self.meet(held, reach, path.bandwidth / path.token_nbytes, lead) or 0
             fetched = (reach - held - x) * path.token_nbytes
-            both = max(self.prefill.seconds(x, held) or 0.0, lead + fetched / path.bandwidth)
-            ways["tail"] = both + 2 * fetched / _COPY + rest
+            computed = (1 + _SHARED) * (self.prefill.seconds(x, held) or 0.0) + fetched / _TAKE
+            ways["tail"] = max(computed, lead + fetched / path.bandwidth) + 2 * fetched / _COPY + rest
         priced = {"recompute": compute * (1 - _GAIN), "layers": ways["layers"] + _RISK * wire}
         if "tail" in ways:
             priced["tail"] = ways["tail"]

@@ -63,18 +63,18 @@ class Memory:
         folder = Path(path) if path is not None else settings.folder()
         if path is None and not readonly:
             folder.parent.mkdir(parents=True, exist_ok=True)
+        runs: Engine | Runtime | None
+        if isinstance(engine, str) and engine.startswith("http://"):
+            from ctxreuse_agents.attached import attach
+
+            runs = attach(engine)
+        elif isinstance(engine, str | os.PathLike):
+            runs = open_engine(os.fspath(engine))
+        else:
+            runs = engine
         with ExitStack() as opened:
             ledger = Ledger.open(folder, readonly=readonly)
             opened.callback(ledger.close)
-            runs: Engine | Runtime | None
-            if isinstance(engine, str) and engine.startswith("http://"):
-                from ctxreuse_agents.attached import attach
-
-                runs = attach(engine)
-            elif isinstance(engine, str | os.PathLike):
-                runs = open_engine(os.fspath(engine))
-            else:
-                runs = engine
             if runs is None or isinstance(runs, Runtime):
                 runtime = runs
             else:

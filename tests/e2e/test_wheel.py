@@ -38,7 +38,12 @@ def test_it_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as held:
         names = held.namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"ctxreuse", "ctxreuse_agents", "ctxreuse_cloud", "ctxreuse_edge"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "ctxreuse",
+        "ctxreuse_agents",
+        "ctxreuse_cloud",
+        "ctxreuse_edge",
+    }
     for needed in ("ctxreuse/py.typed", "ctxreuse_agents/py.typed", "ctxreuse_agents/demo/document.txt"):
         assert needed in names
     assert any(name.startswith("ctxreuse/_native") and name.endswith(".so") for name in names)

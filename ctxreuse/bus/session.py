@@ -11,6 +11,7 @@ reason that it did not listen.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -95,7 +96,7 @@ class Request(Generic[T]):
             self._on_done(self)
 
 
-class Session:
+class Session(ABC):
     """Base of both sides. See the module's docstring for who calls what.
 
     ``dead``: the owner should close this connection; ``reason`` says why. ``counts``: messages, payloads and bytes in
@@ -200,12 +201,13 @@ class Session:
         """Session time of the next tick."""
         return self._time + self._heartbeat
 
+    @abstractmethod
     def _take(self, message: Message, payload: memoryview | None) -> None:
-        raise NotImplementedError
+        """Act on one message of the peer; raises ProtocolError."""
 
+    @abstractmethod
     def _bulk(self) -> list[Frame] | None:
         """What goes when no control message waits."""
-        raise NotImplementedError
 
     def _say(self, message: Message) -> None:
         if not self._open:

@@ -251,6 +251,15 @@ class Assembly:
 
     # ---- any thread ----
 
+    @classmethod
+    def of_context(
+        cls, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
+    ) -> Assembly:
+        """For blocks ``first`` to the last of ``keys``; ``keys`` and ``tokens`` are of the context from its start."""
+        ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
+        parent = keys[first - 1] if first else ROOT
+        return cls(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
+
     @property
     def count(self) -> int:
         """Number of blocks that were asked for."""

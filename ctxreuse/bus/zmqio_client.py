@@ -253,9 +253,7 @@ class BusClient:
     def _assembly(
         self, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
     ) -> Assembly:
-        ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
-        parent = keys[first - 1] if first else ROOT
-        assembly = Assembly(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
+        assembly = Assembly.of_context(space, keys, tokens, first, order, state)
         weak = weakref.ref(assembly)
 
         def stop() -> None:

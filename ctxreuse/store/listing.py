@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
@@ -46,7 +47,7 @@ class Listeners:
                 listener(keys)
 
 
-class DiskListing:
+class DiskListing(ABC):
     """The half of a `BlockStore` that answers without reading values. Without an ``owner`` it only reads."""
 
     def __init__(self, env: Env, index: Index, owner: Owner | None) -> None:
@@ -124,8 +125,9 @@ class DiskListing:
             self._trouble(error)
             return []
 
+    @abstractmethod
     def _trouble(self, error: BaseException) -> None:
-        raise NotImplementedError
+        """Note that the disk failed; nothing is raised."""
 
 
 def _of_node(node: Node) -> Entry:

@@ -110,13 +110,6 @@ class MemoryLink:
         """See `Link.announced`."""
         return self._client.announced(keys)
 
-    def _assembly(
-        self, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
-    ) -> Assembly:
-        ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
-        parent = keys[first - 1] if first else ROOT
-        return Assembly(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
-
     def fetch(
         self,
         space: ModelSpace,
@@ -130,7 +123,7 @@ class MemoryLink:
         window: int = 8,
     ) -> Assembly:
         """See `Link.fetch`."""
-        assembly = self._assembly(space, keys, tokens, first, order, state)
+        assembly = Assembly.of_context(space, keys, tokens, first, order, state)
         with self._lock:
             self._client.fetch(assembly, payload=payload, window=window)
         return assembly
@@ -147,7 +140,7 @@ class MemoryLink:
         window: int = 8,
     ) -> Assembly:
         """See `Link.prefill`."""
-        assembly = self._assembly(space, keys, tokens, first, "layers", state)
+        assembly = Assembly.of_context(space, keys, tokens, first, "layers", state)
         with self._lock:
             self._client.prefill(assembly, tokens[: len(keys) * space.block_tokens], payload=payload, window=window)
         return assembly

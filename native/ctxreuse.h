@@ -64,7 +64,11 @@ typedef void (*ctx_stripes_fn)(uint64_t acc[8], const uint8_t *src, const uint8_
 typedef void (*ctx_copy_stripes_fn)(uint64_t acc[8], uint8_t *dst, const uint8_t *src, const uint8_t *secret, size_t n);
 
 /* Bits of the processor and of the operating system's saved state that a table may need. */
-enum { CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8 };
+enum {
+    CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8,
+    CTX_CPU_VBMI2 = 16, /* VBMI and VBMI2; only with CTX_CPU_AVX512 */
+};
+uint32_t ctx_cpu(void); /* those that are here */
 
 typedef struct ctx_kernels {
     const char *name;

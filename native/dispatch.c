@@ -38,6 +38,7 @@ enum { BUILT = sizeof built / sizeof built[0] };
 static const ctx_kernels *usable[BUILT];
 static size_t usable_count;
 static _Atomic(const ctx_kernels *) active;
+static uint32_t present;    /* CTX_CPU_* */
 static atomic_int detected; /* 0 not yet, 1 in work, 2 done */
 
 #if defined(__x86_64__)
@@ -59,6 +60,8 @@ static uint32_t cpu_bits(void) {
     if (b & bit_AVX2) bits |= CTX_CPU_AVX2;
     const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     if ((b & wide) == wide && (state & 0xe0) == 0xe0) bits |= CTX_CPU_AVX512; /* opmask, ZMM low and high */
+    const uint32_t bytes = bit_AVX512VBMI | bit_AVX512VBMI2;
+    if ((bits & CTX_CPU_AVX512) && (c & bytes) == bytes) bits |= CTX_CPU_VBMI2;
     return bits;
 }
 #elif defined(__aarch64__)
@@ -74,10 +77,15 @@ static void detect(void) {
         while (atomic_load(&detected) != 2) {} /* another thread is a microsecond away from done */
         return;
     }
-    uint32_t bits = cpu_bits();
+    present = cpu_bits();
     for (size_t i = 0; i < BUILT; i++)
-        if ((built[i]->needs & ~bits) == 0) usable[usable_count++] = built[i];
+        if ((built[i]->needs & ~present) == 0) usable[usable_count++] = built[i];
     atomic_store(&detected, 2);
+}
+
+uint32_t ctx_cpu(void) {
+    detect();
+    return present;
 }
 
 size_t ctx_usable(const ctx_kernels *const **tables) {

@@ -4,6 +4,7 @@
  * until the entry returns; the GIL is released while more than GIL_BYTES are moved.
  */
 #include "arguments.h"
+#include "module_rans.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -355,6 +356,11 @@ static PyMethodDef methods[] = {
     FAST(gather_run),
     FAST(rope_shift),
     FAST(advise_hugepages),
+    FAST(rans_encode),
+    FAST(rans_decode),
+    FAST(rans_count),
+    {"rans_tables", rans_tables, METH_O, NULL},
+    {"rans_name", rans_name, METH_NOARGS, NULL},
     {"populate", populate, METH_O, NULL},
     {"kernels", kernels, METH_NOARGS, NULL},
     {"active", active, METH_NOARGS, NULL},

@@ -1,4 +1,4 @@
-"""Strided copies, runs of blocks, rotation and page population over the native core, or numpy where it is not built.
+"""Strided copies, block runs, rotation, entropy coding and page population: the native core, or numpy without it.
 
 Buffers. Every `dst`/`src` is anything with the buffer protocol and non-negative strides (numpy array, bytes,
 memoryview, mmap, torch tensor through `.numpy()`); a strided array counts as the bytes from its first to its last
@@ -22,28 +22,31 @@ met a map longer than its file; ImportError: CTXREUSE_KERNELS names a table that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ctxreuse.kernels.backend import backend as _backend
+from ctxreuse.kernels.rans import (
+    RansTables,
+    rans_bound,
+    rans_count,
+    rans_decode,
+    rans_decode_many,
+    rans_encode,
+    rans_encode_many,
+    rans_name,
+)
 from ctxreuse.kernels.rope import inverse_frequencies, shift_tables
 
 if TYPE_CHECKING:
-    from ctxreuse import _native as _backend
     from ctxreuse._native import Memory
-elif os.environ.get("CTXREUSE_KERNELS") == "numpy":
-    from ctxreuse.kernels import reference as _backend
-else:
-    try:
-        import ctxreuse._native as _backend  # `from ctxreuse import` would tell absent and broken alike: ImportError
-    except ModuleNotFoundError:  # never built here; a table that cannot run is a plain ImportError and goes on up
-        from ctxreuse.kernels import reference as _backend
 
 __all__ = [
     "ITEM_BYTES",
+    "RansTables",
     "active",
     "advise_hugepages",
     "available",
@@ -51,6 +54,13 @@ __all__ = [
     "gather_run",
     "inverse_frequencies",
     "populate",
+    "rans_bound",
+    "rans_count",
+    "rans_decode",
+    "rans_decode_many",
+    "rans_encode",
+    "rans_encode_many",
+    "rans_name",
     "rope_shift",
     "scatter_checked",
     "scatter_run",

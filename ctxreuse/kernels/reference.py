@@ -13,6 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ctxreuse.kernels.reference_rans import rans_count, rans_decode, rans_encode, rans_name, rans_tables
+
 if TYPE_CHECKING:
     from ctxreuse._native import Memory
 
@@ -24,6 +26,11 @@ __all__ = [
     "gather_run",
     "kernels",
     "populate",
+    "rans_count",
+    "rans_decode",
+    "rans_encode",
+    "rans_name",
+    "rans_tables",
     "rope_shift",
     "scatter_checked",
     "scatter_run",

@@ -1,6 +1,7 @@
 /* rans.c - prepared tables of the entropy coder, the checks before its kernels run, and which kernels those are. */
 #include "rans.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +31,8 @@ static const struct {
 #endif
     {"generic", &ctx_rans_generic},
 };
+static_assert(sizeof(ctx_rans_table) == 896, "every table is aligned as the first is");
+
 enum { BUILT = sizeof built / sizeof built[0] };
 
 /* The one of k's name, or the next that runs here: the list is in order of preference and ends with generic. */
@@ -75,6 +78,7 @@ static int fill(ctx_rans_table *t, const uint8_t freq[32], uint8_t *down, uint8_
         divide_by(t, s, f);
         if (t->threshold[s] & CTX_RANS_DOWN) *down = 1;
         t->freq[s] = (uint8_t)f;
+        t->absent[s] = f ? 0 : 128;
         t->cum[s] = (uint8_t)cum; /* 256 only behind the last symbol, where it is never used */
         t->start[s] = f ? (uint16_t)cum : 0;
         t->rest[s] = f ? (uint16_t)(256 - f) : 0;

@@ -26,7 +26,7 @@ typedef enum ctx_rans_status {
     CTX_RANS_TABLE = 3,   /* a step names no table */
 } ctx_rans_status;
 
-/* One prepared table; what each instruction set wants to load. Sizes in bytes: 896, a multiple of 64. */
+/* One prepared table; what each instruction set wants to load. 896 bytes, a multiple of 64. */
 typedef struct ctx_rans_table {
     uint8_t symbol[256];    /* of a slot */
     uint16_t threshold[32]; /* freq << 8 | shift | flags below; a symbol without frequency never emits */
@@ -38,9 +38,12 @@ typedef struct ctx_rans_table {
     uint8_t reciprocal_low[32], reciprocal_high[32];
     uint8_t rest_byte[32];
     uint8_t power[32];      /* 2^(7 - shift): the shift as a multiplication; 0 for a frequency of 1 */
+    uint8_t absent[32];     /* 128 for a symbol without frequency */
+    uint8_t unused[32];
 } ctx_rans_table;
 
-enum { CTX_RANS_SHIFT = 7, CTX_RANS_ONE = 8 /* freq is 1 */, CTX_RANS_DOWN = 16 /* reciprocal rounded down */ };
+/* Flags in the low byte of a threshold; bits 0 to 3 are the shift, of 0 to 7. */
+enum { CTX_RANS_ONE = 16 /* freq is 1 */, CTX_RANS_DOWN = 32 /* reciprocal rounded down */ };
 
 typedef struct ctx_rans_tables {
     size_t count;

@@ -1,0 +1,64 @@
+"""How far an altered cache moves what the model says: the next-token distributions of many positions, compared."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ctxreuse.engines.base import check_prompt
+from ctxreuse.engines.torch_hf.attention import inference
+from ctxreuse.engines.torch_hf.engine import TorchEngine
+from ctxreuse.engines.torch_hf.live import TorchLive
+from ctxreuse.keys import Tokens
+
+__all__ = ["Fidelity", "Scores", "score"]
+
+
+class Fidelity(NamedTuple):
+    """Means over the positions scored.
+
+    ``kl``: divergence of the altered distribution from the exact one, in nats a token. ``top1``: share of positions
+    with the same most likely token. ``dnll``: by how many nats the text that follows became less likely.
+    """
+
+    kl: float
+    top1: float
+    dnll: float
+
+
+class Scores:
+    """Log-probabilities of the next token at n positions of a text; 4 * n * vocab bytes. Safe for any thread."""
+
+    def __init__(self, logits: torch.Tensor, following: torch.Tensor) -> None:
+        self._log = torch.log_softmax(logits.float(), -1)
+        self._nll = -float(self._log.gather(1, following[:, None]).mean())
+        self._following = following
+
+    @inference
+    def against(self, exact: Scores) -> Fidelity:
+        """What these scores differ from ``exact`` ones of the same text and positions."""
+        ours, theirs = self._log, exact._log
+        # Row by row in pieces: the whole product of a large vocabulary would be another 200 MB.
+        kl = [float((b.exp() * (b - a)).sum()) for a, b in zip(ours.split(16), theirs.split(16), strict=True)]
+        same = float((ours.argmax(-1) == theirs.argmax(-1)).double().mean())
+        return Fidelity(max(sum(kl) / len(ours), 0.0), same, self._nll - exact._nll)
+
+
+@inference
+def score(engine: TorchEngine, live: TorchLive, tokens: Tokens) -> Scores:
+    """Continue a context by all of ``tokens`` int32 [n + 1] but the last and score each of the n next ones.
+
+    The context grows by n tokens in one forward: drop it or crop it afterwards. Raises what `Engine.prefill` raises.
+    """
+    ids = torch.from_numpy(check_prompt(engine.space, live.n, tokens).astype(np.int64))
+    live.usable()
+    live.room(live.n + len(ids))
+    positions = torch.arange(live.n, live.n + len(ids) - 1)
+    out = engine.model(
+        input_ids=ids[None, :-1], position_ids=positions[None], past_key_values=live.cache, use_cache=True
+    )
+    live.append(ids[:-1].numpy().astype("<i4"))
+    live.detach()
+    return Scores(out.logits[0], ids[1:])

@@ -1,0 +1,1 @@
+"""Rate against divergence: texts nobody was calibrated on, their exact contexts, curves of codecs, and the plot."""

@@ -49,7 +49,7 @@ const char *ctx_rans_name(const ctx_kernels *k) { return built[chosen(k)].name; 
 /* The reciprocal of f for dividends u < f << 8, so that the quotient is (u + down) * m >> (16 + shift) exactly; u * m
  * alone with m rounded up is exact but for 27 large f (native/tests/rans.c tries them all). f = 1 has no 16-bit m. */
 static void divide_by(ctx_rans_table *t, int s, uint32_t f) {
-    uint32_t shift = 0, m = 0, flags = 0;
+    uint32_t shift = 0, m = 0, flags = f ? 0 : CTX_RANS_ABSENT;
     if (f == 1) {
         flags = CTX_RANS_ONE;
     } else if (f) {
@@ -62,9 +62,12 @@ static void divide_by(ctx_rans_table *t, int s, uint32_t f) {
     }
     t->threshold[s] = (uint16_t)((f ? f : 255) << 8 | shift | flags);
     t->reciprocal[s] = (uint16_t)m;
-    t->reciprocal_low[s] = (uint8_t)m;
-    t->reciprocal_high[s] = (uint8_t)(m >> 8);
-    t->power[s] = f > 1 ? (uint8_t)(128 >> shift) : 0;
+    /* (u + 1) * 65535 >> 16 is u. */
+    const uint32_t bytes = f == 1 ? 65535 : m;
+    t->reciprocal_low[s] = (uint8_t)bytes;
+    t->reciprocal_high[s] = (uint8_t)(bytes >> 8);
+    t->raise[s] = (flags & (CTX_RANS_ONE | CTX_RANS_DOWN)) != 0;
+    t->power[s] = f ? (uint8_t)(128 >> shift) : 0;
 }
 
 static int fill(ctx_rans_table *t, const uint8_t freq[32], uint8_t *down, uint8_t *last) {
@@ -77,7 +80,7 @@ static int fill(ctx_rans_table *t, const uint8_t freq[32], uint8_t *down, uint8_
         const uint32_t f = freq[s];
         divide_by(t, s, f);
         if (t->threshold[s] & CTX_RANS_DOWN) *down = 1;
-        t->freq[s] = (uint8_t)f;
+        t->freq[s] = f ? (uint8_t)f : 255;
         t->absent[s] = f ? 0 : 128;
         t->cum[s] = (uint8_t)cum; /* 256 only behind the last symbol, where it is never used */
         t->start[s] = f ? (uint16_t)cum : 0;

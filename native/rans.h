@@ -34,16 +34,15 @@ typedef struct ctx_rans_table {
     uint16_t rest[32];      /* 256 - freq */
     uint16_t start[32];     /* cum */
     uint32_t above[32];     /* first slot above symbol s, its top bit flipped for signed comparison, in all four bytes */
-    uint8_t freq[32], cum[32];
-    uint8_t reciprocal_low[32], reciprocal_high[32];
-    uint8_t rest_byte[32];
-    uint8_t power[32];      /* 2^(7 - shift): the shift as a multiplication; 0 for a frequency of 1 */
+    uint8_t freq[32], cum[32]; /* 255 for what has none: it never emits */
+    /* The same for byte permutes; with `raise` added to a dividend, these divide by 1 as well. */
+    uint8_t reciprocal_low[32], reciprocal_high[32], rest_byte[32], raise[32];
+    uint8_t power[32];      /* 2^(7 - shift): the shift as a multiplication */
     uint8_t absent[32];     /* 128 for a symbol without frequency */
-    uint8_t unused[32];
 } ctx_rans_table;
 
 /* Flags in the low byte of a threshold; bits 0 to 3 are the shift, of 0 to 7. */
-enum { CTX_RANS_ONE = 16 /* freq is 1 */, CTX_RANS_DOWN = 32 /* reciprocal rounded down */ };
+enum { CTX_RANS_ONE = 16 /* freq is 1 */, CTX_RANS_DOWN = 32 /* reciprocal rounded down */, CTX_RANS_ABSENT = 64 };
 
 typedef struct ctx_rans_tables {
     size_t count;

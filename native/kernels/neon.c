@@ -2,6 +2,7 @@
 #include <arm_neon.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #define TABLE ctx_neon
 #define TABLE_NAME "neon"

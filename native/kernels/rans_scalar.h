@@ -55,11 +55,12 @@ static inline const uint8_t *rans_decode_step(const ctx_rans_table *t, uint32_t 
 static inline uint8_t *rans_encode_step(const ctx_rans_table *t, uint32_t x[64], size_t lanes, const uint8_t *symbols,
                                         uint8_t *word, int *bad) {
     for (size_t lane = lanes; lane-- > 0;) {
-        const uint32_t s = symbols[lane], f = s < CTX_RANS_SYMBOLS ? t->freq[s] : 0;
-        if (f == 0) {
+        const uint32_t s = symbols[lane];
+        if (s >= CTX_RANS_SYMBOLS || t->absent[s]) {
             *bad = 1;
             continue;
         }
+        const uint32_t f = t->freq[s];
         uint32_t state = x[lane];
         if (state >> 24 >= f) {
             word -= 2;

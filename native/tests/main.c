@@ -36,6 +36,7 @@ int main(void) {
     test_numbers();
     test_boxes();
     test_checksums();
+    test_rans();
     puts("all native tests passed");
     return 0;
 }

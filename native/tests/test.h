@@ -47,5 +47,6 @@ static inline const ctx_kernels *generic_table(void) {
 void test_numbers(void);
 void test_boxes(void);
 void test_checksums(void);
+void test_rans(void);
 
 #endif

@@ -11,7 +11,8 @@
     24      8     xxh3-64 of the header bytes, seeded with the low 32 bits of the total length
     32      h     header: MessagePack array, see Header; at most 1 MiB
     ...           zeros up to the first plane
-    planes        each at a multiple of 64 bytes, in layer order, K before V, so that a layer is read and checked alone
+    planes        each at a multiple of 64 bytes (of 8 if uint8: a coded stream), in layer order, K before V, so
+                  that a layer is read and checked alone
     ...           zeros up to the total length
 
 A **block** holds K and V of a run of tokens for the layers that keep all tokens: planes ``k`` and ``v`` of shape
@@ -63,7 +64,7 @@ MAX_HEADER = 1 << 20
 MAX_PLANES = 8192
 MAX_TOKENS = 4096
 MAX_TOTAL = 1 << 34
-ALIGN = 64
+ALIGN, CODED_ALIGN = 64, 8
 _PRELUDE = struct.Struct("<8sHHIQQ")
 _PAGE, _LMDB_PAGE_HEADER = 4096, 16
 
@@ -112,8 +113,8 @@ _encode = msgspec.msgpack.encode
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def _aligned(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
+def _aligned(n: int, to: int = ALIGN) -> int:
+    return -(-n // to) * to
 
 
 class Layout:
@@ -124,9 +125,11 @@ class Layout:
         self.index = {(plane.layer, plane.role): i for i, plane in enumerate(planes)}
         self.offsets, at = [], 0
         for plane in planes:
+            # Coded streams are short and read in order: 64 would pad a plane at 1 bit a value by 2 %.
+            at = _aligned(at, CODED_ALIGN if plane.dtype == "uint8" else ALIGN)
             self.offsets.append(at)
-            at = _aligned(at + plane.nbytes)
-        self.nbytes = at
+            at += plane.nbytes
+        self.nbytes = _aligned(at)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -224,10 +227,10 @@ class BlockWriter:
         """Compute the checksums, write the header, return the finished bytes (the buffer itself, not a copy)."""
         layout, buffer = self.layout, self.buffer
         sums = np.empty(len(layout.planes), "<u8")
-        for i, plane in enumerate(layout.planes):
+        for i, (plane, following) in enumerate(zip(layout.planes, (*layout.offsets[1:], layout.nbytes))):
             at = self._start + layout.offsets[i]
             end = at + plane.nbytes
-            buffer[end : self._start + _aligned(layout.offsets[i] + plane.nbytes)] = 0
+            buffer[end : self._start + following] = 0
             sums[i] = xxhash.xxh3_64_intdigest(buffer[at:end].data)
         header = _encode(msgspec.structs.replace(self._header, checksums=sums.tobytes()))
         check = xxhash.xxh3_64_intdigest(header, buffer.nbytes & 0xFFFFFFFF)

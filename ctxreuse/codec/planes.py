@@ -1,0 +1,182 @@
+"""Planes of K and V to coded streams and back, in numpy: rotation, channel groups and types around the cells."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse import kernels
+from ctxreuse.codec.card import SINKS, Card, PlaneCard, Rope
+from ctxreuse.codec.stream import (
+    CELL,
+    Cell,
+    Coder,
+    join_cells,
+    quantise,
+    read_cell,
+    reconstruct,
+    split_cells,
+    write_cell,
+)
+from ctxreuse.errors import FormatError
+from ctxreuse.kernels import reference
+
+__all__ = ["PlaneCoder", "from_bits", "plane_coder", "rope_tables", "to_bits"]
+
+_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+_BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+Floats = npt.NDArray[np.float32]
+
+
+def from_bits(plane: npt.NDArray[np.generic], dtype: str) -> Floats:
+    """An array of ``dtype``'s bits as float32, exactly."""
+    bits = np.ascontiguousarray(plane).view(_BITS[dtype])
+    return reference.convert(bits, _CODES[dtype], 0).view(np.float32)
+
+
+def to_bits(values: Floats, dtype: str) -> npt.NDArray[np.generic]:
+    """float32 as the bits of ``dtype``, rounded to nearest even."""
+    return reference.convert(np.ascontiguousarray(values).view(np.uint32), 0, _CODES[dtype])
+
+
+def rope_tables(rope: Rope, start: int, tokens: int, *, undo: bool) -> tuple[Floats, Floats]:
+    """(cos, sin) float32 [tokens, r/2] for positions from ``start``; ``undo`` gives those that take a rotation back.
+
+    Angles are products in float64: in float32 an angle of 10^5 rad is off by up to 0.004 rad.
+    """
+    angles = np.arange(start, start + tokens)[:, None] * rope.inv_freq
+    factor = 1 / rope.scale if undo else rope.scale
+    return (np.cos(angles) * factor).astype(np.float32), (np.sin(angles) * (-factor if undo else factor)).astype(
+        np.float32
+    )
+
+
+def _rotate(x: Floats, rope: Rope, tables: tuple[Floats, Floats]) -> Floats:
+    """x [heads, tokens, dim] rotated: out1 = x1*cos - x2*sin, out2 = x2*cos + x1*sin over the pairs of the style."""
+    cos, sin = tables
+    half = cos.shape[1]
+    pairs = (
+        (slice(0, half), slice(half, 2 * half))
+        if rope.style == "half"
+        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    )
+    out = x.copy()
+    with np.errstate(all="ignore"):
+        out[..., pairs[0]] = x[..., pairs[0]] * cos - x[..., pairs[1]] * sin
+        out[..., pairs[1]] = x[..., pairs[1]] * cos + x[..., pairs[0]] * sin
+    return out
+
+
+class PlaneCoder(NamedTuple):
+    """One plane at one level; ``number`` is the level's index in the card, ``coders`` one a channel group."""
+
+    plane: PlaneCard
+    number: int
+    rope: Rope | None
+    coders: list[Coder]
+    base: PlaneCoder | None = None
+
+    def encode(self, bits: npt.NDArray[np.generic], dtype: str, start: int) -> bytes:
+        """The stream of a plane's bits [heads, tokens, dim]; row 0 stands, and is rotated, at position ``start``."""
+        return self.join(bits.shape[1], self.take_apart(bits, dtype, start))
+
+    def refine(self, bits: npt.NDArray[np.generic], dtype: str, start: int) -> bytes:
+        """The refinement's stream: what leads from the base level to this one."""
+        assert self.base is not None
+        fine, base = self.take_apart(bits, dtype, start), self.base.take_apart(bits, dtype, start)
+        pairs = [write_cell(f, self._coder(i), base=b.q) for i, (f, b) in enumerate(zip(fine, base))]
+        return join_cells(self.number, 1, bits.shape[1], pairs)
+
+    def take_apart(self, bits: npt.NDArray[np.generic], dtype: str, start: int) -> list[Cell]:
+        """Quantise a plane: its cells, token group by token group."""
+        tokens = bits.shape[1]
+        x = from_bits(bits, dtype).reshape(bits.shape)
+        if self.rope is not None:
+            x = _rotate(x, self.rope, rope_tables(self.rope, start, tokens, undo=True))
+        cells = []
+        for at in range(0, tokens, CELL):
+            rows = slice(at, min(at + CELL, tokens))
+            sink = np.arange(start + rows.start, start + rows.stop) < SINKS
+            for coder in self.coders:
+                of = slice(coder.group.first, coder.group.first + coder.group.heads)
+                vectors = np.ascontiguousarray(x[of, rows].transpose(1, 0, 2)).reshape(len(sink), -1)
+                q, codes, raw = quantise(vectors, coder, sink)
+                kept = np.ascontiguousarray(bits[of, rows].transpose(1, 0, 2)[raw])
+                cells.append(Cell(q, codes, raw, kept.tobytes()))
+        return cells
+
+    def join(self, tokens: int, cells: list[Cell]) -> bytes:
+        """The stream of cells."""
+        return join_cells(self.number, 0, tokens, [write_cell(cell, self._coder(i)) for i, cell in enumerate(cells)])
+
+    def tokens(self, data: memoryview) -> int:
+        """Tokens that a stream says it has; FormatError if it has no head."""
+        if len(data) < 8 or not (count := int.from_bytes(data[4:6], "little")):
+            raise FormatError(f"{len(data)} bytes are no coded plane")
+        return count
+
+    def _coder(self, cell: int) -> Coder:
+        return self.coders[cell % len(self.coders)]
+
+    def read(self, data: memoryview, dtype: str, refinement: memoryview | None = None) -> tuple[int, list[Cell]]:
+        """Tokens and cells of a stream, with its refinement if given: then ``data`` is the base's stream.
+
+        Raises FormatError for bytes that are no such stream.
+        """
+        size = np.dtype(_BITS[dtype]).itemsize
+        widths = [len(coder.group.mean) * size for coder in self.coders]
+        if refinement is None:
+            tokens, parts = split_cells(data, self.number, 0, self.coders, widths)
+            old: list[Cell | None] = [None] * len(parts)
+        else:
+            assert self.base is not None
+            tokens, base = self.base.read(data, dtype)
+            found, parts = split_cells(refinement, self.number, 1, self.coders, widths)
+            if found != tokens:
+                raise FormatError(f"refinement of {found} tokens for a base of {tokens}")
+            old = list(base)
+        cells = []
+        for i, ((entry, body), before) in enumerate(zip(parts, old)):
+            here = min(CELL, tokens - i // len(self.coders) * CELL)
+            cells.append(read_cell(body, entry, here, widths[i % len(widths)], self._coder(i), before))
+        return tokens, cells
+
+    def decode(
+        self, data: memoryview, dtype: str, start: int, refinement: memoryview | None = None
+    ) -> npt.NDArray[np.generic]:
+        """Bits [heads, tokens, dim] of a stream, K rotated for positions from ``start``."""
+        tokens, cells = self.read(data, dtype, refinement)
+        plane = self.plane
+        x = np.empty((plane.heads, tokens, plane.dim), np.float32)
+        kept = []
+        for i, cell in enumerate(cells):
+            coder, at = self._coder(i), i // len(self.coders) * CELL
+            of, rows = slice(coder.group.first, coder.group.first + coder.group.heads), slice(at, at + len(cell.raw))
+            with np.errstate(all="ignore"):
+                values = reconstruct(cell.q, cell.codes, coder)
+            x[of, rows] = values.reshape(len(cell.raw), -1, plane.dim).transpose(1, 0, 2)
+            kept.append((of, rows, cell))
+        if self.rope is not None:
+            x = _rotate(x, self.rope, rope_tables(self.rope, start, tokens, undo=False))
+        bits = to_bits(x, dtype).reshape(x.shape).copy()
+        for of, rows, cell in kept:
+            if cell.raw.any():
+                given = np.frombuffer(cell.rows, bits.dtype).reshape(int(cell.raw.sum()), -1, plane.dim)
+                bits[of, rows][:, cell.raw] = given.transpose(1, 0, 2)
+        return bits
+
+
+def plane_coder(card: Card, number: int, layer: int, role: str, tables: kernels.RansTables) -> PlaneCoder:
+    """The coder of a plane at a level; KeyError if the card has no such plane."""
+    index = card.index[layer, role]
+    plane, level, first = card.planes[index], card.levels[number], card.first_group[index]
+    base = card.number(level.info.base) if level.info.base else -1
+    nested = any(other.info.base == level.info.name for other in card.levels)
+    coders = []
+    for i, group in enumerate(plane.groups, first):
+        below = card.levels[base].codings[i] if base >= 0 else None
+        coders.append(Coder(group, level.codings[i], tables, level.step, below, nested))
+    rope = card.ropes[plane.rope] if plane.rope >= 0 and card.ropes[plane.rope].style != "none" else None
+    return PlaneCoder(plane, number, rope, coders, plane_coder(card, base, layer, role, tables) if base >= 0 else None)

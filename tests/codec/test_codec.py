@@ -1,0 +1,243 @@
+"""Whole blocks through every level: what comes back, and how hostile bytes are met."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctxreuse.block import BlockView, BlockWriter, Layout, parse
+from ctxreuse.codec import Codec, Shelf, card_digest, model_digest, parse_level, read_card, write_card
+from ctxreuse.codec.planes import from_bits
+from ctxreuse.errors import ConfigError, FormatError
+from ctxreuse.testing.cards import DIM, HEADS, LAYERS, make_block, make_card, make_space
+
+LOSSY = ("kl-0.05", "kl-0.01", "kl-0.005")
+PLANES = [(layer, role) for layer in range(LAYERS) for role in ("k", "v")]
+
+
+def codec_of(space, **card) -> Codec:
+    data = write_card(make_card(space, **card))
+    return Codec(space, (card_digest(data).hex(), read_card(data)))
+
+
+def floats(view: BlockView, dtype: str) -> list[np.ndarray]:
+    return [from_bits(view.array(*plane), dtype) for plane in PLANES]
+
+
+def error(a: BlockView, b: BlockView, dtype: str) -> float:
+    return max(float(np.sqrt(((x - y) ** 2).mean())) for x, y in zip(floats(a, dtype), floats(b, dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("card", [{}, {"style": "pairs"}, {"style": "none"}, {"groups": (1, 2)}])
+def test_levels_come_back_within_their_steps(dtype, card):
+    space = make_space(dtype)
+    codec = codec_of(space, **card)
+    block = make_block(space, codec.card)
+    sizes, errors = [], []
+    for level in LOSSY:
+        data = codec.encode(block, level)
+        coded = parse(data, space=space.digest)
+        assert parse_level(coded.header.level) == (level, codec.digest[:16], "")
+        assert (coded.header.key, coded.header.tokens, coded.header.end) == (
+            block.header.key, block.header.tokens, block.header.end)  # fmt: skip
+        back = parse(codec.decode(coded))
+        assert back.header.level == f"approx~{level}"
+        sizes.append(sum(plane.nbytes for plane in coded.layout.planes))
+        errors.append(error(block, back, dtype))
+    assert sizes[0] < sizes[1] < sizes[2] < sum(plane.nbytes for plane in block.layout.planes) * 0.5
+    assert errors[0] > errors[1] > errors[2] > 0
+    assert errors[2] < 0.4  # a step of 0.5 gives 0.14 a component, times the spread of the tokens' scales
+
+
+@pytest.mark.parametrize("groups", [(3,), (2, 1)])
+def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups):
+    space = make_space("bfloat16")
+    codec = codec_of(space, groups=groups)
+    block = make_block(space, codec.card)
+    base, more = parse(codec.encode(block, "kl-0.05")), parse(codec.refinement(block, "kl-0.005"))
+    whole = codec.encode(block, "kl-0.005")
+    assert bytes(codec.merge(base, more)) == bytes(whole)
+    assert bytes(codec.decode(base, more)) == bytes(codec.decode(parse(whole)))
+    heads = len(PLANES) * len(groups) * 280  # what a second stream of a cell costs, however short
+    assert base.layout.nbytes + more.layout.nbytes - heads < 1.1 * parse(whole).layout.nbytes
+    with pytest.raises(FormatError, match="without its base"):
+        codec.decode(more)
+    with pytest.raises(FormatError, match="does not refine"):
+        codec.decode(parse(codec.encode(block, "kl-0.01")), more)
+
+
+def test_the_first_tokens_of_a_context_stay_as_they_are():
+    space = make_space("float32")
+    codec = codec_of(space)
+    block = make_block(space, codec.card, start=0)
+    back = parse(codec.decode(parse(codec.encode(block, "kl-0.05"))))
+    for plane in PLANES:
+        assert (block.array(*plane)[:, :4] == back.array(*plane)[:, :4]).all()
+        assert (block.array(*plane)[:, 4:] != back.array(*plane)[:, 4:]).any()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38, 1e-40])
+def test_a_token_that_cannot_be_coded_stays_as_it_is(value):
+    space = make_space("float32")
+    codec = codec_of(space)
+    block = make_block(space, codec.card)
+    spoiled = BlockWriter(
+        block.layout, kind="block", space=space.digest, key=bytes(32), parent=bytes(32), end=128, tokens=block.tokens,
+        rope_at=64,
+    )  # fmt: skip
+    for plane in PLANES:
+        array = block.array(*plane).copy()
+        array[1, 10, 3] = value
+        spoiled.plane(*plane)[:] = array.view(np.uint8).reshape(-1)
+    view = parse(spoiled.seal())
+    back = parse(codec.decode(parse(codec.encode(view, "kl-0.05"))))
+    for plane in PLANES:
+        before, after = view.array(*plane), back.array(*plane)
+        if abs(value) > 1 or np.isnan(value):
+            assert before[:, 10].tobytes() == after[:, 10].tobytes()
+        assert np.abs(np.delete(before, 10, axis=1) - np.delete(after, 10, axis=1)).max() < 4
+
+
+@pytest.mark.parametrize("block_tokens", [1, 3, 16, 63, 65, 130])
+def test_blocks_of_other_sizes(block_tokens):
+    space = make_space("float32", block_tokens)
+    codec = codec_of(space)
+    block = make_block(space, codec.card)
+    for level in LOSSY:
+        assert error(block, parse(codec.decode(parse(codec.encode(block, level)))), "float32") < 2
+    base, more = parse(codec.encode(block, "kl-0.05")), parse(codec.refinement(block, "kl-0.005"))
+    assert bytes(codec.merge(base, more)) == bytes(codec.encode(block, "kl-0.005"))
+
+
+def test_fill_writes_mixed_levels_to_an_engines_memory():
+    space = make_space("bfloat16")
+    codec = codec_of(space)
+    blocks = [make_block(space, codec.card, start=64 * i, seed=i) for i in range(4)]
+    coded = [
+        blocks[0],
+        *(parse(codec.encode(b, level)) for b, level in zip(blocks[1:], ("kl-0.01", "exact+rans", "kl-0.05"))),
+    ]
+    more = [None, None, None, parse(codec.refinement(blocks[3], "kl-0.005"))]
+    for layer, role in PLANES:
+        memory = np.full((HEADS, 400, DIM), 7, np.uint16)
+        codec.fill(coded, layer, role, memory, 10, more)
+        for i, view in enumerate(coded):
+            expected = parse(codec.decode(view, more[i])).array(layer, role)
+            assert (memory[:, 10 + 64 * i : 74 + 64 * i] == expected).all()
+        assert (memory[:, :10] == 7).all()
+        assert (memory[:, 266:] == 7).all()
+
+
+def test_a_level_without_card_says_what_to_do():
+    space = make_space()
+    codec = Codec(space)
+    assert [info.name for info in codec.levels] == ["exact", "exact+rans"]
+    with pytest.raises(ConfigError, match="ctxreuse calibrate"):
+        codec.info("kl-0.01")
+    with pytest.raises(ConfigError, match="There are exact"):
+        codec_of(space).info("kl-0.03")
+    coded = parse(codec_of(space).encode(make_block(space, make_card(space)), "kl-0.01"))
+    assert not codec.knows(coded.header.level)
+    with pytest.raises(FormatError, match="is not here"):
+        codec.decode(coded)
+
+
+def test_what_a_permission_allows():
+    codec = codec_of(make_space())
+    names = lambda most: [info.name for info in codec.allowed(most)]  # noqa: E731
+    assert names("") == ["exact", "exact+rans"]
+    assert names("kl-0.01") == ["exact", "exact+rans", "kl-0.01", "kl-0.005"]
+    assert names("kl-0.05") == ["exact", "exact+rans", "kl-0.05", "kl-0.01", "kl-0.005"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(level=st.sampled_from([*LOSSY, "exact+rans"]), data=st.data())
+def test_a_corrupt_stream_is_an_error_or_stays_in_bounds(level, data):
+    """The container's checksum catches what happens by chance; this is what stands behind it: hostile bytes."""
+    space = make_space("bfloat16", 32)
+    codec = codec_of(space)
+    coded = parse(codec.encode(make_block(space, codec.card), level))
+    stream = bytearray(coded.plane(0, "k"))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(stream) - 1) | st.integers(0, 40))
+        stream[min(at, len(stream) - 1)] = data.draw(st.integers(0, 255))
+    stream = stream[: data.draw(st.integers(0, len(stream)) | st.just(len(stream)))] + data.draw(st.binary(max_size=3))
+    planes = list(coded.layout.planes)
+    planes[0] = planes[0]._replace(shape=(len(stream),))
+    writer = BlockWriter(
+        Layout(tuple(planes)), kind="block", space=space.digest, key=bytes(32), parent=bytes(32), end=96,
+        tokens=coded.tokens, level=coded.header.level, rope_at=64,
+    )  # fmt: skip
+    for plane in planes:
+        writer.plane(plane.layer, plane.role)[:] = np.frombuffer(
+            stream if (plane.layer, plane.role) == (0, "k") else coded.plane(plane.layer, plane.role), np.uint8
+        )
+    memory = np.full((HEADS, 40, DIM), 7, np.uint16)
+    try:
+        codec.fill([parse(writer.seal())], 0, "k", memory, 4)
+    except FormatError:
+        pass
+    assert (memory[:, :4] == 7).all()
+    assert (memory[:, 36:] == 7).all()
+
+
+def test_a_flipped_byte_anywhere_is_an_error():
+    space = make_space("bfloat16", 16)
+    codec = codec_of(space)
+    for level in (*LOSSY, "exact+rans"):
+        good = codec.encode(make_block(space, codec.card), level)
+        end = parse(good).start + parse(good).layout.nbytes
+        for at in range(0, end, 7):
+            bad = good.copy()
+            bad[at] ^= 1 + at % 255
+            try:
+                back = parse(bad)
+                codec.decode(back)
+            except FormatError:
+                continue
+            assert bytes(codec.decode(back)) == bytes(codec.decode(parse(good)))  # padding between planes
+
+
+def test_a_shelf_keeps_cards_by_model_and_digest(tmp_path):
+    space = make_space()
+    shelf = Shelf(tmp_path)
+    assert shelf.newest(space) is None
+    data = write_card(make_card(space))
+    path = shelf.add(data)
+    assert path.parent.name == model_digest(space).hex()[:16]
+    digest, card = shelf.newest(space)
+    assert digest == card_digest(data).hex()
+    assert shelf.data(space, digest[:16]) == data == write_card(card)
+    other = Codec.open(space, shelf)
+    assert other.digest == digest
+    assert Codec(space, shelf=shelf).knows(f"kl-0.01@{digest[:16]}")
+    damaged = bytearray(data)
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(FormatError, match="damaged"):
+        shelf.find(space, digest[:16])
+    assert shelf.newest(space) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_hostile_card_is_an_error(data):
+    good = GOOD_CARD
+    kind = data.draw(st.sampled_from(["flip", "cut", "grow"]))
+    if kind == "flip":
+        bad = bytearray(good)
+        bad[data.draw(st.integers(0, 600) | st.integers(0, len(good) - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        bad = good[: data.draw(st.integers(0, len(good) - 1))] if kind == "cut" else good + b"x"
+    try:
+        card = read_card(bytes(bad))
+    except FormatError:
+        return
+    assert kind == "flip"
+    assert len(card.tables) == len(read_card(good).tables)
+
+
+GOOD_CARD = write_card(make_card(make_space()))

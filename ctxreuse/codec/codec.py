@@ -94,8 +94,9 @@ class Codec:
         FormatError for a view whose planes are coded, damaged or not of this space.
         """
         name = self.info(level).name
-        if parse_level(view.header.level).coded:
-            raise FormatError(f"block of level {view.header.level!r} is encoded already")
+        if view.header.level != EXACT:
+            # Coding what is lossy already would add damage that no card has measured, or call it exact.
+            raise FormatError(f"block of level {view.header.level!r} cannot be encoded as {name}")
         if name == EXACT:
             return np.frombuffer(view.buffer, np.uint8)
         if name == PACKED:
@@ -141,8 +142,7 @@ class Codec:
                 array, dtype = lossless.unpack_plane(view.plane(plane.layer, plane.role))
             else:
                 array, dtype = self._decoded(view, plane, refinement), self.space.dtype
-            shape = (1, *array.shape) if view.header.kind == "state" and array.ndim == 3 else array.shape
-            planes.append(Plane(plane.layer, plane.role, dtype, shape))
+            planes.append(Plane(plane.layer, plane.role, dtype, array.shape))
             streams.append(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
         reached = name.name if refinement is None else parse_level(refinement.header.level).name
         return self._seal(view, planes, streams, EXACT if name.exact else approx(reached), into)

@@ -1,6 +1,6 @@
 /* fuzz_rans.c - hostile bytes for the decoder of every instruction set: ctxreuse_fuzz_rans INPUTS [SEED].
  *
- * The test suite gives it 20,000. Ten million under both sanitizers take minutes:
+ * The test suite gives it 40,000. Ten million under both sanitizers take minutes:
  *   cmake -S native -B fuzz -DCTXREUSE_PYTHON=OFF -DCTXREUSE_TESTS=ON -DCTXREUSE_SANITIZE=ON && cmake --build fuzz
  *   fuzz/tests/ctxreuse_fuzz_rans 10000000
  */

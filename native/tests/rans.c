@@ -250,5 +250,4 @@ void test_rans(void) {
     test_streams();
     test_batches();
     test_counts();
-    fuzz_rans(20000);
 }

@@ -6,11 +6,13 @@ walks the keys of a request until one is missing. Store, eviction, planner, rout
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import msgspec
 
 from ctxreuse.keys import ROOT
+from ctxreuse.levels import EXACT, fits
 
 __all__ = ["Branch", "ContextTree", "Match", "Node"]
 
@@ -19,15 +21,22 @@ class Node:
     """One held block: the run of ``tokens`` tokens that ends here. Fields change only through the tree's methods.
 
     ``nbytes`` and ``state_nbytes`` are the sizes of its block and of the state at its end (0: none is held).
-    ``children`` counts held children, ``pins`` holds eviction off, ``branches`` counts the branches whose tip it is.
+    ``level`` and ``state_level`` say how they are encoded, and ``lossy`` the worst level that their owner allows ("":
+    exact ones only). ``children`` counts held children, ``pins`` holds eviction off, ``branches`` counts the branches
+    whose tip it is.
     """
 
-    __slots__ = ("branches", "children", "depth", "key", "nbytes", "parent", "pins", "state_nbytes", "tokens")
+    __slots__ = (
+        "branches", "children", "depth", "key", "level", "lossy", "nbytes", "parent", "pins", "state_level",
+        "state_nbytes", "tokens",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, parent: Node | None, tokens: int, nbytes: int) -> None:
         self.key, self.parent, self.tokens, self.nbytes = key, parent, tokens, nbytes
         self.depth: int = tokens + (parent.depth if parent is not None else 0)
         self.children = self.pins = self.branches = self.state_nbytes = 0
+        self.level = self.state_level = EXACT
+        self.lossy = ""
 
     def __repr__(self) -> str:
         return f"Node({self.key.hex()[:12]}, depth={self.depth}, children={self.children}, pins={self.pins})"
@@ -65,6 +74,8 @@ class ContextTree:
         self._tips: dict[bytes, set[Branch]] = {}
         self.tokens = 0
         self.nbytes = 0
+        #: How many blocks are held at each level.
+        self.levels: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -79,18 +90,18 @@ class ContextTree:
         """The node of a key, or None. Pure."""
         return self._nodes.get(key)
 
-    def match(self, keys: Sequence[bytes]) -> Match:
-        """How many of the leading ``keys`` are held. Pure; O(held keys)."""
+    def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
+        """How many of the leading ``keys`` are held at levels that ``lossy`` allows. Pure; O(held keys)."""
         nodes = self._nodes
         node = deepest = None
         blocks = state_blocks = 0
         for key in keys:
             found = nodes.get(key)
-            if found is None:
+            if found is None or not fits(found.level, lossy):
                 break
             node = found
             blocks += 1
-            if node.state_nbytes:
+            if node.state_nbytes and fits(node.state_level, lossy):
                 deepest, state_blocks = node, blocks
         return Match(blocks, node.depth if node else 0, state_blocks, deepest.depth if deepest else 0)
 
@@ -104,8 +115,9 @@ class ContextTree:
             found.append(node)
         return found
 
-    def insert(self, key: bytes, parent: bytes, tokens: int, nbytes: int) -> Node:
-        """Hold one more block after ``parent`` (ROOT for the first); a known key keeps its node and takes the new size.
+    def insert(self, key: bytes, parent: bytes, tokens: int, nbytes: int, level: str = EXACT) -> Node:
+        """Hold one more block after ``parent`` (ROOT for the first); a known key keeps its node and takes the new size
+        and level.
 
         Raises KeyError if the parent is not held: an unreachable block could never be matched.
         """
@@ -120,12 +132,21 @@ class ContextTree:
         else:
             self.nbytes -= node.nbytes
             node.nbytes = nbytes
+            self._uncount(node.level)
+        node.level = level
+        self.levels[level] += 1
         self.nbytes += nbytes
         return node
 
-    def set_state(self, key: bytes, nbytes: int) -> None:
+    def _uncount(self, level: str) -> None:
+        self.levels[level] -= 1
+        if not self.levels[level]:
+            del self.levels[level]
+
+    def set_state(self, key: bytes, nbytes: int, level: str = EXACT) -> None:
         """Record that a state of ``nbytes`` is held at the end of ``key`` (0: none). Raises KeyError if unknown."""
         node = self._nodes[key]
+        node.state_level = level
         self.nbytes += nbytes - node.state_nbytes
         node.state_nbytes = nbytes
 
@@ -142,6 +163,7 @@ class ContextTree:
             node.parent.children -= 1
         self.tokens -= node.tokens
         self.nbytes -= node.nbytes + node.state_nbytes
+        self._uncount(node.level)
         # A branch survives the loss of its KV: its tip falls back to the deepest block still held.
         for branch in tuple(self._tips.get(key, ())):
             self._move(branch, node.parent)
@@ -265,4 +287,6 @@ class ContextTree:
         tokens = sum(node.tokens for node in self._nodes.values())
         assert self.tokens == tokens, f"the tree counts {self.tokens} tokens, its nodes have {tokens}"
         nbytes = sum(node.nbytes + node.state_nbytes for node in self._nodes.values())
+        levels = Counter(node.level for node in self._nodes.values())
+        assert self.levels == levels, f"the tree counts {self.levels}, its nodes have {levels}"
         assert self.nbytes == nbytes, f"the tree counts {self.nbytes} bytes, its nodes have {nbytes}"

@@ -6,7 +6,8 @@ import os
 import time
 from collections.abc import Callable
 
-from ctxreuse.store.base import Entry, Progress, Reader, Store, StoreAdmin, StoreListing, StoreStats, WholeStore
+from ctxreuse.levels import EXACT
+from ctxreuse.store.base import Coder, Entry, Progress, Reader, Store, StoreAdmin, StoreListing, StoreStats, WholeStore
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.ledger import Ledger
 from ctxreuse.store.ledger_records import Hit, LedgerStats, NewTurn, Session, Turn
@@ -15,6 +16,7 @@ from ctxreuse.store.verify import Collected, Verdict, gc, verify
 
 __all__ = [
     "BlockStore",
+    "Coder",
     "Collected",
     "Entry",
     "Hit",
@@ -44,6 +46,8 @@ def open_store(
     capacity: int = 8_000_000_000,
     host_bytes: int = 256 << 20,
     policy: str = "lru",
+    level: str = EXACT,
+    demote: bool = True,
     readonly: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
@@ -51,10 +55,21 @@ def open_store(
     """The cache in folder ``path`` with host memory in front of it, or in memory only where ``path`` is None.
 
     ``capacity``: bytes on disk; ``host_bytes``: memory for what is not yet on disk (for all, without a disk);
-    ``policy``: what is evicted first. Raises ConfigError for an unknown policy, StoreOwnedError while another process
-    writes there and StoreError for a path that cannot hold a store.
+    ``policy``: what is evicted first. ``level``: at which blocks are kept on disk (``exact``, ``exact+rans``, or a
+    lossy one for what its owner allows it for); ``demote``: encode what is cold smaller before anything is evicted.
+    Raises ConfigError for an unknown policy or level, StoreOwnedError while another process writes there and StoreError
+    for a path that cannot hold a store.
     """
     if path is None:
         return TieredStore(host_bytes)
-    disk = BlockStore.open(path, capacity=capacity, policy=policy, readonly=readonly, progress=progress, clock=clock)
+    disk = BlockStore.open(
+        path,
+        capacity=capacity,
+        policy=policy,
+        level=level,
+        demote=demote,
+        readonly=readonly,
+        progress=progress,
+        clock=clock,
+    )
     return TieredStore(0 if readonly else host_bytes, disk)

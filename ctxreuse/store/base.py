@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 from ctxreuse.block import BlockView, Kind
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import EXACT
+from ctxreuse.model import ModelSpace
 from ctxreuse.tree import Match
 
 __all__ = [
     "Buffer",
+    "Coder",
     "Entry",
     "Kind",
     "Progress",
@@ -39,11 +42,14 @@ class StoreStats(msgspec.Struct, frozen=True):
     ``nbytes`` is what the held values take in whole pages and never exceeds ``capacity``; ``file_bytes`` is the file,
     which keeps freed pages for reuse. Reasons in ``misses``: ``absent`` (never stored or evicted), ``corrupt``,
     ``truncated``, ``foreign`` (another key's or program's bytes), ``older``, ``newer`` (format), ``space`` (another
-    model's), ``tokens`` (a hash hit whose token ids differ), ``unreadable`` (the disk failed). In ``refused`` (puts):
+    model's), ``tokens`` (a hash hit whose token ids differ), ``level`` (held at a level that the reader does not allow;
+    it stays), ``unreadable`` (the disk failed). In ``refused`` (puts):
     ``queue_full``, ``orphan`` (the parent is not held), ``too_big``, ``no_room`` (all else is pinned), ``malformed``,
     ``disk`` (a failed commit), ``backoff`` (too soon after one), ``readonly``, ``closed``. In ``dropped`` (entries
     removed other than by eviction): the reason given to ``drop`` or ``below`` (under such an entry).
-    ``recovered``: what open found: ``""`` (nothing to do), ``kept``, ``verified`` or ``rebuilt``.
+    ``recovered``: what open found: ``""`` (nothing to do), ``kept``, ``verified`` or ``rebuilt``. ``levels``: blocks by
+    level, without its card (a reader beside a writer does not know); ``demoted``: entries encoded smaller to make room,
+    by ``FROM>TO``.
     """
 
     blocks: int
@@ -63,10 +69,48 @@ class StoreStats(msgspec.Struct, frozen=True):
     dropped: Mapping[str, int]
     errors: Mapping[str, int]
     recovered: str = ""
+    levels: Mapping[str, int] = {}
+    demoted: Mapping[str, int] = {}
+
+
+class LevelSize(Protocol):
+    """What a coder says of a level."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Coder(Protocol):
+    """Encodes the blocks and states of one model space, see `ctxreuse.codec.Codec`. Any thread may call."""
+
+    @property
+    def space(self) -> ModelSpace:
+        """Whose blocks these are."""
+        ...
+
+    @property
+    def levels(self) -> Sequence[LevelSize]:
+        """The levels that it can make."""
+        ...
+
+    def nbytes(self, level: str) -> int:
+        """Expected bytes of one block at a level."""
+        ...
+
+    def encode(self, view: BlockView, level: str) -> npt.NDArray[np.uint8]:
+        """An exact view at another level. Raises ConfigError for a level that it cannot make, FormatError."""
+        ...
+
+    def decode(self, view: BlockView) -> npt.NDArray[np.uint8]:
+        """A view with raw planes. Raises FormatError for damaged bytes."""
+        ...
 
 
 class Reader(Protocol):
-    """One short read of a store. Owned by the thread that opened it; its views die when the ``with`` block ends."""
+    """One short read of a store. Owned by the thread that opened it; its views die when the ``with`` block ends.
+
+    It was opened with the worst level that it may give; what is held at a worse one is a miss (``level``) and stays.
+    """
 
     #: Tokens served so far, by source: ``host`` or ``disk``.
     served: dict[str, int]
@@ -91,22 +135,28 @@ class Reader(Protocol):
 
 
 class Store(Protocol):
-    """Blocks and states by key. Any thread may call any method at any time."""
+    """Blocks and states by key. Any thread may call any method at any time.
 
-    def match(self, keys: Sequence[bytes]) -> Match:
-        """The longest held prefix of ``keys``. Pure. What it reports may be evicted at once: a miss then."""
+    ``lossy`` is everywhere the name of the worst level that the caller allows, such as ``kl-0.01``; None: exact ones.
+    """
 
-    def read(self) -> AbstractContextManager[Reader]:
+    def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
+        """The longest prefix of ``keys`` held at levels that the caller allows. Pure. It may be evicted at once."""
+
+    def read(self, lossy: str | None = None) -> AbstractContextManager[Reader]:
         """A short read: views are valid inside the ``with`` block only, so copy what must outlive it.
 
         Keep it to milliseconds: while it is open the pages that were freed meanwhile cannot be reused.
         """
 
-    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
+    def put(
+        self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False, lossy: str | None = None
+    ) -> bool:
         """Queue the sealed bytes of a block or state; True if accepted. Never blocks for long and never raises.
 
-        The store keeps a reference: do not change ``data`` afterwards. A held key is not written again unless
-        ``replace`` (a better level of the same block).
+        The store keeps a reference: do not change ``data`` afterwards. A held key is written again only at a better
+        level, or with ``replace`` at an equally good one; never at a worse. ``lossy``: the worst level at which the
+        store may keep it from now on, be it at once or to make room.
         """
 
     def pin(self, keys: Sequence[bytes]) -> int:
@@ -123,7 +173,10 @@ class Store(Protocol):
 
 
 class Entry(NamedTuple):
-    """A held block: its ``tokens`` end at position ``end`` of its context; ``nbytes``: what it takes in the store."""
+    """A held block: its ``tokens`` end at position ``end`` of its context; ``nbytes``: what it takes in the store.
+
+    ``level`` as its header says; ``state_level`` that of the state at its end, if there is one.
+    """
 
     key: bytes
     parent: bytes
@@ -131,6 +184,8 @@ class Entry(NamedTuple):
     end: int
     nbytes: int
     has_state: bool
+    level: str = EXACT
+    state_level: str = EXACT
 
 
 class StoreListing(Protocol):
@@ -168,6 +223,9 @@ class StoreAdmin(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count as used now, with all ancestors. Reading does this by itself."""
+
+    def adopt(self, coder: Coder) -> None:
+        """Have blocks of the coder's space encoded by it from now on."""
 
     def stats(self) -> StoreStats:
         """The figures of this moment."""

@@ -9,23 +9,24 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import lmdb
 
 from ctxreuse.errors import StoreClosedError, StoreError
-from ctxreuse.keys import ROOT
-from ctxreuse.store.base import Buffer, Kind, Progress, StoreStats
+from ctxreuse.levels import EXACT, short
+from ctxreuse.store.base import Buffer, Coder, Kind, Progress, StoreStats
+from ctxreuse.store.coding import Coders, check_level
+from ctxreuse.store.demoting import Demoter
 from ctxreuse.store.env import CACHE_MAP, DISK_ERRORS, Env, broken
-from ctxreuse.store.index import Gone, Index, Plan, Put
+from ctxreuse.store.index import Index, Plan, Put
+from ctxreuse.store.intake import Intake
 from ctxreuse.store.listing import DiskListing
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
 from ctxreuse.store.reader import DiskReader
 from ctxreuse.store.readonly import counts, open_readonly
-from ctxreuse.store.recovery import TABLES, compare, corrupt, open_cache
+from ctxreuse.store.recovery import compare, corrupt, open_cache, write_plan
 from ctxreuse.store.tally import Tally
 from ctxreuse.store.writer import Writer, closer
 
@@ -45,12 +46,21 @@ class BlockStore(DiskListing):
     """
 
     def __init__(
-        self, env: Env, index: Index, owner: Owner | None, recovered: str, queue: int, clock: Callable[[], float]
+        self,
+        env: Env,
+        index: Index,
+        owner: Owner | None,
+        recovered: str,
+        queue: int,
+        clock: Callable[[], float],
+        level: str = EXACT,
+        demote: bool = True,
     ) -> None:
         super().__init__(env, index, owner)
         self._recovered, self._clock = recovered, clock
         self._tally = Tally()
-        self._pending: Counter[tuple[Kind, bytes]] = Counter()
+        self._intake, self._coders = Intake(index), Coders(level)
+        self._demoter = Demoter(env, index, self._coders, self._lock) if demote else None
         self._doomed: list[bytes] = []
         self._retry_at = float("-inf")
         self._dirty = self._closed = False
@@ -82,13 +92,18 @@ class BlockStore(DiskListing):
         map_size: int = CACHE_MAP,
         boot: str | None = None,
         progress: Progress | None = None,
+        level: str = EXACT,
+        demote: bool = True,
     ) -> BlockStore:
         """Open the cache in folder ``path`` (its files lie in ``path/blocks``), creating it if need be.
 
         ``capacity``: bytes of whole pages that values may take; lowering it evicts at once. ``queue_bytes``:
-        puts that may wait. ``boot`` stands in for the machine's boot id. Raises StoreOwnedError while another process
-        writes here, StoreError for a path that cannot hold a store.
+        puts that may wait. ``boot`` stands in for the machine's boot id. ``level``: at which blocks are kept where
+        their owner allows it and a coder is there (`adopt`); ``demote``: encode what is cold smaller before anything is
+        evicted. Raises StoreOwnedError while another process writes here, StoreError for a path that cannot hold a
+        store, ConfigError for an unknown level.
         """
+        check_level(level)
         place = folder(path, readonly=readonly)
         home = place / "blocks"
         index = Index(capacity, make_policy(policy))
@@ -102,12 +117,12 @@ class BlockStore(DiskListing):
         except BaseException:
             owner.end("blocks", clean=False)
             raise
-        return cls(env, index, owner, recovered, queue_bytes, clock)
+        return cls(env, index, owner, recovered, queue_bytes, clock, level, demote)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[DiskReader]:
+    def read(self, lossy: str | None = None) -> Iterator[DiskReader]:
         with self._env.read() as txn:
-            reader = DiskReader(txn, self._env.tables, self._miss)
+            reader = DiskReader(txn, self._env.tables, self._miss, lossy)
             try:
                 yield reader
             finally:
@@ -115,12 +130,13 @@ class BlockStore(DiskListing):
                 with self._lock:
                     self._tally.hits += len(reader.used)
                     if self._owner is not None:
+                        self._index.limit(reader.used, lossy)
                         self._index.touch(reader.used)
 
     def _miss(self, key: bytes, reason: str) -> None:
         with self._lock:
             self._tally.misses[reason] += 1
-        if reason != "absent":
+        if reason not in ("absent", "level"):
             log.warning("entry %s is %s and counts as a miss", key.hex()[:16], reason)
             self.drop(key, reason)
 
@@ -130,23 +146,33 @@ class BlockStore(DiskListing):
         if not isinstance(error, StoreClosedError):
             log.warning("the cache at %s failed: %s", self._env.path, error)
 
-    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False, wait: float = 0.05) -> bool:
+    def put(
+        self,
+        key: bytes,
+        data: Buffer,
+        *,
+        kind: Kind = "block",
+        replace: bool = False,
+        lossy: str | None = None,
+        wait: float = 0.05,
+    ) -> bool:
         """See ``Store.put``; waits at most ``wait`` seconds for room in the queue."""
-        item = Put.parse(key, data, kind, replace)
+        item = Put.parse(key, data, kind, replace, lossy)
         if item is None:
             return self._refuse("malformed")
+        resting = self._coders.resting(item)
         with self._lock:
-            reason = self._unfit(item)
+            reason = self._unfit(resting)
             if reason == "duplicate":
                 self._tally.duplicates += 1
                 return True
             if reason:
                 return self._refuse(reason)
-            self._pending[kind, key] += 1
+            self._intake.take(resting)
         if self._writer is not None and self._writer.put(item, item.size, wait):
             return True
         with self._lock:
-            self._settled(item)
+            self._intake.done(item)
         return self._refuse("closed" if self._closed else "queue_full")
 
     def _refuse(self, reason: str) -> bool:
@@ -154,11 +180,16 @@ class BlockStore(DiskListing):
             self._tally.refused[reason] += 1
         return False
 
-    def _settled(self, put: Put) -> None:
-        name = put.kind, put.key
-        self._pending[name] -= 1
-        if not self._pending[name]:
-            del self._pending[name]
+    def queued(self, kind: Kind, key: bytes) -> bool:
+        """True while a put of this key waits to be committed."""
+        with self._lock:
+            return (kind, key) in self._intake
+
+    def adopt(self, coder: Coder) -> None:
+        """See ``StoreAdmin.adopt``."""
+        self._coders.adopt(coder)
+        if self._demoter is not None:
+            self._demoter.retry()
 
     def _unfit(self, put: Put) -> str:
         if self._owner is None:
@@ -167,19 +198,7 @@ class BlockStore(DiskListing):
             return "closed"
         if put.size > self._index.capacity:
             return "too_big"
-        if self._resting():
-            return "backoff"
-        node = self._index.tree.get(put.key)
-        pending = self._pending
-        if not put.replace:
-            held = node is not None and bool(node.nbytes if put.kind == "block" else node.state_nbytes)
-            if held or (put.kind, put.key) in pending:
-                self._index.touch([put.key])
-                return "duplicate"
-        if put.kind == "state":
-            return "" if node is not None or ("block", put.key) in pending else "orphan"
-        known = put.parent == ROOT or put.parent in self._index.tree or ("block", put.parent) in pending
-        return "" if known else "orphan"
+        return "backoff" if self._resting() else self._intake.unfit(put)
 
     def pin(self, keys: Sequence[bytes]) -> int:
         with self._lock:
@@ -220,14 +239,16 @@ class BlockStore(DiskListing):
         self._listeners.append(listener)
 
     def _commit(self, items: list[Put | None]) -> None:
-        puts = [item for item in items if item is not None]
+        puts = [self._coders.encoded(item) for item in items if item is not None]
+        if self._demoter is not None and self._coders:
+            self._demote(self._demoter, puts)
         with self._lock:
             plan = self._index.plan(puts, self._tally.refused)
             doomed, self._doomed = self._doomed, []
         error = self._write(plan, doomed)
         with self._lock:
             for put in puts:
-                self._settled(put)
+                self._intake.done(put)
             if error is None:
                 self._doomed += self._index.settle(plan)
                 self._tally.puts += len(plan.puts)
@@ -244,24 +265,22 @@ class BlockStore(DiskListing):
         for listener in self._listeners:
             listener(written)
 
+    def _demote(self, demoter: Demoter, puts: Sequence[Put]) -> None:
+        try:
+            for changed in demoter.make_room(puts):
+                self._dirty = True
+                with self._lock:
+                    self._tally.demoted.update(f"{short(one.before)}>{short(one.to)}" for one in changed)
+                self._tell([one.key for one in changed])
+        except (lmdb.Error, StoreError, ValueError) as error:
+            self._trouble(error)  # the puts will find less room, or the same trouble
+
     def _write(self, plan: Plan, doomed: list[bytes]) -> Exception | None:
         """One transaction for all of it; the error if nothing of it was done."""
         if not (plan.puts or plan.evicted or plan.records or doomed):
             return None
-        blocks, states, meta = (self._env.tables[name] for name in TABLES[:3])
-
-        def work(txn: Any) -> None:
-            gone: list[Gone] = plan.evicted
-            for key in [*doomed, *(entry.key for entry in gone)]:
-                for table in (blocks, states, meta):
-                    txn.delete(key, db=table)
-            for put in plan.puts:
-                txn.put(put.key, put.data, db=blocks if put.kind == "block" else states)
-            for key, record in plan.records.items():
-                txn.put(key, record.pack(), db=meta)
-
         try:
-            self._env.write(work)
+            write_plan(self._env, plan, doomed)
         except (lmdb.Error, StoreError) as error:
             return error
         self._dirty = True
@@ -310,6 +329,7 @@ class BlockStore(DiskListing):
                 queued=self._writer.queued if self._writer is not None else (0, 0),
                 file_bytes=self._env.file_bytes(),
                 recovered=self._recovered,
+                levels=tree.levels,
             )
 
     def verify(self, progress: Progress | None = None) -> list[tuple[bytes, str]]:

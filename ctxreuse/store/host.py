@@ -22,6 +22,7 @@ class Held(NamedTuple):
     parent: bytes
     tokens: int
     end: int
+    level: str
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +70,7 @@ class HostTier:
             self.remove(victim)
             self.evicted += 1
         self.nbytes += len(data) - (before.nbytes if before is not None else 0)
-        self._values[name] = Held(data, item.parent, item.tokens, item.end)
+        self._values[name] = Held(data, item.parent, item.tokens, item.end, item.level)
         if before is None and kind == "block":
             self._children[item.parent] += 1
         if before is None and len(self._names(key)) == 1:

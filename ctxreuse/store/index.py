@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,6 +11,7 @@ from typing import NamedTuple
 from ctxreuse.block import parse
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
+from ctxreuse.levels import EXACT, damage, fits, rank, worst
 from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.policy import LRU, Policy
 from ctxreuse.store.records import Record, footprint
@@ -18,7 +21,7 @@ __all__ = ["Gone", "Index", "Plan", "Put"]
 
 
 class Put(NamedTuple):
-    """A queued value with what its header says."""
+    """A queued value with what its header says; ``lossy``: the worst level that its owner allows ("": exact only)."""
 
     key: bytes
     parent: bytes
@@ -28,28 +31,40 @@ class Put(NamedTuple):
     data: memoryview
     kind: Kind
     replace: bool
+    level: str = EXACT
+    lossy: str = ""
+    space: bytes = b""
 
     @classmethod
-    def parse(cls, key: bytes, data: Buffer, kind: Kind, replace: bool) -> Put | None:
+    def parse(cls, key: bytes, data: Buffer, kind: Kind, replace: bool, lossy: str | None = None) -> Put | None:
         """What the value's own header says; None if it is no value of this key."""
         try:
             view = parse(data)
         except FormatError:
             return None
         header, size = view.header, footprint(len(view.buffer))
-        if header.key != key or header.kind != kind:
+        # A refinement is no block by itself, and of an unknown level nobody could say who may read it.
+        if header.key != key or header.kind != kind or damage(header.level) == math.inf:
             return None
-        return cls(key, header.parent, len(header.tokens) // 4, header.end, size, view.buffer, kind, replace)
+        parts = (key, header.parent, len(header.tokens) // 4, header.end, size, view.buffer, kind, replace)
+        return cls(*parts, sys.intern(header.level), lossy or "", header.space)
+
+    def beats(self, held: str) -> bool:
+        """True if it should be written although its key is held at the level ``held``."""
+        mine, theirs = rank(self.level), rank(held)
+        return mine < theirs or (self.replace and mine == theirs)
 
 
 class Gone(NamedTuple):
     """What must be known of a removed node to delete its values, or to bring it back."""
 
     key: bytes
-    parent: bytes
-    tokens: int
-    nbytes: int
-    state_nbytes: int
+    record: Record
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its block and its state."""
+        return self.record.nbytes + self.record.state_nbytes
 
 
 class Plan(NamedTuple):
@@ -82,10 +97,7 @@ class Index:
             if (parent is None and record.parent != ROOT) or depth != record.depth:
                 lost.append(key)
                 continue
-            tree.insert(key, record.parent, record.tokens, record.nbytes)
-            if record.state_nbytes:
-                tree.set_state(key, record.state_nbytes)
-                self.states += 1
+            self._hold(key, record)
             used[key] = record.used
         # A parent is as new as its newest child, also where a crash lost the renewed number.
         for key, _ in reversed(by_depth):
@@ -97,10 +109,27 @@ class Index:
         self._sequence = max(used.values(), default=0)
         return lost
 
+    def _hold(self, key: bytes, record: Record) -> None:
+        node = self.tree.insert(key, record.parent, record.tokens, record.nbytes, record.level)
+        self.states += bool(record.state_nbytes) - bool(node.state_nbytes)
+        self.tree.set_state(key, record.state_nbytes, record.state_level)
+        node.lossy = record.lossy
+
     def record(self, node: Node, used: int) -> Record:
         """The record of a held node."""
         parent = node.parent.key if node.parent is not None else ROOT
-        return Record(parent, node.tokens, node.depth, node.nbytes, node.state_nbytes, used)
+        sizes = node.tokens, node.depth, node.nbytes, node.state_nbytes
+        return Record(parent, *sizes, used, node.level, node.state_level, node.lossy)
+
+    def limit(self, keys: Iterable[bytes], lossy: str | None) -> None:
+        """Somebody who allows ``lossy`` at worst uses the held ones of ``keys``: keep them at least as good as that.
+
+        Call it before `touch`, which has the records renewed.
+        """
+        for key in keys:
+            node = self.tree.get(key)
+            if node is not None and node.lossy:
+                node.lossy = worst(node.lossy, lossy) or ""
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Renew the held ones among ``keys`` and all their ancestors; the record on disk follows with ``renewals``."""
@@ -158,17 +187,22 @@ class Index:
                 more = [] if stuck else self._evict(need - free, keep)
                 stuck = stuck or not more
                 evicted += more
-                free += sum(gone.nbytes + gone.state_nbytes for gone in more)
+                free += sum(gone.nbytes for gone in more)
             if need > free:
                 refused["no_room"] += 1
                 continue
             free -= need
             if before is None:
-                before = Record(put.parent, put.tokens, put.end, 0, 0, 0)
+                before = Record(put.parent, put.tokens, put.end, 0, 0, 0, lossy=put.lossy)
             self._sequence += 1
-            before = before._replace(used=self._sequence)
-            block = put.kind == "block"
-            staged[put.key] = before._replace(nbytes=put.size) if block else before._replace(state_nbytes=put.size)
+            lossy = worst(before.lossy or None, put.lossy or None) or ""
+            before = before._replace(used=self._sequence, lossy=lossy)
+            if put.kind == "block":
+                # What is better than all that its owners took so far is its own owner's.
+                lossy = lossy if held and fits(before.level, None) else put.lossy
+                staged[put.key] = before._replace(nbytes=put.size, level=put.level, lossy=lossy)
+            else:
+                staged[put.key] = before._replace(state_nbytes=put.size, state_level=put.level)
             chosen.append(put)
         return Plan(chosen, evicted, staged, known)
 
@@ -176,9 +210,9 @@ class Index:
         if put.kind == "state":
             if before is None:
                 return "orphan"
-            return "duplicate" if before.state_nbytes and not put.replace else ""
+            return "duplicate" if before.state_nbytes and not put.beats(before.state_level) else ""
         if before is not None:
-            return "duplicate" if before.nbytes and not put.replace else ""
+            return "duplicate" if before.nbytes and not put.beats(before.level) else ""
         above = self.tree.get(put.parent)
         depth = above.depth if above is not None else staged[put.parent].depth if put.parent in staged else 0
         if put.parent != ROOT and above is None and put.parent not in staged:
@@ -200,13 +234,31 @@ class Index:
         """Take one leaf out of tree and policy, pinned or not."""
         if node.pins:
             self.tree.unpin([node.key] * node.pins)
-        parent = node.parent.key if node.parent is not None else ROOT
-        gone = Gone(node.key, parent, node.tokens, node.nbytes, node.state_nbytes)
+        gone = Gone(node.key, self.record(node, 0))
         self.states -= bool(node.state_nbytes)
         self.tree.remove(node.key)
         self.policy.remove(node.key)
         self._touched.pop(node.key, None)
         return gone
+
+    def shortage(self, puts: Sequence[Put]) -> int:
+        """Bytes that must become free before all of ``puts`` can be held; 0 or less if there is room."""
+        need = 0
+        for put in puts:
+            node = self.tree.get(put.key)
+            held = 0 if node is None else node.nbytes if put.kind == "block" else node.state_nbytes
+            level = "" if node is None else node.level if put.kind == "block" else node.state_level
+            if not held or put.beats(level):
+                need += put.size - held
+        return need - (self.capacity - self.tree.nbytes)
+
+    def reshape(self, kind: Kind, key: bytes, record: Record) -> None:
+        """The block or state of a held key was written anew, at another level: ``record`` says which."""
+        node = self.tree.get(key)
+        if node is not None and kind == "block":
+            self.tree.insert(key, record.parent, record.tokens, record.nbytes, record.level)
+        elif node is not None and node.state_nbytes:
+            self.tree.set_state(key, record.state_nbytes, record.state_level)
 
     def drop(self, key: bytes) -> list[bytes]:
         """Remove an entry and all below it; returns their keys, children first, or nothing if it is not held."""
@@ -235,9 +287,7 @@ class Index:
                 continue
             if key not in tree:
                 self.policy.insert(key)
-            node = tree.insert(key, record.parent, record.tokens, record.nbytes)
-            self.states += bool(record.state_nbytes) - bool(node.state_nbytes)
-            tree.set_state(key, record.state_nbytes)
+            self._hold(key, record)
         self.touch(plan.records)
         return lost
 
@@ -248,13 +298,10 @@ class Index:
         """
         lost: list[bytes] = []
         for gone in reversed(evicted):
-            if gone.parent != ROOT and gone.parent not in self.tree:
+            if gone.record.parent != ROOT and gone.record.parent not in self.tree:
                 lost.append(gone.key)
                 continue
-            self.tree.insert(gone.key, gone.parent, gone.tokens, gone.nbytes)
-            if gone.state_nbytes:
-                self.tree.set_state(gone.key, gone.state_nbytes)
-                self.states += 1
+            self._hold(gone.key, gone.record)
             self.policy.insert(gone.key, oldest=True)
         return lost
 

@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import lmdb
 
@@ -19,7 +20,15 @@ from ctxreuse.store.readonly import listed, lookup, match_disk
 from ctxreuse.store.records import Record
 from ctxreuse.tree import Match, Node
 
-__all__ = ["DiskListing", "Listeners"]
+__all__ = ["DiskListing", "Holding", "Listeners"]
+
+
+class Holding(NamedTuple):
+    """What is held of a key: its tokens, and the levels of its block and its state ("": there is none)."""
+
+    tokens: int
+    block: str
+    state: str
 
 
 class Listeners:
@@ -60,22 +69,20 @@ class DiskListing(ABC):
         """True if this process only reads."""
         return self._owner is None
 
-    def match(self, keys: Sequence[bytes]) -> Match:
+    def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
         """See ``Store.match``."""
         if self._owner is None:
-            return match_disk(self._lookup(keys))
+            return match_disk(self._lookup(keys), lossy)
         with self._lock:
-            return self._index.tree.match(keys)
+            return self._index.tree.match(keys, lossy)
 
-    def held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
-        """For each key (tokens, has a block, has a state), or None if it is not held. Pure."""
+    def held(self, keys: Sequence[bytes]) -> list[Holding | None]:
+        """For each key what is held of it, None if nothing is. Pure."""
         if self._owner is None:
             found = self._lookup(keys)
-            found += [None] * (len(keys) - len(found))
-            return [(r.tokens, bool(r.nbytes), bool(r.state_nbytes)) if r is not None else None for r in found]
+            return [_holding(record) for record in [*found, *[None] * (len(keys) - len(found))]]
         with self._lock:
-            nodes = [self._index.tree.get(key) for key in keys]
-            return [(n.tokens, bool(n.nbytes), bool(n.state_nbytes)) if n is not None else None for n in nodes]
+            return [_holding(self._index.tree.get(key)) for key in keys]
 
     def walk(self) -> Iterator[Entry]:
         """See ``StoreListing.walk``."""
@@ -130,10 +137,18 @@ class DiskListing(ABC):
         """Note that the disk failed; nothing is raised."""
 
 
+def _holding(held: Node | Record | None) -> Holding | None:
+    if held is None:
+        return None
+    return Holding(held.tokens, held.level if held.nbytes else "", held.state_level if held.state_nbytes else "")
+
+
 def _of_node(node: Node) -> Entry:
     parent = node.parent.key if node.parent is not None else ROOT
-    return Entry(node.key, parent, node.tokens, node.depth, node.nbytes, node.state_nbytes > 0)
+    place = node.key, parent, node.tokens, node.depth, node.nbytes
+    return Entry(*place, node.state_nbytes > 0, node.level, node.state_level)
 
 
 def _of_record(key: bytes, record: Record) -> Entry:
-    return Entry(key, record.parent, record.tokens, record.depth, record.nbytes, record.state_nbytes > 0)
+    place = key, record.parent, record.tokens, record.depth, record.nbytes
+    return Entry(*place, record.state_nbytes > 0, record.level, record.state_level)

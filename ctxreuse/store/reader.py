@@ -11,6 +11,7 @@ import lmdb
 from ctxreuse.block import BlockView, parse
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import fits
 from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.records import diagnose
 
@@ -47,8 +48,10 @@ class DiskReader:
     call would come too late: a fresh process reads and copies a map that is in the page cache at 8.8 GB/s either way.
     """
 
-    def __init__(self, txn: Any, tables: dict[str, Any], miss: Callable[[bytes, str], None]) -> None:
-        self._txn, self._tables, self._miss = txn, tables, miss
+    def __init__(
+        self, txn: Any, tables: dict[str, Any], miss: Callable[[bytes, str], None], lossy: str | None = None
+    ) -> None:
+        self._txn, self._tables, self._miss, self._lossy = txn, tables, miss, lossy
         self._views: list[BlockView] = []
         self.used: list[bytes] = []
         self.served: dict[str, int] = {}
@@ -67,6 +70,8 @@ class DiskReader:
             view, reason = prove_key(data, key, kind) if data is not None else (None, "absent")
         except lmdb.Error:
             view, reason = None, "unreadable"
+        if view is not None and not fits(view.header.level, self._lossy):
+            view, reason = None, "absent"
         if view is not None:
             self._views.append(view)
         elif reason != "absent":
@@ -79,6 +84,8 @@ class DiskReader:
             data = self._txn.get(key, db=self._tables["blocks" if kind == "block" else "states"])
             if data is not None:
                 view, reason = prove(data, key, tokens, space, kind)
+            if view is not None and not fits(view.header.level, self._lossy):
+                view, reason = None, "level"
         except lmdb.Error:
             reason = "unreadable"
         if view is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import lmdb
 
 from ctxreuse.errors import StoreError
+from ctxreuse.levels import fits
 from ctxreuse.store.env import CACHE_MAP, Env, explain, open_beside, shortage
 from ctxreuse.store.owner import attended
 from ctxreuse.store.records import Record
@@ -47,14 +48,14 @@ def listed(env: Env) -> list[tuple[bytes, Record]]:
         return [(bytes(key), Record.unpack(raw)) for key, raw in cursor]
 
 
-def match_disk(found: Sequence[Record | None]) -> Match:
+def match_disk(found: Sequence[Record | None], lossy: str | None = None) -> Match:
     """The longest held prefix, as ``ContextTree.match`` gives it."""
     blocks = tokens = state_blocks = state_tokens = 0
     for record in found:
-        if record is None:
+        if record is None or not fits(record.level, lossy):
             break
         blocks, tokens = blocks + 1, record.depth
-        if record.state_nbytes:
+        if record.state_nbytes and fits(record.state_level, lossy):
             state_blocks, state_tokens = blocks, tokens
     return Match(blocks, tokens, state_blocks, state_tokens)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+import sys
+from functools import lru_cache
 from typing import NamedTuple
 
 from ctxreuse.block import MAGIC, VERSION
 from ctxreuse.keys import KEY_BYTES
+from ctxreuse.levels import EXACT
 
-__all__ = ["FORMAT", "Record", "diagnose", "footprint"]
+__all__ = ["FORMAT", "READABLE", "Record", "diagnose", "footprint"]
 
-#: Version of the tables as a whole, kept in table ``info``.
-FORMAT = 1
+#: Version of the tables as a whole, kept in table ``info``, and those that can be read: 1 knew exact blocks only.
+FORMAT, READABLE = 2, (1, 2)
 
 _PAGE, _LARGE_HEADER = 4096, 16
 _RECORD = struct.Struct(f"<{KEY_BYTES}sIQQQQ")
@@ -21,7 +24,8 @@ class Record(NamedTuple):
     """What is known of a key without touching its value: enough to rebuild the context tree and the eviction order.
 
     ``tokens`` of this block and ``depth`` up to its end; sizes in bytes (0: no such value); ``used`` is the sequence
-    number of the last use.
+    number of the last use. ``level`` of the block, ``state_level`` of the state; ``lossy``: the worst level at which
+    the owner lets them be kept ("": exact ones only).
     """
 
     parent: bytes
@@ -30,16 +34,33 @@ class Record(NamedTuple):
     nbytes: int
     state_nbytes: int
     used: int
+    level: str = EXACT
+    state_level: str = EXACT
+    lossy: str = ""
 
     def pack(self) -> bytes:
-        return _RECORD.pack(*self)
+        tail = self[6:]
+        return _RECORD.pack(*self[:6]) + (b"" if tail == _PLAIN else "\n".join(tail).encode())
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> Record:
         """Raises ValueError if the bytes are no record."""
-        if len(raw) != _RECORD.size:
+        if not _RECORD.size <= len(raw) <= _RECORD.size + _TAIL:
             raise ValueError(f"record of {len(raw)} bytes")
-        return cls(*_RECORD.unpack(raw))
+        tail = bytes(raw[_RECORD.size :])
+        return cls._make((*_RECORD.unpack_from(raw), *(_levels(tail) if tail else _PLAIN)))
+
+
+#: What most records need not say.
+_PLAIN = (EXACT, EXACT, "")
+_TAIL = 200
+
+
+@lru_cache(maxsize=256)
+def _levels(tail: bytes) -> tuple[str, str, str]:
+    """The levels at the end of a record; the same texts for equal bytes, as a store holds many of few. ValueError."""
+    level, state_level, lossy = (sys.intern(text) for text in tail.decode("ascii").split("\n"))
+    return level, state_level, lossy
 
 
 def footprint(nbytes: int) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 
+from ctxreuse.levels import short
 from ctxreuse.store.base import StoreStats
 
 __all__ = ["Tally"]
@@ -17,6 +20,7 @@ class Tally:
         self.misses: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
+        self.demoted: Counter[str] = Counter()
         self.hits = self.puts = self.duplicates = self.evicted = 0
 
     def drop(self, count: int, reason: str, others: str) -> None:
@@ -33,8 +37,13 @@ class Tally:
         queued: tuple[int, int] = (0, 0),
         file_bytes: int = 0,
         recovered: str = "",
+        levels: Mapping[str, int] = MappingProxyType({}),
     ) -> StoreStats:
-        """The figures as a value. ``held``: blocks, states and their bytes; ``queued``: items and bytes."""
+        """The figures as a value. ``held``: blocks, states and their bytes; ``queued``: items and bytes; ``levels``:
+        blocks by level, cards included."""
+        shorter: Counter[str] = Counter()
+        for level, count in levels.items():
+            shorter[short(level)] += count
         return StoreStats(
             blocks=held[0],
             states=held[1],
@@ -53,4 +62,6 @@ class Tally:
             dropped=dict(self.dropped),
             errors=dict(self.errors),
             recovered=recovered,
+            levels=dict(shorter),
+            demoted=dict(self.demoted),
         )

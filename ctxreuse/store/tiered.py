@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from ctxreuse.block import BlockView
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT, Tokens
-from ctxreuse.store.base import Buffer, Entry, Kind, Reader, StoreStats
+from ctxreuse.levels import EXACT, fits, rank
+from ctxreuse.store.base import Buffer, Coder, Entry, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.host import Held, HostTier, Name
 from ctxreuse.store.index import Put
-from ctxreuse.store.listing import Listeners
+from ctxreuse.store.listing import Holding, Listeners
 from ctxreuse.store.reader import prove, prove_key
 from ctxreuse.store.tally import Tally
 from ctxreuse.tree import Match
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 class TieredReader:
     """A read over a snapshot of the host tier and one transaction on disk; see ``Reader``."""
 
-    def __init__(self, store: TieredStore, host: dict[Name, Held], disk: Reader | None) -> None:
-        self._store, self._host, self._disk = store, host, disk
+    def __init__(self, store: TieredStore, host: dict[Name, Held], disk: Reader | None, lossy: str | None) -> None:
+        self._store, self._host, self._disk, self._lossy = store, host, disk, lossy
         self.used: list[bytes] = []
         self.served: dict[str, int] = {}
         self.missed = ""
@@ -42,20 +43,24 @@ class TieredReader:
 
     def peek(self, key: bytes, kind: Kind = "block") -> BlockView | None:
         held = self._host.get((kind, key))
-        view = prove_key(held.data, key, kind)[0] if held is not None else None
+        usable = held is not None and fits(held.level, self._lossy)
+        view = prove_key(held.data, key, kind)[0] if held is not None and usable else None
         return view if view is not None or self._disk is None else self._disk.peek(key, kind)
 
     def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
         held = self._host.get((kind, key))
         view, reason, source = None, "absent", "host"
-        if held is not None:
+        if held is not None and not fits(held.level, self._lossy):
+            reason = "level"
+        elif held is not None:
             view, reason = prove(held.data, key, tokens, space, kind)
             if view is None:
                 self._store.drop(key, reason)
         if view is None and self._disk is not None:
             source = "disk"
             view = self._disk.block(key, tokens, space) if kind == "block" else self._disk.state(key, tokens, space)
-            reason = self._disk.missed if view is None and reason == "absent" else reason
+            found = self._disk.missed or "absent"
+            reason = found if view is None and reason in ("absent", "level") and found != "absent" else reason
         if view is None:
             self.missed = self.missed or reason
             self._store.count_miss(reason)
@@ -95,28 +100,32 @@ class TieredStore:
                 if not self._host.pins[name[1]]:
                     self._host.remove(name)
 
-    def _held(self, keys: Sequence[bytes]) -> list[tuple[int, bool, bool] | None]:
+    def _held(self, keys: Sequence[bytes]) -> list[Holding | None]:
+        """What both tiers hold, each value at the better of two levels."""
         # The disk after the host would miss what is committed and released in between, so the host goes first.
         with self._lock:
             blocks = [self._host.get(("block", key)) for key in keys]
-            states = [("state", key) in self._host for key in keys]
-        below = self._disk.held(keys) if self._disk is not None and not self._closed else []
-        found: list[tuple[int, bool, bool] | None] = []
-        for i, held in enumerate(blocks):
-            under = below[i] if i < len(below) else None
-            if held is None:
-                found.append(under if under is None else (under[0], under[1], under[2] or states[i]))
-            else:
-                found.append((held.tokens, True, states[i] or (under is not None and under[2])))
+            states = [self._host.get(("state", key)) for key in keys]
+        below: Sequence[Holding | None] = [None] * len(keys)
+        if self._disk is not None and not self._closed:
+            below = self._disk.held(keys)
+        found: list[Holding | None] = []
+        for block, state, under in zip(blocks, states, below):
+            if block is None and under is None:
+                found.append(None)
+                continue
+            one, two = (under.block, under.state) if under is not None else ("", "")
+            tokens = block.tokens if block is not None else under.tokens if under is not None else 0
+            found.append(Holding(tokens, _better(block, one), _better(state, two)))
         return found
 
-    def match(self, keys: Sequence[bytes]) -> Match:
+    def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
         blocks = tokens = state_blocks = state_tokens = 0
-        for entry in self._held(keys):
-            if entry is None:
+        for held in self._held(keys):
+            if held is None or not fits(held.block, lossy):
                 break
-            blocks, tokens = blocks + 1, tokens + entry[0]
-            if entry[2]:
+            blocks, tokens = blocks + 1, tokens + held.tokens
+            if held.state and fits(held.state, lossy):
                 state_blocks, state_tokens = blocks, tokens
         return Match(blocks, tokens, state_blocks, state_tokens)
 
@@ -126,10 +135,14 @@ class TieredStore:
             names = self._host.items()
             hosted = {key: self._entry(key) for kind, key in names if kind == "block"}
         below = list(self._disk.walk()) if self._disk is not None and not self._closed else []
-        found = {entry.key: entry for entry in below} | {key: entry for key, entry in hosted.items() if entry}
-        states = {entry.key for entry in below if entry.has_state} | {key for kind, key in names if kind == "state"}
-        merged = (entry._replace(has_state=entry.has_state or key in states) for key, entry in found.items())
-        return iter(sorted(merged, key=lambda entry: entry.end))
+        states = {key: held for (kind, key), held in names.items() if kind == "state"}
+        found: dict[bytes, Entry] = {}
+        under = {entry.key: entry for entry in below}
+        for key in under | hosted:
+            entry = _merged(hosted.get(key), under.get(key), states.get(key))
+            if entry is not None:
+                found[key] = entry
+        return iter(sorted(found.values(), key=lambda entry: entry.end))
 
     def recent(self) -> list[bytes]:
         with self._lock:
@@ -139,36 +152,31 @@ class TieredStore:
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._lock:
-            hosted = [(self._entry(key), ("state", key) in self._host) for key in keys]
+            hosted = [(self._entry(key), self._host.get(("state", key))) for key in keys]
         below = self._disk.entries(keys) if self._disk is not None and not self._closed else [None] * len(keys)
-        found: list[Entry | None] = []
-        for (here, state), under in zip(hosted, below):
-            entry = here if here is not None else under
-            state = state or (under is not None and under.has_state)
-            found.append(entry._replace(has_state=state) if entry is not None else None)
-        return found
+        return [_merged(here, under, state) for (here, state), under in zip(hosted, below)]
 
     def _entry(self, key: bytes) -> Entry | None:
         held = self._host.get(("block", key))
         if held is None:
             return None
-        return Entry(key, held.parent, held.tokens, held.end, held.nbytes, ("state", key) in self._host)
+        return Entry(key, held.parent, held.tokens, held.end, held.nbytes, False, held.level)
 
     def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
         return self._listeners.add(listener)
 
     @contextlib.contextmanager
-    def read(self) -> Iterator[TieredReader]:
+    def read(self, lossy: str | None = None) -> Iterator[TieredReader]:
         with self._lock:
             host = self._host.items()
         with contextlib.ExitStack() as stack:
             disk: Reader | None = None
             if self._disk is not None:
                 try:
-                    disk = stack.enter_context(self._disk.read())
+                    disk = stack.enter_context(self._disk.read(lossy))
                 except StoreError as error:
                     log.warning("reading goes on without the disk: %s", error)
-            reader = TieredReader(self, host, disk)
+            reader = TieredReader(self, host, disk, lossy)
             try:
                 yield reader
             finally:
@@ -181,8 +189,10 @@ class TieredStore:
         with self._lock:
             self._tally.misses[reason] += 1
 
-    def put(self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False) -> bool:
-        item = Put.parse(key, data, kind, replace)
+    def put(
+        self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False, lossy: str | None = None
+    ) -> bool:
+        item = Put.parse(key, data, kind, replace, lossy)
         if item is None:
             return self._refuse("malformed")
         if self._closed:
@@ -192,12 +202,13 @@ class TieredStore:
         hosted = fresh = False
         if (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None:
             with self._lock:
-                fresh = name not in self._host
-                hosted = self._host.put(item) if fresh or replace else True
+                before = self._host.get(name)
+                fresh = before is None or item.beats(before.level)
+                hosted = self._host.put(item) if fresh else True
                 self._host.touch([key])
         # The host went first: the disk's commit takes it out again, and must find it there. What hangs on a put that
         # still waits, and that the host had no room for, only the disk can place.
-        stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace)
+        stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace, lossy=lossy)
         if not hosted and not stored:
             return self._refuse("no_room" if fresh else "orphan")
         if stored and fresh and hosted:
@@ -209,8 +220,10 @@ class TieredStore:
     def _release_if_held(self, name: Name) -> None:
         # A duplicate of what is on disk already is never committed again, so nobody would release it.
         assert self._disk is not None
+        if self._disk.queued(*name):
+            return
         entry = self._disk.held([name[1]])[0]
-        if entry is not None and entry[1 if name[0] == "block" else 2]:
+        if entry is not None and (entry.block if name[0] == "block" else entry.state):
             self._committed([name])
 
     def _refuse(self, reason: str) -> bool:
@@ -276,6 +289,10 @@ class TieredStore:
                 gone += 1
         return max(gone, below)
 
+    def adopt(self, coder: Coder) -> None:
+        if self._disk is not None:
+            self._disk.adopt(coder)
+
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._host.touch(keys)
@@ -289,12 +306,17 @@ class TieredStore:
             names = list(self._host.items())
             if self._disk is not None:
                 under = self._disk.held([key for _, key in names])
-                twins = [u is not None and u[1 if kind == "block" else 2] for (kind, _), u in zip(names, under)]
+                twins = [
+                    u is not None and bool(u.block if kind == "block" else u.state)
+                    for (kind, _), u in zip(names, under)
+                ]
                 names = [name for name, twin in zip(names, twins) if not twin]
             blocks, states, tokens = self._host.counts(names)
             held = blocks, states, self._host.nbytes
             self._tally.evicted = self._host.evicted
-            mine = self._tally.stats(held=held, tokens=tokens, capacity=self._host.capacity)
+            values = (self._host.get(name) for name in names if name[0] == "block")
+            levels = Counter(value.level for value in values if value is not None)
+            mine = self._tally.stats(held=held, tokens=tokens, capacity=self._host.capacity, levels=levels)
         return mine if below is None else _sum(mine, below)
 
     def check(self) -> None:
@@ -313,6 +335,25 @@ class TieredStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _better(held: Held | None, level: str) -> str:
+    """The better level of a value in memory and of that on disk ("": there is none)."""
+    if held is None or not level:
+        return level if held is None else held.level
+    return min(held.level, level, key=rank)
+
+
+def _merged(here: Entry | None, under: Entry | None, state: Held | None) -> Entry | None:
+    """One entry of a block in memory, of one on disk, and of a state in memory."""
+    if here is not None and under is not None and rank(under.level) < rank(here.level):
+        here = None
+    entry = here if here is not None else under
+    if entry is None:
+        return None
+    below = under.state_level if under is not None and under.has_state else ""
+    level = _better(state, below)
+    return entry._replace(has_state=bool(level), state_level=level or EXACT)
 
 
 def _sum(host: StoreStats, disk: StoreStats) -> StoreStats:
@@ -334,4 +375,6 @@ def _sum(host: StoreStats, disk: StoreStats) -> StoreStats:
         dropped=dict(Counter(host.dropped) + Counter(disk.dropped)),
         errors=disk.errors,
         recovered=disk.recovered,
+        levels=dict(Counter(host.levels) + Counter(disk.levels)),
+        demoted=disk.demoted,
     )

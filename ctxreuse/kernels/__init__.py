@@ -30,6 +30,9 @@ from numpy.typing import ArrayLike
 
 from ctxreuse.kernels.backend import backend as _backend
 from ctxreuse.kernels.rans import (
+    LANES,
+    PARALLEL_SYMBOLS,
+    SYMBOLS,
     RansTables,
     rans_bound,
     rans_count,
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ITEM_BYTES",
+    "LANES",
+    "PARALLEL_SYMBOLS",
+    "SYMBOLS",
     "RansTables",
     "active",
     "advise_hugepages",

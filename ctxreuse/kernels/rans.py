@@ -131,7 +131,7 @@ def rans_encode_many(
     elif out.dtype != np.uint8 or out.ndim != 1 or out.size < room:
         raise ValueError(f"out: needs uint8 [{room}] or more")
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    parts = _parts(lengths)
+    parts = _parts(lengths, steps.size)
     rooms = [(_STATES * lo + symbol, _STATES * hi + end) for lo, hi, symbol, end, _, _ in parts]
     ends = [np.zeros(hi - lo + 1, np.int64) for lo, hi, *_ in parts]
 
@@ -178,7 +178,7 @@ def rans_decode_many(
     elif out.dtype != np.uint8 or out.shape != (total,):
         raise ValueError(f"out: needs uint8 [{total}]")
     seeds = np.empty((len(lengths), LANES), np.uint16)
-    parts = _parts(lengths)
+    parts = _parts(lengths, steps.size)
 
     def decode(i: int) -> int:
         lo, hi, symbol, end, step, last = parts[i]
@@ -214,8 +214,8 @@ def _bytes(data: Any) -> Bytes:
 
 def _lengths(counts: ArrayLike) -> NDArray[np.int64]:
     lengths = np.ascontiguousarray(counts, np.int64)
-    # The sum of all must not wrap: half of the address space is far above any array.
-    if lengths.ndim != 1 or (lengths < 0).any() or float(lengths.sum(dtype=np.float64)) > 2**62:
+    # Their sum must not wrap.
+    if lengths.ndim != 1 or (lengths.size and (lengths.min() < 0 or lengths.max() > 2**62 // lengths.size)):
         raise ValueError("counts: needs the number of symbols of each stream")
     return lengths
 
@@ -225,12 +225,12 @@ def _steps(table_of_step: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[np.u
     if steps.dtype not in (np.uint8, np.uint16):
         raise ValueError(f"table_of_step: needs uint8 or uint16, got {steps.dtype}")
     steps = np.ascontiguousarray(steps, np.uint16).reshape(-1)
-    each = -(-lengths // LANES)
-    if len(lengths) > 1 and (lengths == lengths[0]).all() and steps.size == each[0]:
+    needed = int((-(-lengths // LANES)).sum())
+    if steps.size == needed:
+        return steps
+    if len(lengths) and steps.size * len(lengths) == needed and (lengths == lengths[0]).all():
         return np.tile(steps, len(lengths))
-    if steps.size != each.sum():
-        raise ValueError(f"table_of_step: {each.sum()} steps of 64 symbols, got {steps.size} numbers")
-    return steps
+    raise ValueError(f"table_of_step: {needed} steps of 64 symbols, got {steps.size} numbers")
 
 
 def _seeds(seeds: ArrayLike, streams: int) -> NDArray[np.uint16]:
@@ -244,18 +244,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _parts(lengths: NDArray[np.int64]) -> list[tuple[int, int, int, int, int, int]]:
+def _parts(lengths: NDArray[np.int64], steps: int) -> list[tuple[int, int, int, int, int, int]]:
     """Runs of streams, one a thread: first and behind last stream, then symbol, then step."""
+    total = int(lengths.sum())
+    if total <= PARALLEL_SYMBOLS:
+        return [(0, len(lengths), 0, total, 0, steps)]
     symbols = np.concatenate([[0], np.cumsum(lengths)])
-    steps = np.concatenate([[0], np.cumsum(-(-lengths // LANES))])
-    total = int(symbols[-1])
-    threads = min(_cores(), len(lengths), max(1, total // (PARALLEL_SYMBOLS // 2))) if total > PARALLEL_SYMBOLS else 1
+    each = np.concatenate([[0], np.cumsum(-(-lengths // LANES))])
+    threads = min(_cores(), len(lengths), max(1, total // (PARALLEL_SYMBOLS // 2)))
     cuts = np.searchsorted(symbols, [total * i // threads for i in range(1, threads)])
     edges = sorted({0, *(int(cut) for cut in cuts), len(lengths)})
-    if len(edges) == 1:
-        edges = [0, 0]
     return [
-        (lo, hi, int(symbols[lo]), int(symbols[hi]), int(steps[lo]), int(steps[hi]))
+        (lo, hi, int(symbols[lo]), int(symbols[hi]), int(each[lo]), int(each[hi]))
         for lo, hi in itertools.pairwise(edges)
     ]
 

@@ -1,0 +1,98 @@
+"""What calibration asks of an engine: K and V of a text, their gradients, and its scores on other K and V."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.keys import Tokens
+from ctxreuse.model import ModelSpace
+
+__all__ = ["Gauge", "Planes", "Reading", "Rotary", "RotaryStyle"]
+
+RotaryStyle = Literal["half", "pairs", "none"]
+
+#: (layer, ``"k"`` or ``"v"``) -> float32 [heads, rows, dim], the values that the engine keeps: K as it is rotated.
+Planes = dict[tuple[int, str], npt.NDArray[np.float32]]
+
+
+class Rotary(msgspec.Struct, frozen=True):
+    """How a layer turns K by position p: pair i of the first 2 * len(inv_freq) dims by p * inv_freq[i] radians.
+
+    ``half``: dims i and i + r/2 are a pair; ``pairs``: dims 2i and 2i + 1; ``none``: K is kept as it is. Turned K is
+    ``scale`` times as long.
+    """
+
+    style: RotaryStyle
+    inv_freq: tuple[float, ...] = ()
+    scale: float = 1.0
+
+    def turn(
+        self, k: npt.NDArray[np.float32], positions: npt.NDArray[np.integer], *, back: bool
+    ) -> npt.NDArray[np.float32]:
+        """K [..., rows, dim] turned to ``positions`` [rows], or ``back`` from them; a new array."""
+        if self.style == "none":
+            return k.copy()
+        half = len(self.inv_freq)
+        angle = np.asarray(positions, np.float64)[:, None] * np.asarray(self.inv_freq, np.float64)
+        length = 1 / self.scale if back else self.scale
+        cos = (np.cos(angle) * length).astype(np.float32)
+        sin = (np.sin(angle) * (-length if back else length)).astype(np.float32)
+        first, second = (slice(0, half), slice(half, 2 * half))
+        if self.style == "pairs":
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        out = k.copy()
+        out[..., first] = k[..., first] * cos - k[..., second] * sin
+        out[..., second] = k[..., second] * cos + k[..., first] * sin
+        return out
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """A text that was read: what every attention layer keeps of it, and whatever else the engine must remember."""
+
+    @property
+    def n(self) -> int:
+        """Tokens read."""
+        ...
+
+    @property
+    def planes(self) -> Planes:
+        """K and V of all attention layers; the last row is that of the last token (windows hold fewer rows)."""
+        ...
+
+
+@runtime_checkable
+class Gauge(Protocol):
+    """An engine that can be calibrated. One caller at a time."""
+
+    @property
+    def space(self) -> ModelSpace:
+        """The identity of everything that is measured."""
+        ...
+
+    def rotaries(self) -> dict[int, Rotary]:
+        """How each layer that keeps K turns it, verified on the layer's own K; ``none`` where nothing known fits."""
+        ...
+
+    def read(self, tokens: Tokens) -> Reading:
+        """Run tokens, int32 [n], from position 0 on."""
+        ...
+
+    def gradients(self, reading: Reading, following: Tokens, seed: int) -> Planes:
+        """Gradients of sum(log p(y)) with respect to the reading's planes.
+
+        One y a token of ``following`` [S], drawn from the model's own distribution after it; so products of the
+        gradients are an unbiased sample of the Fisher information of S next tokens.
+        """
+        ...
+
+    def scores(self, reading: Reading, following: Tokens, planes: Planes | None = None) -> npt.NDArray[np.float32]:
+        """Log probabilities after each token of ``following``, float32 [S, vocab].
+
+        ``planes`` replace those of the reading (all of them); the reading stays as it is.
+        """
+        ...

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from ctxreuse.bus.wire_messages import Have, Wish
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime.remote import Fetch, Order
 from ctxreuse.store.base import Buffer
 
-__all__ = ["Gather", "Given", "Grant", "Greeting", "Intake", "Link", "Matched", "Service", "Supply"]
+__all__ = [
+    "Encodable",
+    "Gather",
+    "Given",
+    "Grant",
+    "Greeting",
+    "Intake",
+    "Link",
+    "Matched",
+    "Packs",
+    "Service",
+    "Supply",
+]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -68,6 +81,45 @@ class Gather(Protocol):
     def __call__(self, pieces: Sequence[tuple[int, int, int]], room: Callable[[int], memoryview]) -> memoryview | bytes:
         """The bytes of all ``pieces``, (item, start, number of bytes) each, in a row: in memory from ``room(nbytes)``,
         or in its own that nobody changes. Raises LookupError if an item is gone."""
+        ...
+
+
+@runtime_checkable
+class Encodable(Supply, Protocol):
+    """A `Supply` whose items can be encoded anew. Without `allow` it sends exact blocks alone."""
+
+    def allow(self, levels: Container[str]) -> None:
+        """Items that are held at these levels may be sent as they are. Before anything else is called."""
+        ...
+
+    def sealed(self, item: int) -> memoryview:
+        """The bytes of an item as it is held, at any level: a copy, or memory that nobody changes. Any thread.
+        LookupError if it is gone."""
+        ...
+
+
+class Packs(Protocol):
+    """What can encode blocks for peers; a `Service` may have one as its attribute ``packer``. One thread calls."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The levels that need no card."""
+        ...
+
+    def cards(self, models: Sequence[ModelSpace]) -> tuple[tuple[bytes, bytes], ...]:
+        """(space digest, card digest) of the cards held for these models, at most 32."""
+        ...
+
+    def card(self, model: ModelSpace, digest: bytes) -> Supply:
+        """A card as the one item of a supply. LookupError if it is not held."""
+        ...
+
+    def supply(
+        self, source: Supply, model: ModelSpace, wish: Wish, *, order: str, state: bool, have: Sequence[Have]
+    ) -> Supply:
+        """The items of ``source`` at levels that ``wish`` allows, and after them a refinement of each block if it asks
+        for those. Closes ``source`` with itself. A method ``told(bandwidth)``, if it has one, hears what the receiver
+        sees."""
         ...
 
 
@@ -138,7 +190,8 @@ class Service(Protocol):
 
 class Greeting(Protocol):
     """What a cloud said when it accepted this node: the link's ``salt``, the ``epoch`` of its life, and the digests of
-    the ``spaces`` in which it computes."""
+    the ``spaces`` in which it computes, the levels without a card that it ``packs``, and the ``cards`` that it has to
+    give and encodes with: (space digest, card digest)."""
 
     @property
     def salt(self) -> bytes: ...
@@ -146,6 +199,10 @@ class Greeting(Protocol):
     def epoch(self) -> int: ...
     @property
     def spaces(self) -> tuple[bytes, ...]: ...
+    @property
+    def packs(self) -> tuple[str, ...]: ...
+    @property
+    def cards(self) -> tuple[tuple[bytes, bytes], ...]: ...
 
 
 class Given(Protocol):
@@ -194,6 +251,7 @@ class Link(Protocol):
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Fetch:
         """Ask for blocks ``first`` to the last of ``keys``, which with ``tokens`` are of the context from its start."""
         ...
@@ -208,6 +266,7 @@ class Link(Protocol):
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Fetch:
         """As `fetch`, but the cloud computes what it does not hold."""
         ...

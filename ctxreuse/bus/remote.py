@@ -13,11 +13,16 @@ import msgspec
 from ctxreuse.block import block_layout
 from ctxreuse.bus.base import Greeting, Link
 from ctxreuse.bus.remote_fetch import Pace, TimedFetch
+from ctxreuse.bus.remote_levels import Levels
 from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.transfer import Assembly
+from ctxreuse.bus.wire import Wish
+from ctxreuse.bus.wire_messages import MAX_LEVELS
+from ctxreuse.codec import Shelf
+from ctxreuse.cost import Level
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys
 from ctxreuse.model import ModelSpace
-from ctxreuse.runtime.remote import Fetch, Offer, Order
+from ctxreuse.runtime.remote import Ask, Fetch, Offer, Order
 
 __all__ = ["Clouds", "Speed"]
 
@@ -49,6 +54,7 @@ class Clouds:
     asked because of what it sent (default: for this process's life). ``seconds(first, last)``: what computing the
     context's tokens from ``first`` to ``last`` would take here, to compare clouds (None: not known yet; then the more
     blocks the better). ``compute_blocks``: contexts that lack fewer blocks are never given to a cloud to compute.
+    ``shelf``: the cards with which lossy blocks can be read here (None: clouds are asked for exact blocks alone).
     """
 
     def __init__(
@@ -58,11 +64,13 @@ class Clouds:
         quarantine: Quarantine | None = None,
         seconds: Callable[[int, int], float | None] | None = None,
         compute_blocks: int = 4,
+        shelf: Shelf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers = {link.name: _Peer(link, speed, Pace()) for link, speed in links}
         self.quarantine = quarantine or Quarantine(None, seconds=24 * 3600.0, clock=time.time)
         self._seconds, self._compute_blocks, self._clock = seconds, compute_blocks, clock
+        self._levels = Levels(shelf) if shelf is not None else None
         self._chains: OrderedDict[tuple[bytes, bytes, bytes], list[bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -133,7 +141,12 @@ class Clouds:
             rtt=peer.speed.rtt,
             computes=computes,
             delay=delay,
+            levels=self._sendable(peer, space),
         )
+
+    def _sendable(self, peer: _Peer, space: ModelSpace) -> tuple[Level, ...]:
+        greeting = peer.link.welcome
+        return () if self._levels is None or greeting is None else self._levels.of(space, greeting)
 
     def _gain(self, offer: Offer, space: ModelSpace, after: int, known: bool) -> tuple[float, float]:
         """What is compared between offers: seconds saved, or while that is not known blocks, then seconds."""
@@ -148,7 +161,16 @@ class Clouds:
         return saved - spent, -spent
 
     def fetch(
-        self, offer: Offer, space: ModelSpace, tokens: Tokens, *, first: int, last: int, order: Order, state: bool
+        self,
+        offer: Offer,
+        space: ModelSpace,
+        tokens: Tokens,
+        *,
+        first: int,
+        last: int,
+        order: Order,
+        state: bool,
+        ask: Ask | None = None,
     ) -> Fetch:
         """See `Remote.fetch`; from a cloud that has gone meanwhile it is a fetch that has ended."""
         ids = as_tokens(tokens)[: last * space.block_tokens]
@@ -162,11 +184,12 @@ class Clouds:
             return gone
         keys = self._keys(greeting, space, ids)
         payload, window = _window(peer.speed)
+        wish = _wish(ask, peer.speed)
         if not offer.computes:
             return peer.link.fetch(
-                space, keys, ids, first=first, order=order, state=state, payload=payload, window=window
+                space, keys, ids, first=first, order=order, state=state, payload=payload, window=window, wish=wish
             )
-        fetch = peer.link.prefill(space, keys, ids, first=first, state=state, payload=payload, window=window)
+        fetch = peer.link.prefill(space, keys, ids, first=first, state=state, payload=payload, window=window, wish=wish)
         return TimedFetch(fetch, peer.pace, (last - first) * space.block_tokens, self._clock)
 
     def reject(self, offer: Offer, reason: str) -> None:
@@ -193,6 +216,14 @@ class Clouds:
             while len(self._chains) > _CHAINS:
                 self._chains.popitem(last=False)
         return keys
+
+
+def _wish(ask: Ask | None, speed: Speed) -> Wish | None:
+    """What goes with a request. The request takes half of a round trip to get there, and each byte half of one back."""
+    if ask is None or not ask.levels:
+        return None
+    deadline = max(1, int(1000 * (ask.within - speed.rtt))) if ask.within > 0 else 0
+    return Wish(ask.levels[:MAX_LEVELS], int(speed.bandwidth), deadline, ask.expect, ask.refine)
 
 
 def _window(speed: Speed) -> tuple[int, int]:

@@ -68,6 +68,10 @@ class TimedFetch:
         """See `Fetch.views`."""
         return self._fetch.views(last)
 
+    def refinements(self, last: int) -> Sequence[BlockView | None]:
+        """See `Fetch.refinements`."""
+        return self._fetch.refinements(last)
+
     def state(self, timeout: float) -> BlockView | None:
         """See `Fetch.state`."""
         return self._fetch.state(timeout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -158,7 +158,7 @@ class Making:
 
 
 class MakingSupply:
-    """See `ctxreuse.bus.base.Supply`: the blocks from ``first`` on of a context in the making, for one peer."""
+    """See `ctxreuse.bus.base.Encodable`: the blocks from ``first`` on of a context in the making, for one peer."""
 
     def __init__(self, making: Making, who: int, first: int, state: bool, done: Callable[[], None]) -> None:
         """``done`` is called if this was the last peer to wait for it."""
@@ -177,6 +177,13 @@ class MakingSupply:
         if found is None:
             raise LookupError("not made yet")
         return found[0][start:stop]
+
+    def allow(self, levels: Container[str]) -> None:
+        """See `Encodable.allow`; what is computed here is exact."""
+
+    def sealed(self, item: int) -> memoryview:
+        """See `Encodable.sealed`."""
+        return self.read(item, 0, 1 << 62)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See `Supply.watch`."""

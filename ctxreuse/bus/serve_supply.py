@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from ctxreuse.block import BlockView, Kind
 from ctxreuse.bus.tenants import Line
 from ctxreuse.bus.transfer import part_offsets
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import prefix_key
+from ctxreuse.levels import EXACT
 from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["StoreSupply", "proven"]
@@ -22,7 +23,7 @@ def proven(view: BlockView, line: Line, salt: bytes) -> bool:
 
 
 class StoreSupply:
-    """See `ctxreuse.bus.base.Supply` and `ctxreuse.bus.base.Gather`. Holds the heads of blocks, nothing else.
+    """See `ctxreuse.bus.base.Encodable` and `ctxreuse.bus.base.Gather`. Holds the heads of blocks, nothing else.
 
     A block that is evicted meanwhile is a LookupError, one that was replaced by another encoding too. Each payload is
     one short read of the store, out of which its pieces are copied once, to where they are sent from.
@@ -36,7 +37,21 @@ class StoreSupply:
         self.count = len(self._items)
         self._offsets: dict[int, tuple[int, ...]] = {}
         self._heads: dict[int, bytes] = {}
+        self._levels: Container[str] = (EXACT,)
+        self._coded = False
         self._closed = False
+
+    def allow(self, levels: Container[str]) -> None:
+        """See `Encodable.allow`."""
+        self._levels, self._coded = levels, True
+
+    def sealed(self, item: int) -> memoryview:
+        """See `Encodable.sealed`."""
+        with self._reading() as reader:
+            view = self._peek(reader, item)
+            if not proven(view, self._line, self._salt):
+                raise LookupError(view.header.key.hex()[:16])
+            return memoryview(bytes(view.buffer))
 
     def parts(self, item: int) -> tuple[int, ...]:
         """See `Supply.parts`; reads the head."""
@@ -79,17 +94,23 @@ class StoreSupply:
 
     def _look(self, reader: Reader, item: int) -> BlockView:
         """An item as it is held now, which it must have been from the start."""
-        key, kind = self._items[item]
-        view = reader.peek(key, kind)
-        if view is None:
-            raise LookupError(key.hex()[:16])
-        if item not in self._heads:
+        view, head = self._peek(reader, item), self._heads.get(item)
+        if head is None:
             if not proven(view, self._line, self._salt):
-                raise LookupError(key.hex()[:16])
+                raise LookupError(view.header.key.hex()[:16])
+            # Whatever cannot be sent as it is may still be encoded: only then are its parts of no interest.
+            if view.header.level not in self._levels and not self._coded:
+                raise LookupError(f"held at {view.header.level}")
             self._offsets[item] = part_offsets(view)
             self._heads[item] = bytes(view.buffer[: view.start])
-        elif view.buffer[: view.start] != self._heads[item]:
-            raise LookupError(key.hex()[:16])
+        elif view.buffer[: view.start] != head:
+            raise LookupError(self._items[item][0].hex()[:16])
+        return view
+
+    def _peek(self, reader: Reader, item: int) -> BlockView:
+        view = reader.peek(*self._items[item])
+        if view is None:
+            raise LookupError(self._items[item][0].hex()[:16])
         return view
 
     def watch(self, wake: Callable[[], None]) -> None:

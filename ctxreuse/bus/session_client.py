@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from ctxreuse.bus import wire
 from ctxreuse.bus.base import Matched
 from ctxreuse.bus.session import Limits, Request, Session
-from ctxreuse.bus.session_get import Asking, Getting
+from ctxreuse.bus.session_get import Allow, Asking, Getting
 from ctxreuse.bus.session_known import Known
 from ctxreuse.bus.session_put import Giving, Stored
 from ctxreuse.bus.transfer import Assembly, Outlet
+from ctxreuse.bus.transfer_card import CardAssembly
 from ctxreuse.bus.wire import Frame, Message, Welcome
 from ctxreuse.errors import CtxReuseError, LinkDownError, LinkRefusedError, ProtocolError
 from ctxreuse.keys import ROOT, Tokens
+from ctxreuse.model import ModelSpace
 from ctxreuse.store.base import Buffer
 
 __all__ = ["ClientSession", "Stored"]
@@ -25,7 +28,8 @@ class ClientSession(Session):
     """One edge's link to one cloud. Requests may be made at any time; they are sent when the link is up, and again
     after a cut. One thread calls; `announced` is for any.
 
-    ``node``: 16 bytes that name this edge; ``spaces``: digests of its models; ``on_up(welcome)`` is called when a cloud
+    ``node``: 16 bytes that name this edge; ``spaces``: digests of its models, of which ``models`` are told whole, so
+    that the cloud can encode for them; ``on_up(welcome)`` is called when a cloud
     has accepted, before anything is opened again, ``on_epoch(welcome)`` before that if it is another life of the cloud
     than before (what it announced is void; open transfers are opened again and may be refused).
     """
@@ -35,6 +39,7 @@ class ClientSession(Session):
         *,
         node: bytes,
         spaces: Sequence[bytes] = (),
+        models: Sequence[ModelSpace] = (),
         program: str = "ctxreuse",
         limits: Limits | None = None,
         on_up: Callable[[Welcome], None] | None = None,
@@ -42,6 +47,7 @@ class ClientSession(Session):
     ) -> None:
         super().__init__(limits or Limits())
         self.node, self.spaces, self.program = node, tuple(spaces), program
+        self._models = tuple(map(msgspec.msgpack.encode, models))
         self.welcome: Welcome | None = None
         self.up = False
         self.refused: LinkRefusedError | None = None
@@ -65,29 +71,39 @@ class ClientSession(Session):
             self._start(Asking(request, message))
         return request
 
-    def fetch(self, assembly: Assembly, *, payload: int = 0, window: int = 8) -> None:
+    def fetch(self, assembly: Assembly, *, payload: int = 0, window: int = 8, allow: Allow | None = None) -> None:
         """Get the blocks of ``assembly``; what happens is told to it alone.
 
         ``payload``: bytes a message at most (0: the most that both sides allow); smaller ones let others through sooner
-        on a slow link. ``window``: payloads that may be on their way.
+        on a slow link. ``window``: payloads that may be on their way. ``allow``: at which levels they may come.
         """
         if assembly.ended is not None:
             return
         if len(assembly.keys) > wire.MAX_KEYS:
             assembly.end("too many blocks")
         elif self._admit(lambda error: assembly.end(error.what)):
+            self._start(Getting(assembly, None, payload, window, allow))
+
+    def card(self, assembly: CardAssembly, *, payload: int = 0, window: int = 8) -> None:
+        """Get a card that the cloud has named in its welcome."""
+        if self.welcome is None or (assembly.space, assembly.digest) not in self.welcome.cards:
+            assembly.end("not offered")
+        elif self._admit(lambda error: assembly.end(error.what)):
             self._start(Getting(assembly, None, payload, window))
 
-    def prefill(self, assembly: Assembly, tokens: Tokens, *, payload: int = 0, window: int = 8) -> None:
+    def prefill(
+        self, assembly: Assembly, tokens: Tokens, *, payload: int = 0, window: int = 8, allow: Allow | None = None
+    ) -> None:
         """Let the cloud compute the blocks of ``assembly`` and send them as they are made.
 
-        ``tokens``: int32 [n], the ids of the context from its start to the end of the last block, at most 2^18.
+        ``tokens``: int32 [n], the ids of the context from its start to the end of the last block, at most 2^18. The
+        rest as in `fetch`.
         """
         row = np.ascontiguousarray(tokens, "<i4").tobytes()
         if not 4 <= len(row) <= 4 * wire.MAX_TOKENS:
             assembly.end("tokens")
         elif self._admit(lambda error: assembly.end(error.what)):
-            self._start(Getting(assembly, row, payload, window))
+            self._start(Getting(assembly, row, payload, window, allow))
 
     def put(
         self,
@@ -116,7 +132,7 @@ class ClientSession(Session):
             self._start(Giving(request, message, read, payload))
         return request
 
-    def cancel(self, what: Request[Matched] | Request[Stored] | Assembly) -> None:
+    def cancel(self, what: Request[Matched] | Request[Stored] | Assembly | CardAssembly) -> None:
         """Give a request up; nothing happens if it has ended."""
         for number, live in list(self._live.items()):
             owner = live.assembly if isinstance(live, Getting) else live.request
@@ -155,19 +171,11 @@ class ClientSession(Session):
             self.lost(now)
         super().opened(now)
         self._pinged, self._answered = self._time, False
-        epoch, version = self._known.epoch, self._known.version
-        self._say(
-            wire.Hello(
-                wire.VERSION,
-                wire.VERSION,
-                self.node,
-                self.program,
-                self.spaces,
-                self.limits.terms.max_payload,
-                epoch if version else 0,
-                version,
-            )
-        )
+        known, most = self._known, self.limits.terms.max_payload
+        hello = wire.Hello(wire.VERSION, wire.VERSION, self.node, self.program, self.spaces, most, models=self._models)
+        if known.version:
+            hello = msgspec.structs.replace(hello, epoch=known.epoch, version=known.version)
+        self._say(hello)
 
     def lost(self, now: float) -> None:
         """The transport is gone: requests wait for the next."""
@@ -307,7 +315,7 @@ class ClientSession(Session):
             if message.payloads != live.got:  # only a new connection can mend it
                 lost = f"{message.payloads - live.got} of {message.payloads} payloads are lost"
                 raise ProtocolError(lost, where=self._who(), fix="The fetch is resumed")
-            live.assembly.end("short")
+            live.assembly.finish()
             self._drop(message.id, LinkDownError("short"), tell=False)
         else:
             del self._live[message.id]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
+from collections.abc import Callable, Mapping
 
 from ctxreuse.bus import wire
 from ctxreuse.bus.base import Grant, Service, Supply
 from ctxreuse.bus.session import Limits, Session
 from ctxreuse.bus.session_intake import Taking
+from ctxreuse.bus.session_supply import described, opened, packer_of
 from ctxreuse.bus.session_tell import Telling
 from ctxreuse.bus.transfer import ChangedError, Outgoing, Outlet
 from ctxreuse.bus.wire import Frame, Message
 from ctxreuse.errors import CtxReuseError, LinkRefusedError, ProtocolError
+from ctxreuse.model import ModelSpace
 
 __all__ = ["ServerSession"]
 
@@ -44,6 +44,7 @@ class ServerSession(Session):
         self.grant: Grant | None = None
         self.draining = ""
         self._wake = wake
+        self._models: Mapping[bytes, ModelSpace] = {}
         self._leaving = False
         self._sending: dict[int, Outgoing] = {}
         self._taking: dict[int, Taking] = {}
@@ -113,7 +114,7 @@ class ServerSession(Session):
                 self._payload(message, payload)
             case wire.Match():
                 self._answer(message, grant)
-            case wire.Fetch() | wire.Prefill():
+            case wire.Fetch() | wire.Prefill() | wire.FetchCard():
                 self._open_transfer(message, grant)
             case wire.Put():
                 self._open_put(message, grant)
@@ -157,7 +158,11 @@ class ServerSession(Session):
             self._turn_away("unknown", error.what)
             return
         self.hello, self.grant = message, grant
-        self._say(wire.Welcome(wire.VERSION, self.node, self.epoch, grant.salt, grant.spaces, terms=self.limits.terms))
+        self._models = described(message)
+        terms, packer = self.limits.terms, packer_of(self.service)
+        packs = packer.packs if packer is not None else ()
+        cards = packer.cards(list(self._models.values())) if packer is not None else ()
+        self._say(wire.Welcome(wire.VERSION, self.node, self.epoch, grant.salt, grant.spaces, terms, packs, cards))
         since = message.version if message.epoch == self.epoch else 0
         self._telling.begin(grant.tenant, since, self._time)
 
@@ -177,7 +182,7 @@ class ServerSession(Session):
             return
         self._say(wire.Matched(message.id, found.blocks, found.state_blocks, found.nbytes))
 
-    def _room(self, message: wire.Fetch | wire.Prefill | wire.Put, count: int, most: int) -> bool:
+    def _room(self, message: wire.Fetch | wire.Prefill | wire.FetchCard | wire.Put, count: int, most: int) -> bool:
         """True if this request may be opened; an older round of it is closed."""
         older = self._sending.get(message.id) or self._taking.get(message.id)
         if older is not None:
@@ -194,7 +199,7 @@ class ServerSession(Session):
             return True
         return False
 
-    def _open_transfer(self, message: wire.Fetch | wire.Prefill, grant: Grant) -> None:
+    def _open_transfer(self, message: wire.Fetch | wire.Prefill | wire.FetchCard, grant: Grant) -> None:
         terms = self.limits.terms
         if message.credit > terms.window:
             raise ProtocolError(f"credit of {message.credit}, {terms.window} is the most", where=self._who())
@@ -202,16 +207,7 @@ class ServerSession(Session):
             return
         supply: Supply | None = None
         try:
-            if isinstance(message, wire.Fetch):
-                keys = wire.split(message.keys)
-                supply = self.service.supply(grant.tenant, message.space, keys, state=message.state)
-                order = message.order
-            else:
-                tokens = np.frombuffer(message.tokens, "<i4")
-                supply = self.service.prefill(
-                    grant.tenant, message.space, tokens, first=message.first, state=message.state
-                )
-                order = "front"
+            supply, order, state, blocks = opened(self.service, grant, self._models, message)
             # A supply keeps the head of each block: kilobytes that a peer could ask for without end.
             if self._sending and supply.count + sum(len(s.items) for s in self._sending.values()) > wire.MAX_KEYS:
                 raise LinkRefusedError(f"more than {wire.MAX_KEYS} blocks at once", where="busy")
@@ -225,7 +221,8 @@ class ServerSession(Session):
                 order=order,
                 payload=max(4096, min(message.payload or most, most)),
                 credit=message.credit,
-                state=message.state,
+                state=state,
+                first=blocks,
                 have=message.have,
                 wake=self._wake,
                 memory=self.outlet.memory,
@@ -287,7 +284,7 @@ class ServerSession(Session):
             return
         if message.upto > sending.sent + self.limits.terms.window:
             raise ProtocolError(f"credit up to {message.upto} after {sending.sent} payloads", where=self._who())
-        sending.credit = max(sending.credit, message.upto)
+        sending.granted(message.upto, message.bandwidth)
 
     def _bulk(self) -> list[Frame] | None:
         """Announcements and payloads take turns."""

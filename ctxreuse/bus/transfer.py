@@ -41,12 +41,12 @@ class ChangedError(LookupError):
 class Outgoing:
     """Items of one `Supply` on their way to one peer. Owned by the thread of the sockets; only `wake` is for any.
 
-    ``owner``: whose transfer it is (a session). ``items``: which items to send, ascending (all by default). With
-    ``state`` the last item is a state. ``payload``: bytes at most in one message. ``have``: what the receiver has
-    already; it is skipped. ``remaining``: bytes still to be sent, as far as is known: all items are taken to be as
-    large as the first that is ready. ``memory``: for payloads that are gathered from several pieces (the outlet's, so
-    that all transfers share it). Making and `take` raise LookupError if an item is gone, ChangedError if it is
-    another one.
+    ``owner``: whose transfer it is (a session). ``items``: which items to send, ascending (all by default). The
+    ``first`` so many of them go before all others (all by default); with ``state`` the last of those is a state.
+    ``payload``: bytes at most in one message. ``have``: what the receiver has already; it is skipped. ``remaining``:
+    bytes still to be sent, as far as is known: all items are taken to be as large as the first that is ready.
+    ``memory``: for payloads that are gathered from several pieces (the outlet's, so that all transfers share it).
+    Making and `take` raise LookupError if an item is gone, ChangedError if it is another one.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Outgoing:
         credit: int = 0,
         items: Sequence[int] | None = None,
         state: bool = False,
+        first: int | None = None,
         have: Sequence[Have] = (),
         wake: Callable[[], None] | None = None,
         memory: PayloadMemory | None = None,
@@ -73,6 +74,7 @@ class Outgoing:
         self.last = 0  # the outlet's payload number when this one was served, or added
         self.finished = False
         self._state = state
+        self._runs = [run for run in (self.items[:first], self.items[first:] if first is not None else ()) if run]
         here = set(self.items)
         self._have = {item: (nbytes, check) for item, nbytes, check in have if item in here}
         self._skipped = sum(nbytes for nbytes, _ in self._have.values())
@@ -98,6 +100,13 @@ class Outgoing:
     def waits(self) -> bool:
         """True while the next item is still being made."""
         return self._waits and not self._woken
+
+    def granted(self, upto: int, bandwidth: int = 0) -> None:
+        """The receiver allows ``upto`` payloads in all, and sees ``bandwidth`` (bytes/s, 0: unknown)."""
+        self.credit = max(self.credit, upto)
+        told: Callable[[int], None] | None = getattr(self.supply, "told", None)
+        if bandwidth and told is not None:
+            told(bandwidth)
 
     def wake(self) -> None:
         """Another item may be ready. Any thread."""
@@ -175,26 +184,30 @@ class Outgoing:
 
     def _plan(self) -> _Spans[None]:
         """Spans of at most one payload in the order of sending; None while an item is not ready."""
-        if self.order == "layers" and len(self.items) > 1:
-            yield from self._by_layer()
-            return
-        for item in self.items if self.order == "front" else reversed(self.items):
+        for i, run in enumerate(self._runs):
+            if self.order == "layers" and len(run) > 1:
+                yield from self._by_layer(run, self._state and i == 0)
+            else:
+                yield from self._whole(run)
+
+    def _whole(self, items: Sequence[int]) -> _Spans[None]:
+        for item in items if self.order == "front" else reversed(items):
             offsets = yield from self._offsets(item)
             start = self._have.get(item, (0, b""))[0]
-            while start < offsets[-1]:
+            while offsets and start < offsets[-1]:
                 # As many whole parts as a payload takes, else a payload's worth of one that is larger.
                 stop = offsets[bisect_right(offsets, start + self.payload) - 1]
                 stop = stop if stop > start else start + self.payload
                 yield item, start, stop
                 start = stop
 
-    def _by_layer(self) -> _Spans[None]:
+    def _by_layer(self, items: Sequence[int], state: bool) -> _Spans[None]:
         known: dict[int, tuple[int, ...]] = {}
-        for item in self.items:
+        for item in items:
             known[item] = yield from self._offsets(item)
             yield from self._part(item, known[item], 0)
-        if self._state:  # it is needed before any layer can be computed
-            last = self.items[-1]
+        if state:  # it is needed before any layer can be computed
+            last = items[-1]
             offsets = known.pop(last)
             for part in range(1, len(offsets) - 1):
                 yield from self._part(last, offsets, part)
@@ -205,6 +218,8 @@ class Outgoing:
     def _offsets(self, item: int) -> _Spans[tuple[int, ...]]:
         while (offsets := self.supply.parts(item)) is None:
             yield None
+        if not offsets:
+            return offsets
         self._size = self._size or offsets[-1]
         nbytes, check = self._have.get(item, (0, b""))
         if 0 < nbytes != offsets[-1] and (nbytes > offsets[-1] or self.supply.read(item, 24, 32) != check):

@@ -5,21 +5,23 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block import MAX_HEADER, BlockView, Layout, block_layout, parse
+from ctxreuse.bus.transfer_levels import allowed, laid_out
 from ctxreuse.bus.wire import Have, Piece
 from ctxreuse.errors import FormatError, LinkDownError, ProtocolError
 from ctxreuse.keys import KEY_BYTES, ROOT, Tokens
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime.remote import Order
 
-__all__ = ["Assembly", "part_offsets"]
+__all__ = ["Assembly", "Options", "part_offsets"]
 
 #: What of a block's prelude must be known before memory is allocated: header length, total length, header checksum.
 _SIZES = struct.Struct("<12xIQ8s")
@@ -27,6 +29,8 @@ _SIZES = struct.Struct("<12xIQ8s")
 _HEADER_SLACK = 4096
 #: Bytes of blocks that share one array: what is kept alive together by any view of them.
 _SLAB = 64 << 20
+#: Bytes that the stream of a plane may have beyond the plane itself: heads of its cells, where nothing could be saved.
+_CODED_SLACK = 4096
 _ALIGN, _PAGE, _PAGE_HEADER = 64, 4096, 16
 
 
@@ -64,18 +68,30 @@ class _Item:
         return self.buffer is not None and self.filled == len(self.bytes)
 
 
+class Options(TypedDict, total=False):
+    """What else an `Assembly` is told."""
+
+    order: Order
+    state: bool
+    levels: Collection[str]
+    refine: bool
+
+
 class Assembly:
     """Blocks of one fetch as they arrive; a `ctxreuse.runtime.remote.Fetch`.
 
     One thread, the link's, writes; any others wait and read. Memory of a block is allocated when its first bytes are
     here and the lengths in them are what ``space`` implies (exactly, for blocks; at most ``state_limit`` bytes for the
     state). Each head is compared with what was asked for as soon as it is whole: model space, key, parent, token ids,
-    position, layout. Planes are not verified: who reads them compares checksums. A peer that sends something else ends
-    the fetch with ``foreign``.
+    position, layout, level. Planes are not verified: who reads them compares checksums. A peer that sends something
+    else ends the fetch with ``foreign``, one that sends a level that was not allowed with ``level``.
 
     ``keys``: of the wanted blocks, on this link; ``parent``: the key before the first (ROOT for block 0); ``tokens``
     int32 [blocks x block_tokens]: their ids; ``first``: index of the first block in its context. With ``state`` the
-    state at the end of the last block is item ``count``. ``on_stop`` is called once by `stop`, in its caller's thread.
+    state at the end of the last block is item ``count``. ``levels``: at which blocks may come, besides ``exact``, as
+    heads spell them; a coded block is at most a little larger than the raw one. ``refine``: refinements of the blocks
+    may follow as further items; `finish` says that no more of them will. ``on_stop`` is called once by `stop`, in its
+    caller's thread.
     """
 
     def __init__(
@@ -89,6 +105,8 @@ class Assembly:
         order: Order = "layers",
         state: bool = False,
         state_limit: int = 1 << 30,
+        levels: Collection[str] = (),
+        refine: bool = False,
         on_stop: Callable[[], None] | None = None,
     ) -> None:
         if not keys or len(tokens) != len(keys) * space.block_tokens or first < 0:
@@ -97,6 +115,7 @@ class Assembly:
             raise ValueError(f"keys must have {KEY_BYTES} bytes")
         self.space, self.keys, self.first, self.order = space, tuple(keys), first, order
         self.wants_state, self.on_stop = state, on_stop
+        self.levels, self.refines = frozenset(levels), refine
         self._parents = (parent, *keys[:-1])
         self._tokens = np.ascontiguousarray(tokens, "<i4").tobytes()
         self._layout = block_layout(space)
@@ -110,7 +129,7 @@ class Assembly:
             + _HEADER_SLACK
         )
         self._state_limit = state_limit
-        self._items = [_Item() for _ in range(len(keys) + state)]
+        self._items = [_Item() for _ in range(len(keys) + state + refine * len(keys))]
         #: Blocks whose part p is whole; part 0 counts when its head has been checked.
         self._whole = [0] * (1 + len(layers))
         self._tail = 0
@@ -137,7 +156,7 @@ class Assembly:
             fresh += self._place(number, start, payload[at : at + nbytes])
             at += nbytes
         with self._changed:
-            if self._ended is None and self._items_whole():
+            if self._ended is None and not self.refines and self._items_whole():
                 self._ended = ""
             self._changed.notify_all()
         return fresh
@@ -145,6 +164,10 @@ class Assembly:
     def have(self) -> tuple[Have, ...]:
         """What is here of each item, for opening the fetch again: (item, bytes, header checksum)."""
         return tuple((i, item.filled, item.check) for i, item in enumerate(self._items) if item.filled)
+
+    def finish(self) -> None:
+        """The peer has sent all that it has."""
+        self.end("" if self._items_whole() else "short")
 
     def end(self, reason: str) -> None:
         """No more will come; ``reason`` is what `ended` says. The first end counts. Any thread."""
@@ -154,7 +177,7 @@ class Assembly:
             self._changed.notify_all()
 
     def _items_whole(self) -> bool:
-        return self._tail == self.count and (not self.wants_state or self._items[-1].whole)
+        return self._tail == self.count and (not self.wants_state or self._items[self.count].whole)
 
     def _place(self, number: int, start: int, data: memoryview) -> int:
         """Bytes of one item; how many were new."""
@@ -196,9 +219,10 @@ class Assembly:
             raise self._foreign(f"item {number} begins with {len(data)} bytes")
         header, total, check = _SIZES.unpack_from(data)
         start = -(-(32 + header) // _ALIGN) * _ALIGN
-        if number < self.count:
+        if number != self.count or not self.wants_state:
             exact = -(-(start + self._layout.nbytes + _PAGE_HEADER) // _PAGE) * _PAGE - _PAGE_HEADER
-            fits = 0 < header <= self._header_limit and total == exact
+            coded = self.levels and start <= total <= exact + _CODED_SLACK * len(self._layout.planes)
+            fits = 0 < header <= self._header_limit and (total == exact or coded)
         else:
             fits = 0 < header <= MAX_HEADER and start <= total <= self._state_limit
         if not fits:
@@ -224,17 +248,26 @@ class Assembly:
             view = parse(item.buffer, space=self.space.digest)
         except FormatError as error:
             raise self._foreign(f"item {number}: {error.what}") from None
-        header, state = view.header, number == self.count
-        block, step = min(number, self.count - 1), self.space.block_tokens
+        header, state = view.header, number == self.count and self.wants_state
+        block, step = self._block(number), self.space.block_tokens
         end = (self.first + block + 1) * step
         wanted = ("state" if state else "block", self.keys[block], self._parents[block], end)
         if (header.kind, header.key, header.parent, header.end) != wanted:
             raise self._foreign(f"item {number} is the {header.kind} {header.key.hex()[:16]} that ends at {header.end}")
         if header.tokens != self._tokens[4 * block * step : 4 * (block + 1) * step]:
             raise self._foreign(f"item {number} is of other tokens")
-        if not state and (header.planes != self._layout.encoded or header.rope_at not in (-1, end - step)):
+        base = self._items[block].view if number >= self.count + self.wants_state else view
+        if base is None or not allowed(header.level, self.levels, base.header.level if base is not view else ""):
+            raise self._foreign(f"item {number} has level {header.level!r}", "level")
+        if not state and (not laid_out(view, self._layout) or header.rope_at not in (-1, end - step)):
             raise self._foreign(f"item {number} has other planes, or was rotated from {header.rope_at} on")
         return view
+
+    def _block(self, number: int) -> int:
+        """Number of the block that an item is, or belongs to."""
+        if number < self.count:
+            return number
+        return self.count - 1 if number == self.count and self.wants_state else number - self.count - self.wants_state
 
     def _count(self, item: _Item, number: int) -> None:
         with self._changed:
@@ -245,20 +278,20 @@ class Assembly:
             while self._tail < self.count and self._items[self.count - 1 - self._tail].whole:
                 self._tail += 1
 
-    def _foreign(self, what: str) -> ProtocolError:
-        self.end("foreign")
+    def _foreign(self, what: str, reason: str = "foreign") -> ProtocolError:
+        self.end(reason)
         return ProtocolError(f"a peer sent what was not asked for: {what}", where=self.keys[0].hex()[:16])
 
     # ---- any thread ----
 
     @classmethod
     def of_context(
-        cls, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
+        cls, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, **options: Unpack[Options]
     ) -> Assembly:
         """For blocks ``first`` to the last of ``keys``; ``keys`` and ``tokens`` are of the context from its start."""
         ids = tokens[first * space.block_tokens : len(keys) * space.block_tokens]
         parent = keys[first - 1] if first else ROOT
-        return cls(space, keys[first:], ids, first=first, parent=parent, order=order, state=state)
+        return cls(space, keys[first:], ids, first=first, parent=parent, **options)
 
     @property
     def count(self) -> int:
@@ -295,11 +328,16 @@ class Assembly:
             raise ValueError(f"the last {last} blocks are asked for, {self._tail} are whole")
         return self._views(last)
 
+    def refinements(self, last: int) -> list[BlockView | None]:
+        """Of the last ``last`` blocks, in order: their refinements, None for each that is not here whole (yet)."""
+        items = self._items[self.count + self.wants_state :][-last:] if self.refines and last else []
+        return [item.view if item.whole else None for item in items] or [None] * last
+
     def state(self, timeout: float) -> BlockView | None:
         """The states at the end of the last block, if they were asked for and are here whole in time."""
         if not self.wants_state:
             return None
-        item = self._items[-1]
+        item = self._items[self.count]
         with self._changed:
             self._changed.wait_for(lambda: item.whole or self._ended is not None, timeout)
             return item.view if item.whole else None
@@ -333,6 +371,7 @@ class Assembly:
         """Raise AssertionError if the books do not fit the bytes."""
         with self._changed:
             blocks = self._items[: self.count]
+            assert self.refines or len(self._items) == self.count + self.wants_state
             for item in self._items:
                 assert item.filled <= len(item.bytes)
                 assert (item.view is not None) == (item.buffer is not None and item.filled >= item.start)

@@ -25,19 +25,22 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
 
     type  name      by  fields
     1     hello     E   oldest, newest (versions spoken), node[16], program, spaces[32 each], max_payload,
-                        epoch and version (of the announcements that it still knows; 0, 0: none)
+                        epoch and version (of the announcements that it still knows; 0, 0: none), models
+                        (descriptions of spaces, MessagePack, whose digests are among spaces)
     2     welcome   C   version (spoken from now on), node[16], epoch (of this life of the cloud), salt[16] (for keys on
                         this link), spaces[32 each] (in which it prefills), terms: max_payload, transfers, puts,
-                        max_block, window, heartbeat_ms, silence_ms
+                        max_block, window, heartbeat_ms, silence_ms; packs (levels without a card that it can
+                        send), cards [(space[32], card[32])] (that it can encode with, and has to give)
     3     refused   EC  id (0: the whole link), code, text, round
     4     announce  C   seq, base, version, part, parts, added and removed (first 8 bytes of each key, in a row)
     5     resync    E   (none)
     6     match     E   id, space[32], keys
     7     matched   C   id, blocks, state_blocks, nbytes
     8     fetch     E   id, round, space[32], keys, state, order, payload (bytes wanted a payload; 0: max_payload),
-                        have [(item, bytes, check)], credit
+                        have [(item, bytes, check)], credit, wish: levels, bandwidth, deadline_ms, expect, refine
     9     payload   EC  id, round, pieces [(item, start, bytes)]; the second frame has these bytes in a row
-    10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all)
+    10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all), bandwidth (that the
+                        receiver sees now, bytes/s; 0: not known)
     11    done      C   id, round, payloads: all was sent, in so many payloads (fetch, prefill), or all was taken or
                         refused (put)
     12    cancel    E   id
@@ -47,10 +50,11 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     15    stored    C   id, round, item, reason ("" = taken)
     16    skip      E   id, round, item: the edge has this block no more
     17    prefill   E   id, round, space[32], tokens (int32 little-endian, from the start), first, state, payload,
-                        have, credit
+                        have, credit, wish
     18    ping      E   number
     19    pong      C   number
     20    bye       EC  text: no new requests; what is on its way is finished
+    21    fetchcard E   id, round, space[32], digest[32], payload, have, credit
 
 **Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
 ``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
@@ -59,6 +63,29 @@ that a message was lost. Between items the sender follows ``order``: ``layers`` 
 all blocks, layer 1, …), ``tail`` (whole items, last first) or ``front`` (whole items, first first; put and prefill
 always, a put one block after another in the order of ``want``). A payload carries whole *parts* (head, or planes of one
 layer), only a part that is larger than a payload is split.
+
+**Levels.** Without a wish blocks come as ``exact``. A wish names what else the receiver takes (`ctxreuse.codec.levels`:
+``exact+rans``, lossy levels with the card that they need), so no peer ever sends more damage than was allowed; what it
+sends is in each block's head, and a level that was not named ends the fetch. *Who picks:* the receiver allows and tells
+what only it knows, the link as it arrives and the time by which blocks are worth more than computing them; the sender
+picks, as only it knows what is packed already and how large it became. It picks anew for every few blocks: the least
+damage of which all that is left would still be there in time, and where nothing would, what is there first. Of exact
+ones, ``exact+rans`` wherever the link is slower than the coder. In ``layers``, where all heads go first, it packs the
+whole context before layer 0 goes out; in ``tail`` each block may have its own level::
+
+    receiver  --- wish: levels, 2.5 MB/s, 900 ms, expect 20 --->  sender: 20 blocks of 90 kB fit: kl-0.05
+    receiver  <-- block 31 kl-0.05, block 30 kl-0.05 ----------
+    receiver  --- credit upto=12, 12 MB/s --------------------->  sender: now 18 of 250 kB fit: kl-0.01
+    receiver  <-- block 29 kl-0.01, ... -----------------------
+    receiver  <-- refinement of block 31, of block 30 ... -----   with ``refine``, when nothing else is left to send
+
+**Refinements.** With ``refine`` one more item for each block follows the last (state or block): its refinement, sent in
+the same order after all of those. A block that was sent at a level that nothing refines has none; ``done`` says when
+all that there are were sent.
+
+**Cards** are content: named by SHA-256 in welcome, sent as item 0 of a *fetchcard* (unsealed; ``check`` is bytes 24 to
+32 of it), compared with the digest that was asked for before anything of it is read. A cloud names only cards of models
+that this edge described in hello; an edge asks only for those.
 
 **Credit** counts payload messages. The receiver says up to how many may have been sent in this round; the sender never
 sends more. Saying it twice, or an old number, does nothing.
@@ -117,9 +144,9 @@ Limits
 ======
 A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and
 262,144 tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a
-text. The open fetches and prefills of an edge are of 8,192 blocks together (else ``busy``). All numbers are below 2^62.
-Memory follows from bytes that are there, never from a number in them. What breaks a rule is a ProtocolError; the side
-that sees it closes the connection.
+text, 32 levels a wish, 16 models (256 KiB each) a hello, 256 MiB a card. The open fetches and prefills of an edge are
+of 8,192 blocks together (else ``busy``). All numbers are below 2^62. Memory follows from bytes that are there, never
+from a number in them. What breaks a rule is a ProtocolError; the side that sees it closes the connection.
 
 Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
 (not held any more), ``changed``, ``stalled`` (the peer did not move it for too long), ``space``, ``tokens``,
@@ -127,10 +154,11 @@ Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` 
 
 Versions
 ========
-Fields may be appended to a message within a version; a receiver ignores those that it does not know. All else is a new
-version. In every version prelude, ``hello`` and ``refused`` begin as they do here. Hello names the oldest and newest
-version that the edge speaks; the cloud answers with the highest that both speak, or refuses with ``version`` naming
-both.
+Fields may be appended to a message within a version; a receiver ignores those that it does not know. A message may be
+added if it is only sent to a peer that has shown, by such a field, that it knows it: no fetchcard goes to a cloud that
+named no card, and a wish that is not understood is answered with exact blocks. All else is a new version. In every
+version prelude, ``hello`` and ``refused`` begin as they do here. Hello names the oldest and newest version that the
+edge speaks; the cloud answers with the highest that both speak, or refuses with ``version`` naming both.
 """
 
 from __future__ import annotations
@@ -142,6 +170,7 @@ from typing import TypeAlias, cast
 import msgspec
 
 from ctxreuse.bus.wire_messages import (
+    MAX_CARD,
     MAX_KEYS,
     MAX_PAYLOAD,
     MAX_PIECES,
@@ -153,9 +182,11 @@ from ctxreuse.bus.wire_messages import (
     Body,
     Bye,
     Cancel,
+    CardName,
     Credit,
     Done,
     Fetch,
+    FetchCard,
     Have,
     Hello,
     Match,
@@ -174,12 +205,14 @@ from ctxreuse.bus.wire_messages import (
     Terms,
     Want,
     Welcome,
+    Wish,
 )
 from ctxreuse.errors import ProtocolError
 from ctxreuse.keys import KEY_BYTES
 
 __all__ = [
     "CODES",
+    "MAX_CARD",
     "MAX_HEADER",
     "MAX_KEYS",
     "MAX_PAYLOAD",
@@ -192,9 +225,11 @@ __all__ = [
     "Announce",
     "Bye",
     "Cancel",
+    "CardName",
     "Credit",
     "Done",
     "Fetch",
+    "FetchCard",
     "Frame",
     "Have",
     "Hello",
@@ -214,6 +249,7 @@ __all__ = [
     "Terms",
     "Want",
     "Welcome",
+    "Wish",
     "decode",
     "encode",
     "joined",

@@ -13,7 +13,9 @@ from msgspec import Meta
 from ctxreuse.keys import KEY_BYTES
 
 __all__ = [
+    "MAX_CARD",
     "MAX_KEYS",
+    "MAX_LEVELS",
     "MAX_PAYLOAD",
     "MAX_PIECES",
     "MAX_PREFIXES",
@@ -25,9 +27,11 @@ __all__ = [
     "Body",
     "Bye",
     "Cancel",
+    "CardName",
     "Credit",
     "Done",
     "Fetch",
+    "FetchCard",
     "Have",
     "Hello",
     "Match",
@@ -46,6 +50,7 @@ __all__ = [
     "Terms",
     "Want",
     "Welcome",
+    "Wish",
 ]
 
 MAX_PAYLOAD = 16 << 20
@@ -55,11 +60,18 @@ MAX_PREFIXES = 1 << 16
 MAX_PIECES = 4096
 PREFIX_BYTES = 8
 MAX_SPACES, MAX_TEXT = 512, 512
+MAX_LEVELS, MAX_MODELS, MAX_MODEL = 32, 16, 1 << 18
+#: Bytes of a card; one of SmolLM2 has 13 MB.
+MAX_CARD = 256 << 20
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Id = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Item = Annotated[int, Meta(ge=0, le=MAX_KEYS)]
+# Blocks, a state, and a refinement of each block.
+_Sent = Annotated[int, Meta(ge=0, le=2 * MAX_KEYS)]
 _Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Level = Annotated[str, Meta(max_length=64)]
+_Levels = Annotated[tuple[_Level, ...], Meta(max_length=MAX_LEVELS)]
 _Code = Annotated[str, Meta(max_length=32)]
 _Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 _Node = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -73,11 +85,15 @@ _LinkPayload = Annotated[int, Meta(ge=4096, le=MAX_PAYLOAD)]
 _Millis = Annotated[int, Meta(ge=1, le=3_600_000)]
 
 #: Item, first byte in it, and number of bytes.
-Piece: TypeAlias = tuple[_Item, _Number, Annotated[int, Meta(ge=1, le=MAX_PAYLOAD)]]
+Piece: TypeAlias = tuple[_Sent, _Number, Annotated[int, Meta(ge=1, le=MAX_PAYLOAD)]]
 #: Item, how many of its bytes are here already, and the checksum of its header.
-Have: TypeAlias = tuple[_Item, _Size, Annotated[bytes, Meta(min_length=8, max_length=8)]]
-_Haves = Annotated[tuple[Have, ...], Meta(max_length=MAX_KEYS + 1)]
+Have: TypeAlias = tuple[_Sent, _Size, Annotated[bytes, Meta(min_length=8, max_length=8)]]
+_Haves = Annotated[tuple[Have, ...], Meta(max_length=2 * MAX_KEYS + 1)]
 _Window = Annotated[int, Meta(ge=1, le=1 << 16)]
+#: Digests of a model space and of a card for its model.
+CardName: TypeAlias = tuple[_Digest, _Digest]
+_Cards = Annotated[tuple[CardName, ...], Meta(max_length=MAX_LEVELS)]
+_Models = Annotated[tuple[Annotated[bytes, Meta(max_length=MAX_MODEL)], ...], Meta(max_length=MAX_MODELS)]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +114,7 @@ class Hello(Body, frozen=True, array_like=True):
     max_payload: _LinkPayload = 1 << 20
     epoch: _Number = 0
     version: _Number = 0
+    models: _Models = ()
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +140,23 @@ class Welcome(Body, frozen=True, array_like=True):
     salt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     spaces: _Spaces = ()
     terms: Terms = Terms()
+    packs: _Levels = ()
+    cards: _Cards = ()
+
+
+class Wish(msgspec.Struct, frozen=True, array_like=True):
+    """At which levels blocks may come: ``levels`` besides ``exact``, the least damage first; those of a card name it.
+
+    ``bandwidth`` (bytes/s, 0: not known) is what the receiver sees of the link, ``deadline_ms`` the time from opening
+    the request on by which the first ``expect`` items sent (0: all) should be there (0: no matter when), ``refine``:
+    whether finer numbers are worth sending after everything else.
+    """
+
+    levels: _Levels = ()
+    bandwidth: _Number = 0
+    deadline_ms: _Number = 0
+    expect: _Number = 0
+    refine: bool = False
 
 
 class Refused(Body, frozen=True, array_like=True):
@@ -186,6 +220,7 @@ class Fetch(Body, frozen=True, array_like=True):
     payload: _PayloadSize = 0
     have: _Haves = ()
     credit: _Credit = 0
+    wish: Wish = Wish()
 
 
 class Payload(Body, frozen=True, array_like=True):
@@ -204,6 +239,7 @@ class Credit(Body, frozen=True, array_like=True):
     id: _Id
     round: _Id
     upto: _Credit
+    bandwidth: _Number = 0
 
 
 class Done(Body, frozen=True, array_like=True):
@@ -277,6 +313,7 @@ class Prefill(Body, frozen=True, array_like=True):
     payload: _PayloadSize = 0
     have: _Haves = ()
     credit: _Credit = 0
+    wish: Wish = Wish()
 
 
 class Ping(Body, frozen=True, array_like=True):
@@ -300,6 +337,19 @@ class Bye(Body, frozen=True, array_like=True):
     text: _Text = ""
 
 
+class FetchCard(Body, frozen=True, array_like=True):
+    """Send the card of this digest for the model of ``space``, as the one item 0."""
+
+    TYPE: ClassVar[int] = 21
+    id: _Id
+    round: _Id
+    space: _Digest
+    digest: _Digest
+    payload: _PayloadSize = 0
+    have: _Haves = ()
+    credit: _Credit = 0
+
+
 Message: TypeAlias = (
     Hello
     | Welcome
@@ -321,4 +371,5 @@ Message: TypeAlias = (
     | Ping
     | Pong
     | Bye
+    | FetchCard
 )

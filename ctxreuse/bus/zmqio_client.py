@@ -17,8 +17,10 @@ from ctxreuse.bus.auth import KeyPair
 from ctxreuse.bus.base import Matched
 from ctxreuse.bus.session import Limits, Request
 from ctxreuse.bus.session_client import ClientSession, Stored
+from ctxreuse.bus.session_get import Allow
 from ctxreuse.bus.transfer import Assembly
-from ctxreuse.bus.wire import MAX_KEYS, Welcome
+from ctxreuse.bus.transfer_card import CardAssembly
+from ctxreuse.bus.wire import MAX_KEYS, Welcome, Wish
 from ctxreuse.bus.zmqio_dial import Dialer, Estimate, LinkState
 from ctxreuse.bus.zmqio_socket import check_endpoint
 from ctxreuse.errors import ConfigError, LinkError, LinkRefusedError
@@ -59,7 +61,8 @@ class BusClient:
     between half and all of it, so that a thousand edges do not come back at once.
 
     ``keys`` and ``server_key`` (32 bytes) for CURVE; without both only loopback, unless ``insecure``. ``spaces``:
-    digests of this node's models. ``on_state(state, reason)`` is called in the link's thread and must return quickly;
+    digests of this node's models; ``models``: those that a cloud is told whole, so that it can encode for them (default
+    of ``spaces``: theirs). ``on_state(state, reason)`` is called in the link's thread and must return quickly;
     ``refused`` (unknown or revoked key, version, …) is tried again too, at the longest wait. ``estimate`` is fed with
     what transfers show. ``context``: share one among many links; it is not closed then.
     """
@@ -72,6 +75,7 @@ class BusClient:
         server_key: bytes | None = None,
         name: str = "",
         spaces: Sequence[bytes] = (),
+        models: Sequence[ModelSpace] = (),
         node: bytes | None = None,
         limits: Limits | None = None,
         insecure: bool = False,
@@ -88,8 +92,13 @@ class BusClient:
         self.endpoint, self.name = endpoint, name or endpoint
         limits = limits or Limits()
         self._session = ClientSession(
-            node=node or os.urandom(16), spaces=spaces, limits=limits, on_up=lambda _: self._dialer.came_up()
+            node=node or os.urandom(16),
+            spaces=spaces or [model.digest for model in models],
+            models=models,
+            limits=limits,
+            on_up=lambda _: self._dialer.came_up(),
         )
+        self._estimate = estimate
         self._dialer = Dialer(
             endpoint,
             self._session,
@@ -151,19 +160,38 @@ class BusClient:
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Assembly:
         """Ask for blocks ``first`` to the last of ``keys``; returns at once. With ``state``, also the state at its end.
 
         ``keys`` and ``tokens`` are of the context from its start. ``payload``: bytes a message (0: the most allowed);
-        ``window``: messages on their way, so ``payload * window`` should be above bandwidth times round trip.
+        ``window``: messages on their way, so ``payload * window`` should be above bandwidth times round trip. ``wish``:
+        at which levels they may come.
         """
-        assembly = self._assembly(space, keys, tokens, first, order, state)
-        self.fill(assembly, payload=payload, window=window)
+        assembly = self._assembly(space, keys, tokens, first, order, state, wish)
+        self.fill(assembly, payload=payload, window=window, wish=wish)
         return assembly
 
-    def fill(self, assembly: Assembly, *, payload: int = 0, window: int = 8) -> None:
+    def fill(self, assembly: Assembly, *, payload: int = 0, window: int = 8, wish: Wish | None = None) -> None:
         """Fetch into an assembly that the caller has made; returns at once."""
-        self._dialer.post(lambda: self._session.fetch(assembly, payload=payload, window=window), _ends(assembly))
+        allow = self._allow(wish)
+        self._dialer.post(
+            lambda: self._session.fetch(assembly, payload=payload, window=window, allow=allow), _ends(assembly)
+        )
+
+    def card(self, space: bytes, digest: bytes, timeout: float) -> bytes:
+        """The bytes of a card that the cloud names in its welcome, for the model of ``space``; they hash to ``digest``.
+
+        Raises LinkError after ``timeout`` seconds (what has come is lost) or if the link is down, FormatError if the
+        cloud sent something else.
+        """
+        assembly = CardAssembly(space, digest)
+        self._dialer.post(lambda: self._session.card(assembly), lambda error: assembly.end(error.what))
+        try:
+            return assembly.card(timeout)
+        finally:
+            assembly.end("stopped")
+            self._dialer.post(lambda: self._session.cancel(assembly))
 
     def prefill(
         self,
@@ -175,11 +203,15 @@ class BusClient:
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Assembly:
         """As `fetch`, but the cloud computes what it does not hold; blocks come as they are made."""
-        assembly = self._assembly(space, keys, tokens, first, "layers", state)
+        assembly = self._assembly(space, keys, tokens, first, "layers", state, wish)
         ids = tokens[: len(keys) * space.block_tokens]
-        self._dialer.post(lambda: self._session.prefill(assembly, ids, payload=payload, window=window), _ends(assembly))
+        allow = self._allow(wish)
+        self._dialer.post(
+            lambda: self._session.prefill(assembly, ids, payload=payload, window=window, allow=allow), _ends(assembly)
+        )
         return assembly
 
     def put(
@@ -250,10 +282,25 @@ class BusClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _allow(self, wish: Wish | None) -> Allow:
+        return Allow(wish or Wish(), lambda: float(getattr(self._estimate, "bandwidth", 0.0)))
+
     def _assembly(
-        self, space: ModelSpace, keys: Sequence[bytes], tokens: Tokens, first: int, order: Order, state: bool
+        self,
+        space: ModelSpace,
+        keys: Sequence[bytes],
+        tokens: Tokens,
+        first: int,
+        order: Order,
+        state: bool,
+        wish: Wish | None,
     ) -> Assembly:
-        assembly = Assembly.of_context(space, keys, tokens, first, order, state)
+        levels, refine = (wish.levels, wish.refine) if wish is not None else ((), False)
+        # Nothing refines what only an older cloud would send.
+        refine = refine and self.welcome is not None and bool(self.welcome.cards)
+        assembly = Assembly.of_context(
+            space, keys, tokens, first, order=order, state=state, levels=levels, refine=refine
+        )
         weak = weakref.ref(assembly)
 
         def stop() -> None:

@@ -1,5 +1,6 @@
 """One currency, seconds: what computing, loading and fetching will take, learnt from what they took, and the choice."""
 
+from ctxreuse.cost.levels import Level, Unpacking
 from ctxreuse.cost.lines import DecodeLine, DiskLine, PrefillLine
 from ctxreuse.cost.link import LinkEstimate
 from ctxreuse.cost.log import DecisionLog, Record
@@ -11,9 +12,11 @@ __all__ = [
     "DecisionLog",
     "DecodeLine",
     "DiskLine",
+    "Level",
     "LinkEstimate",
     "Path",
     "PrefillLine",
     "Record",
+    "Unpacking",
     "Way",
 ]

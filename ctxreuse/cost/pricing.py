@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from ctxreuse.cost.levels import Unpacking
 from ctxreuse.cost.lines import DecodeLine, DiskLine, PrefillLine
 from ctxreuse.cost.log import DecisionLog
+from ctxreuse.levels import EXACT, damage
 
 __all__ = ["CostModel", "Decision", "Path", "Way"]
 
@@ -29,6 +31,8 @@ _PATIENCE = 0.05
 _SHARED, _TAKE = 0.08, 4e8
 #: A fetch must promise at least this share of the recompute's seconds; less is not worth the peer's bandwidth.
 _GAIN = 0.03
+#: A finer level may cost so much more than the quickest one.
+_FINER = 0.03
 #: Price of the risk, as a share of the transfer: in ``layers`` a link that gets slower leaves the engine idle.
 _RISK = 0.1
 #: Tokens that go through the model together, so that their computing overlaps the arrival of layers.
@@ -40,6 +44,7 @@ class Path(msgspec.Struct, frozen=True):
 
     ``token_nbytes``: bytes of one token on the wire; ``bandwidth`` (bytes/s) and ``rtt`` (s) 0 if unknown; ``delay``:
     seconds until the first bytes come, beyond the RTT; ``computes``: the peer makes the blocks now, front to end.
+    ``levels``: at which else it may send them, and their bytes a token.
     """
 
     token_nbytes: float
@@ -47,16 +52,35 @@ class Path(msgspec.Struct, frozen=True):
     rtt: float = 0.0
     delay: float = 0.0
     computes: bool = False
+    levels: tuple[tuple[str, float], ...] = ()
+
+
+class _Priced(NamedTuple):
+    """One way at one level: seconds until the logits; with what stands for its risk; until the last byte that is used
+    is here; and tokens that are fetched."""
+
+    seconds: float
+    risked: float
+    wire: float
+    tokens: int
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The chosen way, its predicted seconds until the logits (None: unknown), those of all ways that were priced, and
-    the soft deadline: the seconds after which recomputing would have been as good (None: unknown)."""
+    """The chosen way, its predicted seconds until the logits (None: unknown), those of all ways that were priced (at
+    the quickest level), and the soft deadline: the seconds after which recomputing would have been as good (None:
+    unknown).
+
+    ``level``: the finest one at which this is no more than a little slower than at the quickest, ``within``: seconds by
+    which its last byte has to be here for that (0: unknown), and ``tokens``: how many will then have been fetched.
+    """
 
     way: Way
     predicted: float | None
     ways: dict[str, float]
     deadline: float | None
+    level: str = EXACT
+    within: float = 0.0
+    tokens: int = 0
 
 
 class _Dump(msgspec.Struct, array_like=True):
@@ -64,6 +88,7 @@ class _Dump(msgspec.Struct, array_like=True):
     prefill: list[tuple[float, ...]]
     decode: list[tuple[float, ...]]
     disk: list[tuple[float, ...]]
+    unpack: dict[str, list[tuple[float, ...]]] = {}
 
 
 class CostModel:
@@ -75,11 +100,13 @@ class CostModel:
 
     def __init__(self, *, log: DecisionLog | None = None) -> None:
         self.prefill, self.decode, self.disk = PrefillLine(), DecodeLine(), DiskLine()
+        self.unpack = Unpacking()
         self.log = log if log is not None else DecisionLog()
 
     def dump(self) -> bytes:
         """The observations, for `restore` after a restart."""
-        return msgspec.msgpack.encode(_Dump(1, self.prefill.dump(), self.decode.dump(), self.disk.dump()))
+        lines = self.prefill.dump(), self.decode.dump(), self.disk.dump(), self.unpack.dump()
+        return msgspec.msgpack.encode(_Dump(1, *lines))
 
     def restore(self, data: bytes) -> bool:
         """Take what `dump` gave; False, and nothing changes, if the bytes are none of it."""
@@ -92,6 +119,7 @@ class CostModel:
         self.prefill.restore(held.prefill)
         self.decode.restore(held.decode)
         self.disk.restore(held.disk)
+        self.unpack.restore(held.unpack)
         return True
 
     def patience(self, missing: int, held: int) -> float:
@@ -133,21 +161,56 @@ class CostModel:
         compute = self.prefill.seconds(total - held, held)
         rest = self.prefill.seconds(total - reach, reach)
         if compute is None or rest is None or path.bandwidth <= 0:
-            return Decision("recompute" if path.computes else "tail", None, {}, compute)
-        nbytes = (reach - held) * path.token_nbytes
-        wire, copy = nbytes / path.bandwidth, nbytes / _COPY
+            # Of an unknown link it is only known that fewer bytes come sooner.
+            level = min(path.levels, key=lambda one: one[1], default=(EXACT, 0.0))[0]
+            return Decision("recompute" if path.computes else "tail", None, {}, compute, level)
+        priced = {
+            level: self._priced(level, nbytes, held, reach, total, path, layers)
+            for level, nbytes in ((EXACT, path.token_nbytes), *path.levels)
+        }
+        ways: dict[str, float] = {"recompute": compute}
+        for of in priced.values():
+            for way, one in of.items():
+                ways[way] = min(ways.get(way, one.seconds), one.seconds)
+        best = {level: min(of, key=lambda way: of[way].risked) for level, of in priced.items()}
+        least = min(priced[level][way].risked for level, way in best.items())
+        if compute * (1 - _GAIN) <= least:
+            return Decision("recompute", compute, ways, compute)
+        # Of equal damage the quicker; of what is quick enough the least damage.
+        level = min(
+            (level for level, way in best.items() if priced[level][way].risked <= least * (1 + _FINER)),
+            key=lambda level: (damage(level), priced[level][best[level]].risked),
+        )
+        way, chosen = best[level], priced[level][best[level]]
+        within = chosen.wire + max(0.0, least * (1 + _FINER) - chosen.risked)
+        return Decision(way, chosen.seconds, ways, compute, level, within, chosen.tokens)  # type: ignore[arg-type]
+
+    def _priced(
+        self, level: str, token_nbytes: float, held: int, reach: int, total: int, path: Path, layers: int
+    ) -> dict[str, _Priced]:
+        """Every way to fetch at a level."""
+        rest = self.prefill.seconds(total - reach, reach) or 0.0
+        exact, n = level == EXACT, reach - held
+        nbytes = n * token_nbytes
+        wire = nbytes / path.bandwidth
+        # Decoding goes on beside the link as copying does, and is counted in its place.
+        copy = n * path.token_nbytes / _COPY if exact else self.unpack.seconds(level, int(n * path.token_nbytes))
         lead = _SETUP + path.rtt + path.delay
         first = (self.prefill.seconds(min(total - reach, _TOGETHER), reach) or 0.0) if total > reach else 0.0
         slices = max(layers, 1)
-        ways: dict[str, float] = {"recompute": compute}
-        ways["layers"] = lead + max(wire + copy + first / slices, wire / slices + first) + rest - first
+        if exact:
+            arrived = wire + copy
+        else:
+            arrived = max(wire, copy) + min(wire, copy) / slices
+        seconds = lead + max(arrived + first / slices, max(wire, 0 if exact else copy) / slices + first) + rest - first
+        ways = {"layers": _Priced(seconds, seconds + _RISK * wire, lead + wire, n)}
         if not path.computes:
-            x = self.meet(held, reach, path.bandwidth / path.token_nbytes, lead) or 0
-            fetched = (reach - held - x) * path.token_nbytes
-            computed = (1 + _SHARED) * (self.prefill.seconds(x, held) or 0.0) + fetched / _TAKE
-            ways["tail"] = max(computed, lead + fetched / path.bandwidth) + 2 * fetched / _COPY + rest
-        priced = {"recompute": compute * (1 - _GAIN), "layers": ways["layers"] + _RISK * wire}
-        if "tail" in ways:
-            priced["tail"] = ways["tail"]
-        way = min(priced, key=lambda name: priced[name])
-        return Decision(way, ways[way], ways, compute)  # type: ignore[arg-type]
+            x = self.meet(held, reach, path.bandwidth / token_nbytes, lead) or 0
+            fetched = n - x
+            computed = (1 + _SHARED) * (self.prefill.seconds(x, held) or 0.0) + fetched * token_nbytes / _TAKE
+            load = 2 * fetched * path.token_nbytes / _COPY
+            if not exact:
+                load = self.unpack.seconds(level, int(fetched * path.token_nbytes)) if fetched else 0.0
+            seconds = max(computed, lead + fetched * token_nbytes / path.bandwidth) + load + rest
+            ways["tail"] = _Priced(seconds, seconds, lead + fetched * token_nbytes / path.bandwidth, fetched)
+        return ways

@@ -8,10 +8,11 @@ from typing import Literal, Protocol
 import msgspec
 
 from ctxreuse.block import BlockView
+from ctxreuse.cost.levels import Level
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["Fetch", "Offer", "Order", "Remote"]
+__all__ = ["Ask", "Fetch", "Offer", "Order", "Remote"]
 
 #: In which order the parts of the blocks are wanted. ``layers``: every head, then layer 0 of all blocks, layer 1, … so
 #: that computing what follows can start after the first layer. ``tail``: whole blocks, the last one first, so that the
@@ -27,7 +28,8 @@ class Offer(msgspec.Struct, frozen=True):
     ``block_nbytes``: bytes of one block on the wire. ``bandwidth`` (bytes/s) and ``rtt`` (s) are the link's present
     estimates; ``bandwidth`` is 0 while nothing has been measured. ``computes``: the peer does not hold the blocks but
     would compute them now, front to end; then only the order ``layers`` is asked for. ``delay``: seconds until the
-    first bytes come, beyond the RTT.
+    first bytes come, beyond the RTT. ``levels``: at which it can send blocks besides ``exact``, as far as they can be
+    read here.
     """
 
     peer: str
@@ -39,6 +41,18 @@ class Offer(msgspec.Struct, frozen=True):
     rtt: float
     computes: bool = False
     delay: float = 0.0
+    levels: tuple[Level, ...] = ()
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """At which ``levels`` besides ``exact`` blocks may come. The peer picks the least damage of which the ``expect``
+    blocks that it sends first (0: all) are here ``within`` seconds from now, after its own round trip (0: no matter
+    when). ``refine``: once all is here it goes on with what makes lossy blocks finer (`Fetch.refinements`)."""
+
+    levels: tuple[str, ...] = ()
+    within: float = 0.0
+    expect: int = 0
+    refine: bool = False
 
 
 class Fetch(Protocol):
@@ -78,6 +92,10 @@ class Fetch(Protocol):
         """Views of the last ``last`` blocks, which must be whole (`tail`)."""
         ...
 
+    def refinements(self, last: int) -> Sequence[BlockView | None]:
+        """Of the last ``last`` blocks, in order: their refinements, None for each that is not here whole (yet)."""
+        ...
+
     def state(self, timeout: float) -> BlockView | None:
         """The states at the end of the last block, if they were asked for and have arrived whole in time."""
         ...
@@ -85,7 +103,7 @@ class Fetch(Protocol):
     @property
     def ended(self) -> str | None:
         """None while more may come; then ``""`` (all is here) or why it ended early: ``foreign`` if the peer sent heads
-        that were not asked for, else it is nobody's fault."""
+        that were not asked for, ``level`` if it sent a level that was not allowed, else it is nobody's fault."""
         ...
 
     @property
@@ -110,14 +128,24 @@ class Remote(Protocol):
         ...
 
     def fetch(
-        self, offer: Offer, space: ModelSpace, tokens: Tokens, *, first: int, last: int, order: Order, state: bool
+        self,
+        offer: Offer,
+        space: ModelSpace,
+        tokens: Tokens,
+        *,
+        first: int,
+        last: int,
+        order: Order,
+        state: bool,
+        ask: Ask | None = None,
     ) -> Fetch:
         """Ask the offer's peer for blocks ``first`` (inclusive) to ``last`` (exclusive); returns at once.
 
-        ``state``: also for the states at the end of block ``last - 1``; in order ``tail`` they come first.
+        ``state``: also for the states at the end of block ``last - 1``; in order ``tail`` they come first. ``ask``: the
+        levels at which they may come (None: exact). A peer that sends another one has ended the fetch with ``level``.
         """
         ...
 
     def reject(self, offer: Offer, reason: str) -> None:
-        """Blocks of this peer turned out wrong (``corrupt``, ``audit``, ``foreign``): it is quarantined."""
+        """Blocks of this peer turned out wrong (``corrupt``, ``audit``, ``foreign``, ``level``): it is quarantined."""
         ...

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from ctxreuse.bus.base import Greeting, Matched, Service
 from ctxreuse.bus.session import Request
 from ctxreuse.bus.session_client import ClientSession, Stored
+from ctxreuse.bus.session_get import Allow
 from ctxreuse.bus.session_server import ServerSession
 from ctxreuse.bus.transfer import Assembly, Outlet
+from ctxreuse.bus.wire import Wish
 from ctxreuse.errors import LinkError
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.model import ModelSpace
@@ -121,11 +123,12 @@ class MemoryLink:
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Assembly:
         """See `Link.fetch`."""
-        assembly = Assembly.of_context(space, keys, tokens, first, order, state)
+        assembly = Assembly.of_context(space, keys, tokens, first, order=order, state=state, levels=_levels(wish))
         with self._lock:
-            self._client.fetch(assembly, payload=payload, window=window)
+            self._client.fetch(assembly, payload=payload, window=window, allow=Allow(wish or Wish()))
         return assembly
 
     def prefill(
@@ -138,11 +141,13 @@ class MemoryLink:
         state: bool = False,
         payload: int = 0,
         window: int = 8,
+        wish: Wish | None = None,
     ) -> Assembly:
         """See `Link.prefill`."""
-        assembly = Assembly.of_context(space, keys, tokens, first, "layers", state)
+        assembly = Assembly.of_context(space, keys, tokens, first, order="layers", state=state, levels=_levels(wish))
+        ids, allow = tokens[: len(keys) * space.block_tokens], Allow(wish or Wish())
         with self._lock:
-            self._client.prefill(assembly, tokens[: len(keys) * space.block_tokens], payload=payload, window=window)
+            self._client.prefill(assembly, ids, payload=payload, window=window, allow=allow)
         return assembly
 
     def put(
@@ -160,6 +165,10 @@ class MemoryLink:
         with self._lock:
             request: Request[Stored] = self._client.put(space, keys, sizes, read, parent=parent, state=state)
         return request.wait(timeout)
+
+
+def _levels(wish: Wish | None) -> tuple[str, ...]:
+    return wish.levels if wish is not None else ()
 
 
 class MemoryNode:

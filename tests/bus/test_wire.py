@@ -15,9 +15,19 @@ from ctxreuse.errors import ProtocolError
 
 SPACE, NODE, KEYS = b"s" * 32, b"n" * 16, b"k" * 96
 DATA = bytes(range(256)) * 32
+WISH = wire.Wish(("exact+rans", "kl-0.01@0123456789abcdef"), 2_500_000, 900, 20, True)
 MESSAGES: list[wire.Message] = [
-    wire.Hello(1, 1, NODE, "ctxreuse 1", (SPACE, b"t" * 32), 1 << 20, 7, 99),
-    wire.Welcome(1, NODE, 7, b"salt" * 4, (SPACE,), wire.Terms(max_payload=65536, heartbeat_ms=1500)),
+    wire.Hello(1, 1, NODE, "ctxreuse 1", (SPACE, b"t" * 32), 1 << 20, 7, 99, (b"a description",)),
+    wire.Welcome(
+        1,
+        NODE,
+        7,
+        b"salt" * 4,
+        (SPACE,),
+        wire.Terms(max_payload=65536, heartbeat_ms=1500),
+        ("exact+rans",),
+        ((SPACE, b"c" * 32),),
+    ),
     wire.Refused(0, "version", "this node speaks version 1 of the protocol, the peer versions 2 to 3"),
     wire.Refused(4, "gone", round=3),
     wire.Announce(1, 0, 12, 0, 2, b"prefix 1prefix 2", b""),
@@ -25,9 +35,9 @@ MESSAGES: list[wire.Message] = [
     wire.Resync(),
     wire.Match(1, SPACE, KEYS),
     wire.Matched(1, 3, 2, 12345),
-    wire.Fetch(2, 1, SPACE, KEYS, True, "tail", 65536, ((0, 5000, b"checksum"), (2, 80, b"CHECKSUM")), 8),
+    wire.Fetch(2, 1, SPACE, KEYS, True, "tail", 65536, ((0, 5000, b"checksum"), (2, 80, b"CHECKSUM")), 8, WISH),
     wire.Payload(2, 1, ((0, 0, 4096), (1, 64, 4096))),
-    wire.Credit(2, 1, 12),
+    wire.Credit(2, 1, 12, 2_500_000),
     wire.Done(2, 1, 3),
     wire.Cancel(2),
     wire.Put(3, 1, SPACE, b"p" * 32, KEYS, (65520, 65520, 4080)),
@@ -36,11 +46,15 @@ MESSAGES: list[wire.Message] = [
     wire.Stored(3, 1, 0, ""),
     wire.Stored(3, 1, 2, "corrupt"),
     wire.Skip(3, 1, 1),
-    wire.Prefill(4, 1, SPACE, b"\1\0\0\0\2\0\0\0", 0, False, 0, (), 8),
+    wire.Prefill(4, 1, SPACE, b"\1\0\0\0\2\0\0\0", 0, False, 0, (), 8, WISH),
     wire.Ping(17),
     wire.Pong(17),
     wire.Bye("maintenance"),
+    wire.FetchCard(5, 1, SPACE, b"c" * 32, 65536, ((0, 4096, b"checksum"),), 8),
 ]
+
+
+INNER = (wire.Terms, wire.Wish)
 
 
 def frames_of(message: wire.Message) -> list[wire.Frame]:
@@ -49,7 +63,7 @@ def frames_of(message: wire.Message) -> list[wire.Frame]:
 
 def test_every_type_is_here() -> None:
     types = {type(message).TYPE: type(message) for message in MESSAGES}
-    assert sorted(types) == list(range(1, 21))
+    assert sorted(types) == list(range(1, 22))
     for number, kind in types.items():
         row = f"\n    {number:<5} {kind.__name__.lower():<10}"
         assert row in (wire.__doc__ or ""), f"the docstring has no row for {kind.__name__}"
@@ -73,9 +87,8 @@ def test_the_docstring_says_what_an_independent_decoder_reads(message: wire.Mess
     assert flags == isinstance(message, wire.Payload)
     body = msgpack.unpackb(head[8:], use_list=False, strict_map_key=True)
     fields = [getattr(message, name) for name in message.__struct_fields__]
-    if isinstance(message, wire.Welcome):
-        terms = message.terms
-        fields[-1] = tuple(getattr(terms, name) for name in terms.__struct_fields__)
+    # Structs inside of a message are arrays, too.
+    fields = [tuple(getattr(f, n) for n in f.__struct_fields__) if isinstance(f, INNER) else f for f in fields]
     assert body == tuple(fields)
     # What another program packs is read as well.
     packed = head[:8] + msgpack.packb(body, use_bin_type=True)

@@ -1,0 +1,82 @@
+"""Which level the next block goes out at: the least damage that still arrives in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ctxreuse.levels import damage
+
+__all__ = ["Candidate", "Picker"]
+
+#: Weight of what the newest block took against what was expected of one.
+_NEW = 0.25
+
+
+class Candidate(msgspec.Struct):
+    """A level as a header spells it, the expected bytes of a block at it, and the seconds until one is encoded where
+    nothing else is (0: it is sent as it is held)."""
+
+    level: str
+    nbytes: float
+    seconds: float = 0.0
+
+
+class Picker:
+    """Decides for one transfer. One thread calls; ``now`` in seconds of any clock that does not go back.
+
+    ``candidates`` are what the receiver allows and this node can send. ``bandwidth`` bytes/s (0: unknown), ``deadline``
+    seconds from now (0: no matter when). The link is taken to carry what was picked at that bandwidth, one block after
+    another, beside the encoding of the next: then a block is there after the slower of the two. A level is good enough
+    if all blocks that are still to be picked would be there in time at it; of those that are, the one of least damage
+    is picked, of equal damage the quickest (`exact+rans` before `exact` unless the link beats the coder). If none is,
+    the quickest: what is late already shall not be later. That holds too while the bandwidth is unknown.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], *, bandwidth: float, deadline: float, now: float) -> None:
+        if not candidates:
+            raise ValueError("no level to pick from")
+        self.candidates = tuple(sorted(candidates, key=lambda one: damage(one.level)))
+        self._bandwidth, self._at = bandwidth, now
+        self._until = now + deadline if deadline > 0 else None
+        self._waiting = 0.0  # bytes that were picked and are not through the link yet
+
+    def told(self, bandwidth: float, now: float) -> None:
+        """The receiver sees so many bytes a second."""
+        self._drain(now)
+        if bandwidth > 0:
+            self._bandwidth = bandwidth
+
+    def made(self, level: str, nbytes: int, seconds: float) -> None:
+        """A block that was picked has so many bytes and took so long to encode."""
+        for one in self.candidates:
+            if one.level == level:
+                self._waiting = max(0.0, self._waiting + nbytes - one.nbytes)
+                one.nbytes += _NEW * (nbytes - one.nbytes)
+                one.seconds += _NEW * (seconds - one.seconds)
+
+    def pick(self, left: int, now: float) -> str:
+        """The level of the next of ``left`` blocks."""
+        self._drain(now)
+        chosen = self._choose(max(left, 1), now)
+        self._waiting += chosen.nbytes
+        return chosen.level
+
+    def _choose(self, left: int, now: float) -> Candidate:
+        if self._bandwidth <= 0:
+            return min(self.candidates, key=lambda one: one.nbytes)
+        each = {one.level: max(one.nbytes / self._bandwidth, one.seconds) for one in self.candidates}
+        quickest = min(self.candidates, key=lambda one: each[one.level])
+        room = float("inf") if self._until is None else self._until - now - self._waiting / self._bandwidth
+        good = [one for one in self.candidates if left * each[one.level] <= room]
+        return min(good, key=lambda one: (damage(one.level), each[one.level]), default=quickest)
+
+    def _drain(self, now: float) -> None:
+        self._waiting = max(0.0, self._waiting - max(0.0, now - self._at) * self._bandwidth)
+        self._at = max(now, self._at)
+
+    def check(self) -> None:
+        """Raise AssertionError if what is expected makes no sense."""
+        assert self._waiting >= 0
+        assert all(one.nbytes >= 0 <= one.seconds for one in self.candidates)

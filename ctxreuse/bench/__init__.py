@@ -11,6 +11,7 @@ import ast
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ctxreuse.bench.measure import Options, Step
 from ctxreuse.bench.report import Figure, Report, machine
@@ -21,6 +22,7 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 #: Bench name to module, imported when it runs.
 BENCHES = {
     "bus": "ctxreuse.bench.bus",
+    "codec": "ctxreuse.bench.codec",
     "cost": "ctxreuse.bench.cost",
     "fetch": "ctxreuse.bench.fetch",
     "fork": "ctxreuse.bench.fork",
@@ -28,7 +30,9 @@ BENCHES = {
     "kernels": "ctxreuse.bench.kernels",
     "many": "ctxreuse.bench.many",
     "order": "ctxreuse.bench.order",
+    "pipeline": "ctxreuse.bench.pipeline",
     "proxy": "ctxreuse.bench.proxy",
+    "rans": "ctxreuse.bench.rans",
     "reuse": "ctxreuse.bench.reuse",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",
@@ -50,11 +54,18 @@ def about(name: str) -> str:
     return text.partition("\n")[0]
 
 
-def run(name: str, *, quick: bool = False, progress: bool = False) -> Report:
-    """Measure; blocks for seconds to minutes. ``progress`` shows steps on standard error."""
-    options = Options(quick=quick, step=Step(name) if progress else None)
+def run(name: str, *, quick: bool = False, progress: bool = False, **settings: Any) -> Report:
+    """Measure; blocks for seconds to minutes. ``progress`` shows steps on standard error.
+
+    ``settings``: fields of `Options` for the benches that name them in ``OPTIONS``; ConfigError if this one does not.
+    """
+    module = import_module(_module(name))
+    for setting in settings:
+        if setting not in getattr(module, "OPTIONS", ()):
+            raise ConfigError(f"bench {name!r} has no setting {setting!r}")
+    options = Options(quick=quick, step=Step(name) if progress else None, **settings)
     try:
-        figures = import_module(_module(name)).run(options)
+        figures = module.run(options)
     finally:
         options.close()
     return Report(name=name, figures=tuple(figures), machine=machine(), quick=quick)

@@ -12,7 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ctxreuse.errors import EngineError
@@ -25,38 +26,53 @@ FRESH_TIMEOUT = 600.0
 
 
 class Step:
-    """A spinner on standard error that says what is being measured."""
+    """Says on standard error what is being measured: a spinner, and a bar where the number of steps is known."""
 
     def __init__(self, name: str) -> None:
         from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-        self._console = Console(stderr=True)
-        self._status = self._console.status(f"bench {name}")
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
         self._name = name
-        self._status.start()
+        self._task = self._bars.add_task(f"bench {name}", total=None)
+        self._bars.start()
 
-    def __call__(self, text: str) -> None:
-        self._status.update(f"bench {self._name}: {text}")
+    def __call__(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        self._bars.update(self._task, description=f"bench {self._name}: {text}", completed=done or 0, total=total)
 
     def close(self) -> None:
         """Remove the spinner."""
-        self._status.stop()
+        self._bars.stop()
 
 
 class Options:
-    """What a bench is run with: ``quick`` asks for less data and fewer rounds."""
+    """What a bench is run with: ``quick`` asks for less data and fewer rounds.
 
-    def __init__(self, *, quick: bool = False, step: Step | None = None) -> None:
+    The others are settings of single benches, which name them in ``OPTIONS``: ``model`` to measure on, ``texts``
+    (files) to measure with, ``plot`` (a file) to draw.
+    """
+
+    def __init__(
+        self,
+        *,
+        quick: bool = False,
+        step: Step | None = None,
+        model: str | None = None,
+        texts: Sequence[Path] = (),
+        plot: Path | None = None,
+    ) -> None:
         self.quick, self._step = quick, step
+        self.model, self.texts, self.plot = model, tuple(texts), plot
 
     def pick(self, quick: T, full: T) -> T:
         """The first value under ``--quick``, else the second."""
         return quick if self.quick else full
 
-    def step(self, text: str) -> None:
-        """Tell the user what is being measured now."""
+    def step(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        """Tell the user what is being measured now, and that ``done`` of ``total`` steps are behind."""
         if self._step is not None:
-            self._step(text)
+            self._step(text, done, total)
 
     def close(self) -> None:
         """End the display."""

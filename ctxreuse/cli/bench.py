@@ -18,6 +18,8 @@ ctxreuse bench store --quick          less data and fewer rounds
 
 ctxreuse bench tree --out tree.json   keep the figures
 
+ctxreuse bench codec --plot rate      rate against divergence, as rate.svg and rate.png
+
 Ours and the baseline take turns, so a busy machine slows both alike.
 
 Exits with 1 if a figure misses its bar.
@@ -29,6 +31,13 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less data and fewer rounds; wider error.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to FILE.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Of `codec`: the model to measure on.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", metavar="FILE", help="Of `codec`: texts to measure with; repeatable.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="PATH", help="Of `codec`: draw PATH.svg and PATH.png.")
+    ] = None,
 ) -> None:
     """Measure one part of ctxreuse: our figure, the plain baseline, the strongest peer here, and the bound."""
     from ctxreuse import bench as benches
@@ -38,7 +47,8 @@ def bench(
         for known in benches.BENCHES:
             typer.echo(f"{known:<{width}}  {benches.about(known)}")
         return
-    report = benches.run(name, quick=quick, progress=not json)
+    settings = {key: value for key, value in {"model": model, "texts": text, "plot": plot}.items() if value}
+    report = benches.run(name, quick=quick, progress=not json, **settings)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(report.json())

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ctxreuse.bench.rivals import Rival
 from ctxreuse.block import BlockView, BlockWriter, parse
+from ctxreuse.codec import Codec
 from ctxreuse.engines.gauge import Rotary
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.scoring import Fidelity, Scores, score
@@ -80,6 +81,14 @@ class Context:
             return turned
 
         return self.fidelity(self.rebuilt(code)), bits
+
+    def ours(self, codec: Codec, level: str) -> tuple[Fidelity, float]:
+        """Code all blocks (and the state) at a level: how far the next tokens move, and the bits of all containers.
+
+        The engine loads the coded blocks themselves.
+        """
+        coded = [codec.encode(view, level) for view in self.views]
+        return self.fidelity([parse(block) for block in coded]), 8.0 * sum(block.nbytes for block in coded)
 
     def rebuilt(self, change: Callable[[int, str, Array, int], Array]) -> list[BlockView]:
         """Blocks and state with other K and V: ``change(layer, role, [heads, rows, dim], first position)``."""

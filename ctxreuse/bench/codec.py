@@ -1,0 +1,150 @@
+"""Bits a K/V value against the divergence that they cost, ours and published codecs, on texts not calibrated on.
+
+Of each text 768 tokens are coded and the next 192 scored against the exact cache: mean KL of the next token's
+distribution, share of equal top-1, change of the text's likelihood. Ours codes blocks of 64 tokens, each on its own,
+with the real coder; all bytes of the blocks count, heads, checksums, padding and raw first tokens included, and they
+are loaded by the engine as any block is. Rivals code the 768 tokens as one chunk and get what helps them (see
+`ctxreuse.bench.rivals`). Windows of sliding layers are coded as well. Options: ``--model``, ``--text`` (files instead
+of the texts that every Python brings along), ``--plot`` (writes PATH.svg and PATH.png).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ctxreuse.bench.measure import Options
+from ctxreuse.bench.rate.curve import Point, at_divergence, best_meeting
+from ctxreuse.bench.report import Figure
+from ctxreuse.errors import ConfigError
+
+__all__ = ["BARS", "OPTIONS", "figures_of", "points_of", "run"]
+
+#: Settings beyond ``quick`` that the command line may hand over.
+OPTIONS = frozenset({"model", "texts", "plot"})
+#: KL in nats to the bits that a plain uniform quantiser with entropy coding took on SmolLM2: the bar.
+BARS = {0.0022: 4.14, 0.0102: 3.13, 0.046: 2.18}
+OURS = "ctxreuse"
+_MODEL = "smollm2"
+T = TypeVar("T")
+
+
+def run(options: Options) -> list[Figure]:
+    """Figures at the three divergences, then every codec at every setting against ours at the same divergence."""
+    model = options.model or _MODEL
+    points = points_of(model, options)
+    if options.plot is not None:
+        from ctxreuse.bench.rate.plot import draw
+
+        options.step("plot")
+        draw(points, options.plot, OURS, model, tuple(BARS))
+    return figures_of(points, BARS if model == _MODEL else dict.fromkeys(BARS))
+
+
+def points_of(model: str, options: Options) -> list[Point]:
+    """Every codec at every setting, means over the texts. Raises ConfigError without a card or without texts."""
+    from ctxreuse.bench.rate.context import CODED, SCORED, Context
+    from ctxreuse.bench.rate.texts import held_out, read_texts, tokens_of
+    from ctxreuse.bench.rivals import PLAIN, RIVALS
+    from ctxreuse.codec import Codec
+    from ctxreuse.engines import open_engine
+    from ctxreuse.engines.torch_hf.fisher import TorchGauge
+
+    options.step(f"opening {model}")
+    engine = open_engine(model, dtype="float32")
+    codec = Codec.open(engine.space)
+    levels = [info.name for info in codec.levels if info.lossy]
+    if not levels:
+        raise ConfigError(f"there is no card of {model}", fix=f"Run: ctxreuse calibrate {model}")
+    if engine.text is None:
+        raise ConfigError("the model has no tokenizer", where=model)
+    texts = read_texts(options.texts) if options.texts else held_out()
+    cut = {name: tokens_of(engine.text, text, CODED + SCORED + 1) for name, text in texts.items()}
+    chosen = [(name, ids) for name, ids in cut.items() if ids is not None][: options.pick(1, len(cut))]
+    if not chosen:
+        raise ConfigError(f"no text has {CODED + SCORED + 1} tokens", fix="Give longer ones")
+    rotaries = TorchGauge(engine).rotaries()
+    rivals = [rival for family in (*RIVALS, PLAIN) for rival in family]
+    steps, done = len(chosen) * (1 + len(levels) + len(rivals)), 0
+    found: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
+
+    def measured(text: str, what: str, call: Callable[[], T]) -> T:
+        nonlocal done
+        options.step(f"{text}: {what}", done, steps)
+        done += 1
+        return call()
+
+    for name, ids in chosen:
+        context = measured(name, "exact", lambda ids=ids: Context(engine, rotaries, ids))  # type: ignore[misc]
+        for level in levels:
+            fidelity, bits = measured(name, level, lambda c=context, n=level: c.ours(codec, n))  # type: ignore[misc]
+            found.setdefault((OURS, level), []).append((bits / context.values, *fidelity))
+        for rival in rivals:
+            what = f"{rival.family}, {rival.setting}"
+            fidelity, bits = measured(name, what, lambda c=context, r=rival: c.rival(r))  # type: ignore[misc]
+            found.setdefault((rival.family, rival.setting), []).append((bits / context.values, *fidelity))
+    return [Point(*at, *(math.fsum(column) / len(rows) for column in zip(*rows))) for at, rows in found.items()]
+
+
+def families(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each family, in the order of the points."""
+    grouped: dict[str, list[Point]] = {}
+    for point in points:
+        grouped.setdefault(point.family, []).append(point)
+    return grouped
+
+
+def figures_of(points: Sequence[Point], bars: dict[float, float | None] | dict[float, float]) -> list[Figure]:
+    """What the points say; ``bars``: divergence to the bits that ours may take there at most, or None."""
+    grouped = families(points)
+    ours = grouped.pop(OURS)
+    figures = []
+    for kl, bar in bars.items():
+        meeting = best_meeting(ours, kl)
+        bits = at_divergence(ours, kl).bits if meeting is None else meeting.bits
+        rates = {name: at_divergence(family, kl) for name, family in grouped.items()}
+        best = min(rates, key=lambda name: rates[name].bits)
+        others = ", ".join(
+            f"{name} {rate.bits:.2f}{'' if rate.measured else ' (extrapolated)'}"
+            for name, rate in rates.items()
+            if rate.bits < math.inf
+        )
+        how = "between levels, as none meets it" if meeting is None else f"level {meeting.setting}, KL {meeting.kl:.4f}"
+        figures.append(
+            Figure(
+                metric=f"bits a value at KL {kl:g}",
+                value=bits,
+                unit="bits",
+                peer=rates[best].bits,
+                better="lower",
+                bar=bar,
+                note=f"{how}; peer: {best}; at this KL: {others}",
+            )
+        )
+    figures += [_level(point) for point in ours]
+    figures += [_rival(point, ours) for family in grouped.values() for point in family]
+    return figures
+
+
+def _said(point: Point) -> str:
+    return f"KL {point.kl:.4f}, top-1 {100 * point.top1:.1f} %, dNLL {point.dnll:+.4f}"
+
+
+def _level(point: Point) -> Figure:
+    return Figure(
+        metric=f"{OURS} {point.setting}", value=point.bits, unit="bits", better="lower", bound=32, note=_said(point)
+    )
+
+
+def _rival(point: Point, ours: Sequence[Point]) -> Figure:
+    rate = at_divergence(ours, point.kl)
+    return Figure(
+        metric=f"at the KL of {point.family}, {point.setting}",
+        value=rate.bits,
+        unit="bits",
+        peer=point.bits,
+        better="lower",
+        bar=point.bits if rate.measured else None,
+        note=_said(point) + ("" if rate.measured else "; ours extrapolated"),
+    )

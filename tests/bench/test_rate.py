@@ -1,0 +1,138 @@
+"""Rate against divergence: curves between settings, figures with bars, the plot, the texts, contexts that are loaded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxreuse.bench.codec import OURS, figures_of
+from ctxreuse.bench.rate.curve import Point, at_divergence, best_meeting
+from ctxreuse.bench.rate.plot import draw, plot_paths
+from ctxreuse.bench.rate.texts import held_out, read_texts
+from ctxreuse.errors import ConfigError
+
+
+def point(bits: float, kl: float, family: str = "x", setting: str = "") -> Point:
+    return Point(family, setting or f"{bits:g}", bits, kl, 0.9, 0.01)
+
+
+CURVE = [point(2, 0.1), point(3, 0.01), point(4, 0.001)]
+
+
+def test_between_two_settings_bits_are_linear_in_log_kl() -> None:
+    assert at_divergence(CURVE, math.sqrt(0.1 * 0.01)).bits == pytest.approx(2.5)
+    assert at_divergence(CURVE, 0.01) == (pytest.approx(3.0), True)
+    assert at_divergence(CURVE[::-1], 0.001) == (pytest.approx(4.0), True)
+
+
+def test_beyond_the_ends() -> None:
+    assert at_divergence(CURVE, 0.5) == (2.0, True)
+    bits, measured = at_divergence(CURVE, 0.0001)
+    assert bits == pytest.approx(5.0)
+    assert not measured
+    assert at_divergence(CURVE[:1], 0.01) == (math.inf, False)
+    assert at_divergence(CURVE[:1], 0.2) == (2.0, True)
+
+
+def test_the_cheapest_level_that_meets_a_divergence() -> None:
+    assert best_meeting(CURVE, 0.02) == CURVE[1]
+    assert best_meeting(CURVE, 0.01) == CURVE[1]
+    assert best_meeting(CURVE, 0.0001) is None
+
+
+def test_figures_take_the_level_that_meets_the_target_and_the_best_rival() -> None:
+    ours = [point(1, 0.04, OURS, "kl-0.05"), point(1.6, 0.011, OURS, "kl-0.01"), point(2.4, 0.002, OURS, "kl-0.002")]
+    rivals = [point(3, 0.12, "KIVI"), point(5, 0.003, "KIVI"), point(7, 0.0001, "int8")]
+    figures = {f.metric: f for f in figures_of([*ours, *rivals], {0.046: 2.18, 0.0102: 2.0, 0.001: None})}
+    coarse, middle, fine = list(figures.values())[:3]
+    assert coarse.value == 1
+    assert coarse.passed
+    assert "kl-0.05" in coarse.note
+    assert middle.value == 2.4, "kl-0.01 does not reach 0.0102 here, so the next one counts"
+    assert not middle.passed
+    assert "KIVI" in middle.note
+    assert "between levels" in fine.note
+    assert fine.value > 2.4
+    assert fine.peer is not None
+    assert figures["at the KL of KIVI, 5"].ratio(5) == pytest.approx(5 / at_divergence(ours, 0.003).bits)
+    assert figures["at the KL of KIVI, 5"].bar == 5
+    assert figures["at the KL of int8, 7"].bar is None, "ours is drawn on there, which proves nothing"
+    assert "top-1 90.0 %" in figures[f"{OURS} kl-0.01"].note
+
+
+def test_the_plot_is_two_files_that_name_every_codec(tmp_path: Path) -> None:
+    points = [point(1, 0.05, OURS, "kl-0.05"), point(2, 0.002, OURS, "kl-0.002"), *CURVE]
+    svg, png = draw(points, tmp_path / "new" / "rate.svg", OURS, "a model", (0.01,))
+    text = svg.read_text()
+    assert all(word in text for word in (OURS, "kl-0.05", "KL 0.01", "a model"))
+    assert png.read_bytes().startswith(b"\x89PNG")
+    first = svg.read_bytes()
+    draw(points, tmp_path / "new" / "rate", OURS, "a model", (0.01,))
+    assert svg.read_bytes() == first
+
+
+def test_plot_paths_take_any_ending() -> None:
+    for name in ("a/kl-0.5.svg", "a/kl-0.5.png"):
+        assert plot_paths(Path(name)) == (Path("a/kl-0.5.svg"), Path("a/kl-0.5.png"))
+    assert plot_paths(Path("kl-0.5"))[0] == Path("kl-0.5.svg")
+
+
+def test_texts_are_there_and_none_is_one_that_calibration_learns_from(tmp_path: Path) -> None:
+    from ctxreuse.calibrate.texts import default_texts
+
+    found = held_out()
+    assert len(found) >= 2
+    learnt = [document for part, documents in default_texts().items() if part != "held-out" for document in documents]
+    for name, text in found.items():
+        for at in range(0, len(text) - 400, 400):
+            assert not any(text[at : at + 400] in document for document in learnt), name
+    (tmp_path / "own.txt").write_text("mine")
+    assert read_texts([tmp_path / "own.txt"]) == {"own.txt": "mine"}
+    with pytest.raises(ConfigError):
+        read_texts([tmp_path / "none.txt"])
+
+
+class Same:
+    """A codec that changes nothing and takes one bit a value."""
+
+    family = setting = ""
+
+    def code(self, values: Any, role: str, layer: int, layers: int) -> Any:
+        from ctxreuse.bench.rivals import Coded
+
+        return Coded(values.copy(), float(values.size))
+
+
+class Nothing(Same):
+    """Forgets everything."""
+
+    def code(self, values: Any, role: str, layer: int, layers: int) -> Any:
+        from ctxreuse.bench.rivals import Coded
+
+        return Coded(np.zeros_like(values), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_context_is_loaded_with_what_a_rival_made_of_it(kind: str, engine_of: Any) -> None:
+    from ctxreuse.bench.rate.context import CODED, RAW_BITS, RAW_TOKENS, SCORED, Context
+    from ctxreuse.engines.torch_hf.fisher import TorchGauge
+
+    engine = engine_of(kind)
+    ids = np.random.default_rng(2).integers(0, 512, CODED + SCORED + 1).astype("<i4")
+    context = Context(engine, TorchGauge(engine).rotaries(), ids)
+    assert context.fidelity(context.views) == (0.0, 1.0, 0.0)
+    fidelity, bits = context.rival(Same())
+    # K turned back and forth differs by rounding.
+    assert fidelity.kl < 1e-6
+    assert fidelity.top1 > 0.98
+    full = sum(s.blocked for s in engine.space.layers)
+    sinks = 2 * RAW_TOKENS * 32 * full  # two heads of 16, K and V
+    assert bits == context.values - sinks + RAW_BITS * sinks
+    worse, bits = context.rival(Nothing())
+    assert worse.kl > 100 * max(fidelity.kl, 1e-7)
+    assert worse.top1 < 1
+    assert bits == RAW_BITS * sinks

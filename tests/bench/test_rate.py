@@ -1,4 +1,4 @@
-"""Rate against divergence: curves between settings, figures with bars, the plot, the texts, contexts that are loaded."""
+"""Rate against divergence: curves, figures with bars, the plot, texts, contexts that are loaded."""
 
 from __future__ import annotations
 

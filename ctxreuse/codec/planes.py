@@ -86,7 +86,11 @@ class PlaneCoder(NamedTuple):
         """The refinement's stream: what leads from the base level to this one."""
         assert self.base is not None
         fine, base = self.take_apart(bits, dtype, start), self.base.take_apart(bits, dtype, start)
-        pairs = [write_cell(f, self._coder(i), base=b.q) for i, (f, b) in enumerate(zip(fine, base))]
+        pairs = []
+        for i, (f, b) in enumerate(zip(fine, base)):
+            q = np.where(f.raw & ~b.raw, 0, f.q)  # a token that only the finer level finds out of range stays as it was
+            q[: len(b.q)] = np.where(f.raw & ~b.raw, 3 * b.q, q[: len(b.q)])
+            pairs.append(write_cell(f._replace(q=q, raw=b.raw), self._coder(i), base=b.q))
         return join_cells(self.number, 1, bits.shape[1], pairs)
 
     def take_apart(self, bits: npt.NDArray[np.generic], dtype: str, start: int) -> list[Cell]:

@@ -46,6 +46,8 @@ __all__ = [
 CELL = 64
 ESCAPE, _CENTRE = 31, 15
 _LIMIT = 32000
+#: Codes further from 0x8000 would leave the range of float32; sums of |q| from here on that of int32 (|basis| <= 8191).
+_SCALES, _REACH = 2048, 1 << 18
 _HEAD, _ENTRY = struct.Struct("<BBBBHH"), struct.Struct("<QIHH")
 _F = np.float32
 _POWERS = np.exp2(np.arange(32) / 32).astype(_F)
@@ -101,7 +103,9 @@ def quantise(
             np.where(bad, 0, energy).astype(np.float64) * (2.0 ** (-2 * group.log_rms) / x.shape[1])
         )
         code = 0x8000 + 16 * exponent - 16 + np.searchsorted(_THRESHOLDS, mantissa, side="right")
-        codes = np.where(mantissa == 0, 0x8000, np.clip(code, 0, 0xFFFF)).astype(np.uint16)
+        code = np.where(mantissa == 0, 0x8000, code)
+        bad |= np.abs(code - 0x8000) > _SCALES
+        codes = np.where(bad, 0x8000, code).astype(np.uint16)
         z = centred * scales(codes, -1)[:, None]
         y = np.zeros((active, len(x)), _F)
         for c in range(x.shape[1]):
@@ -110,8 +114,7 @@ def quantise(
         q = np.rint(y * (_F(1) / step))
     bad |= ~(np.abs(q) <= _LIMIT).all(0)
     q = np.where(bad, 0, q).astype(np.int64)
-    reach = np.abs(q).T @ np.abs(group.basis[:active].astype(np.int64)) if active else np.zeros((len(x), 1), np.int64)
-    bad |= (reach >= 1 << 31).any(1)
+    bad |= np.abs(q).sum(0) >= _REACH
     q[:, bad] = 0
     codes[bad] = 0x8000
     return ((q + 1) // 3 if coder.nested else q).astype(np.int32), codes, bad
@@ -200,8 +203,10 @@ def read_cell(
     at, low = rans, np.zeros((len(tables), tokens), np.int32)
     for c, k in enumerate(shift):
         for bit in range(k):
-            bits = np.unpackbits(np.frombuffer(body, np.uint8, plane, at), bitorder="little")[:tokens]
-            low[c] |= bits.astype(np.int32) << bit
+            bits = np.unpackbits(np.frombuffer(body, np.uint8, plane, at), bitorder="little")
+            if bits[tokens:].any():
+                raise FormatError("a coded cell has low bits of tokens that it has not")
+            low[c] |= bits[:tokens].astype(np.int32) << bit
             at += plane
     high = flat.reshape(-1, tokens).astype(np.int32) - _CENTRE
     half = np.where(shift > 0, 1 << shift >> 1, 0)[:, None]
@@ -216,6 +221,11 @@ def read_cell(
         raise FormatError(f"a coded cell has {len(escaped)} escapes and lists {count}")
     q.reshape(-1)[escaped] = np.frombuffer(body, "<i2", count, at)
     rows = bytes(body[at + 2 * count :])
+    codes = seeds[:tokens].astype(np.int32) - 0x8000
+    if (np.abs(q) > 0x7FFF).any() or (n and seeds[tokens:].any()) or (base is not None and n and seeds.any()):
+        raise FormatError("a coded cell has numbers out of range")
+    if base is None and ((np.abs(codes) > _SCALES).any() or codes[raw].any()):
+        raise FormatError("a coded cell has a scale out of range")
     if base is None:
         return Cell(q, seeds[:tokens].copy(), raw, rows)
     if (raw != base.raw).any():

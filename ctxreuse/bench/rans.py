@@ -2,8 +2,8 @@
 
 Symbols are Gaussian and Laplace values, rounded to 16 or 32 steps and of eight spreads, a table for each; runs of steps
 share one, as the channels of a class do. G symbols/s are 10^9 a second. zstd -1 gets two symbols a byte where there are
-16 (the packing is not counted), else one. memcpy copies one byte a symbol. Bits stand
-against the entropy of the symbols given their class; the 128 bytes of seeds in a stream are the caller's, not its cost.
+16 (the packing is not counted), else one. memcpy copies one byte a symbol. Bits stand against the entropy of the
+symbols given their class; the 128 bytes of seeds in a stream are the caller's, not its cost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 _CLASSES = 8
 _SEED_BYTES = 128
-_AMOUNT = 1 << 19
+_AMOUNT = kernels.PARALLEL_SYMBOLS
 #: Times that each call runs in a round: what ran before it has emptied the caches.
 _REPEATS = 8
 #: Bars of `encode` and `decode`, by the implementation's name.
@@ -39,13 +39,14 @@ class _Data:
     def __init__(self, alphabet: int, size: int, streams: int, zstd: Any) -> None:
         random = np.random.default_rng(alphabet + size)
         self.size, self.counts = size, np.full(streams, size)
-        steps = -(-size // kernels.LANES)
-        self.steps = np.sort(np.arange(steps) % _CLASSES).astype(np.uint8)
-        spread = np.geomspace(alphabet / 16, alphabet / 5, _CLASSES)[np.repeat(self.steps, kernels.LANES)[:size]]
+        steps = size // kernels.LANES  # sizes are whole steps
+        classes = np.sort(np.arange(steps) % _CLASSES).astype(np.uint16)
+        self.steps = np.tile(classes, streams)
+        spread = np.geomspace(alphabet / 16, alphabet / 5, _CLASSES)[np.repeat(classes, kernels.LANES)]
         gauss = random.standard_normal((streams, size)) * spread
         values = np.where(np.arange(streams)[:, None] % 2, gauss, random.laplace(size=(streams, size)) * spread / 1.4)
         self.symbols = np.clip(np.rint(values + alphabet / 2), 0, alphabet - 1).astype(np.uint8)
-        seen = kernels.rans_count(self.symbols, np.tile(self.steps, streams), _CLASSES)  # sizes are whole steps
+        seen = kernels.rans_count(self.symbols, self.steps, _CLASSES)
         self.tables = RansTables([_frequencies(row, alphabet) for row in seen])
         self.entropy = _entropy(seen)
         self.seeds = random.integers(0, 1 << 16, (streams, kernels.LANES), dtype=np.uint16)
@@ -100,7 +101,7 @@ def run(options: Options) -> list[Figure]:
     try:
         for alphabet in (16, 32):
             for size in (12_288, 65_536):
-                # A core's second-level cache holds it all, and one thread takes it: the figures are of the coder.
+                # What one thread takes: above, the calls would use every core.
                 streams = _AMOUNT // size
                 data = _Data(alphabet, size, streams, zstandard)
                 figures += _speeds(data, f"{alphabet} symbols, streams of {size:,}", options)

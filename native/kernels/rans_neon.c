@@ -60,7 +60,7 @@ static inline void advance(uint16x8_t *high, uint16x8_t *low, uint16x8_t freq, u
     const uint16x8_t carried = vsubq_u16(h, vcltq_u16(l, bias)); /* a mask is -1 */
     const uint16x8_t small = vceqzq_u16(carried);
     const unsigned set = set_of(small);
-    const uint8x16_t words = vqtbl1q_u8(vld1q_u8(*word), vld1q_u8(EXPAND[set]));
+    const uint8x16_t words = vqtbl1q_u8(vld1q_u8(*word), vreinterpretq_u8_u16(vld1q_u16(EXPAND[set])));
     *high = vbslq_u16(small, l, carried);
     *low = vbslq_u16(small, vreinterpretq_u16_u8(words), l);
     *word += bytes_of(set);
@@ -109,7 +109,7 @@ static inline uint16x8_t divide(uint16x8_t dividend, const entries *e) {
 static inline uint8_t *put_symbols(uint16x8_t *high, uint16x8_t *low, uint8_t *word, const entries *e) {
     const uint16x8_t full = vcgeq_u16(*high, e->threshold), byte = vdupq_n_u16(0x00ff);
     const unsigned set = set_of(full);
-    vst1q_u8(word - 16, vqtbl1q_u8(vreinterpretq_u8_u16(*low), vld1q_u8(COMPRESS[set])));
+    vst1q_u8(word - 16, vqtbl1q_u8(vreinterpretq_u8_u16(*low), vreinterpretq_u8_u16(vld1q_u16(COMPRESS[set]))));
     const uint16x8_t l = vbslq_u16(full, *high, *low), h = vbicq_u16(*high, full);
     const uint16x8_t two = divide(h, e);
     const uint16x8_t one = divide(vsriq_n_u16(vshlq_n_u16(two, 8), l, 8), e);

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block import BlockView
+from ctxreuse.codec import Codec
+from ctxreuse.engines.provenance import Run
 from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.model import ModelSpace
@@ -46,6 +48,15 @@ class Live(Protocol):
         """Positions, ascending, for which `Engine.export_state` and `Engine.crop` have the states."""
         ...
 
+    @property
+    def levels(self) -> tuple[Run, ...]:
+        """How the K and V of all tokens came to be: runs that cover positions 0 to ``n``.
+
+        What was computed is ``exact``, or ``approx~…`` where something lossy was below it; what was loaded has the
+        level that its block named.
+        """
+        ...
+
 
 class Loading(Protocol):
     """An import in flight."""
@@ -67,6 +78,11 @@ class Engine(Protocol):
     @property
     def space(self) -> ModelSpace:
         """The identity of everything this engine computes."""
+        ...
+
+    @property
+    def codec(self) -> Codec | None:
+        """What decodes blocks that are not raw; None: only raw ones can be loaded."""
         ...
 
     def start(self, reserve: int = 0) -> Live:
@@ -91,9 +107,12 @@ class Engine(Protocol):
         that are still on their way: it returns when the planes are in, or raises LinkError. It may be called from
         another thread, and must return or raise some day, as ``wait()`` waits for it.
 
-        Raises FormatError, before anything is changed, if the views are not blocks of this space at this position, do
-        not follow each other, or have other shapes; EngineError if the context ends inside a block, a load is in
-        flight, or the state is missing.
+        Blocks and state may be of any level, also mixed, that ``codec`` knows; coded ones are decoded into the
+        context's memory, layer by layer as well.
+
+        Raises ConfigError, before anything is changed, if there is no card for a level; FormatError, before anything is
+        changed, if the views are not blocks of this space at this position, do not follow each other, or have other
+        shapes; EngineError if the context ends inside a block, a load is in flight, or the state is missing.
         """
         ...
 
@@ -109,7 +128,8 @@ class Engine(Protocol):
     def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:
         """Sealed bytes of whole blocks ``first, first + 1, …``, one a key; ``parent`` is the key before ``keys[0]``.
 
-        Each array is new memory that the caller owns. Raises EngineError if the context does not reach that far.
+        Planes are raw; the level is ``exact``, or ``approx~…`` where ``live.levels`` has anything lossy in or below the
+        block. Each array is new memory that the caller owns. Raises EngineError if the context does not reach that far.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 
 from ctxreuse import kernels
 from ctxreuse.block import BlockView, BlockWriter, Layout
+from ctxreuse.codec import Codec
 from ctxreuse.engines.torch_hf.arena import Lease
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.states import Snapshot
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import EXACT, approx, is_raw
 from ctxreuse.model import ModelSpace
 
 __all__ = ["fill_layer", "seal_block", "seal_state"]
@@ -64,16 +67,28 @@ def gather(source: Bits, start: int, target: npt.NDArray[np.uint8]) -> None:
 
 
 def fill_layer(
-    lease: Lease, start: int, views: Sequence[BlockView], layer: int, ready: Callable[[int], None] | None
+    lease: Lease,
+    start: int,
+    views: Sequence[BlockView],
+    layer: int,
+    ready: Callable[[int], None] | None,
+    codec: Codec | None,
 ) -> None:
-    """Check and copy K and V of one layer to the rows from ``start``, once ``ready`` says that they are in.
+    """Check and copy or decode K and V of one layer to the rows from ``start``, once ``ready`` says that they are in.
 
-    Holding the lease keeps the memory from another context meanwhile.
+    ``codec`` knows the levels of all views. Holding the lease keeps the memory from another context meanwhile.
     """
     if ready is not None:
         ready(layer)
-    scatter(bits(lease.arena.k[layer]), start, views, layer, "k")
-    scatter(bits(lease.arena.v[layer]), start, views, layer, "v")
+    for role, plane in (("k", lease.arena.k[layer]), ("v", lease.arena.v[layer])):
+        target, row = bits(plane), start
+        for raw, run in groupby(views, key=lambda view: is_raw(view.header.level)):
+            alike = list(run)
+            if raw or codec is None:
+                scatter(target, row, alike, layer, role)
+            else:
+                codec.fill(alike, layer, role, target, row)
+            row += sum(len(view.header.tokens) // 4 for view in alike)
 
 
 def seal_block(
@@ -90,6 +105,7 @@ def seal_block(
         parent=parent,
         end=at + size,
         tokens=live.tokens[at : at + size],
+        level=live.provenance.worst(at, at + size),
         rope_at=at,
     )
     for index, _ in live.arena_layers:
@@ -112,6 +128,7 @@ def seal_state(
         parent=parent,
         end=end,
         tokens=tokens[end - space.block_tokens : end],
+        level=snapshot.level if snapshot.level == EXACT else approx(snapshot.level),
         extra=snapshot.flags,
     )
     for (layer, role), tensor in snapshot.planes.items():

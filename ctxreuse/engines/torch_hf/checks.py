@@ -4,16 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxreuse.block import BlockView, Layout
+from ctxreuse.block import BlockView, Layout, parse
+from ctxreuse.codec import Codec
 from ctxreuse.engines.torch_hf.states import Snapshot, fits
-from ctxreuse.errors import EngineError, FormatError
+from ctxreuse.errors import ConfigError, EngineError, FormatError
+from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
 
-__all__ = ["check_blocks", "check_state"]
+__all__ = ["check_blocks", "check_state", "decoded_state"]
 
 
-def check_blocks(views: Sequence[BlockView], space: ModelSpace, layout: Layout, start: int) -> None:
-    """Raises FormatError unless the views are consecutive exact blocks of this space from position ``start``."""
+def _check_level(view: BlockView, codec: Codec | None) -> None:
+    """Raises ConfigError if the view is coded at a level that nothing here decodes, FormatError if it is no block."""
+    level = view.header.level
+    if is_raw(level):
+        return
+    if ">" in level:
+        raise FormatError("a refinement is no block by itself", where=view.header.key.hex()[:16])
+    if codec is None or not codec.knows(level):
+        raise ConfigError(
+            f"a block of level {level} cannot be decoded here",
+            where=view.header.key.hex()[:16],
+            fix="It needs the card that it was coded with: `ctxreuse calibrate MODEL`, or the maker's",
+        )
+
+
+def _alike(view: BlockView, layout: Layout) -> bool:
+    """True if the planes are those of the layout, raw or each as a coded stream."""
+    # Layouts are parsed once for equal bytes, so this compares identities nearly always.
+    if is_raw(view.header.level):
+        return view.layout is layout or view.layout.planes == layout.planes
+    return len(view.layout.planes) == len(layout.planes) and all(
+        plane == raw or (plane[:3] == (raw.layer, raw.role, "uint8") and len(plane.shape) == 1)
+        for plane, raw in zip(view.layout.planes, layout.planes)
+    )
+
+
+def check_blocks(
+    views: Sequence[BlockView], space: ModelSpace, layout: Layout, start: int, codec: Codec | None
+) -> None:
+    """Raises FormatError unless the views are consecutive blocks of this space from position ``start``, ConfigError if
+    there is no card for one."""
     size, end, last = space.block_tokens, start, None
     for view in views:
         header, end = view.header, end + size
@@ -25,16 +56,25 @@ def check_blocks(views: Sequence[BlockView], space: ModelSpace, layout: Layout, 
                 f"block has {len(header.tokens) // 4} tokens up to position {header.end}, rotated at {header.rope_at}",
                 where=where,
             )
-        if header.level != "exact":
-            raise FormatError(f"block of level {header.level!r}", where=where, fix="Decode it to 'exact' first")
-        # Layouts are parsed once for equal bytes, so this compares identities nearly always.
-        if view.layout is not layout and view.layout.planes != layout.planes:
+        _check_level(view, codec)
+        if not _alike(view, layout):
             raise FormatError("planes have other layers, types or shapes than this model's", where=where)
         if last is not None and header.parent != last:
             raise FormatError("block does not follow the one before it", where=where)
         if int(view.tokens.min()) < 0 or int(view.tokens.max()) >= space.vocab_size:
             raise FormatError("block has token ids outside the vocabulary", where=where)
         last = header.key
+
+
+def decoded_state(state: BlockView | None, space: ModelSpace, codec: Codec | None) -> BlockView | None:
+    """The state with raw planes. Raises ConfigError if there is no card for it, FormatError if it is damaged."""
+    if state is None or is_raw(state.header.level):
+        return state
+    if state.header.kind != "state" or state.header.space != space.digest:
+        raise FormatError("not a state of this model space", where=state.header.key.hex()[:16], fix="It is recomputed")
+    _check_level(state, codec)
+    assert codec is not None
+    return parse(codec.decode(state))
 
 
 def check_state(state: BlockView | None, space: ModelSpace, end: int, probe: Snapshot, windows: dict[int, int]) -> None:
@@ -49,9 +89,10 @@ def check_state(state: BlockView | None, space: ModelSpace, end: int, probe: Sna
     if not space.needs_state:
         raise EngineError(f"{space.architecture} keeps no states", fix="Load its blocks without one")
     header = state.header
+    # It was decoded before, so it is raw.
     where = f"state {header.key.hex()[:16]}"
-    if header.kind != "state" or header.space != space.digest or header.level != "exact":
-        raise FormatError("not an exact state of this model space", where=where, fix="It is recomputed")
+    if header.kind != "state" or header.space != space.digest or not is_raw(header.level):
+        raise FormatError("not a state of this model space", where=where, fix="It is recomputed")
     if header.end != end:
         raise FormatError(f"state at position {header.end} for blocks up to {end}", where=where)
     if not fits(state, probe, windows):

@@ -16,13 +16,14 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse import models
 from ctxreuse.block import BlockView, block_layout
+from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Live, Logits, check_length, check_prompt
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf import probe, states
 from ctxreuse.engines.torch_hf.arena import Pool
 from ctxreuse.engines.torch_hf.attention import inference, install
 from ctxreuse.engines.torch_hf.blocks import fill_layer, seal_block, seal_state
-from ctxreuse.engines.torch_hf.checks import check_blocks, check_state
+from ctxreuse.engines.torch_hf.checks import check_blocks, check_state, decoded_state
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.loading import Import
 from ctxreuse.engines.torch_hf.opening import open_model
@@ -30,6 +31,7 @@ from ctxreuse.engines.torch_hf.pieces import pieces
 from ctxreuse.engines.torch_hf.space import model_space, new_cache
 from ctxreuse.errors import ConfigError, EngineError, FormatError, LinkError
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
 
 __all__ = ["TorchEngine"]
@@ -69,6 +71,7 @@ class TorchEngine:
         self._forward = probe.Forward(model)
         self.model, self.text = model.eval(), tokenizer
         self._chunk, self._background = chunk, background
+        self._codec: Codec | None = None
         name = install(model, attention)
         self.space = self._measure(weights, folder, name, block_tokens)
         self._layout = block_layout(self.space)
@@ -78,6 +81,7 @@ class TorchEngine:
             check_length(self.space, reserve)
             self._pool.reserve(reserve)
         self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.kind == "sliding"}
+        self._reach = max((window - 1 for window in self._windows.values()), default=0)
         self._probe = self._snapshot_probe()
 
     @classmethod
@@ -131,6 +135,19 @@ class TorchEngine:
         probe.fill(self.model, self._forward, live.cache)
         return states.capture(live.cache, probe.FILLED)
 
+    @property
+    def codec(self) -> Codec:
+        """See `Engine.codec`; unless one is set, that of the newest card on this user's shelf, opened when needed."""
+        if self._codec is None:
+            self._codec = Codec.open(self.space)
+        return self._codec
+
+    @codec.setter
+    def codec(self, codec: Codec) -> None:
+        if codec.space.digest != self.space.digest:
+            raise ConfigError("the codec is for another model space", where=self.space.architecture)
+        self._codec = codec
+
     def start(self, reserve: int = 0) -> TorchLive:
         """See `Engine.start`."""
         check_length(self.space, reserve)
@@ -168,18 +185,23 @@ class TorchEngine:
         views = list(views)
         end = start + len(views) * self.space.block_tokens
         check_length(self.space, end)
-        check_blocks(views, self.space, self._layout, start)
+        coded = any(not is_raw(view.header.level) for view in (*views, *((state,) if state is not None else ())))
+        codec = self.codec if coded else None
+        check_blocks(views, self.space, self._layout, start, codec)
+        state = decoded_state(state, self.space, codec)
         check_state(state, self.space, end, self._probe, self._windows)
         snapshot = states.read_state(state) if state is not None else None
         live.room(end)
         if snapshot is not None:
             states.restore(live.cache, snapshot)
             live.hold(snapshot)
+            live.provenance.stain(end, self._reach, snapshot.level)
+        live.provenance.load(start, self.space.block_tokens, [view.header.level for view in views])
         jobs = []
         for index, layer in live.arena_layers:
             assert live.lease is not None
             layer.resize(end)
-            jobs.append((index, partial(fill_layer, live.lease, start, views, index, ready)))
+            jobs.append((index, partial(fill_layer, live.lease, start, views, index, ready, codec)))
         live.append(np.concatenate([view.tokens for view in views]))
         beside = self._background
         if beside is None:

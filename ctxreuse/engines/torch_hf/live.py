@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 from transformers import DynamicCache
 
+from ctxreuse.engines.provenance import Provenance, Run
 from ctxreuse.engines.torch_hf import states
 from ctxreuse.engines.torch_hf.arena import Lease, Pool
 from ctxreuse.engines.torch_hf.layers import ArenaLayer, WindowLayer
@@ -32,6 +33,7 @@ class TorchLive:
         self.broken = ""  # why the context cannot be used any more
         self.snapshots: dict[int, Snapshot] = {}
         self.loading: Import | None = None
+        self.provenance = Provenance()
         self._pool, self._limit = pool, limit
         self._ids = np.zeros(0, "<i4")
         self._n = 0
@@ -56,6 +58,11 @@ class TorchLive:
     def states(self) -> tuple[int, ...]:
         """Positions of the snapshots held, ascending."""
         return tuple(sorted(self.snapshots))
+
+    @property
+    def levels(self) -> tuple[Run, ...]:
+        """See `ctxreuse.engines.base.Live.levels`."""
+        return self.provenance.runs(self._n)
 
     @property
     def nbytes(self) -> int:
@@ -97,12 +104,13 @@ class TorchLive:
         if n < self._n:
             self._ids = self._ids.copy()  # views handed out keep their contents
         self._n = n
+        self.provenance.crop(n)
         for _, layer in self.arena_layers:
             layer.resize(min(n, layer.length))
 
     def snap(self, position: int) -> None:
         """Keep the states at ``position``, and of all snapshots only the newest few."""
-        self.hold(states.capture(self.cache, position))
+        self.hold(states.capture(self.cache, position, self.provenance.below(position)))
 
     def hold(self, snapshot: Snapshot) -> None:
         """Keep a snapshot, and of all only the newest few."""

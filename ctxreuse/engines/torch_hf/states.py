@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ctxreuse.block import BlockView, Layout, Plane, layout_of
 from ctxreuse.engines.torch_hf.layers import WindowLayer
 from ctxreuse.errors import FormatError
+from ctxreuse.levels import EXACT
 
 __all__ = ["DTYPES", "Snapshot", "capture", "clear_states", "fits", "read_state", "restore"]
 
@@ -20,12 +21,17 @@ _NAMES = {kind: name for name, kind in DTYPES.items()}
 
 
 class Snapshot:
-    """Copies of all states at ``position``: ``planes[layer, role]`` as tensors, ``flags`` as small whole numbers."""
+    """Copies of all states at ``position``: ``planes[layer, role]`` as tensors, ``flags`` as small whole numbers.
 
-    __slots__ = ("flags", "planes", "position")
+    ``level``: ``exact``, or ``approx~…`` if they were decoded from, or computed on top of, something lossy.
+    """
 
-    def __init__(self, position: int, planes: dict[tuple[int, str], torch.Tensor], flags: dict[str, int]) -> None:
-        self.position, self.planes, self.flags = position, planes, flags
+    __slots__ = ("flags", "level", "planes", "position")
+
+    def __init__(
+        self, position: int, planes: dict[tuple[int, str], torch.Tensor], flags: dict[str, int], level: str = EXACT
+    ) -> None:
+        self.position, self.planes, self.flags, self.level = position, planes, flags, level
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +49,7 @@ def _linear(layer: Any) -> bool:
     return isinstance(layer, LinearAttentionLayer)
 
 
-def capture(cache: DynamicCache, position: int) -> Snapshot:
+def capture(cache: DynamicCache, position: int, level: str = EXACT) -> Snapshot:
     """Copy the states at ``position``: the cache's own end, or an earlier one if there are windows only."""
     planes: dict[tuple[int, str], torch.Tensor] = {}
     flags: dict[str, int] = {}
@@ -57,7 +63,7 @@ def capture(cache: DynamicCache, position: int) -> Snapshot:
                 if layer.is_recurrent_states_initialized[s]:
                     planes[index, f"recurrent{s}"] = layer.recurrent_states[s].clone()
                 flags[f"{index}.{s}"] = int(layer.has_previous_state[s])
-    return Snapshot(position, planes, flags)
+    return Snapshot(position, planes, flags, level)
 
 
 def clear_states(cache: DynamicCache) -> None:
@@ -112,4 +118,4 @@ def read_state(view: BlockView) -> Snapshot:
             raise FormatError(f"state plane of type {plane.dtype}")
         tensor = torch.frombuffer(raw, dtype=DTYPES[plane.dtype]) if raw else torch.empty(0, dtype=DTYPES[plane.dtype])
         planes[plane.layer, plane.role] = tensor.view(plane.shape)
-    return Snapshot(view.header.end, planes, dict(view.header.extra))
+    return Snapshot(view.header.end, planes, dict(view.header.extra), view.header.level)

@@ -1,0 +1,101 @@
+"""How the K and V of a context came to be: which tokens were loaded at which level, and what was computed on top."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from ctxreuse.levels import EXACT, approx, fits, is_exact, rank
+
+__all__ = ["Provenance", "Run", "leading", "tokens_at"]
+
+
+class Run(NamedTuple):
+    """Tokens from ``start`` (inclusive) to ``end`` (exclusive) whose K and V are of one level."""
+
+    start: int
+    end: int
+    level: str
+
+
+class _Stain(NamedTuple):
+    """A lossy state: what is computed from position ``at`` on stands on it, as long as the context has ``least``."""
+
+    at: int
+    least: int
+    level: str
+
+
+def leading(runs: Sequence[Run], lossy: str | None) -> int:
+    """How many leading tokens may be used by whoever allows ``lossy`` at worst. ``runs`` cover a context from 0 on."""
+    for run in runs:
+        if not fits(run.level, lossy):
+            return run.start
+    return runs[-1].end if runs else 0
+
+
+def tokens_at(runs: Sequence[Run], start: int, end: int) -> dict[str, int]:
+    """Tokens of each level between two positions."""
+    found: dict[str, int] = {}
+    for run in runs:
+        shared = min(run.end, end) - max(run.start, start)
+        if shared > 0:
+            found[run.level] = found.get(run.level, 0) + shared
+    return found
+
+
+class Provenance:
+    """The history of one context. Not thread-safe: its context's owner calls."""
+
+    def __init__(self) -> None:
+        self._loaded: list[Run] = []
+        self._stains: list[_Stain] = []
+
+    def load(self, start: int, size: int, levels: Sequence[str]) -> None:
+        """Blocks of ``size`` tokens each were appended from position ``start`` on."""
+        for i, level in enumerate(levels):
+            at = start + i * size
+            last = self._loaded[-1] if self._loaded else None
+            if last is not None and (last.end, last.level) == (at, level):
+                self._loaded[-1] = last._replace(end=at + size)
+            else:
+                self._loaded.append(Run(at, at + size, level))
+
+    def stain(self, at: int, reach: int, level: str) -> None:
+        """The states at ``at`` were loaded at ``level``; they hold tokens as far back as ``reach`` positions."""
+        if not is_exact(level):
+            self._stains.append(_Stain(at, max(at - reach, 1), level))
+
+    def crop(self, n: int) -> None:
+        """The context ends at position ``n``."""
+        self._loaded = [run._replace(end=min(run.end, n)) for run in self._loaded if run.start < n]
+        self._stains = [stain._replace(at=min(stain.at, n)) for stain in self._stains if stain.least <= n]
+
+    def below(self, at: int) -> str:
+        """The level of what is computed at position ``at``: ``exact`` or ``approx~WORST``."""
+        levels = [run.level for run in self._loaded if run.start < at and not is_exact(run.level)]
+        levels += [stain.level for stain in self._stains if stain.at <= at]
+        return approx(max(levels, key=rank)) if levels else EXACT
+
+    def runs(self, n: int) -> tuple[Run, ...]:
+        """Runs that cover positions 0 to ``n``, in order."""
+        found: list[Run] = []
+        at = 0
+        for loaded in [*self._loaded, Run(n, n, EXACT)]:
+            if at < loaded.start:
+                found += self._computed(at, loaded.start)
+            if loaded.end > loaded.start:
+                found.append(loaded)
+            at = loaded.end
+        return tuple(found)
+
+    def _computed(self, start: int, end: int) -> list[Run]:
+        # A crop may have left a stain inside: what was computed before it was computed on something better.
+        cuts = sorted({start, end, *(stain.at for stain in self._stains if start < stain.at < end)})
+        return [Run(a, b, self.below(a)) for a, b in pairwise(cuts)]
+
+    def worst(self, start: int, end: int) -> str:
+        """The level at which positions ``start`` to ``end`` may be given away as numbers: ``exact`` or ``approx~…``."""
+        levels = [run.level for run in self.runs(end) if run.end > start and not is_exact(run.level)]
+        return approx(max(levels, key=rank)) if levels else EXACT

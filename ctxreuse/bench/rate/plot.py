@@ -50,6 +50,7 @@ def draw(points: Sequence[Point], path: Path, ours: str, model: str, targets: Se
                     textcoords="offset points", ha="right", va="bottom", color="0.45", fontsize=8,
                 )  # fmt: skip
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda kl, _: f"{kl:g}")
             shown = [p for p in points if p.kl <= _MOST_KL]
             axes.set_ylim(min(p.kl for p in shown) * 0.6, max(p.kl for p in shown) * 1.5)
             axes.set_xlim(0, max(p.bits for p in shown) + 0.4)
@@ -59,7 +60,7 @@ def draw(points: Sequence[Point], path: Path, ours: str, model: str, targets: Se
             axes.grid(True, which="major", color="0.92", lw=0.7)
             axes.spines[["top", "right"]].set_visible(False)
             handles, labels = axes.get_legend_handles_labels()
-            axes.legend([handles[-1], *handles[:-1]], [labels[-1], *labels[:-1]], frameon=False, fontsize=9)
+            axes.legend([handles[-1], *handles[:-1]], [labels[-1], *labels[:-1]], fontsize=9, framealpha=0.9, edgecolor="white")
             paths = plot_paths(path)
             paths[0].parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(paths[0], metadata={"Date": None})

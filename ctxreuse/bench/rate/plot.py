@@ -60,7 +60,9 @@ def draw(points: Sequence[Point], path: Path, ours: str, model: str, targets: Se
             axes.grid(True, which="major", color="0.92", lw=0.7)
             axes.spines[["top", "right"]].set_visible(False)
             handles, labels = axes.get_legend_handles_labels()
-            axes.legend([handles[-1], *handles[:-1]], [labels[-1], *labels[:-1]], fontsize=9, framealpha=0.9, edgecolor="white")
+            axes.legend(
+                [handles[-1], *handles[:-1]], [labels[-1], *labels[:-1]], fontsize=9, framealpha=0.9, edgecolor="white"
+            )
             paths = plot_paths(path)
             paths[0].parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(paths[0], metadata={"Date": None})

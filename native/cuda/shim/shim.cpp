@@ -125,6 +125,8 @@ void run(unsigned grid, unsigned block, size_t bytes, void (*thread)(const void 
 
 } // namespace shim
 
+#include "../klt_decode.cu"
+#include "../klt_encode.cu"
 #include "../rans.cu"
 
 // Runs a kernel to its end. Returns 0, or -1 for a name that is none. One thread at a time.
@@ -134,6 +136,10 @@ extern "C" int ctx_shim_launch(const char *name, unsigned grid, unsigned block, 
     KERNEL(ctx_rans_decode)
     KERNEL(ctx_rans_encode)
     KERNEL(ctx_rans_count)
+    KERNEL(ctx_klt_decode)
+    KERNEL(ctx_klt_quantise)
+    KERNEL(ctx_klt_code)
+    KERNEL(ctx_klt_pack)
 #undef KERNEL
     return -1;
 }

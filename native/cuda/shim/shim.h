@@ -102,7 +102,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
-inline float __double2float_rn(double x) { return static_cast<float>(x); }
+inline long long __double_as_longlong(double x) { return shim::unpack<long long>(shim::pack(x)); }
+inline double __longlong_as_double(long long x) { return shim::unpack<double>(shim::pack(x)); }
 
 template <class T> T atomicAdd(T *at, T by) { return std::exchange(*at, *at + by); }
 template <class T> T atomicOr(T *at, T bits) { return std::exchange(*at, *at | bits); }

@@ -1,0 +1,149 @@
+"""Planes of an engine's paged cache coded on a device: the bytes that `ctxreuse.codec` gives for them on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.codec.card import SINKS
+from ctxreuse.cuda.cells import ENTRY
+from ctxreuse.cuda.layout import CELL, PLANE
+from ctxreuse.cuda.planes import DeviceCard, Pages, angles_on, paged
+from ctxreuse.cuda.rans import CODE, on_host
+
+__all__ = ["PagedPlane", "encode_planes"]
+
+_WARPS, _WARP, _THREADS = 4, 32, 128
+_HEAD = 8
+
+
+class PagedPlane(NamedTuple):
+    """``tokens`` rows of a plane in paged memory from slot ``row`` of its table on; the first stands at position ``start``."""
+
+    layer: int
+    role: str
+    pages: Pages
+    tokens: int
+    row: int = 0
+    start: int = 0
+
+
+def encode_planes(card: DeviceCard, planes: Sequence[PagedPlane]) -> list[npt.NDArray[np.uint8]]:
+    """The coded stream of each plane at the card's level, uint8 on the host. Waits for the device.
+
+    The first tokens of a context and those that no number can stand for are kept raw, in the pages' type: that must
+    be the card's ``raw_dtype``. ValueError for that and for pages; 1 to 65,535 tokens a plane.
+    """
+    if not planes:
+        return []
+    launcher, xp = card.launcher, card.launcher.xp
+    held: list[Any] = []
+    angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+    records = np.array([_record(card, one, angles, held) for one in planes], PLANE)
+    cells = np.concatenate([_cells(card, i, one) for i, one in enumerate(planes)])
+    of = card.book_groups[cells["group"]]
+    rooms = 128 + 32 * of["components"].astype(np.int64)
+    amounts = 64 * of["components"].astype(np.int64)
+    cells["data"], cells["more"] = np.cumsum(amounts) - amounts, np.cumsum(rooms) - rooms
+    numbers, words = xp.empty(max(1, int(amounts.sum())), np.int16), xp.empty(int(rooms.sum()), np.uint16)
+    seeds, status = xp.empty(64 * len(cells), np.uint16), xp.zeros(len(cells), np.uint32)
+    listed, given, count = xp.asarray(cells.view(np.uint8)), xp.asarray(records.view(np.uint8)), np.uint32(len(cells))
+    shared = 1024 + 256 * int(of["channels"].max())
+    if shared > launcher.shared_bytes:
+        raise ValueError(
+            f"a group of {int(of['channels'].max())} channels does not fit into the device's shared memory"
+        )
+    launcher.launch(
+        "ctx_klt_quantise",
+        len(cells),
+        _THREADS,
+        shared,
+        (listed, given, card.groups, card.book, numbers, seeds, status),
+    )
+    blocks = -(-len(cells) // _WARPS)
+    known = np.uint32(card.known)
+    launcher.launch(
+        "ctx_klt_code",
+        blocks,
+        _WARPS * _WARP,
+        card.known * CODE.itemsize,
+        (listed, count, card.groups, card.book, card.codes, known, numbers, seeds, words),
+    )
+    if on_host(status).any():
+        raise ValueError("the page table has no page for a token")
+    coded = on_host(listed).view(CELL)
+    places, heads, size = _laid_out(card, coded, planes)
+    out = xp.empty(size, np.uint8)
+    launcher.launch(
+        "ctx_klt_pack",
+        blocks,
+        _WARPS * _WARP,
+        0,
+        (listed, count, given, card.groups, card.book, card.codes, numbers, words, xp.asarray(places), out),
+    )
+    data = np.array(on_host(out))
+    streams = []
+    for at, end, head in heads:
+        data[at : at + len(head)] = np.frombuffer(head, np.uint8)
+        streams.append(data[at:end])
+    return streams
+
+
+def _record(
+    card: DeviceCard, one: PagedPlane, angles: dict[tuple[int, int, int], tuple[Any, Any]], held: list[Any]
+) -> np.void:
+    where = f"layer {one.layer} {one.role}"
+    if not 0 < one.tokens < 1 << 16:
+        raise ValueError(f"a coded plane has 1 to 65,535 tokens, not {one.tokens} ({where})")
+    plane = card.card.planes[card.number(one.layer, one.role)]
+    out = paged(card, plane, one.pages, one.row, one.tokens, held, where)
+    if out["type"] != card.raw_type:
+        raise ValueError(f"pages: {one.pages.dtype} is not the type of the model space ({where})")
+    out["raw_type"] = card.raw_type
+    found = angles_on(card, plane, one.start, one.tokens, angles, undo=True)
+    out["interleaved"], out["angles"], out["cosine"], out["sine"] = found
+    return out
+
+
+def _cells(card: DeviceCard, number: int, one: PagedPlane) -> npt.NDArray[np.void]:
+    plane = card.number(one.layer, one.role)
+    groups = len(card.card.planes[plane].groups)
+    cells = np.zeros(-(-one.tokens // 64) * groups, CELL)
+    index = np.arange(len(cells))
+    cells["plane"], cells["group"] = number, card.card.first_group[plane] + index % groups
+    cells["first"] = index // groups * 64
+    cells["tokens"] = np.minimum(64, one.tokens - cells["first"])
+    sinks = np.clip(SINKS - one.start - cells["first"].astype(np.int64), 0, cells["tokens"])
+    cells["raw"] = (np.uint64(1) << sinks.astype(np.uint64)) - np.uint64(1)
+    return cells
+
+
+def _laid_out(
+    card: DeviceCard, cells: npt.NDArray[np.void], planes: Sequence[PagedPlane]
+) -> tuple[npt.NDArray[np.uint64], list[tuple[int, int, bytes]], int]:
+    """Where each cell's body goes; each stream's start, end and head; bytes of all."""
+    of = card.book_groups[cells["group"]]
+    item = 4 if card.raw_type == 0 else 2
+    bodies = (
+        cells["bytes"].astype(np.int64)
+        + -(-cells["tokens"].astype(np.int64) // 8) * of["shifts"]
+        + 2 * cells["escapes"].astype(np.int64)
+        + np.bitwise_count(cells["raw"]).astype(np.int64) * of["channels"] * item
+    )
+    counts = np.bincount(cells["plane"], minlength=len(planes))
+    lead = np.repeat(np.cumsum(_HEAD + ENTRY.itemsize * counts), counts)
+    ends = lead + np.cumsum(bodies)
+    last = np.cumsum(counts) - 1
+    heads, start = [], 0
+    for number, (one, count) in enumerate(zip(planes, counts.tolist(), strict=True)):
+        mine = cells[last[number] + 1 - count : last[number] + 1]
+        entries = np.zeros(count, ENTRY)
+        entries["raw"], entries["bytes"], entries["escapes"] = mine["raw"], mine["bytes"], mine["escapes"]
+        head = bytes([1, card.level, 0, 0]) + one.tokens.to_bytes(2, "little") + count.to_bytes(2, "little")
+        end = int(ends[last[number]])
+        heads.append((start, end, head + entries.tobytes()))
+        start = end
+    return (ends - bodies).astype(np.uint64), heads, start

@@ -1,0 +1,102 @@
+"""Where the CUDA kernels' text lies, how it is compiled for the device that is here, and how a kernel is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import ctxreuse
+from ctxreuse.errors import ConfigError
+
+__all__ = ["FILES", "Launcher", "missing", "open_device", "text_folder"]
+
+FILES: Final[Mapping[str, tuple[str, ...]]] = {
+    "rans.cu": ("ctx_rans_decode", "ctx_rans_encode", "ctx_rans_count"),
+    "klt_decode.cu": ("ctx_klt_decode",),
+    "klt_encode.cu": ("ctx_klt_quantise", "ctx_klt_code", "ctx_klt_pack"),
+}
+"""The files that are compiled, and the kernels of each."""
+
+_OPTIONS: Final = ("-std=c++17",)  # no fast math: products and sums round as the CPU's do
+_INSTALL: Final = "pip install 'ctxreuse[cuda]' on a machine with an NVIDIA GPU and its driver"
+
+
+class Launcher(Protocol):
+    """A device as the wrappers see it.
+
+    ``xp`` is the array module of its memory (cupy; numpy where the kernels run on the CPU in tests). Arrays of it and
+    numpy scalars are what ``launch`` takes; the work is queued on the current stream, so arguments must live until then.
+    """
+
+    @property
+    def xp(self) -> Any: ...
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may have."""
+
+    def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
+        """Queue ``grid`` blocks of ``block`` threads with ``shared`` bytes of shared memory each. 0 blocks: nothing."""
+
+
+def text_folder() -> Path:
+    """The folder of the kernels' text, as installed. ConfigError where the build left it out."""
+    for base in ctxreuse.__path__:
+        folder = Path(base) / "cuda" / "text"
+        if folder.is_dir():
+            return folder
+    raise ConfigError("the CUDA kernels' text is not installed", fix="Reinstall ctxreuse from a wheel or with CMake")
+
+
+def missing() -> str:
+    """Why no device can be used, in a few words; empty if one can. Imports cupy where it is installed."""
+    if find_spec("cupy") is None:
+        return "cupy is not installed"
+    import cupy
+
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA driver answers ({error})"
+    return "" if count else "no CUDA device"
+
+
+@cache
+def open_device() -> Launcher:
+    """The current CUDA device; its kernels are compiled at first use, file by file, and kept by CuPy on disk.
+
+    ConfigError without cupy, driver or device.
+    """
+    why = missing()
+    if why:
+        raise ConfigError(f"CUDA kernels cannot run: {why}", fix=_INSTALL)
+    return _Cupy()
+
+
+class _Cupy:
+    def __init__(self) -> None:
+        import cupy
+
+        folder = text_folder()
+        options = (*_OPTIONS, f"-I{folder}")
+        self.xp: Any = cupy
+        attributes = cupy.cuda.Device().attributes
+        self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self._modules = {
+            name: cupy.RawModule(code=(folder / name).read_text("utf-8"), options=options, backend="nvrtc")
+            for name in FILES
+        }
+        self._kernels: dict[str, Any] = {}
+
+    def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            file = next(file for file, names in FILES.items() if name in names)
+            kernel = self._modules[file].get_function(name)
+            kernel.max_dynamic_shared_size_bytes = self.shared_bytes
+            self._kernels[name] = kernel
+        if grid:
+            kernel((grid,), (block,), tuple(arguments), shared_mem=shared)

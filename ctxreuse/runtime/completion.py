@@ -30,10 +30,18 @@ class Completion:
     ``stop_string``, ``cancelled`` or ``error``.
     """
 
-    def __init__(self, runtime: Runtime, prompt: Tokens, sampling: Sampling, branches: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt: Tokens,
+        sampling: Sampling,
+        branches: Sequence[int],
+        lossy: str | None = None,
+    ) -> None:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
+        self._lossy = lossy
         self._text = runtime.text
         # Re-entrant, as the last piece closes. The context goes to the pool then: nobody may be inside it any more.
         self._lock = threading.RLock()
@@ -88,7 +96,8 @@ class Completion:
 
         runtime, sampling = self._runtime, self._sampling
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
-        done = runtime.prefill(self._prompt, reserve=min(sampling.max_tokens, room), branches=self._branches)
+        reserve = min(sampling.max_tokens, room)
+        done = runtime.prefill(self._prompt, reserve=reserve, branches=self._branches, lossy=self._lossy)
         self._live, self._usage = done.live, done.usage
         return generate(runtime.engine, self._text, done.live, done.logits, sampling)
 
@@ -104,7 +113,7 @@ class Completion:
         self.finish = finish
         live, self._live, self._pieces = self._live, None, None
         if live is not None and finish != "error":
-            self._runtime.release(live)
+            self._runtime.release(live, lossy=self._lossy)
         if self._runtime.metrics is not None:
             self._runtime.metrics.record(self.usage, finish)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ctxreuse.engines.provenance import leading
 from ctxreuse.keys import Tokens
 
 if TYPE_CHECKING:
@@ -45,14 +46,14 @@ class LivePool:
             while self._held and self.nbytes > self.capacity:
                 self._held.pop(0)
 
-    def take(self, engine: Engine, tokens: Tokens, stored: int) -> tuple[Live, int] | None:
+    def take(self, engine: Engine, tokens: Tokens, stored: int, lossy: str | None = None) -> tuple[Live, int] | None:
         """Remove and return the context that shares most with ``tokens``, cropped to the shared part, and its length.
 
         None unless more than ``stored`` tokens (what the store holds) are shared. At least the last of ``tokens`` is
-        left to compute.
+        left to compute. Nothing of it is worse than ``lossy`` allows (None: exact only).
         """
         with self._lock:
-            best, length = self._best(engine, tokens, stored)
+            best, length = self._best(engine, tokens, stored, lossy)
             if best is None:
                 return None
             self._held.remove(best)
@@ -61,15 +62,15 @@ class LivePool:
             return None
         return best, length
 
-    def match(self, engine: Engine, tokens: Tokens, stored: int) -> int:
+    def match(self, engine: Engine, tokens: Tokens, stored: int, lossy: str | None = None) -> int:
         """How many leading tokens `take` would give, at least ``stored``. Pure."""
         with self._lock:
-            return self._best(engine, tokens, stored)[1]
+            return self._best(engine, tokens, stored, lossy)[1]
 
-    def _best(self, engine: Engine, tokens: Tokens, stored: int) -> tuple[Live | None, int]:
+    def _best(self, engine: Engine, tokens: Tokens, stored: int, lossy: str | None) -> tuple[Live | None, int]:
         best, length = None, stored
         for live in self._held:
-            shared = min(common_prefix(live.tokens, tokens), len(tokens) - 1)
+            shared = min(common_prefix(live.tokens, tokens), len(tokens) - 1, leading(live.levels, lossy))
             if shared < live.n and engine.space.needs_state:
                 # Such a context can go back only to where its states were kept.
                 shared = max((at for at in live.states if at <= shared), default=0)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.cost import CostModel, Record, Way
+from ctxreuse.engines.provenance import leading, tokens_at
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import fits, short
 from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.fetching import FetchFailedError, Fetching
 from ctxreuse.runtime.load import OVERLAP_TOKENS, SpoiledError, load_prefix
@@ -43,11 +45,19 @@ class Price(NamedTuple):
 
 
 class Prompt:
-    """Used once, by the thread that holds the runtime's compute lock. ``fetching``: what another node sends, if any."""
+    """Used once, by the thread that holds the runtime's compute lock. ``fetching``: what another node sends, if any;
+    ``lossy``: the worst level of KV that may be reused."""
 
     def __init__(
-        self, runtime: Runtime, ids: Tokens, reserve: int, branches: Sequence[int], fetching: Fetching | None
+        self,
+        runtime: Runtime,
+        ids: Tokens,
+        reserve: int,
+        branches: Sequence[int],
+        fetching: Fetching | None,
+        lossy: str | None = None,
     ) -> None:
+        self._lossy = lossy
         self._runtime, self._ids, self._reserve, self._branches = runtime, ids, reserve, branches
         self._fetching, self._clock = fetching, runtime.clock
         self._observe = True
@@ -74,11 +84,11 @@ class Prompt:
         usable = runtime.keys(ids)[: min(limit, (len(ids) - 1) // size)]
         started = loaded = self._clock()
         waited = self._fetching.waited if self._fetching is not None else 0.0
-        stored = runtime.stored(store, usable) if store is not None else 0
+        stored = runtime.stored(store, usable, self._lossy) if store is not None else 0
         if cost is not None and stored and not cost.loads(stored, stored * space.token_nbytes):
             stored, missed = 0, missed or "slow"
 
-        taken = runtime.pool.take(engine, ids, stored)
+        taken = runtime.pool.take(engine, ids, stored, self._lossy)
         self._observe = True
         if taken is not None:
             live, reused = taken
@@ -88,12 +98,14 @@ class Prompt:
         else:
             live = engine.start(len(ids) + self._reserve)
             price = self._price("load" if stored else "recompute", stored, stored * space.token_nbytes)
-            missed = missed or (_ABSENT if len(usable) * size > stored else "")
+            missed = missed or self._lacking(store, usable[stored // size :])
             if store is not None and stored:
                 overlap = self._fetching is None and len(ids) - stored <= OVERLAP_TOKENS
                 self._observe = not overlap
                 keys = usable[: stored // size]
-                done = load_prefix(engine, store, live, ids, keys, self._finish, self._clock, overlap=overlap)
+                done = load_prefix(
+                    engine, store, live, ids, keys, self._finish, self._clock, overlap=overlap, lossy=self._lossy
+                )
                 loaded, sources, logits = done.at, done.sources, done.logits
                 missed = missed or done.missed
                 if cost is not None and not overlap:
@@ -101,6 +113,11 @@ class Prompt:
             else:
                 logits, sources = self._finish(live), {}
         return self._result(live, logits, sources, missed, Times(began, started, loaded, waited), price)
+
+    def _lacking(self, store: WholeStore | None, keys: Sequence[bytes]) -> str:
+        """Why the first of the blocks ``keys`` cannot be loaded; "" if there are none."""
+        held = store.entries(keys[:1])[0] if store is not None and keys else None
+        return "" if not keys else "level" if held is not None and not fits(held.level, self._lossy) else _ABSENT
 
     def _price(self, way: Way, held: int, nbytes: int) -> Price:
         """Before the work: what comes of it teaches the cost model."""
@@ -142,10 +159,24 @@ class Prompt:
             now - times.loaded - waited,
             seconds_fetch=fetching.waited if fetching is not None else 0.0,
             fetched_bytes=fetching.received if fetching is not None else 0,
+            by_level=self._levels(live, sources),
+            approx=leading(live.levels, None) < live.n,
         )
         if self._runtime.cost is not None:
             self._record(self._runtime.cost, price, now - times.began)
         return Prefilled(live, logits, usage)
+
+    def _levels(self, live: Live, sources: dict[str, int]) -> dict[str, int]:
+        """Reused tokens by level: those that were here before, and those that were fetched behind what was computed."""
+        fetched = self._fetching.tokens if self._fetching is not None else 0
+        spans = [(0, sum(sources.values()) - fetched)]
+        if self._fetching is not None and fetched:
+            spans.append((self._fetching.end - fetched, self._fetching.end))
+        found: dict[str, int] = {}
+        for start, end in spans:
+            for level, tokens in tokens_at(live.levels, start, end).items():
+                found[short(level)] = found.get(short(level), 0) + tokens
+        return found
 
     def _record(self, cost: CostModel, price: Price, seconds: float) -> None:
         fetching = self._fetching

@@ -17,8 +17,9 @@ import numpy as np
 
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.base import check_vocabulary
-from ctxreuse.errors import ContextTooLongError, EngineError, StoreError
+from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.levels import check_lossy
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.pool import LivePool
@@ -51,6 +52,9 @@ class Runtime:
     nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
     learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
     seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
+
+    ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
+    ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
     """
 
     def __init__(
@@ -75,50 +79,78 @@ class Runtime:
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
+        if store is not None and engine.codec is not None:
+            store.adopt(engine.codec)
 
     def keys(self, tokens: Sequence[int] | Tokens) -> list[bytes]:
         """Prefix keys of the whole blocks of ``tokens`` in this engine's space for this tenant."""
         space = self.engine.space
         return prefix_keys(space.digest, self._salt, as_tokens(tokens), space.block_tokens)
 
-    def prefill(self, tokens: Sequence[int] | Tokens, *, reserve: int = 0, branches: Sequence[int] = ()) -> Prefilled:
+    def permit(self, lossy: str | None) -> None:
+        """Raises ConfigError, saying what to do, unless ``lossy`` is None or a level that there is a card for."""
+        if lossy is None:
+            return
+        check_lossy(lossy)
+        if self.engine.codec is None:
+            raise ConfigError("this engine has no codec", fix="Leave lossy= out: only exact KV can be reused")
+        self.engine.codec.info(lossy)
+
+    def prefill(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        reserve: int = 0,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
+    ) -> Prefilled:
         """Bring ``tokens`` into the engine's memory, reusing the longest held prefix.
 
         The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
         ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
         differently, such as the ends of turns; models with states can be resumed there (see ``advance``). Raises
-        EngineError for an empty prompt, ContextTooLongError, TokenRangeError.
+        EngineError for an empty prompt, ContextTooLongError, TokenRangeError, ConfigError (see `permit`).
         """
         ids = self.checked(tokens)
-        fetching = None if self.remote is None else self._ask(self.remote, ids)
+        self.permit(lossy)
+        fetching = None if self.remote is None else self._ask(self.remote, ids, lossy)
         try:
             if fetching is not None:
                 fetching.prepare()
             with self.compute:
-                return Prompt(self, ids, reserve, branches, fetching).bring()
+                return Prompt(self, ids, reserve, branches, fetching, lossy).bring()
         finally:
             if fetching is not None:
                 fetching.close()
 
     def complete(
-        self, tokens: Sequence[int] | Tokens, sampling: Sampling, *, branches: Sequence[int] = ()
+        self,
+        tokens: Sequence[int] | Tokens,
+        sampling: Sampling,
+        *,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
     ) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
         ``branches``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
         """
-        return Completion(self, self.checked(tokens), sampling, branches)
+        self.permit(lossy)
+        return Completion(self, self.checked(tokens), sampling, branches, lossy)
 
-    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = ()) -> Usage:
+    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = (), lossy: str | None = None) -> Usage:
         """Compute a context now and keep its KV, so that a later request finds it. ``branches``: see ``prefill``."""
-        done = self.prefill(tokens, branches=branches)
-        self.release(done.live)
+        done = self.prefill(tokens, branches=branches, lossy=lossy)
+        self.release(done.live, lossy=lossy)
         return done.usage
 
-    def release(self, live: Live) -> None:
-        """Take a finished context back: its new blocks and states go to the store, the rest stays in the pool."""
+    def release(self, live: Live, *, lossy: str | None = None) -> None:
+        """Take a finished context back: its new blocks and states go to the store, the rest stays in the pool.
+
+        ``lossy``: at which levels the store may keep them.
+        """
         with self.compute:
-            self._keep(live)
+            self._keep(live, lossy)
         self.pool.put(live)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
@@ -163,44 +195,46 @@ class Runtime:
             )
         return ids
 
-    def stored(self, store: WholeStore, keys: Sequence[bytes]) -> int:
+    def stored(self, store: WholeStore, keys: Sequence[bytes], lossy: str | None = None) -> int:
         """Leading tokens of the blocks of ``keys`` from which this engine can go on, as far as the store knows."""
-        held = store.match(keys)
+        held = store.match(keys, lossy)
         return held.state_tokens if self.engine.space.needs_state else held.tokens
 
-    def _ask(self, remote: Remote, ids: Tokens) -> Fetching | None:
+    def _ask(self, remote: Remote, ids: Tokens, lossy: str | None) -> Fetching | None:
         """Have other nodes asked for what lacks here; nothing of it needs the engine, so other requests may compute."""
         assert self.cost is not None
         stored = 0
         if self.store is not None:
             with suppress(StoreError):
-                stored = self.stored(self.store, self.keys(ids)[: (len(ids) - 1) // self.engine.space.block_tokens])
-        held = self.pool.match(self.engine, ids, stored)
+                usable = self.keys(ids)[: (len(ids) - 1) // self.engine.space.block_tokens]
+                stored = self.stored(self.store, usable, lossy)
+        held = self.pool.match(self.engine, ids, stored, lossy)
         return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng)
 
-    def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8]) -> bool:
+    def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8], lossy: str | None) -> bool:
         """A full queue refuses the tail of a long context: here nobody waits for an answer, so wait for the queue."""
         try:
             store.flush(_PATIENCE)
         except StoreError:
             return False
-        return store.put(key, data)
+        return store.put(key, data, lossy=lossy)
 
-    def _keep(self, live: Live) -> None:
+    def _keep(self, live: Live, lossy: str | None) -> None:
         """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal."""
         store, space = self.store, self.engine.space
         if store is None:
             return
         keys = self.keys(live.tokens)
-        held = store.match(keys).blocks
+        held = store.match(keys, lossy).blocks
         fresh = keys[held:]
         if fresh:
             parent = keys[held - 1] if held else ROOT
             for key, data in zip(fresh, self.engine.export(live, fresh, parent, held)):
-                if not (store.put(key, data) or self._put_later(store, key, data)):
+                if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
                     return
         for position in live.states:
             n = position // space.block_tokens
-            if 0 < n <= len(keys) and store.match(keys[:n]).state_tokens < position:
+            if 0 < n <= len(keys) and store.match(keys[:n], lossy).state_tokens < position:
                 parent = keys[n - 2] if n > 1 else ROOT
-                store.put(keys[n - 1], self.engine.export_state(live, keys[n - 1], parent, position), kind="state")
+                data = self.engine.export_state(live, keys[n - 1], parent, position)
+                store.put(keys[n - 1], data, kind="state", lossy=lossy)

@@ -17,11 +17,16 @@ class Usage(msgspec.Struct, frozen=True):
 
     ``by_source``: reused tokens by the tier they came from (``device``, ``host``, ``disk``; ``edge``, ``cloud``:
     another node's). ``missed``: why the first whole block that had to be computed was not reused, in the store's words
-    (``absent``: never stored or evicted, ``corrupt``, ``space``, …; ``no store``; ``slow``: the disk loses to
-    computing) or the link's (``link``: it was cut or became too slow; ``audit``: a peer's blocks were wrong); '' if all
-    whole blocks were. Seconds are wall time; where loading overlaps computing, the overlapped part counts as prefill.
-    ``seconds_fetch``: waiting for other nodes while nothing else could be done, the question what they hold included;
-    no part of the other two. ``fetched_bytes``: payload received from them, used or not.
+    (``absent``: never stored or evicted, ``corrupt``, ``space``, …; ``level``: held at a worse level than was allowed;
+    ``no store``; ``slow``: the disk loses to computing; ``card``: coded with a card that is not here) or the link's
+    (``link``: it was cut or became too slow; ``audit``: a peer's blocks were wrong); '' if all whole blocks were.
+    Seconds are wall time; where loading overlaps computing, the overlapped part counts as prefill. ``seconds_fetch``:
+    waiting for other nodes while nothing else could be done, the question what they hold included; no part of the
+    other two. ``fetched_bytes``: payload received from them, used or not.
+
+    ``by_level``: reused tokens by the level of their KV, cards left out (``exact``, ``exact+rans``, ``kl-0.01``, …;
+    ``approx``: computed earlier on top of something lossy). ``approx``: something lossy is in, or below, what the
+    answer was computed from.
     """
 
     prompt_tokens: int
@@ -33,6 +38,8 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     seconds_fetch: float = 0.0
     fetched_bytes: int = 0
+    by_level: dict[str, int] = {}
+    approx: bool = False
 
 
 class Prefilled:

@@ -21,7 +21,7 @@ _HEAD = 8
 
 
 class PagedPlane(NamedTuple):
-    """``tokens`` rows of a plane in paged memory from slot ``row`` of its table on; the first stands at position ``start``."""
+    """``tokens`` rows of a plane in paged memory from slot ``row`` of its table on, the first at position ``start``."""
 
     layer: int
     role: str

@@ -28,7 +28,7 @@ class Launcher(Protocol):
     """A device as the wrappers see it.
 
     ``xp`` is the array module of its memory (cupy; numpy where the kernels run on the CPU in tests). Arrays of it and
-    numpy scalars are what ``launch`` takes; the work is queued on the current stream, so arguments must live until then.
+    numpy scalars are what ``launch`` takes. Work is queued on the current stream: arguments must live until it is done.
     """
 
     @property

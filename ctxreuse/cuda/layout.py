@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ class Book:
         out["energy"] = 2.0 ** (-2 * group.log_rms) / channels
         fine = np.float32(step) / np.float32(3) if nested else np.float32(step)
         out["quantum"] = np.float32(1) / fine
-        return out[()]
+        return cast(np.void, out[()])
 
 
 def _codings(table: npt.NDArray[np.uint8], shift: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:

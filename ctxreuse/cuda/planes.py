@@ -1,8 +1,8 @@
 """Coded planes (`ctxreuse.codec`) decoded on a device, straight into an engine's paged cache.
 
-`DeviceCard` holds a card's transforms for one level in device memory. `decode_to_pages` takes coded streams of any layers,
-roles and lengths and decodes them in one launch, a warp for each 64 tokens of a channel group; keys are rotated for
-their positions. The numbers are those of the CPU's decoder, bit for bit.
+`DeviceCard` holds a card's transforms for one level in device memory. `decode_to_pages` takes coded streams of any
+layers, roles and lengths and decodes them in one launch, a warp for each 64 tokens of a channel group; keys are rotated
+for their positions. The numbers are those of the CPU's decoder, bit for bit.
 
 Streams are hostile: lengths are checked on the host before anything is queued, contents on the device. A corrupt stream
 raises FormatError; cells of it that are sound may have been written by then, other streams are complete.
@@ -11,7 +11,7 @@ raises FormatError; cells of it that are sound may have been written by then, ot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +175,7 @@ def decode_to_pages(card: DeviceCard, coded: Sequence[CodedPlane]) -> None:
 
 
 def decode_planes(card: DeviceCard, coded: Sequence[tuple[int, str, Any]], dtype: str, start: int = 0) -> list[Any]:
-    """Decode streams (layer, role, bytes) to arrays [heads, tokens, dim] on the device, rotated from position ``start``.
+    """Decode streams (layer, role, bytes) to arrays [heads, tokens, dim] on the device; row 0 stands at ``start``.
 
     ``dtype`` bfloat16 gives uint16 arrays.
     """
@@ -258,7 +258,7 @@ def paged(
     out["page_stride"], out["head_stride"], out["token_stride"] = strides[:3]
     out["page_tokens"], out["entries"], out["limit"] = memory.shape[2], table.size, memory.shape[0]
     out["type"] = TYPES[pages.dtype]
-    return out[()]
+    return cast(np.void, out[()])
 
 
 def angles_on(

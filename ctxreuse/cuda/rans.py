@@ -1,8 +1,8 @@
 """rANS streams on a device: `ctxreuse.kernels.rans_*_many` for arrays in its memory, the same bytes and symbols.
 
 One warp codes one stream, so thousands of streams fill a device; a few do not. Arrays may come from any library that
-speaks DLPack, such as torch; results are arrays of the launcher's module (cupy). Calls queue work on the current stream and wait
-for it, because the streams' status must be read.
+speaks DLPack, such as torch; results are arrays of the launcher's module (cupy). Calls queue work on the current stream
+and wait for it, because the streams' status must be read.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def decode(
 ) -> tuple[Any, Any]:
     """Decode many streams: symbols uint8 [sum(counts)] and seeds uint16 [streams, 64], both on the device.
 
-    ``data`` uint8, stream i at offsets[i] : offsets[i + 1]; ``table_of_step`` uint16 as for rans_decode_many. FormatError
-    names the first corrupt stream; ValueError for sizes and for a step without table.
+    ``data`` uint8, stream i at offsets[i] : offsets[i + 1]; ``table_of_step`` uint16 as for rans_decode_many.
+    FormatError names the first corrupt stream; ValueError for sizes and for a step without table.
     """
     xp = launcher.xp
     of = as_device(launcher, data, np.uint8, "data")

@@ -143,3 +143,18 @@ extern "C" int ctx_shim_launch(const char *name, unsigned grid, unsigned block, 
 #undef KERNEL
     return -1;
 }
+
+// Bytes of a structure that the host lays out; 0 for a name that is none.
+extern "C" size_t ctx_shim_size(const char *name) {
+#define STRUCTURE(type)                                                                                                \
+    if (std::strcmp(name, #type) == 0) return sizeof(type);
+    STRUCTURE(RansStream)
+    STRUCTURE(RansTable)
+    STRUCTURE(RansCode)
+    STRUCTURE(Run)
+    STRUCTURE(KltGroup)
+    STRUCTURE(KltPlane)
+    STRUCTURE(KltCell)
+#undef STRUCTURE
+    return 0;
+}

@@ -49,12 +49,20 @@ class Picker:
             self._bandwidth = bandwidth
 
     def made(self, level: str, nbytes: int, seconds: float) -> None:
-        """A block that was picked has so many bytes and took so long to encode."""
-        for one in self.candidates:
-            if one.level == level:
-                self._waiting = max(0.0, self._waiting + nbytes - one.nbytes)
-                one.nbytes += _NEW * (nbytes - one.nbytes)
-                one.seconds += _NEW * (seconds - one.seconds)
+        """A block that was picked has so many bytes and took so long to encode.
+
+        What one lossy level takes beyond what was expected of it, all take: else a level would look larger than a finer
+        one of which nothing was made yet.
+        """
+        one = next((one for one in self.candidates if one.level == level), None)
+        if one is None:
+            return
+        more = nbytes - one.nbytes
+        self._waiting = max(0.0, self._waiting + more)
+        one.seconds += _NEW * (seconds - one.seconds)
+        for other in self.candidates:
+            if other is one or min(damage(one.level), damage(other.level)) > 0:
+                other.nbytes = max(0.0, other.nbytes + _NEW * more)
 
     def pick(self, left: int, now: float) -> str:
         """The level of the next of ``left`` blocks."""

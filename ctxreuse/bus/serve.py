@@ -14,6 +14,7 @@ from ctxreuse.block import BlockView, block_layout
 from ctxreuse.bus.base import Grant, Intake, Matched, Supply
 from ctxreuse.bus.serve_audit import Audit, Auditor
 from ctxreuse.bus.serve_intake import NOTHING, StoreIntake
+from ctxreuse.bus.serve_pack import Packer
 from ctxreuse.bus.serve_prefill import Making, MakingSupply, Prefiller, Sealed
 from ctxreuse.bus.serve_quarantine import Quarantine
 from ctxreuse.bus.serve_supply import StoreSupply
@@ -43,7 +44,8 @@ class StoreService:
     ``tenants``: whose blocks the store may hold already (others' are found when they connect). ``prefiller``: who
     computes for peers. ``audit``: looks at given blocks (see `ctxreuse.runtime.audit`), which nobody finds before it
     has. ``making_bytes``: of contexts that are computed and wait in memory for slow peers; more are refused.
-    ``quarantine_seconds``: how long a peer that gave false blocks is kept out. ``clock``: seconds since 1970.
+    ``packer``: encodes blocks for peers that allow it (it stays the caller's to close; None: all go out as they are
+    held). ``quarantine_seconds``: how long a peer that gave false blocks is kept out. ``clock``: seconds since 1970.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StoreService:
         audit: Audit | None = None,
         audit_bytes: int = 128 << 20,
         making_bytes: int = 4 << 30,
+        packer: Packer | None = None,
         quarantine_seconds: float = 24 * 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -65,7 +68,7 @@ class StoreService:
         self._directory = Directory(store, node_secret(place / "node.secret"), tenants)
         self.quarantine = Quarantine(place / "quarantine.json", seconds=quarantine_seconds, clock=clock)
         self._auditor = Auditor(audit, limit=audit_bytes) if audit is not None else None
-        self._making_bytes = making_bytes
+        self._making_bytes, self.packer = making_bytes, packer
         self._layouts: OrderedDict[Line, tuple[bytes, int]] = OrderedDict()
         self._gave: dict[str, dict[bytes, None]] = {}
         self._most: dict[str, int] = {}

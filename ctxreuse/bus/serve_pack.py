@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 #: Seconds that encoding a byte of raw planes is taken to take before any was: 1 GB/s.
 _GUESS = 1e-9
 _NEW = 0.2
+#: Bytes of a block beside its planes: head and padding.
+_HEAD = 4096
 
 
 class Coded(NamedTuple):
@@ -107,7 +109,7 @@ class Packer:
             raise LinkRefusedError("too many encoded contexts wait for their peers", where="busy")
         raw = codec.nbytes(EXACT)
         candidates = [
-            Candidate(level, float(codec.nbytes(level)), self._expected(level, raw) / self._threads)
+            Candidate(level, float(codec.nbytes(level) + _HEAD), self._expected(level, raw) / self._threads)
             for level in dict.fromkeys(levels)
         ]
         source.allow(frozenset(levels))

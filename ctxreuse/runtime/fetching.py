@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from ctxreuse.cost import CostModel, Decision, Path, Way
-from ctxreuse.errors import FormatError, LinkDownError, LinkError
+from ctxreuse.errors import ConfigError, FormatError, LinkDownError, LinkError
 from ctxreuse.keys import Tokens
+from ctxreuse.runtime.asking import finest, usable_levels, wish
 from ctxreuse.runtime.audit import first_k_matches
 from ctxreuse.runtime.watch import Watch
 
@@ -56,11 +57,20 @@ class Compute(Protocol):
 
 
 def ask(
-    engine: Engine, remote: Remote, cost: CostModel, ids: Tokens, held: int, clock: Callable[[], float], rng: Random
+    engine: Engine,
+    remote: Remote,
+    cost: CostModel,
+    ids: Tokens,
+    held: int,
+    clock: Callable[[], float],
+    rng: Random,
+    *,
+    lossy: str | None = None,
 ) -> Fetching | None:
     """Ask who has more of ``ids`` than the ``held`` leading tokens and begin to fetch it; None if it cannot pay.
 
-    Waits for the answer at most a small share of what computing would take. The caller must `Fetching.close` it.
+    ``lossy``: the worst level at which it may come (None: exact). Waits for the answer at most a small share of what
+    computing would take. The caller must `Fetching.close` it.
     """
     space, size = engine.space, engine.space.block_tokens
     first, usable = held // size, (len(ids) - 1) // size
@@ -76,7 +86,7 @@ def ask(
     last = min(offer.state_blocks if space.needs_state else offer.blocks, usable)
     if last <= first:
         return None
-    return Fetching(engine, remote, cost, ids, offer, (first, last, held), asked, clock, rng)
+    return Fetching(engine, remote, cost, ids, offer, (first, last, held), asked, clock, rng, lossy)
 
 
 class Fetching:
@@ -84,7 +94,8 @@ class Fetching:
 
     `prepare` may be called while another request computes; `finish` brings a context to the prompt's end. ``way`` is
     how it goes on now (it changes when the link disappoints), ``missed`` why not as decided, ``tokens`` how many
-    fetched ones were used, ``asked`` seconds of asking, ``prepared`` seconds of preparing.
+    fetched ones were used and ``views`` their blocks (valid as long as they are referenced), ``asked`` seconds of
+    asking, ``prepared`` seconds of preparing.
     """
 
     def __init__(
@@ -98,12 +109,15 @@ class Fetching:
         asked: float,
         clock: Callable[[], float],
         rng: Random,
+        lossy: str | None = None,
     ) -> None:
         self._engine, self._remote, self._cost, self._ids, self.offer = engine, remote, cost, ids, offer
         self._first, self._last, self._held = run
         self._size = engine.space.block_tokens
         self._layers = [i for i, spec in enumerate(engine.space.layers) if spec.blocked]
         self._clock, self._rng, self.asked = clock, rng, asked
+        self._levels, self.lossy = usable_levels(engine, offer, lossy), lossy
+        self.views: Sequence[BlockView] = ()
         self.began = clock()
         self.prepared = 0.0
         self.missed, self.tokens = "", 0
@@ -131,8 +145,8 @@ class Fetching:
         """Want nothing more of the peer, and tell on it if it sent what was not asked for. Idempotent."""
         for watch in self._watches:
             watch.fetch.stop()
-            if watch.fetch.ended == "foreign":
-                self._remote.reject(self.offer, "foreign")
+            if watch.fetch.ended in ("foreign", "level"):
+                self._remote.reject(self.offer, watch.fetch.ended)
 
     def prepare(self) -> None:
         """Wait for what computing cannot overlap; nothing here needs the engine."""
@@ -162,21 +176,34 @@ class Fetching:
         return self._watches[-1]
 
     def _choose(self, bandwidth: float) -> Decision:
-        offer, space = self.offer, self._engine.space
-        per_token = (offer.block_nbytes or space.token_nbytes * self._size) / self._size
-        path = Path(per_token, bandwidth, offer.rtt, offer.delay, offer.computes)
+        offer = self.offer
+        levels = tuple((level.name, level.block_nbytes / self._size) for level in self._levels)
+        path = Path(self._nbytes("exact") / self._size, bandwidth, offer.rtt, offer.delay, offer.computes, levels)
         return self._cost.choose(self._held, self.end, len(self._ids), path, len(self._layers))
+
+    def _nbytes(self, level: str) -> float:
+        """Expected bytes of a block."""
+        exact = self.offer.block_nbytes or self._engine.space.token_nbytes * self._size
+        return next((one.block_nbytes for one in self._levels if one.name == level), exact)
 
     def _begin(self) -> None:
         if self.way not in ("layers", "tail"):
             return
         order: Order = "layers" if self.way == "layers" else "tail"
         space = self._engine.space
+        decision = self.decision
         fetch = self._remote.fetch(
-            self.offer, space, self._ids, first=self._first, last=self._last, order=order, state=space.needs_state
+            self.offer,
+            space,
+            self._ids,
+            first=self._first,
+            last=self._last,
+            order=order,
+            state=space.needs_state,
+            **wish(self._levels, decision, self._size),
         )
-        nbytes = (self._last - self._first) * (self.offer.block_nbytes or space.token_nbytes * self._size)
-        deadline = self.decision.deadline
+        nbytes = int((self._last - self._first) * self._nbytes(decision.level))
+        deadline = decision.deadline
         self._watches.append(Watch(fetch, self.offer, nbytes, deadline, self._otherwise, self._clock))
 
     def _otherwise(self, bandwidth: float) -> float:
@@ -191,7 +218,11 @@ class Fetching:
         watch.fetch.stop()
         self.way = "recompute"
         if reason == "link" and not dead and bandwidth > 0 and not self.offer.computes:
-            self.way = "tail" if self._choose(bandwidth).way in ("tail", "layers") else "recompute"
+            anew = self._choose(bandwidth)
+            self.way = "tail" if anew.way in ("tail", "layers") else "recompute"
+            self.decision = msgspec.structs.replace(
+                self.decision, level=anew.level, within=anew.within, tokens=anew.tokens
+            )
             self.offer = msgspec.structs.replace(self.offer, bandwidth=bandwidth)
             self._begin()
 
@@ -223,6 +254,9 @@ class Fetching:
         except FormatError:
             self._reject("corrupt")
             return self.finish(live, compute)
+        except ConfigError:  # no card any more
+            self._switch("level")
+            return self.finish(live, compute)
         try:
             try:
                 logits = compute(live, len(self._ids), observe=False)
@@ -234,7 +268,7 @@ class Fetching:
         except FormatError:
             self._reject("corrupt")
             raise FetchFailedError("corrupt") from None
-        self.tokens = len(views) * self._size
+        self.tokens, self.views = len(views) * self._size, views
         return logits
 
     def _ready(self, layer: int) -> None:
@@ -306,23 +340,42 @@ class Fetching:
             compute(live, min((live.n // size + 1) * size, len(self._ids)))
 
     def _attach(self, live: Live, count: int) -> None:
-        """Load the last ``count`` blocks behind ``live``, once they are known to be good: else nothing happens."""
+        """Load the last ``count`` blocks behind ``live``, once they are known to be good: else nothing happens.
+
+        Raises FetchFailedError where that was wrong: streams can lie under right checksums."""
         fetch = self._watch.fetch
         try:
-            views = fetch.views(count)
+            views = finest(self._engine, fetch, count)
             state = fetch.state(0.0) if self._engine.space.needs_state else None
             # Twice checked: a context that is spoiled while it is filled would lose what was computed for its front.
             for view in [*views, *([state] if state is not None else [])]:
                 view.verify()
             if self._liar(views):
                 return
-            self._engine.load(live, views, state).wait()
+            at = self._clock()
+            loading = self._engine.load(live, views, state)
         except LinkError:
             self.missed = "link"
+            return
+        except ConfigError:
+            self.missed = "level"
+            return
         except FormatError:
             self._reject("corrupt")
-        else:
-            self.tokens = count * self._size
+            return
+        try:
+            loading.wait()
+        except FormatError:
+            self._reject("corrupt")
+            raise FetchFailedError("corrupt") from None
+        self.tokens, self.views = count * self._size, views
+        self._learn(views, self._clock() - at)
+
+    def _learn(self, views: Sequence[BlockView], seconds: float) -> None:
+        levels = {view.header.level for view in views}
+        if len(levels) == 1 and (level := levels.pop()) != "exact":
+            nbytes = len(views) * self._size * self._engine.space.token_nbytes
+            self._cost.unpack.observe(level, nbytes, seconds)
 
     def _liar(self, views: Sequence[BlockView]) -> bool:
         if first_k_matches(self._engine, views, self._rng) is False:

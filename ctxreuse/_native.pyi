@@ -84,6 +84,23 @@ def advise_hugepages(buffer: Memory, populate: bool, /) -> int: ...
 def kernels() -> tuple[str, ...]: ...
 def active() -> str: ...
 def use(name: str, /) -> None: ...
+def lossless_encode(
+    src: Memory, dtype: int, offset: int, strides: Sequence[int], shape: Sequence[int], out: Memory, /
+) -> int: ...
+def lossless_decode(
+    dst: Memory,
+    dtype: int,
+    offset: int,
+    strides: Sequence[int],
+    heads: int,
+    dim: int,
+    srcs: Sequence[Memory],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    token_counts: Sequence[int],
+    checksums: Sequence[int] | None,
+    /,
+) -> int: ...
 def rans_tables(freqs: Memory, /) -> object: ...
 def rans_encode(
     tables: object,
@@ -107,3 +124,45 @@ def rans_decode(
 ) -> int: ...
 def rans_count(symbols: Memory, table_of_step: Memory, counts: Memory, /) -> None: ...
 def rans_name() -> str: ...
+def klt_plane(
+    tables: object,
+    heads: int,
+    dim: int,
+    level: int,
+    step: float,
+    nested: bool,
+    rope: int,
+    base: object | None,
+    groups: Sequence[tuple[Any, ...]],
+    /,
+) -> object: ...
+def klt_decode(
+    plane: object,
+    tensor: Memory,
+    dtype: int,
+    offset: int,
+    strides: Sequence[int],
+    streams: Sequence[tuple[Memory, int | None, Memory | None, int | None, int]],
+    raw_dtype: int,
+    cos: Memory,
+    sin: Memory,
+    /,
+) -> tuple[str, int, int, bool] | None: ...
+def klt_encode(
+    plane: object,
+    tensor: Memory,
+    dtype: int,
+    offset: int,
+    strides: Sequence[int],
+    token_counts: Memory,
+    raw_first: int,
+    raw_dtype: int,
+    cos: Memory,
+    sin: Memory,
+    refinement: bool,
+    out: Memory,
+    offsets: Memory,
+    /,
+) -> tuple[str, int, int, bool] | None: ...
+def klt_bound(plane: object, tokens: int, raw_dtype: int, /) -> int: ...
+def klt_name() -> str: ...

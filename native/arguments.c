@@ -32,6 +32,16 @@ int take(PyObject *obj, int writable, const char *what, region *out) {
     return 0;
 }
 
+int take_numbers(PyObject *obj, int writable, size_t item, const char *what, region *out) {
+    if (take(obj, writable, what, out) < 0) return -1;
+    if ((size_t)out->view.itemsize == item && PyBuffer_IsContiguous(&out->view, 'C') &&
+        (uintptr_t)out->view.buf % item == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: needs a contiguous aligned array of %zu-byte numbers", what, item);
+    PyBuffer_Release(&out->view);
+    return -1;
+}
+
 int size_of(PyObject *obj, const char *what, size_t *out) {
     Py_ssize_t value = PyNumber_AsSsize_t(obj, PyExc_ValueError);
     if (value == -1 && PyErr_Occurred()) return -1;

@@ -16,6 +16,8 @@ typedef struct region {
 } region;
 
 int take(PyObject *obj, int writable, const char *what, region *out);
+/* A contiguous buffer of `item`-byte numbers, aligned to them. */
+int take_numbers(PyObject *obj, int writable, size_t item, const char *what, region *out);
 int size_of(PyObject *obj, const char *what, size_t *out);
 int dtype_of(PyObject *obj, const char *what, ctx_dtype *out);
 int sizes_of(PyObject *obj, const char *what, int inner, size_t out[3]);

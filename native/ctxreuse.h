@@ -67,6 +67,7 @@ typedef void (*ctx_copy_stripes_fn)(uint64_t acc[8], uint8_t *dst, const uint8_t
 enum {
     CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8,
     CTX_CPU_VBMI2 = 16, /* VBMI and VBMI2; only with CTX_CPU_AVX512 */
+    CTX_CPU_VNNI = 32,  /* only with CTX_CPU_AVX512 */
 };
 uint32_t ctx_cpu(void); /* those that are here */
 

@@ -62,6 +62,7 @@ static uint32_t cpu_bits(void) {
     if ((b & wide) == wide && (state & 0xe0) == 0xe0) bits |= CTX_CPU_AVX512; /* opmask, ZMM low and high */
     const uint32_t bytes = bit_AVX512VBMI | bit_AVX512VBMI2;
     if ((bits & CTX_CPU_AVX512) && (c & bytes) == bytes) bits |= CTX_CPU_VBMI2;
+    if ((bits & CTX_CPU_AVX512) && (c & bit_AVX512VNNI)) bits |= CTX_CPU_VNNI;
     return bits;
 }
 #elif defined(__aarch64__)

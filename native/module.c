@@ -4,6 +4,8 @@
  * until the entry returns; the GIL is released while more than GIL_BYTES are moved.
  */
 #include "arguments.h"
+#include "module_lossless.h"
+#include "module_klt.h"
 #include "module_rans.h"
 
 #include <stdlib.h>
@@ -356,11 +358,18 @@ static PyMethodDef methods[] = {
     FAST(gather_run),
     FAST(rope_shift),
     FAST(advise_hugepages),
+    FAST(lossless_encode),
+    FAST(lossless_decode),
     FAST(rans_encode),
     FAST(rans_decode),
     FAST(rans_count),
+    FAST(klt_plane),
+    FAST(klt_decode),
+    FAST(klt_encode),
+    FAST(klt_bound),
     {"rans_tables", rans_tables, METH_O, NULL},
     {"rans_name", rans_name, METH_NOARGS, NULL},
+    {"klt_name", klt_name, METH_NOARGS, NULL},
     {"populate", populate, METH_O, NULL},
     {"kernels", kernels, METH_NOARGS, NULL},
     {"active", active, METH_NOARGS, NULL},

@@ -11,24 +11,22 @@ static const char CAPSULE[] = "ctxreuse._native.rans_tables";
 /* Symbols from which the interpreter lock is released: a few microseconds of work. */
 enum { GIL_SYMBOLS = 4 << 10 };
 
-/* A contiguous buffer of `item`-byte numbers, aligned to them. */
-static int take_array(PyObject *obj, int writable, size_t item, const char *what, region *out) {
-    if (take(obj, writable, what, out) < 0) return -1;
-    if ((size_t)out->view.itemsize == item && PyBuffer_IsContiguous(&out->view, 'C') &&
-        (uintptr_t)out->view.buf % item == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "%s: needs a contiguous aligned array of %zu-byte numbers", what, item);
-    PyBuffer_Release(&out->view);
-    return -1;
-}
-
 static void free_tables(PyObject *capsule) { ctx_rans_free(PyCapsule_GetPointer(capsule, CAPSULE)); }
+
+const ctx_rans_tables *rans_tables_of(PyObject *obj) {
+    const ctx_rans_tables *tables = PyCapsule_GetPointer(obj, CAPSULE);
+    if (!tables) {
+        PyErr_Clear();
+        PyErr_SetString(PyExc_TypeError, "tables: not made by rans_tables");
+    }
+    return tables;
+}
 
 PyObject *rans_tables(PyObject *module, PyObject *obj) {
     region freqs;
     size_t bad;
     (void)module;
-    if (take_array(obj, 0, 1, "freqs", &freqs) < 0) return NULL;
+    if (take_numbers(obj, 0, 1, "freqs", &freqs) < 0) return NULL;
     const size_t count = freqs.bytes / CTX_RANS_SYMBOLS;
     PyObject *capsule = NULL;
     if (freqs.bytes % CTX_RANS_SYMBOLS || count == 0 || count > UINT16_MAX + 1u) {
@@ -119,13 +117,9 @@ static int call_of(PyObject *const *args, int encode, call *c) {
     } kinds[ARRAYS] = {{"data", 1}, {"offsets", 8}, {"symbols", 1}, {"counts", 8}, {"table_of_step", 2}, {"seeds", 2}};
     const int written[ARRAYS] = {encode, encode, !encode, 0, 0, !encode};
     memset(c, 0, sizeof *c);
-    if (!(c->tables = PyCapsule_GetPointer(args[0], CAPSULE))) {
-        PyErr_Clear();
-        PyErr_SetString(PyExc_TypeError, "tables: not made by rans_tables");
-        return -1;
-    }
+    if (!(c->tables = rans_tables_of(args[0]))) return -1;
     for (; c->held < ARRAYS; c->held++)
-        if (take_array(args[1 + c->held], written[c->held], kinds[c->held].item, kinds[c->held].name,
+        if (take_numbers(args[1 + c->held], written[c->held], kinds[c->held].item, kinds[c->held].name,
                        &c->arrays[c->held]) < 0)
             return -1;
     c->streams = c->arrays[COUNTS].bytes / 8;
@@ -198,9 +192,9 @@ PyObject *rans_count(PyObject *module, PyObject *const *args, Py_ssize_t nargs) 
     region symbols, steps, counts;
     PyObject *result = NULL;
     (void)module;
-    if (!k || arity(nargs, 3, "rans_count") < 0 || take_array(args[0], 0, 1, "symbols", &symbols) < 0) return NULL;
-    if (take_array(args[1], 0, 2, "table_of_step", &steps) == 0) {
-        if (take_array(args[2], 1, 4, "counts", &counts) == 0) {
+    if (!k || arity(nargs, 3, "rans_count") < 0 || take_numbers(args[0], 0, 1, "symbols", &symbols) < 0) return NULL;
+    if (take_numbers(args[1], 0, 2, "table_of_step", &steps) == 0) {
+        if (take_numbers(args[2], 1, 4, "counts", &counts) == 0) {
             const size_t tables = counts.bytes / (4 * CTX_RANS_SYMBOLS);
             ctx_rans_status status = CTX_RANS_TABLE;
             if (counts.bytes % (4 * CTX_RANS_SYMBOLS) || steps.bytes / 2 != ctx_rans_steps(symbols.bytes)) {

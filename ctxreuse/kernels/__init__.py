@@ -29,6 +29,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ctxreuse.kernels.backend import backend as _backend
+from ctxreuse.kernels.klt import KltGroup, KltPlane, RopeAngles, StreamError, klt_name, klt_ready
+from ctxreuse.kernels.lossless import lossless_bound, lossless_decode, lossless_encode
 from ctxreuse.kernels.rans import (
     LANES,
     PARALLEL_SYMBOLS,
@@ -52,13 +54,22 @@ __all__ = [
     "LANES",
     "PARALLEL_SYMBOLS",
     "SYMBOLS",
+    "KltGroup",
+    "KltPlane",
     "RansTables",
+    "RopeAngles",
+    "StreamError",
     "active",
     "advise_hugepages",
     "available",
     "copy3",
     "gather_run",
     "inverse_frequencies",
+    "klt_name",
+    "klt_ready",
+    "lossless_bound",
+    "lossless_decode",
+    "lossless_encode",
     "populate",
     "rans_bound",
     "rans_count",

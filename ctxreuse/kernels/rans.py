@@ -18,10 +18,6 @@ Errors. ValueError: sizes, shapes, tables, a symbol without frequency. FormatErr
 from __future__ import annotations
 
 import itertools
-import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ctxreuse.errors import FormatError
 from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.threads import cores, spread
 
 __all__ = [
     "LANES",
@@ -142,7 +139,7 @@ def rans_encode_many(
             tables.prepared, data, ends[i], of[symbol:end], lengths[lo:hi], steps[step:last], first[lo:hi]
         )
 
-    _spread(encode, len(parts))
+    spread(encode, len(parts))
     at = 0
     for (lo, hi, *_), (start, _), places in zip(parts, rooms, ends, strict=True):
         size = int(places[-1])
@@ -187,7 +184,7 @@ def rans_decode_many(
         )
         return bad if bad < 0 else bad + lo
 
-    bad = [stream for stream in _spread(decode, len(parts)) if stream >= 0]
+    bad = [stream for stream in spread(decode, len(parts)) if stream >= 0]
     if bad:
         raise FormatError("bytes are no rANS stream of these tables and this length", where=f"stream {min(bad)}")
     return out, seeds
@@ -240,10 +237,6 @@ def _seeds(seeds: ArrayLike, streams: int) -> NDArray[np.uint16]:
     return np.ascontiguousarray(rows)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _parts(lengths: NDArray[np.int64], steps: int) -> list[tuple[int, int, int, int, int, int]]:
     """Runs of streams, one a thread: first and behind last stream, then symbol, then step."""
     total = int(lengths.sum())
@@ -251,38 +244,10 @@ def _parts(lengths: NDArray[np.int64], steps: int) -> list[tuple[int, int, int, 
         return [(0, len(lengths), 0, total, 0, steps)]
     symbols = np.concatenate([[0], np.cumsum(lengths)])
     each = np.concatenate([[0], np.cumsum(-(-lengths // LANES))])
-    threads = min(_cores(), len(lengths), max(1, total // (PARALLEL_SYMBOLS // 2)))
+    threads = min(cores(), len(lengths), max(1, total // (PARALLEL_SYMBOLS // 2)))
     cuts = np.searchsorted(symbols, [total * i // threads for i in range(1, threads)])
     edges = sorted({0, *(int(cut) for cut in cuts), len(lengths)})
     return [
         (lo, hi, int(symbols[lo]), int(symbols[hi]), int(each[lo]), int(each[hi]))
         for lo, hi in itertools.pairwise(edges)
     ]
-
-
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
-
-
-def _threads() -> ThreadPoolExecutor:
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(_cores(), thread_name_prefix="ctxreuse-rans")
-        return _pool
-
-
-def _forget_threads() -> None:
-    """A forked child has none of its parent's threads, and maybe a lock that one of them held."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
-
-
-def _spread(call: Callable[[int], int], parts: int) -> list[int]:
-    if parts == 1:
-        return [call(0)]
-    return list(_threads().map(call, range(parts)))

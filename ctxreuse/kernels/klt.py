@@ -1,0 +1,345 @@
+"""Planes of K and V to coded streams and back, natively: transform, integers, rANS, rotation and types in one call.
+
+`native/klt.h` defines the stream and the arithmetic; `ctxreuse.codec` has both in numpy, equal bit for bit, for
+machines where the extension is not built (`klt_ready()` is False there, and KltPlane cannot be made).
+
+A plane is [heads, tokens, dim] of one layer at one level of a card. `KltPlane` holds what a card says about it in
+the form that the kernels read: it is made once, is immutable, and may be used by any number of threads. Buffers are as
+in `ctxreuse.kernels`: held until the call returns, strides in elements, offsets in bytes.
+
+Threads. The interpreter lock is released. Runs of streams with more than `PARALLEL_VALUES` values are spread over the
+kernels' threads.
+
+Errors. ValueError: arguments; StreamError (a FormatError): bytes that are no such stream. Any bytes may be given:
+nothing outside of the streams is read and nothing outside of the destination's box is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from ctxreuse.errors import FormatError
+from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.rans import RansTables
+from ctxreuse.kernels.threads import cores, spread
+
+if TYPE_CHECKING:
+    from ctxreuse._native import Memory
+
+__all__ = ["PARALLEL_VALUES", "KltGroup", "KltPlane", "RopeAngles", "StreamError", "klt_name", "klt_ready"]
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Angles = tuple[Floats, Floats]
+
+PARALLEL_VALUES: Final = 1 << 19
+"""Values from which one call uses several threads: about a quarter of a millisecond of decoding."""
+_DTYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
+_ITEMS: Final = (4, 2, 2)
+_ROPES: Final = {"none": 0, "half": 1, "pairs": 2}
+_SHORT: Final = 240  # the native XXH3 has the form for longer inputs only
+_EMPTY: Final = np.empty(0, np.float32)
+_REASONS: Final = {
+    "checksum": "the checksum is another one",
+    "head": "it has another scheme, level or part than asked for",
+    "count": "it has other tokens or cells than expected",
+    "length": "it says impossible lengths",
+    "rans": "its rANS stream is corrupt",
+    "escapes": "it lists another number of escapes than its symbols have",
+    "scale": "a scale is out of range",
+    "low": "low bits are set where no token is",
+    "merge": "the refinement does not fit its base",
+    "table": "a value has no code in the card's tables",
+}
+
+
+class StreamError(FormatError):
+    """Bytes are no stream of this plane and level; ``stream`` is its index in the run."""
+
+    stream = -1
+
+
+class KltGroup(NamedTuple):
+    """What a card says about one group at one level. Components with a ``table`` are coded; rows beyond are ignored.
+
+    ``first`` head and ``heads``; ``mean`` and ``gain`` float32 [C], C = heads * dim; ``forward`` float32 and ``basis``
+    int16 (within ±8191) [n, C], n >= components; ``table`` and ``shift`` (<= 10) uint8 [components]; ``refine`` uint8
+    [components of the base], for a level with a base. Trailing components whose basis is a multiple of 64 throughout
+    and whose shift is 0 decode up to twice as fast (bytes instead of words).
+    """
+
+    first: int
+    heads: int
+    log_rms: float
+    mean: ArrayLike
+    gain: ArrayLike
+    forward: ArrayLike
+    basis: ArrayLike
+    table: ArrayLike
+    shift: ArrayLike
+    refine: ArrayLike | None = None
+
+
+def klt_ready() -> bool:
+    """True where the native coder is built."""
+    return hasattr(backend, "klt_plane")
+
+
+def klt_name() -> str:
+    """The implementation in use: that of `kernels.active()`, but `avx2` for AVX-512 without VNNI."""
+    return backend.klt_name()
+
+
+class RopeAngles:
+    """Cosines and sines of a rotary embedding by position, float32 [tokens, r/2] from float64 angles, kept once made.
+
+    ``scale`` is the factor that the model puts on both (YaRN). Thread-safe; holds at most 32,768 positions and a few
+    ranges beyond.
+    """
+
+    _MOST, _RANGES = 1 << 15, 8
+
+    def __init__(self, inv_freq: ArrayLike, scale: float = 1.0) -> None:
+        self.inv_freq, self.scale = np.asarray(inv_freq, np.float64), float(scale)
+        if self.inv_freq.ndim != 1 or not np.isfinite(self.inv_freq).all() or not 0 < self.scale < np.inf:
+            raise ValueError(f"inv_freq must be one finite row, got shape {self.inv_freq.shape}")
+        self._tables: dict[bool, Angles] = {}
+        self._ranges: OrderedDict[tuple[int, int, bool], Angles] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def rotate(self, start: int, tokens: int) -> Angles:
+        """(cos, sin) that rotate rows to positions start .. start + tokens. Read-only views."""
+        return self._slice(start, tokens, undo=False)
+
+    def undo(self, start: int, tokens: int) -> Angles:
+        """(cos, sin) that take the rotation of positions start .. start + tokens back. Read-only views."""
+        return self._slice(start, tokens, undo=True)
+
+    def _slice(self, start: int, tokens: int, *, undo: bool) -> Angles:
+        end = start + tokens
+        if min(start, tokens) < 0:
+            raise ValueError(f"positions {start}..{end} are none")
+        if end > self._MOST:
+            return self._range(start, tokens, undo)
+        table = self._tables.get(undo)
+        if table is None or len(table[0]) < end:
+            with self._lock:
+                table = self._tables.get(undo)
+                if table is None or len(table[0]) < end:
+                    table = self._tables[undo] = self._made(0, max(1 << (end - 1).bit_length(), 1024), undo)
+        return table[0][start:end], table[1][start:end]
+
+    def _range(self, start: int, tokens: int, undo: bool) -> Angles:
+        key = (start, tokens, undo)
+        with self._lock:
+            found = self._ranges.get(key)
+            if found is not None:
+                self._ranges.move_to_end(key)
+                return found
+        made = self._made(start, tokens, undo)
+        with self._lock:
+            self._ranges[key] = made
+            while len(self._ranges) > self._RANGES:
+                self._ranges.popitem(last=False)
+        return made
+
+    def _made(self, start: int, tokens: int, undo: bool) -> Angles:
+        angles = np.arange(start, start + tokens)[:, None] * self.inv_freq
+        factor = 1 / self.scale if undo else self.scale
+        cos = (np.cos(angles) * factor).astype(np.float32)
+        sin = (np.sin(angles) * (-factor if undo else factor)).astype(np.float32)
+        cos.flags.writeable = sin.flags.writeable = False
+        return cos, sin
+
+
+class KltPlane:
+    """One plane of a layer at one level, prepared.
+
+    ``tables``: the card's. ``groups`` cover the heads in order. ``level``: its index in the card, which streams carry.
+    ``base``: the plane at the level that this one refines; ``nested``: another level, of a third of this step, refines
+    this one. ``rope``: how K is rotated ("half": pairs (i, i + r/2); "pairs": (2i, 2i + 1)); "none" for V. ValueError
+    for arrays that do not fit, tables without a frequency for the escape 31, and numbers out of range.
+    """
+
+    __slots__ = ("base", "dim", "groups", "heads", "prepared", "rope")
+
+    def __init__(
+        self,
+        tables: RansTables,
+        dim: int,
+        groups: Sequence[KltGroup],
+        level: int,
+        step: float,
+        *,
+        base: KltPlane | None = None,
+        nested: bool = False,
+        rope: str = "none",
+    ) -> None:
+        if rope not in _ROPES:
+            raise ValueError(f"rotation {rope!r} is unknown; use one of {', '.join(_ROPES)}")
+        self.heads, self.dim, self.groups, self.base, self.rope = (
+            sum(g.heads for g in groups),
+            dim,
+            len(groups),
+            base,
+            rope,
+        )
+        self.prepared: object = backend.klt_plane(
+            tables.prepared, self.heads, dim, level, step, nested, _ROPES[rope],
+            None if base is None else base.prepared, [_fields(group, dim) for group in groups],
+        )  # fmt: skip
+        """The backend's own form."""
+
+    def encode(
+        self,
+        src: Memory,
+        dtype: str,
+        offset: int,
+        strides: Sequence[int],
+        token_counts: Sequence[int],
+        *,
+        raw_first: int = 0,
+        raw_dtype: str | None = None,
+        angles: Angles | None = None,
+        refinement: bool = False,
+    ) -> tuple[Bytes, NDArray[np.int64]]:
+        """Encode consecutive blocks' rows of a tensor [heads, sum(token_counts), dim]: bytes and offsets [blocks + 1].
+
+        The first ``raw_first`` rows stand raw, in ``raw_dtype`` (default ``dtype``). ``angles``: `RopeAngles.undo` of
+        all rows, for a rotated plane. ``refinement``: what leads from the base level to this one instead of the whole.
+        """
+        counts = np.ascontiguousarray(token_counts, np.int64)
+        type_, raw = _code(dtype), _code(raw_dtype or dtype)
+        cos, sin = angles or (_EMPTY, _EMPTY)
+        parts = self._parts([int(n) for n in counts])
+        made: list[tuple[Bytes, NDArray[np.int64]]] = []
+
+        def encode(i: int) -> tuple[Bytes, NDArray[np.int64]]:
+            lo, hi, row, end = parts[i]
+            out = np.empty(sum(backend.klt_bound(self.prepared, int(n), raw) for n in counts[lo:hi]), np.uint8)
+            offsets = np.zeros(hi - lo + 1, np.int64)
+            wrong = backend.klt_encode(
+                self.prepared, src, type_, offset + row * strides[1] * _ITEMS[type_], strides, counts[lo:hi],
+                max(raw_first - row, 0), raw, cos[row:end], sin[row:end], refinement, out, offsets,
+            )  # fmt: skip
+            if wrong is not None:
+                raise _error(wrong, lo)
+            return out[: int(offsets[-1])], offsets
+
+        made = spread(encode, len(parts))
+        if len(made) == 1:
+            return made[0][0].copy(), made[0][1]
+        starts = np.cumsum([0, *(len(data) for data, _ in made)])
+        ends = [offsets[1:] + start for (_, offsets), start in zip(made, starts, strict=False)]
+        return np.concatenate([data for data, _ in made]), np.concatenate([np.zeros(1, np.int64), *ends])
+
+    def decode(
+        self,
+        dst: Memory,
+        dst_dtype: str,
+        dst_offset: int,
+        dst_strides: Sequence[int],
+        streams: Sequence[Memory],
+        token_counts: Sequence[int],
+        raw_dtype: str,
+        *,
+        angles: Angles | None = None,
+        checksums: Sequence[int | None] | None = None,
+        refinements: Sequence[Memory | None] | None = None,
+        refinement_checksums: Sequence[int | None] | None = None,
+    ) -> None:
+        """Decode consecutive blocks' streams into a tensor [heads, sum(token_counts), dim].
+
+        Stream i must hold token_counts[i] tokens (at least 1); raw ones are of ``raw_dtype``. ``angles``:
+        `RopeAngles.rotate` of all rows, for a rotated plane. ``checksums``: XXH3-64 of the streams, compared where
+        given. With ``refinements[i]``, ``streams[i]`` is of the base level. StreamError: rows have been written then.
+        """
+        count = len(streams)
+        more: Sequence[Memory | None] = refinements if refinements is not None else [None] * count
+        sums = checksums if checksums is not None else [None] * count
+        more_sums = refinement_checksums if refinement_checksums is not None else [None] * count
+        if not count == len(token_counts) == len(more) == len(sums) == len(more_sums):
+            raise ValueError(f"{count} streams, {len(token_counts)} token counts, {len(more)} refinements")
+        run = []
+        for i in range(count):
+            own = _checked(streams[i], sums[i], i)
+            also = None if more[i] is None else _checked(more[i], more_sums[i], i)
+            run.append((streams[i], own, more[i], also, token_counts[i]))
+        type_, raw = _code(dst_dtype), _code(raw_dtype)
+        cos, sin = angles or (_EMPTY, _EMPTY)
+        parts = self._parts(token_counts)
+
+        def decode(i: int) -> None:
+            lo, hi, row, end = parts[i]
+            wrong = backend.klt_decode(
+                self.prepared, dst, type_, dst_offset + row * dst_strides[1] * _ITEMS[type_], dst_strides,
+                run[lo:hi], raw, cos[row:end], sin[row:end],
+            )  # fmt: skip
+            if wrong is not None:
+                raise _error(wrong, lo)
+
+        spread(decode, len(parts))
+
+    def _parts(self, counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Runs of streams, one a thread: first and behind last stream, then row."""
+        rows = [0]
+        for n in counts:
+            rows.append(rows[-1] + n)
+        values = rows[-1] * self.heads * self.dim
+        threads = min(cores(), len(counts), values // (PARALLEL_VALUES // 2)) if values > PARALLEL_VALUES else 1
+        if threads <= 1:
+            return [(0, len(counts), 0, rows[-1])]
+        cuts = np.searchsorted(rows, [rows[-1] * i // threads for i in range(1, threads)]).tolist()
+        edges = sorted({0, *cuts, len(counts)})
+        return [(lo, hi, rows[lo], rows[hi]) for lo, hi in itertools.pairwise(edges)]
+
+
+def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
+    table, channels = np.ascontiguousarray(group.table, np.uint8), group.heads * dim
+    n = len(table)
+    arrays = (
+        np.ascontiguousarray(group.mean, np.float32), np.ascontiguousarray(group.gain, np.float32),
+        np.ascontiguousarray(np.asarray(group.forward, np.float32)[:n]),
+        np.ascontiguousarray(np.asarray(group.basis)[:n]),
+        table, np.ascontiguousarray(group.shift, np.uint8),
+        np.ascontiguousarray(() if group.refine is None else group.refine, np.uint8),
+    )  # fmt: skip
+    if arrays[3].dtype != np.int16:
+        raise ValueError(f"basis: needs int16, got {arrays[3].dtype}")
+    energy = 2.0 ** (-2 * group.log_rms) / channels if channels else 0.0
+    return (group.first, group.heads, energy, *arrays)
+
+
+def _code(dtype: str) -> int:
+    code = _DTYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"element type {dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
+    return code
+
+
+def _checked(data: Memory | None, checksum: int | None, stream: int) -> int | None:
+    """The checksum that is left to the native call: short streams are compared here."""
+    if checksum is None or data is None:
+        return None
+    view = memoryview(data)  # type: ignore[arg-type]
+    if view.nbytes > _SHORT:
+        return checksum
+    if xxhash.xxh3_64_intdigest(view) != checksum:
+        raise _error(("checksum", stream, 0, False), 0)
+    return None
+
+
+def _error(wrong: tuple[str, int, int, bool], first: int) -> StreamError:
+    reason, stream, cell, refinement = wrong
+    what = "refinement" if refinement else "stream"
+    error = StreamError(f"coded plane: {_REASONS[reason]}", where=f"{what} {first + stream}, cell {cell}")
+    error.stream = first + stream
+    return error

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ctxreuse.kernels.reference_lossless import lossless_decode, lossless_encode
 from ctxreuse.kernels.reference_rans import rans_count, rans_decode, rans_encode, rans_name, rans_tables
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ __all__ = [
     "copy3",
     "gather_run",
     "kernels",
+    "lossless_decode",
+    "lossless_encode",
     "populate",
     "rans_count",
     "rans_decode",

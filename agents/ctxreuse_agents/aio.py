@@ -144,6 +144,11 @@ class AsyncSession:
         """The id of its last turn; 0 if it has none (a read of some microseconds)."""
         return self.sync.head
 
+    @property
+    def lossy(self) -> str | None:
+        """The worst level of KV that it may reuse (a read of some microseconds)."""
+        return self.sync.lossy
+
     async def append(self, role: str, content: str, /, **meta: Any) -> Turn:
         """Add one turn; durable on return."""
         return (await self.extend([NewTurn(role, content, meta)]))[0]
@@ -254,9 +259,11 @@ class AsyncMemory:
         tenant: str = "default",
         capacity: int | None = None,
         readonly: bool = False,
+        lossy: str | None = None,
     ) -> AsyncMemory:
         """As `Memory.open`."""
-        return cls(await _settled(Memory.open, path, engine, tenant=tenant, capacity=capacity, readonly=readonly))
+        options = {"tenant": tenant, "capacity": capacity, "readonly": readonly, "lossy": lossy}
+        return cls(await _settled(Memory.open, path, engine, **options))
 
     async def __aenter__(self) -> AsyncMemory:
         return self
@@ -276,13 +283,13 @@ class AsyncMemory:
         """What computes and keeps KV; None if this memory holds text only."""
         return self.sync.runtime
 
-    async def create(self, name: str | None = None) -> AsyncSession:
+    async def create(self, name: str | None = None, *, lossy: str | None = None) -> AsyncSession:
         """A new, empty session."""
-        return AsyncSession(await _settled(self.sync.create, name))
+        return AsyncSession(await _settled(self.sync.create, name, lossy=lossy))
 
-    async def session(self, id_or_name: str, *, create: bool = True) -> AsyncSession:
-        """The session of that id or name; made if there is none and ``create``."""
-        return AsyncSession(await _settled(self.sync.session, id_or_name, create=create))
+    async def session(self, id_or_name: str, *, create: bool = True, lossy: str | None = None) -> AsyncSession:
+        """The session of that id or name; made if there is none and ``create``. ``lossy``: as in `Memory.session`."""
+        return AsyncSession(await _settled(self.sync.session, id_or_name, create=create, lossy=lossy))
 
     async def sessions(self, limit: int | None = None, offset: int = 0) -> list[AsyncSession]:
         """Sessions, last changed first."""

@@ -22,6 +22,7 @@ from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.text import HFText, tokenizer_digest
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, LinkDownError
 from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.levels import check_lossy
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime import Completion, Prefilled, Runtime, Usage
 
@@ -60,15 +61,26 @@ class AttachedRuntime(Runtime):
         # Answers of several sessions wait for the daemon, which takes turns itself: not for each other.
         self.compute = cast(threading.Lock, contextlib.nullcontext())
 
+    def permit(self, lossy: str | None) -> None:
+        """See `Runtime.permit`; whether there is a card is the daemon's to say, when it is asked for an answer."""
+        if lossy is not None:
+            check_lossy(lossy)
+
     def complete(
-        self, tokens: Sequence[int] | Tokens, sampling: Sampling, *, branches: Sequence[int] = ()
+        self,
+        tokens: Sequence[int] | Tokens,
+        sampling: Sampling,
+        *,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
     ) -> Completion:
         """See `Runtime.complete`."""
-        return _FarCompletion(self, self.checked(tokens), sampling, branches)
+        self.permit(lossy)
+        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy)
 
-    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = ()) -> Usage:
+    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = (), lossy: str | None = None) -> Usage:
         """See `Runtime.warm`."""
-        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches)}
+        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches), **_allowing(lossy)}
         return _usage(self.client.call("POST", "/api/tokens/warm", body), self.client.url)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
@@ -76,7 +88,14 @@ class AttachedRuntime(Runtime):
         found = self.client.call("POST", "/api/tokens/forget", {"tokens": as_tokens(tokens).tolist()})
         return int(found["blocks"])
 
-    def prefill(self, tokens: Sequence[int] | Tokens, *, reserve: int = 0, branches: Sequence[int] = ()) -> Prefilled:
+    def prefill(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        reserve: int = 0,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
+    ) -> Prefilled:
         """Not from here: a context in the daemon's memory cannot be handed out. Raises EngineError."""
         raise EngineError("contexts are computed in the daemon", fix="Use warm() or complete(), or open an engine here")
 
@@ -89,6 +108,7 @@ class _FarCompletion(Completion):
     def _start(self) -> Iterator[Piece]:
         runtime = cast(AttachedRuntime, self._runtime)
         body = {"tokens": self._prompt.tolist(), "sampling": self._sampling, "branches": list(self._branches)}
+        body |= _allowing(self._lossy)
         self._events = runtime.client.stream("/api/tokens/complete", body)
         self._usage = _usage(next(self._events, {}), runtime.client.url)
         return self._read(self._events)
@@ -140,6 +160,11 @@ def _text(served: _Served, url: str) -> HFText:
         where=url,
         fix=f"Run `ctxreuse model get {served.model}`, or copy the folder {served.folder} here",
     )
+
+
+def _allowing(lossy: str | None) -> dict[str, str]:
+    # Said only where there is something to say: a daemon that knows no levels answers exactly.
+    return {} if lossy is None else {"lossy": lossy}
 
 
 def _usage(event: Any, url: str) -> Usage:

@@ -36,9 +36,13 @@ class MemoryStats(msgspec.Struct, frozen=True):
 class Memory:
     """All sessions in one folder. Any thread may call; one process at a time has it open for writing."""
 
-    def __init__(self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False) -> None:
+    def __init__(
+        self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False, lossy: str | None = None
+    ) -> None:
         """For those who open the parts themselves and close them: see `open`."""
-        self._shared = Shared(ledger, runtime, readonly=readonly)
+        if runtime is not None:
+            runtime.permit(lossy)
+        self._shared = Shared(ledger, runtime, readonly=readonly, lossy=lossy)
 
     @classmethod
     def open(
@@ -49,6 +53,7 @@ class Memory:
         tenant: str = "default",
         capacity: int | None = None,
         readonly: bool = False,
+        lossy: str | None = None,
     ) -> Memory:
         """Open the memory in folder ``path`` (default: ``store.path`` of the settings), creating it if need be.
 
@@ -56,8 +61,10 @@ class Memory:
         running edge daemon (``http://127.0.0.1:7351``; it computes and keeps KV), an engine, or a runtime, which is
         used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
         different tenants shares nothing. ``capacity``: bytes of KV on disk (default, like all else about the store: the
-        settings, see ``ctxreuse config show``). Raises StoreOwnedError if another process has it open for writing,
-        StoreError, and what opening the engine raises (ConfigError, EngineError, LinkDownError).
+        settings, see ``ctxreuse config show``). ``lossy``: the worst level of KV, such as ``kl-0.01``, that sessions
+        may reuse unless they say otherwise (see `session`); None: exact KV only. Raises StoreOwnedError if another
+        process has it open for writing, StoreError, what opening the engine raises (ConfigError, EngineError,
+        LinkDownError), and ConfigError for a level that the model has no card for.
         """
         settings = load().settings.store
         folder = Path(path) if path is not None else settings.folder()
@@ -84,7 +91,7 @@ class Memory:
                 opened.callback(store.close)
                 runtime = Runtime(runs, store, tenant=tenant)
                 opened.callback(runtime.close)
-            memory = cls(ledger, runtime, readonly=readonly)
+            memory = cls(ledger, runtime, readonly=readonly, lossy=lossy)
             memory.shared.owned = opened.pop_all()
         return memory
 
@@ -109,12 +116,25 @@ class Memory:
         """Ledger, runtime and locks, for those who build other faces on this memory."""
         return self._shared
 
-    def create(self, name: str | None = None) -> Session:
-        """A new, empty session. Raises SessionError if the name is taken."""
-        return Session(self._shared, self._shared.ledger.create(name).id)
+    def create(self, name: str | None = None, *, lossy: str | None = None) -> Session:
+        """A new, empty session; ``lossy``: see `session`. Raises SessionError if the name is taken."""
+        self._shared.permit(lossy)
+        return Session(self._shared, self._shared.ledger.create(name, lossy=lossy).id)
 
-    def session(self, id_or_name: str, *, create: bool = True) -> Session:
-        """The session of that id or name; made if there is none and ``create``. Raises SessionError otherwise."""
+    def session(self, id_or_name: str, *, create: bool = True, lossy: str | None = None) -> Session:
+        """The session of that id or name; made if there is none and ``create``. Raises SessionError otherwise.
+
+        ``lossy``: from now on it may reuse KV down to this level, ``kl-0.01`` or the like, or ``exact`` ones only; kept
+        with the session and inherited by its forks. None leaves it as it is, which is the memory's own ``lossy`` for a
+        session that never said. Raises ConfigError for a level that the model has no card for.
+        """
+        self._shared.permit(lossy)
+        found = self._open(id_or_name, create=create)
+        if lossy is not None and found.record.lossy != lossy:
+            self._shared.ledger.allow(found.id, lossy)
+        return found
+
+    def _open(self, id_or_name: str, *, create: bool) -> Session:
         ledger = self._shared.ledger
         try:
             return Session(self._shared, ledger.session(id_or_name).id)
@@ -188,7 +208,13 @@ def _open_blocks(folder: Path, settings: StoreConfig, readonly: bool) -> TieredS
     room = settings.host_bytes
     try:
         return open_store(
-            folder, capacity=settings.capacity, host_bytes=room, policy=settings.policy, readonly=readonly
+            folder,
+            capacity=settings.capacity,
+            host_bytes=room,
+            policy=settings.policy,
+            level=settings.level,
+            demote=settings.demote,
+            readonly=readonly,
         )
     except StoreOwnedError:
         raise

@@ -79,6 +79,11 @@ class Session:
         """The id of its last turn; 0 if it has none."""
         return self.record.head
 
+    @property
+    def lossy(self) -> str | None:
+        """The worst level of KV that it may reuse, such as ``kl-0.01``; None: exact ones only. See `Memory.session`."""
+        return self.shared.lossy_of(self.record)
+
     # Writing
 
     def append(self, role: str, content: str, /, **meta: Any) -> Turn:
@@ -165,7 +170,7 @@ class Session:
                 fix="Nothing was added. Fork from an earlier turn, roll back, or append a summary to a new session",
             )
         limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends)
+        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends, lossy=self.lossy)
         if draft is not None:
             ids = prompt.draft.pack() if prompt.draft is not None else None
             question = NewTurn(draft.role, draft.content, {}, ids, segments.space)
@@ -286,7 +291,7 @@ class Session:
         ids = self.tokens()
         if not len(ids):
             raise SessionError("there is nothing to warm: the session has no turns", where=self._id)
-        usage = runtime.warm(ids)
+        usage = runtime.warm(ids, lossy=self.lossy)
         if runtime.store is not None:
             try:
                 runtime.store.flush(_WARM_SECONDS)

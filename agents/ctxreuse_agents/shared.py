@@ -8,8 +8,10 @@ from contextlib import ExitStack, suppress
 from weakref import WeakSet, WeakValueDictionary
 
 from ctxreuse.errors import EngineError, StoreError
+from ctxreuse.levels import EXACT, check_lossy
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger
+from ctxreuse.store import Session as Record
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
 from ctxreuse_agents.segments import Segments
@@ -18,10 +20,13 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """Any thread may call. ``runtime`` is None without an engine, ``segments`` without an engine that knows text."""
+    """Any thread may call. ``runtime`` is None without an engine, ``segments`` without an engine that knows text.
 
-    def __init__(self, ledger: Ledger, runtime: Runtime | None, *, readonly: bool) -> None:
-        self.ledger, self.runtime = ledger, runtime
+    ``lossy``: the worst level of KV for sessions that do not say themselves.
+    """
+
+    def __init__(self, ledger: Ledger, runtime: Runtime | None, *, readonly: bool, lossy: str | None = None) -> None:
+        self.ledger, self.runtime, self.lossy = ledger, runtime, lossy
         self._segments: Segments | None = None
         if runtime is not None and runtime.text is not None:
             self._segments = Segments(ledger, runtime.text, runtime.engine.space, readonly=readonly)
@@ -53,6 +58,23 @@ class Shared:
                 fix="Give Runtime(engine, text=...) a TextModel and open the memory with that runtime",
             )
         return self.runtime, self._segments
+
+    def permit(self, lossy: str | None) -> None:
+        """Raises ConfigError unless a session may be given that permission: None, ``exact``, or a level with a card.
+
+        Without an engine it can be given, as a name: the next one that is attached decides.
+        """
+        if lossy is None or lossy == EXACT:
+            return
+        if self.runtime is None:
+            check_lossy(lossy)
+        else:
+            self.runtime.permit(lossy)
+
+    def lossy_of(self, record: Record) -> str | None:
+        """The worst level that a session allows now; None: exact KV only."""
+        said = self.lossy if record.lossy is None else record.lossy
+        return None if said == EXACT else said
 
     def track(self, answer: Answer) -> None:
         """Remember an answer until it is let go of, so that closing the memory can end it."""

@@ -87,7 +87,7 @@ def list_sessions(
 
 @app.command("stat")
 def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
-    """Show how much is kept: blocks, states and tokens of KV, sessions and turns of text."""
+    """Show how much is kept, and at which levels: blocks, states and tokens of KV, sessions and turns of text."""
     from ctxreuse.inspection import held
     from ctxreuse.store import Ledger
     from ctxreuse.units import rounded_bytes
@@ -104,6 +104,10 @@ def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
             ("size", f"{rounded_bytes(cache.nbytes)} of {rounded_bytes(settings.capacity)}"),
             ("file", rounded_bytes(cache.file_bytes)),
         ]
+        rows += [
+            (level, f"{tokens:,} tokens in {blocks:,} blocks, {rounded_bytes(nbytes)}")
+            for level, (blocks, tokens, nbytes) in cache.levels.items()
+        ]
     if (folder / "ledger" / "data.mdb").exists():
         with Ledger.open(folder, readonly=True) as ledger:
             texts = ledger.stats()
@@ -113,7 +117,7 @@ def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
         _json(body)
         return
     for name, value in rows:
-        typer.echo(f"{name:<8}{value}")
+        typer.echo(f"{name:<12}{value}")
 
 
 @app.command("verify", epilog=_EXAMPLES)

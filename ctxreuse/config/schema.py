@@ -61,6 +61,12 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         256 << 20
     )
     policy: Annotated[str, _about("What is evicted first when the store is full")] = "lru"
+    level: Annotated[
+        str, _about("How KV is kept: exact, exact+rans (packed), or kl-0.01 and the like for sessions that allow it")
+    ] = "exact"
+    demote: Annotated[bool, _about("Pack what is cold, and code it lossily where allowed, before any is evicted")] = (
+        True
+    )
 
     def folder(self) -> Path:
         """The folder of the store: ``path``, or ``store`` in the user's data folder."""
@@ -123,6 +129,9 @@ class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain: Annotated[
         float, _about("How long answers under way may take once the daemon was told to stop", ge=0, unit="seconds")
     ] = 30.0
+    lossy: Annotated[
+        str, _about("Worst level at which requests may reuse KV, such as kl-0.01 (less is sent); empty: exact only")
+    ] = ""
     sync: Annotated[bool, _about("Give clouds the contexts that they lack while nothing else is to do")] = True
     sync_rate: Annotated[float, _about("Most that sync sends; 0 is no limit", ge=0, unit="bytes/s")] = 0.0
 

@@ -14,13 +14,21 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from ctxreuse.levels import EXACT, PACKED
 from ctxreuse.metrics.table import METRICS
 
-__all__ = ["Metrics", "Spent"]
+__all__ = ["Metrics", "Spent", "how_kept"]
 
 log = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+def how_kept(level: str) -> str:
+    """The value of a ``level`` label for a level's name: there are few, whatever cards there are."""
+    if level == PACKED:
+        return "packed"
+    return level if level == EXACT else "approx" if level.startswith("approx") else "lossy"
 
 
 class Spent(Protocol):
@@ -32,6 +40,8 @@ class Spent(Protocol):
     def cached_tokens(self) -> int: ...
     @property
     def by_source(self) -> dict[str, int]: ...
+    @property
+    def by_level(self) -> dict[str, int]: ...
     @property
     def completion_tokens(self) -> int: ...
     @property
@@ -111,6 +121,8 @@ class Metrics:
         for source, tokens in usage.by_source.items():
             self.add("ctxreuse_prompt_tokens_total", tokens, source)
         self.add("ctxreuse_prompt_tokens_total", usage.prompt_tokens - usage.cached_tokens, "compute")
+        for level, tokens in usage.by_level.items():
+            self.add("ctxreuse_reused_tokens_total", tokens, how_kept(level))
         self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
         if usage.missed:
             self.add("ctxreuse_misses_total", 1, usage.missed)

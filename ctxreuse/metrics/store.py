@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from ctxreuse.metrics.registry import Metrics
+from ctxreuse.metrics.registry import Metrics, how_kept
 
 __all__ = ["Figures", "watch_store"]
 
@@ -27,6 +28,10 @@ class Figures(Protocol):
     def refused(self) -> Mapping[str, int]: ...
     @property
     def dropped(self) -> Mapping[str, int]: ...
+    @property
+    def levels(self) -> Mapping[str, int]: ...
+    @property
+    def demoted(self) -> Mapping[str, int]: ...
 
 
 def watch_store(
@@ -57,6 +62,17 @@ def watch_store(
             metrics.set("ctxreuse_store_bytes", device(), "device")
         metrics.total("ctxreuse_store_evicted_blocks_total", every.evicted)
         metrics.total("ctxreuse_store_corrupt_blocks_total", sum(every.dropped.get(why, 0) for why in _CORRUPT))
+        kept: Counter[str] = Counter(dict.fromkeys(("exact", "packed", "lossy", "approx"), 0))
+        for level, count in every.levels.items():
+            kept[how_kept(level)] += count
+        for level, count in kept.items():
+            metrics.set("ctxreuse_store_level_blocks", count, level)
+        steps: Counter[tuple[str, str]] = Counter()
+        for step, count in every.demoted.items():
+            before, _, to = step.partition(">")
+            steps[how_kept(before), how_kept(to)] += count
+        for (before, to), count in steps.items():
+            metrics.total("ctxreuse_store_demoted_blocks_total", count, before, to)
         for why, count in every.refused.items():
             metrics.total("ctxreuse_store_refused_puts_total", count, why)
 

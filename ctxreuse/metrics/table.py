@@ -49,12 +49,17 @@ _MISSES = Label(
         "link",
         "audit",
         "slow",
+        "level",
+        "card",
     ),
 )
 _REFUSALS = Label(
     "reason",
     ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed"),
 )
+_KEPT = ("exact", "packed", "lossy", "approx")
+_LEVEL = Label("level", _KEPT)
+_FROM, _TO = Label("from", _KEPT), Label("to", _KEPT)
 _TIER = Label("tier", ("device", "host", "disk"))
 _SOURCE = Label("source", SOURCES)
 _FINISH = Label("finish", ("stop", "length", "stop_string", "cancelled", "error"))
@@ -64,12 +69,14 @@ _STATE = Label("state", ("down", "up", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
 _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
 _UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
+_CARD = Label("what", ("taken", "refused"))
 _MADE = Label("how", ("computed", "shared"))
 
 METRICS = (
     # requests
     Metric("ctxreuse_requests_total", "counter", "Requests that finished.", (_FINISH,)),
     Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by where their KV came from.", (_SOURCE,)),
+    Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by how their KV was kept.", (_LEVEL,)),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric("ctxreuse_load_seconds", "histogram", "Time to bring reused KV into the engine."),
@@ -79,6 +86,8 @@ METRICS = (
     Metric("ctxreuse_store_capacity_bytes", "gauge", "Bytes of KV allowed, by tier.", (_TIER,)),
     Metric("ctxreuse_store_blocks", "gauge", "Blocks held, by tier.", (_TIER,)),
     Metric("ctxreuse_store_evicted_blocks_total", "counter", "Entries evicted to make room."),
+    Metric("ctxreuse_store_level_blocks", "gauge", "Blocks held, by how they are encoded.", (_LEVEL,)),
+    Metric("ctxreuse_store_demoted_blocks_total", "counter", "Entries encoded smaller to make room.", (_FROM, _TO)),
     Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", (_REFUSALS,)),
     Metric("ctxreuse_store_corrupt_blocks_total", "counter", "Entries dropped because a check failed."),
     # daemons
@@ -93,6 +102,8 @@ METRICS = (
     Metric("ctxreuse_link_reconnects_total", "counter", "Times that a link came up again."),
     Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers that went on after a cut."),
     Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received that were here already."),
+    Metric("ctxreuse_link_saved_bytes_total", "counter", "Bytes that packed and lossy blocks spared the links."),
+    Metric("ctxreuse_cards_total", "counter", "Cards that links brought, and that were refused.", (_CARD,)),
     Metric("ctxreuse_peers_quarantined", "gauge", "Peers that are shut out now for what they sent."),
     Metric("ctxreuse_served_blocks_total", "counter", "Blocks that peers were served with."),
     Metric("ctxreuse_taken_blocks_total", "counter", "Blocks that peers gave and that were taken."),

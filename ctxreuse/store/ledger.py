@@ -132,22 +132,24 @@ class Ledger:
         if not txn.put(key, bytes.fromhex(session_id), db=self._env.tables["names"], overwrite=False):
             raise SessionError(f"there is already a session {name!r}", fix="Choose another name")
 
-    def _born(self, txn: Any, name: str | None, head: int, origin: str | None) -> Session:
+    def _born(self, txn: Any, name: str | None, head: int, origin: str | None, lossy: str | None) -> Session:
         id = uuid.uuid4().hex
         name = f"session-{id[:8]}" if name is None else name
         self._name(txn, name, id)
         now = self._clock()
-        return self._save(txn, Session(id, name, head, origin, head if origin else 0, now, now))
+        return self._save(txn, Session(id, name, head, origin, head if origin else 0, now, now, lossy))
 
-    def create(self, name: str | None = None, head: int = 0) -> Session:
+    def create(self, name: str | None = None, head: int = 0, lossy: str | None = None) -> Session:
         """A new session that starts at turn ``head``; without a name it gets ``session-`` and part of its id.
+
+        ``lossy``: see `allow`.
 
         Raises SessionError if the name is taken or the turn unknown.
         """
 
         def work(txn: Any, history: History) -> Session:
             history.links(head)
-            return self._born(txn, name, head, None)
+            return self._born(txn, name, head, None, lossy)
 
         return self._write(work)
 
@@ -187,7 +189,9 @@ class Ledger:
         return found
 
     def fork(self, session: str, name: str | None = None, at: int | None = None) -> Session:
-        """A new session that shares everything up to turn ``at`` (default: the head). O(log length), one small record.
+        """A new session that shares everything up to turn ``at`` (default: the head), and what the first one allows.
+
+        O(log length), one small record.
 
         Raises SessionError if ``at`` is not in the session's history.
         """
@@ -198,7 +202,7 @@ class Ledger:
             if not history.ancestor(head, found.head):
                 fix = "List the session's turns for the ids it has"
                 raise SessionError(f"turn {head} is not in session {found.name!r}", fix=fix)
-            return self._born(txn, name, head, found.id)
+            return self._born(txn, name, head, found.id, found.lossy)
 
         return self._write(work)
 
@@ -209,6 +213,14 @@ class Ledger:
             found = self._expect(txn, session, expected_head)
             history.links(head)
             return self._save(txn, msgspec.structs.replace(found, head=head, updated=self._clock()))
+
+        return self._write(work)
+
+    def allow(self, session: str, lossy: str | None) -> Session:
+        """Set the worst level of KV that a session allows: a name, ``exact``, or None to leave it to the memory."""
+
+        def work(txn: Any, _: History) -> Session:
+            return self._save(txn, msgspec.structs.replace(self._find(txn, session), lossy=lossy))
 
         return self._write(work)
 

@@ -45,7 +45,8 @@ class Turn(msgspec.Struct, frozen=True):
 class Session(msgspec.Struct, frozen=True):
     """A named line of turns: ``head`` is its last turn (0: empty).
 
-    ``id``: 32 hex digits. ``origin``: id of the session that it was forked from at turn ``forked_at``.
+    ``id``: 32 hex digits. ``origin``: id of the session that it was forked from at turn ``forked_at``. ``lossy``: the
+    worst level of KV that it allows, ``exact`` for none but exact ones; None where that was not said.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Session(msgspec.Struct, frozen=True):
     forked_at: int
     created: float
     updated: float
+    lossy: str | None = None
 
 
 class NewTurn(msgspec.Struct, frozen=True):
@@ -163,17 +165,26 @@ def decode_id(raw: bytes | memoryview) -> int:
         raise StoreError(f"the id of the next turn is damaged: {error}", fix=_RESTORE) from None
 
 
-_session = msgspec.msgpack.Decoder(tuple[str, int, str | None, int, float, float])
+class _Listed(Session, frozen=True, array_like=True):
+    """A session as a list of its fields, of which later programs may have more."""
+
+    def session(self) -> Session:
+        return Session(*msgspec.structs.astuple(self))
+
+
+_session = msgspec.msgpack.Decoder(list[Any])
 
 
 def encode_session(session: Session) -> bytes:
     """A session's bytes; its id is the key that they are kept under."""
-    return _encode(msgspec.structs.astuple(session)[1:])
+    fields = msgspec.structs.astuple(session)[1:]
+    # As programs that knew no levels wrote it, so that they can read it, unless there is something to say.
+    return _encode(fields if session.lossy is not None else fields[:-1])
 
 
 def decode_session(id: bytes, raw: bytes | memoryview) -> Session:
     """The session of these bytes. Raises StoreError if they are damaged."""
     try:
-        return Session(id.hex(), *_session.decode(raw))
+        return msgspec.convert([id.hex(), *_session.decode(raw)], _Listed).session()
     except _UNREADABLE as error:
         raise StoreError(f"session {id.hex()} is damaged: {error}", fix=_RESTORE) from None

@@ -132,7 +132,7 @@ class Ledger:
         if not txn.put(key, bytes.fromhex(session_id), db=self._env.tables["names"], overwrite=False):
             raise SessionError(f"there is already a session {name!r}", fix="Choose another name")
 
-    def _born(self, txn: Any, name: str | None, head: int, origin: str | None, lossy: str | None) -> Session:
+    def _born(self, txn: Any, name: str | None, head: int, origin: str | None, lossy: str | None = None) -> Session:
         id = uuid.uuid4().hex
         name = f"session-{id[:8]}" if name is None else name
         self._name(txn, name, id)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ctxreuse.cli import bench, config, demo, doctor, keys, store
+from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, store
 from ctxreuse.cli.errors import EXIT_ERROR, EXIT_USAGE, run
 from ctxreuse.models.commands import app as models
 
@@ -41,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(codec.app, name="codec")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models, name="model")
@@ -48,6 +49,7 @@ app.add_typer(store.app, name="store")
 app.command("demo")(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 
 
 def _version(wanted: bool) -> None:

@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ctxreuse.engines.text import TextModel
+from ctxreuse.errors import ConfigError
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["Gauge", "Planes", "Reading", "Rotary", "RotaryStyle"]
+__all__ = ["Gauge", "Planes", "Reading", "Rotary", "RotaryStyle", "open_gauge"]
 
 RotaryStyle = Literal["half", "pairs", "none"]
 
@@ -96,3 +98,20 @@ class Gauge(Protocol):
         ``planes`` replace those of the reading (all of them); the reading stays as it is.
         """
         ...
+
+
+def open_gauge(name_or_folder: str, *, threads: int | None = None) -> tuple[Gauge, TextModel]:
+    """The gauge and the tokenizer of a known model or a Hugging Face folder, in float32.
+
+    Raises ConfigError as `open_engine` does, and for a folder without a tokenizer.
+    """
+    from ctxreuse.engines import open_engine
+
+    engine = open_engine(name_or_folder, dtype="float32", threads=threads)
+    if engine.text is None:
+        raise ConfigError(
+            "the folder holds no tokenizer.json, so no text can be read", where=name_or_folder, fix="Add the file"
+        )
+    from ctxreuse.engines.torch_hf.fisher import TorchGauge
+
+    return TorchGauge(engine), engine.text

@@ -1,0 +1,94 @@
+"""Windows coded at a step without coding them: quantise, reconstruct, and ask the model how far its scores moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.calibrate.gather import Window, normalise, positions, window_rows
+from ctxreuse.calibrate.transform import Transform
+from ctxreuse.codec.card import SINKS
+from ctxreuse.engines.gauge import Gauge, Planes, Rotary
+from ctxreuse.keys import Tokens
+
+__all__ = ["Fidelity", "Prepared", "compare", "decode", "mean_fidelity", "prepare"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class Fidelity(NamedTuple):
+    """Means over scored tokens: divergence and change of the log-likelihood in nats, share of equal top tokens."""
+
+    kl: float
+    top1: float
+    dnll: float
+
+
+class Prepared(NamedTuple):
+    """A window with its components y [rows, C] and scales [rows] of each group, and the scores of the exact cache."""
+
+    window: Window
+    components: tuple[Floats, ...]
+    scales: tuple[Floats, ...]
+    exact: Floats
+
+
+def prepare(gauge: Gauge, window: Window, transforms: Sequence[Transform], rotaries: dict[int, Rotary]) -> Prepared:
+    """Transform a window's planes and score it; what is held costs 4 bytes a value and 4 a score."""
+    components, scales = [], []
+    for transform in transforms:
+        stats = transform.stats
+        z, scale = normalise(window_rows(window, stats.layer, stats.role, rotaries), stats)
+        components.append(z @ transform.forward.T)
+        scales.append(_rounded(scale))
+    return Prepared(window, tuple(components), tuple(scales), gauge.scores(window.reading, window.following))
+
+
+def _rounded(scale: Floats) -> Floats:
+    """Scales as the codec stores them, in 32nds of an octave."""
+    return np.asarray(np.exp2(np.rint(np.log2(scale) * 32) / 32), np.float32)
+
+
+def decode(
+    prepared: Prepared,
+    transforms: Sequence[Transform],
+    rotaries: dict[int, Rotary],
+    step: float,
+    active: Sequence[int],
+) -> Planes:
+    """The planes of a window as an engine gets them back: the first ``active`` components of each group at a step."""
+    held = prepared.window.reading.planes
+    planes = {key: plane.copy() for key, plane in held.items()}
+    for transform, y, scale, n in zip(transforms, prepared.components, prepared.scales, active):
+        stats = transform.stats
+        q = np.rint(y[:, :n] / np.float32(step))
+        rows = (q @ transform.inverse[:, :n].T) * (scale * np.float32(step))[:, None] + stats.mean.astype(np.float32)
+        plane = planes[stats.layer, stats.role]
+        place = positions(prepared.window.reading, plane.shape[1])
+        kept = place >= SINKS
+        heads = rows.reshape(len(rows), stats.heads, stats.dim).transpose(1, 0, 2)
+        if stats.role == "k":
+            heads = rotaries[stats.layer].turn(heads, place[kept], back=False)
+        plane[stats.first : stats.first + stats.heads, kept] = heads
+    return planes
+
+
+def compare(exact: Floats, other: Floats, following: Tokens) -> Fidelity:
+    """What scores [S, vocab] of altered planes differ from those of exact ones; the last row has no successor."""
+    total = 0.0
+    for at in range(0, len(exact), 16):  # in pieces: whole products of a large vocabulary take hundreds of megabytes
+        a, b = exact[at : at + 16], other[at : at + 16]
+        total += float((np.exp(a) * (a - b)).sum(dtype=np.float64))
+    told = np.arange(len(following) - 1)
+    worse = exact[told, following[1:]] - other[told, following[1:]]
+    same = float((exact.argmax(1) == other.argmax(1)).mean())
+    return Fidelity(max(total / len(exact), 0.0), same, float(worse.mean(dtype=np.float64)) if len(told) else 0.0)
+
+
+def mean_fidelity(values: Sequence[Fidelity]) -> Fidelity:
+    """The mean over windows."""
+    kl, top1, dnll = np.mean(np.array(values), 0).tolist()
+    return Fidelity(kl, top1, dnll)

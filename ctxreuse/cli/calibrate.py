@@ -1,0 +1,108 @@
+"""The command ``ctxreuse calibrate``: makes the card that lossy levels need."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+__all__ = ["EXAMPLES", "calibrate"]
+
+EXAMPLES = """[bold]Examples[/bold]
+
+ctxreuse calibrate smollm2                       minutes; texts that every Python brings along
+
+ctxreuse calibrate smollm2 --text notes.txt --text chats.txt   on what you really feed it
+
+ctxreuse calibrate ./my-model --levels 0.03,0.01+0.0015 --plot rate.svg
+
+A level kl-0.01 moves the distribution of the next token by at most 0.01 nats, as measured on text set aside for it; the
+table is of other text again. 0.01+0.0015 is a level with a refinement, which can be fetched later.
+"""
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A name from `ctxreuse model ls`, or a Hugging Face folder.")],
+    text: Annotated[
+        list[Path] | None, typer.Option("--text", metavar="FILE", help="Text to calibrate on; may be repeated.")
+    ] = None,
+    levels: Annotated[
+        str | None, typer.Option("--levels", metavar="KL,KL+KL", help="Divergences to promise, in nats a token.")
+    ] = None,
+    windows: Annotated[
+        int, typer.Option("--windows", min=2, max=512, help="Windows of text to learn from; a third more to measure.")
+    ] = 24,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads of the engine.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw rate against divergence.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the card to FILE.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress; print only the card's file.")] = False,
+) -> None:
+    """Measure how a model's K and V can be coded, and keep it as a card beside the others of the model."""
+    from rich.console import Console
+
+    from ctxreuse import calibrate as work
+    from ctxreuse.cli.codec import show_card
+    from ctxreuse.codec import Shelf, card_digest, write_card
+    from ctxreuse.engines.gauge import open_gauge
+
+    console, began = Console(stderr=True), time.monotonic()
+    targets = work.Target.parse(levels) if levels else work.DEFAULT_TARGETS
+    texts = work.read_texts(text) if text else work.default_texts()
+    gauge, tokenizer = open_gauge(model, threads=threads)
+    settings = work.settings_for(
+        gauge, calibration=windows, validation=max(1, windows // 4), held_out=max(1, windows // 3)
+    )._replace(targets=targets)
+    source = ", ".join(path.name for path in text) if text else "Python's reference and library"
+    counts = "/".join(str(n) for n in settings.windows.values())
+    notes = {
+        "model": Path(model).name,
+        "text": source,
+        "windows": f"{counts} of {settings.prefix}+{settings.scored} tokens",
+    }
+    with _Bars(console, quiet) as bars:
+        card = work.calibrate(gauge, tokenizer, texts, settings, bars.advance, notes)
+    data = write_card(card)
+    path = Shelf().add(data)
+    if out is not None:
+        out.write_bytes(data)
+    if plot is not None:
+        from ctxreuse.calibrate.plot import draw
+
+        draw({notes["model"]: [(lv.info.bits, lv.info.kl) for lv in card.levels]}, f"Levels of {notes['model']}", plot)
+    if not quiet:
+        show_card(card, card_digest(data).hex(), Console(stderr=True))
+        console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
+    typer.echo(path)
+
+
+class _Bars:
+    """Progress of the stages, one bar each, on standard error; nothing if quiet or no terminal."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar: Progress = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+        self._task: TaskID | None = None
+        self._what, self._done = "", 0
+
+    def __enter__(self) -> _Bars:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """See `ctxreuse.calibrate.gather.Progress`; a total of 0 is one that nobody knows."""
+        if what != self._what or done < self._done:
+            self._task = self._bar.add_task(what, total=total or None)
+        self._what, self._done = what, done
+        if self._task is not None:
+            self._bar.update(self._task, completed=done)

@@ -19,6 +19,7 @@ import ctxreuse
 from ctxreuse.bus.allow import ALLOW_FILE, keys_folder
 from ctxreuse.bus.auth import LOCAL, ServerAuth
 from ctxreuse.bus.serve import StoreService
+from ctxreuse.bus.serve_pack import Packer
 from ctxreuse.bus.session import Limits
 from ctxreuse.bus.wire import Terms
 from ctxreuse.bus.zmqio import BusServer
@@ -27,6 +28,7 @@ from ctxreuse.config import Settings
 from ctxreuse.daemon.front import is_loopback
 from ctxreuse.errors import ConfigError
 from ctxreuse.metrics import Metrics, watch_store
+from ctxreuse.metrics.registry import how_kept
 from ctxreuse.model import ModelSpace
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse_cloud.proxy.backends import Backends, connections
@@ -130,6 +132,8 @@ class Node:
         workers.start()
         stack.callback(workers.close)
         auth = self._auth
+        packer = Packer()
+        stack.callback(packer.close)
         self._service = StoreService(
             store,
             folder,
@@ -137,6 +141,7 @@ class Node:
             tenants=[entry.tenant for entry in auth.allow.entries] if auth is not None else [LOCAL],
             prefiller=workers if cloud.prefill_workers else None,
             audit=WorkerAudit(workers) if cloud.prefill_workers else None,
+            packer=packer,
         )
         stack.callback(self._service.close)
         # Before the service, too: an audit under way waits for them.
@@ -178,6 +183,11 @@ class Node:
             metrics.total(f"ctxreuse_{kind}_blocks_total", counts.get(kind, 0))
         for how in ("computed", "shared"):
             metrics.total("ctxreuse_prefills_total", counts.get(how, 0), how)
+        if service.packer is not None:
+            packed = dict(service.packer.counts)
+            for name, (items, _) in packed.items():
+                metrics.total("ctxreuse_sent_blocks_total", items, how_kept(name))
+            metrics.total("ctxreuse_link_saved_bytes_total", sum(saved for _, saved in packed.values()))
         for what, n in counts.items():
             kind, _, reason = what.partition(":")
             if kind == "refused":
@@ -195,6 +205,10 @@ class Node:
             "bus": {"endpoint": bus.endpoint if bus else "", "secured": self._auth is not None},
             "peers": [msgspec.structs.asdict(peer) | {"node": peer.node.hex()} for peer in bus.peers()] if bus else [],
             "transfers": dict(service.counts) if service else {},
+            "levels": {
+                name: {"items": items, "saved_bytes": saved}
+                for name, (items, saved) in (service.packer.counts if service and service.packer else {}).items()
+            },
             "store": {"path": str(folder), "stats": msgspec.to_builtins(store.stats()) if store else {}},
             "workers": {
                 "processes": [msgspec.to_builtins(standing) for standing in workers.standing()] if workers else [],

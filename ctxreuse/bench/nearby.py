@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block import BlockView, parse
+from ctxreuse.codec import Codec
+from ctxreuse.cost import Level
 from ctxreuse.engines.base import Engine
 from ctxreuse.errors import LinkDownError
 from ctxreuse.keys import ROOT, Tokens, prefix_keys, tenant_salt
 from ctxreuse.model import ModelSpace
-from ctxreuse.runtime.remote import Offer, Order
+from ctxreuse.runtime.remote import Ask, Offer, Order
 
 __all__ = ["Held", "NearbyFetch", "NearbyRemote", "constant"]
 
@@ -151,6 +153,9 @@ class NearbyFetch:
         assert last <= self._whole(), "views of blocks that have not come"
         return [parse(data) for data in self._items[self._count - last : self._count]]
 
+    def refinements(self, last: int) -> Sequence[BlockView | None]:
+        return [None] * last
+
     def state(self, timeout: float) -> BlockView | None:
         there = self._state and self._wait(lambda: self._complete(self._count), timeout)
         return parse(self._items[-1]) if there else None
@@ -172,7 +177,8 @@ class NearbyFetch:
 
 class NearbyRemote:
     """See `ctxreuse.runtime.remote.Remote`: one peer that holds one context. ``offered`` is the bandwidth that it
-    claims (0: not measured yet), ``pace`` makes that of each fetch."""
+    claims (0: not measured yet), ``pace`` makes that of each fetch. ``codec``: it offers all levels of that and sends
+    every block at ``level`` ("": exact) to whoever allows any; ``asks`` is what fetches allowed."""
 
     def __init__(
         self,
@@ -182,9 +188,12 @@ class NearbyRemote:
         offered: float,
         rtt: float = 0.0,
         source: Literal["edge", "cloud"] = "cloud",
+        codec: Codec | None = None,
+        level: str = "",
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.codec, self.level, self.asks = codec, level, list[Ask | None]()
         self.held, self.pace, self.offered, self.rtt, self.source = held, pace, offered, rtt, source
         made = clock()
         self.clock, self.sleep = lambda: clock() - made, sleep
@@ -203,14 +212,35 @@ class NearbyRemote:
         resumed = blocks if not space.needs_state or blocks == len(self.held.blocks) else 0
         if min(blocks, resumed) <= after:
             return None
-        return Offer("nearby", self.source, blocks, resumed, self.held.blocks[0].nbytes, self.offered, self.rtt)
+        nbytes, levels = self.held.blocks[0].nbytes, self._levels()
+        return Offer("nearby", self.source, blocks, resumed, nbytes, self.offered, self.rtt, levels=levels)
+
+    def _levels(self) -> tuple[Level, ...]:
+        """All that the codec has besides ``exact``, by their true size."""
+        if self.codec is None:
+            return ()
+        names = [(info.name, f"{info.name}@{self.codec.digest[:16]}" if info.lossy else info.name)
+                 for info in self.codec.levels if info.name != "exact"]  # fmt: skip
+        first = parse(self.held.blocks[0])
+        return tuple(Level(full, self.codec.encode(first, name).nbytes) for name, full in names)
 
     def fetch(
-        self, offer: Offer, space: ModelSpace, tokens: Tokens, *, first: int, last: int, order: Order, state: bool
+        self,
+        offer: Offer,
+        space: ModelSpace,
+        tokens: Tokens,
+        *,
+        first: int,
+        last: int,
+        order: Order,
+        state: bool,
+        ask: Ask | None = None,
     ) -> NearbyFetch:
-        fetch = NearbyFetch(
-            self.held.blocks[first:last], self.held.state if state else None, order, self.pace, self.clock, self.sleep
-        )
+        self.asks.append(ask)
+        blocks = self.held.blocks[first:last]
+        if ask is not None and self.codec is not None and self.level:
+            blocks = [self.codec.encode(parse(data), self.level) for data in blocks]
+        fetch = NearbyFetch(blocks, self.held.state if state else None, order, self.pace, self.clock, self.sleep)
         self.fetches.append((order, fetch))
         return fetch
 

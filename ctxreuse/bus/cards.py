@@ -42,7 +42,8 @@ class Cards:
     """Puts every card that a link names for ``space``, and that ``shelf`` lacks, on the shelf: in a thread of its own,
     behind whatever requests are under way. Close it.
 
-    ``on_lie(name, reason)`` is called for a link that sent something else than it had named. Any thread may call.
+    ``on_lie(name, reason)`` is called for a link that sent something else than it had named, ``on_card()`` after a card
+    has come. Any thread may call.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Cards:
         shelf: Shelf,
         *,
         on_lie: Callable[[str, str], None],
+        on_card: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._links, self._space, self._shelf, self._on_lie, self._clock = tuple(links), space, shelf, on_lie, clock
+        self._on_card = on_card
         self._later: dict[tuple[str, bytes], float] = {}
         self._lied: set[tuple[str, bytes]] = set()
         #: Cards that came, that were refused, and bytes of those that came.
@@ -99,6 +102,7 @@ class Cards:
             self.taken += 1
             self.nbytes += len(data)
             log.info("card %s of %s is here", digest.hex()[:16], link.name)
+            self._on_card()
 
     def _held(self, digest: bytes) -> bool:
         try:

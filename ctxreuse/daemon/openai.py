@@ -132,6 +132,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool = False
 
 
+class Extra(msgspec.Struct, frozen=True):
+    """What is ours in a request. ``lossy``: the worst level of KV that may be reused for it, such as ``kl-0.01``; "":
+    exact only; None: as the daemon's settings say."""
+
+    lossy: str | None = None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """What both kinds of request say about how to answer; defaults are the OpenAI API's."""
 
@@ -150,6 +157,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    ctxreuse: Extra = Extra()
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -200,10 +208,13 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """``cached_tokens`` were reused; ``sources``: all prompt tokens by where their KV came from."""
+    """``cached_tokens`` were reused; ``sources``: all prompt tokens by where their KV came from. ``levels``: the reused
+    ones by the level of their KV; ``approx``: something lossy is in what was answered from."""
 
     cached_tokens: int = 0
     sources: dict[str, int] = {}
+    levels: dict[str, int] = {}
+    approx: bool = False
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -223,7 +234,7 @@ def usage_of(spent: Spent) -> Usage:
         spent.prompt_tokens,
         spent.completion_tokens,
         spent.prompt_tokens + spent.completion_tokens,
-        PromptDetails(spent.cached_tokens, sources),
+        PromptDetails(spent.cached_tokens, sources, spent.by_level, spent.approx),
     )
 
 

@@ -102,6 +102,7 @@ METRICS = (
     Metric("ctxreuse_link_reconnects_total", "counter", "Times that a link came up again."),
     Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers that went on after a cut."),
     Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received that were here already."),
+    Metric("ctxreuse_sent_blocks_total", "counter", "Blocks sent through the encoder, by level.", (_LEVEL,)),
     Metric("ctxreuse_link_saved_bytes_total", "counter", "Bytes that packed and lossy blocks spared the links."),
     Metric("ctxreuse_cards_total", "counter", "Cards that links brought, and that were refused.", (_CARD,)),
     Metric("ctxreuse_peers_quarantined", "gauge", "Peers that are shut out now for what they sent."),

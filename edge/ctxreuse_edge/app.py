@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from starlette.routing import Router
 
 from ctxreuse import models
+from ctxreuse.codec import Codec
 from ctxreuse.config import Settings
 from ctxreuse.daemon.front import Front, is_loopback, read_keys
 from ctxreuse.daemon.life import Daemon
@@ -103,7 +105,7 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     stack.callback(runtime.close)
     if settings.bus.clouds and not len(links.cost.prefill):
         runtime.calibrate()
-    links.connect(settings.bus, engine.space)
+    links.connect(settings.bus, engine.space, lossy=settings.edge.lossy, on_card=lambda: _renew(runtime))
     runtime.remote = links.remote
     worker = Worker(running=_RUNNING, waiting=settings.edge.max_waiting)
     stack.callback(worker.close)
@@ -117,6 +119,22 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     node.metrics.watch(lambda: node.metrics.set("ctxreuse_http_waiting_requests", worker.held))
     node.fill(settings, runtime, ledger, store, contexts, worker, links, _name(chosen.model))
     log.info("opened", extra={"store": str(folder), "model": node.model.id, "seconds": time.monotonic() - started})
+
+
+@runtime_checkable
+class Recoded(Protocol):
+    """An engine that can be given another codec."""
+
+    codec: Codec | None
+
+
+def _renew(runtime: Runtime) -> None:
+    """A card has come: what the engine reads and the store encodes with is of the newest one."""
+    engine, codec = runtime.engine, Codec.open(runtime.engine.space)
+    if isinstance(engine, Recoded):
+        engine.codec = codec
+    if runtime.store is not None:
+        runtime.store.adopt(codec)
 
 
 def _open_store(settings: Settings, folder: Path) -> TieredStore:

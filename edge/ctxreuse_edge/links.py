@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from ctxreuse.cost import CostModel, DecisionLog, LinkEstimate, Record
 from ctxreuse.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ctxreuse.bus.cards import Cards
     from ctxreuse.bus.remote import Clouds
     from ctxreuse.bus.serve_quarantine import Quarantine
     from ctxreuse.bus.sync import Sync
@@ -67,10 +69,20 @@ class Links:
         self._sync: Sync | None = None
         self._clouds: Clouds | None = None
         self._quarantine: Quarantine | None = None
+        self._cards: Cards | None = None
+        self._on_card: Callable[[], None] = lambda: None
+        self._space: ModelSpace | None = None
+        self._lock = threading.Lock()
+        self._closed = False
         self._metrics, self._folder = metrics, folder
 
-    def connect(self, bus: BusConfig, space: ModelSpace) -> None:
+    def connect(
+        self, bus: BusConfig, space: ModelSpace, *, lossy: str = "", on_card: Callable[[], None] = lambda: None
+    ) -> None:
         """Start the links, which come up by themselves. While a model loads their first round trips would be seconds.
+
+        ``lossy``: the level that requests allow by default; if there is one, clouds are asked at once for cards that
+        lack here. ``on_card`` is called, in another thread, whenever one has come.
 
         Raises ConfigError for settings that cannot work, such as a plain link beyond loopback.
         """
@@ -83,6 +95,7 @@ class Links:
             from ctxreuse.bus.session import Limits
             from ctxreuse.bus.wire import Terms
             from ctxreuse.bus.zmqio import BusClient
+            from ctxreuse.codec import Shelf
         except ModuleNotFoundError as error:
             raise ConfigError(f"links need {error.name}", fix="Run: pip install 'ctxreuse[edge]'") from error
         keys = KeyPair.read(bus.key_file) if bus.key_file else None
@@ -97,16 +110,35 @@ class Links:
                 keys=keys if server is not None else None,
                 server_key=server,
                 name=cloud.name or cloud.endpoint,
-                spaces=(space.digest,),
+                models=(space,),
                 limits=Limits(terms=terms),
                 insecure=bus.insecure,
                 estimate=estimate,
             )
             self._links.append((link, estimate))
         self._quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
-        self._clouds = Clouds(self._links, quarantine=self._quarantine, seconds=self._seconds)
+        shelf = Shelf()
+        self._clouds = Clouds(self._links, quarantine=self._quarantine, seconds=self._seconds, shelf=shelf)
+        self._space, self._on_card = space, on_card
+        if lossy:
+            self.want_cards()
         self.remote = self._clouds
         self._metrics.watch(self._figures)
+
+    def want_cards(self) -> None:
+        """From now on fetch the cards that clouds encode with: some request allows lossy blocks. Idempotent."""
+        with self._lock:
+            if self._cards is not None or self._space is None or not self._links or self._closed:
+                return
+            from ctxreuse.bus.cards import Cards
+            from ctxreuse.codec import Shelf
+
+            links = [link for link, _ in self._links]
+            self._cards = Cards(links, self._space, Shelf(), on_lie=self._lied, on_card=self._on_card)
+
+    def _lied(self, name: str, reason: str) -> None:
+        if self._quarantine is not None:
+            self._quarantine.add(name, reason)
 
     def _seconds(self, first: int, last: int) -> float | None:
         return self.cost.prefill.seconds(last - first, first)
@@ -154,6 +186,9 @@ class Links:
             metrics.total("ctxreuse_link_bytes_total", total, direction)
         if self._quarantine is not None:
             metrics.set("ctxreuse_peers_quarantined", len(self._quarantine.names()))
+        if self._cards is not None:
+            for how in ("taken", "refused"):
+                metrics.total("ctxreuse_cards_total", getattr(self._cards, how), how)
         metrics.total("ctxreuse_link_reconnects_total", sum(max(stats.up - 1, 0) for stats, _ in every))
         metrics.total("ctxreuse_transfer_resumes_total", sum(stats.resumes for stats, _ in every))
         metrics.total("ctxreuse_transfer_duplicate_bytes_total", sum(stats.duplicates for stats, _ in every))
@@ -163,8 +198,12 @@ class Links:
         on from there next time. Idempotent."""
         if self._sync is not None:
             self._sync.stop()
+        with self._lock:
+            self._closed = True
         for link, _ in self._links:
             link.close()
+        if self._cards is not None:
+            self._cards.close()
         # Last: until its link is closed, it waits for what a slow one takes.
         if self._sync is not None:
             self._sync.close()

@@ -35,6 +35,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_refused",
                 "_quarantined",
                 "_decisions",
+                    "_cards",
             )
         )
         assert row.help.endswith(".")

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from ctxreuse.daemon.openai import DONE, ApiError, SamplingFields, api_error, event
 from ctxreuse.engines.sampling import Sampling
-from ctxreuse.errors import ContextTooLongError, CtxReuseError
+from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError
+from ctxreuse.levels import check_lossy, damage
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import Piece
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ctxreuse_edge.node import Node
     from ctxreuse_edge.worker import Running
 
-__all__ = ["Answer", "body_of", "finish_of", "known_model", "sampling_of"]
+__all__ = ["Answer", "body_of", "finish_of", "json_answer", "known_model", "lossy_of", "sampling_of"]
 
 _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 
@@ -76,6 +77,23 @@ def sampling_of(asked: SamplingFields, prompt: int, longest: int, max_tokens: in
         stop=asked.stops,
         ignore_eos=asked.ignore_eos,
     )
+
+
+def lossy_of(node: Node, asked: str | None) -> str | None:
+    """The worst level of KV that a request may reuse; None for exact only. What is allowed need not be there: without a
+    card for the model nothing lossy is (yet), and of a card's levels it is the worst that is no worse than what was
+    asked for. Raises ApiError for what names no level."""
+    wanted = node.settings.edge.lossy if asked is None else asked
+    if not wanted:
+        return None
+    try:
+        limit = damage(check_lossy(wanted))
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="lossy") from None
+    node.links.want_cards()
+    codec = node.runtime.engine.codec
+    held = [info.name for info in codec.levels if info.lossy and damage(info.name) <= limit] if codec else []
+    return max(held, key=damage, default=None)
 
 
 def finish_of(completion: Completion) -> str:

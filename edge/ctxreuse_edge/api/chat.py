@@ -26,7 +26,7 @@ from ctxreuse.daemon.openai import (
 )
 from ctxreuse.engines.prompt import prompt
 from ctxreuse.engines.text import Message
-from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, sampling_of
+from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, lossy_of, sampling_of
 
 if TYPE_CHECKING:
     import msgspec
@@ -68,7 +68,8 @@ def routes(node: Node) -> list[Route]:
             found = prompt(text, [*before, *messages])
             limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
             sampling = sampling_of(asked, len(found.ids), space.max_tokens, limit)
-            return node.runtime.complete(found.ids, sampling, branches=branches_of(found.ends))
+            lossy = lossy_of(node, asked.ctxreuse.lossy)
+            return node.runtime.complete(found.ids, sampling, branches=branches_of(found.ends), lossy=lossy)
 
         return _Chat(node, asked, node.worker.begin(make))
 

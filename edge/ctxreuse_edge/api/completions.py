@@ -15,7 +15,7 @@ from ctxreuse.daemon.front import new_id
 from ctxreuse.daemon.openai import ApiError, CompletionChoice, CompletionRequest, Usage, parse, usage_of
 from ctxreuse.daemon.openai import Completion as TextCompletion
 from ctxreuse.keys import Tokens, as_tokens
-from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, sampling_of
+from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, lossy_of, sampling_of
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import Piece
@@ -67,7 +67,7 @@ def routes(node: Node) -> list[Route]:
             ids = prompt_ids(asked.prompt, node.runtime.text)
             limit = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
             sampling = sampling_of(asked, len(ids), node.runtime.engine.space.max_tokens, limit)
-            return node.runtime.complete(ids, sampling)
+            return node.runtime.complete(ids, sampling, lossy=lossy_of(node, asked.ctxreuse.lossy))
 
         return _Text(node, asked, node.worker.begin(make))
 

@@ -2,8 +2,9 @@
 
 ::
 
-    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?}   events {"text", "token", "finish"?}, then {"usage"}
-    POST /api/tokens/warm     {"tokens", "branches"?}                {"usage"}
+    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "lossy"?}
+                                                                     events {"text", "token", "finish"?}, then {"usage"}
+    POST /api/tokens/warm     {"tokens", "branches"?, "lossy"?}      {"usage"}
     POST /api/tokens/forget   {"tokens"}                             {"blocks"}
     GET  /api/tokens/model                                           {"space", "digest", "model", "folder"}
 
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from ctxreuse.daemon.openai import parse
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.keys import as_tokens
-from ctxreuse_edge.api.answers import Answer, body_of, json_answer
+from ctxreuse_edge.api.answers import Answer, body_of, json_answer, lossy_of
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import Piece
@@ -36,11 +37,13 @@ _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class TokensRequest(msgspec.Struct, frozen=True):
-    """A prompt in ids, and where in it other contexts may go on differently (``branches``)."""
+    """A prompt in ids, and where in it other contexts may go on differently (``branches``). ``lossy``: see
+    `ctxreuse.daemon.openai.Extra`."""
 
     tokens: Annotated[list[_Id], msgspec.Meta(min_length=1)]
     sampling: Sampling = Sampling()
     branches: list[int] = []
+    lossy: str | None = None
 
 
 def routes(node: Node) -> list[Route]:
@@ -48,14 +51,16 @@ def routes(node: Node) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         asked = parse(await body_of(request, node), TokensRequest)
+        ids, lossy = as_tokens(asked.tokens), lossy_of(node, asked.lossy)
         running = node.worker.begin(
-            lambda: node.runtime.complete(as_tokens(asked.tokens), asked.sampling, branches=asked.branches)
+            lambda: node.runtime.complete(ids, asked.sampling, branches=asked.branches, lossy=lossy)
         )
         return _Pieces(node, running, stream=True)
 
     async def warm(request: Request) -> Response:
         asked = parse(await body_of(request, node), TokensRequest)
-        usage = await node.worker.call(lambda: node.runtime.warm(as_tokens(asked.tokens), branches=asked.branches))
+        ids, lossy = as_tokens(asked.tokens), lossy_of(node, asked.lossy)
+        usage = await node.worker.call(lambda: node.runtime.warm(ids, branches=asked.branches, lossy=lossy))
         return json_answer({"usage": usage})
 
     async def forget(request: Request) -> Response:

@@ -53,7 +53,7 @@ __device__ bool read_part(const Part &part, u32 tokens, const RansTable *tables,
                     const u32 rank = escaped + __popc(escapes & lanes_below());
                     value = rank < part.escapes ? (i16)load16(listed + 2 * rank) : 0;
                 } else if (c[h] < part.based) {
-                    const i32 coarse = *number - 128, change = value + CENTRE - 1;
+                    const i32 coarse = (i16)(u16)(*number - 128), change = value + CENTRE - 1;
                     bad |= change > 1;
                     value = 3 * coarse + (coarse < 0 ? -change : change);
                 } else if (shift) {

@@ -12,7 +12,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace shim {
 namespace {
 
-constexpr size_t STACK = 256 << 10;
+constexpr size_t STACK = 64 << 10; // the address sanitizer clears its notes on it at every switch
 
 struct Meeting {
     uint64_t generation = 0;
@@ -55,18 +55,19 @@ void enter() {
     setcontext(&scheduler);
 }
 
+void prepare(Fibre &fibre) {
+    getcontext(&fibre.context);
+    fibre.context.uc_stack.ss_sp = fibre.stack.get();
+    fibre.context.uc_stack.ss_size = STACK;
+    fibre.context.uc_link = nullptr;
+    fibre.done = false, fibre.waits = nullptr;
+    makecontext(&fibre.context, enter, 0);
+}
+
 void run_block(unsigned block) {
     for (Meeting &warp : warps) warp = {};
     everyone = {};
-    for (unsigned t = 0; t < block; t++) {
-        Fibre &fibre = fibres[t];
-        getcontext(&fibre.context);
-        fibre.context.uc_stack.ss_sp = fibre.stack.get();
-        fibre.context.uc_stack.ss_size = STACK;
-        fibre.context.uc_link = nullptr;
-        fibre.done = false, fibre.waits = nullptr;
-        makecontext(&fibre.context, enter, 0);
-    }
+    for (Fibre &fibre : fibres) prepare(fibre);
     for (unsigned left = block; left;) {
         bool moved = false;
         for (unsigned t = 0; t < block; t++) {

@@ -211,7 +211,7 @@ static size_t encode_coded(const ctx_kernels *k, section *c, const ctx_view *box
     const size_t before = c->class_bytes + c->low_bytes;
     if (!model) return SIZE_MAX;
     if (before + CTX_RANS_STATES >= c->raw_bytes) return 0;
-    if (section_room(c, lanes / 8 + lanes + lanes / 8 + 16 + FREE, lanes) < 0) return SIZE_MAX;
+    if (section_room(c, lanes / 8 + lanes + lanes / 8 + 16 + FREE, lanes + GROUP) < 0) return SIZE_MAX;
     const ctx_view channels = channels_of(c);
     ctx_copy3(k, &channels, box, shape);
     widen(c);

@@ -190,15 +190,13 @@ def _encode(section: _Section, box: NDArray[Any]) -> bytes | None:
     sign, exponent, first, rest, under = _split(kind, section.widen(box))
     rows = np.repeat(np.arange(section.rows), section.each)
     top = exponent.reshape(section.rows, -1).max(1)
-    symbol = _symbols(sign, exponent, first, top[rows])
-    counts = np.stack([np.bincount(row, minlength=32) for row in symbol.reshape(section.rows, -1)])
-    total = section.each * _LANES
-    flip = (2 * counts[:, 16:].sum(1) > total - counts[:, _ESCAPE]).astype(np.int64)
-    turned = np.roll(counts, 16, axis=1)
-    turned[:, [_ESCAPE, 31]] = counts[:, [_ESCAPE, 31]]
-    counts = np.where(flip[:, None] > 0, turned, counts)
-    weights = counts if total <= _LANES else (counts * 64 + total - 1) // total
-    chosen = (weights @ costs).argmin(1)
+    symbol = _symbols(sign, exponent, first, top[rows]).reshape(section.rows, section.each, _LANES)
+    # Flip by a row's first step, class by its first 64.
+    known = (symbol[:, 0] != _ESCAPE).sum(1)
+    flip = (2 * (symbol[:, 0] >> 4).sum(1) > known).astype(np.int64)
+    turned = np.where(symbol == _ESCAPE, symbol, symbol ^ flip[:, None, None] << 4)[:, :_LANES]
+    counts = np.stack([np.bincount(row, minlength=32) for row in turned.reshape(section.rows, -1)])
+    chosen = (counts @ costs).argmin(1)
     base = int(top.max())
     top = np.maximum(top, base - 15)
     symbol = _symbols(sign ^ flip[rows][:, None], exponent, first, top[rows])

@@ -17,6 +17,30 @@ INLINE void put_le64(uint8_t *at, uint64_t x) {
     for (int i = 0; i < 8; i++) at[i] = (uint8_t)(x >> 8 * i);
 }
 
+/* Append n bits to the tail's. Behind the last there is room for 9 bytes. */
+INLINE void put_bits(ctx_lossless_steps *s, uint64_t bits, unsigned n) {
+    uint8_t *at = s->first_bits + s->bits / 8;
+    const unsigned shift = s->bits % 8;
+    const uint8_t before = (uint8_t)(*at & ((1u << shift) - 1));
+    put_le64(at, bits << shift | before);
+    at[8] = (uint8_t)(bits >> 1 >> (63 - shift));
+    s->bits += n;
+}
+
+/* 64 bits from one on. */
+INLINE uint64_t get_bits(const ctx_lossless_steps *s, size_t bit) {
+    const uint8_t *at = s->first_bits + bit / 8;
+    const unsigned shift = bit % 8;
+    return get64(at) >> shift | (uint64_t)at[8] << 1 << (63 - shift);
+}
+
+#define PER_DTYPE(call)                               \
+    do {                                              \
+        if (s->dtype == CTX_BF16) call(CTX_BF16);     \
+        else if (s->dtype == CTX_FP16) call(CTX_FP16);\
+        else call(CTX_FP32);                          \
+    } while (0)
+
 #ifndef LOSSLESS_MASK
 /* Bit i is byte i, of 64 bytes that are 0 or 1: a multiplication moves eight of them together. */
 INLINE uint64_t LOSSLESS_MASK(const uint8_t *flags) {
@@ -72,57 +96,46 @@ INLINE void symbols_of(ctx_dtype dtype, const uint16_t half[LANES], uint8_t top,
 
 /* ---- Choosing --------------------------------------------------------------------------------------------------- */
 
-INLINE uint8_t class_for(const ctx_lossless_model *model, const uint32_t counts[32], size_t total) {
-    uint16_t sum[CTX_LOSSLESS_CLASSES] = {0}, least = UINT16_MAX;
-    for (int s = 0; s < CTX_RANS_SYMBOLS; s++) {
-        if (counts[s] == 0) continue;
-        /* Of 64, so that 16 bits hold the sum: a value costs at most 18 bits of 16 units. Rounding up keeps all. */
-        const uint16_t weight = (uint16_t)(total <= LANES ? counts[s] : ((uint64_t)counts[s] * 64 + total - 1) / total);
-        for (int c = 0; c < CTX_LOSSLESS_CLASSES; c++) sum[c] = (uint16_t)(sum[c] + weight * model->cost[s][c]);
-    }
-    for (int c = 0; c < CTX_LOSSLESS_CLASSES; c++) least = sum[c] < least ? sum[c] : least;
+/* The steps of a row by which its class is chosen: more would not change much, and the sums have 32 bits. */
+INLINE size_t sampled_steps(const ctx_lossless_steps *s) { return s->steps_per_row < LANES ? s->steps_per_row : LANES; }
+
+/* The class of the least cost, the first one if there are several. */
+INLINE uint8_t class_for(const ctx_lossless_model *model, const uint32_t counts[32]) {
+    uint32_t sum[CTX_LOSSLESS_CLASSES] = {0};
     uint8_t found = 0;
-    while (sum[found] != least) found++;
+    for (int s = 0; s < CTX_RANS_SYMBOLS; s++)
+        for (int c = 0; counts[s] && c < CTX_LOSSLESS_CLASSES; c++) sum[c] += counts[s] * model->cost[s][c];
+    for (uint8_t c = 1; c < CTX_LOSSLESS_CLASSES; c++) found = sum[c] < sum[found] ? c : found;
     return found;
 }
 
+/* Top exponent over the whole row; flip by its first step. */
 INLINE void choose_row(const ctx_lossless_model *model, const ctx_lossless_steps *s, ctx_dtype dtype, size_t row) {
-    const size_t item = ctx_dtype_bytes(dtype), first = row * s->steps_per_row;
+    const size_t stride = LANES * ctx_dtype_bytes(dtype), sampled = sampled_steps(s);
+    const uint8_t *values = s->values + row * s->steps_per_row * stride;
     uint16_t half[LANES];
-    uint8_t exponent[LANES], symbol[LANES], top = 0;
-    uint8_t held[2][CTX_RANS_SYMBOLS];
-    uint32_t counts[CTX_RANS_SYMBOLS] = {0}, negative = 0;
-    for (size_t step = first; step < first + s->steps_per_row; step++) {
-        load_halves(dtype, s->values + step * LANES * item, half);
+    uint8_t exponent[LANES], symbol[LANES], top = 0, flip = 0;
+    uint32_t counts[CTX_RANS_SYMBOLS] = {0};
+    for (size_t step = 0; step < s->steps_per_row; step++) {
+        load_halves(dtype, values + step * stride, half);
         exponents_of(dtype, half, exponent);
         EACH_LANE top = exponent[i] > top ? exponent[i] : top;
     }
-    for (size_t step = first; step < first + s->steps_per_row; step++) {
-        if (s->steps_per_row > 1) load_halves(dtype, s->values + step * LANES * item, half);
-        symbols_of(dtype, half, top, 0, symbol);
-        memset(held, 0, sizeof held);
-        for (int i = 0; i < LANES; i += 2) held[0][symbol[i]]++, held[1][symbol[i + 1]]++;
-        for (int c = 0; c < CTX_RANS_SYMBOLS; c++) counts[c] += (uint32_t)held[0][c] + held[1][c];
-    }
-    for (int c = 16; c < CTX_RANS_SYMBOLS; c++) negative += counts[c];
-    const size_t total = s->steps_per_row * LANES;
-    s->top[row] = top;
-    s->flip[row] = 2 * (size_t)negative > total - counts[ESCAPE];
-    if (s->flip[row])
-        for (int c = 0; c < ESCAPE; c++) {
-            const uint32_t other = counts[c];
-            counts[c] = counts[c + 16];
-            counts[c + 16] = other;
+    for (size_t step = 0; step < sampled; step++) {
+        load_halves(dtype, values + step * stride, half);
+        symbols_of(dtype, half, top, flip, symbol);
+        uint32_t negative = 0, known = 0;
+        EACH_LANE negative += symbol[i] >> 4, known += symbol[i] != ESCAPE;
+        if (step == 0 && 2 * negative > known) {
+            flip = 1;
+            symbols_of(dtype, half, top, flip, symbol);
         }
-    s->class_of[row] = class_for(model, counts, total);
+        for (int i = 0; i < LANES; i++) counts[symbol[i]]++;
+    }
+    s->top[row] = top;
+    s->flip[row] = flip;
+    s->class_of[row] = class_for(model, counts);
 }
-
-#define PER_DTYPE(call)                               \
-    do {                                              \
-        if (s->dtype == CTX_BF16) call(CTX_BF16);     \
-        else if (s->dtype == CTX_FP16) call(CTX_FP16);\
-        else call(CTX_FP32);                          \
-    } while (0)
 
 static void lossless_choose(const ctx_lossless_model *model, const ctx_lossless_steps *s) {
 #define CHOOSE(dtype) \
@@ -171,13 +184,8 @@ INLINE void split_step(const ctx_lossless_model *model, ctx_lossless_steps *s, c
         }
     }
     EACH_LANE flags[i] = (symbol[i] & 15) >= 2 * FINE;
-    const uint64_t mask = LOSSLESS_MASK(flags), kept = LOSSLESS_COMPRESS(LOSSLESS_MASK(first), mask);
-    uint8_t *at = s->first_bits + s->bits / 8;
-    const unsigned shift = s->bits % 8, count = (unsigned)__builtin_popcountll(mask);
-    const uint8_t before = (uint8_t)(*at & ((1u << shift) - 1));
-    put_le64(at, kept << shift | before);
-    at[8] = shift ? (uint8_t)(kept >> (64 - shift)) : 0;
-    s->bits += count;
+    const uint64_t mask = LOSSLESS_MASK(flags);
+    put_bits(s, LOSSLESS_COMPRESS(LOSSLESS_MASK(first), mask), (unsigned)__builtin_popcountll(mask));
 }
 
 static void lossless_split(const ctx_lossless_model *model, ctx_lossless_steps *s) {
@@ -225,10 +233,7 @@ INLINE void join_step(const ctx_lossless_steps *s, ctx_dtype dtype, size_t step,
     EACH_LANE flags[i] = (symbol[i] & 15) >= 2 * FINE;
     EACH_LANE escapes |= symbol[i] == ESCAPE;
     const uint64_t mask = LOSSLESS_MASK(flags);
-    const uint8_t *at = s->first_bits + *bit / 8;
-    const unsigned shift = *bit % 8;
-    const uint64_t stored = get64(at) >> shift | (shift ? (uint64_t)at[8] << (64 - shift) : 0);
-    const uint64_t known = LOSSLESS_EXPAND(stored, mask);
+    const uint64_t known = LOSSLESS_EXPAND(get_bits(s, *bit), mask);
     *bit += (unsigned)__builtin_popcountll(mask);
     EACH_LANE {
         const uint8_t level = symbol[i] & 15;

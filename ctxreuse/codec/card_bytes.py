@@ -143,6 +143,9 @@ def _read(view: memoryview) -> Card:
     tables = take("u1", (header.tables, 32))
     if (tables.sum(1, dtype=np.int64) != 256).any() or ((tables > 0).sum(1) < 2).any():
         raise _fail("has a table that is no distribution")
+    if not tables[:, 31].all():
+        # Where a cell has fewer than 64 tokens, a step holds components of several tables: all must know an escape.
+        raise _fail("has a table without an escape")
     sizes = [len(group.forward) for plane in planes for group in plane.groups]
     levels: list[CardLevel] = []
     for level in header.levels:
@@ -170,7 +173,7 @@ class _Taker:
         self.at = end
         if kind.kind == "f" and not np.isfinite(array).all():
             raise _fail("has a number that is not finite")
-        return array
+        return array if array.flags.aligned else array.copy()  # kernels read vectors of whole numbers
 
 
 def _rope(rope: _Rope) -> Rope:

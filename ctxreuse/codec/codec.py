@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from ctxreuse.model import ModelSpace
 __all__ = ["Codec"]
 
 Bytes = npt.NDArray[np.uint8]
+_BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
 class Codec:
@@ -154,7 +156,7 @@ class Codec:
         views: Sequence[BlockView],
         layer: int,
         role: str,
-        target: npt.NDArray[np.generic],
+        target: npt.NDArray[Any],
         start: int,
         refinements: Sequence[BlockView | None] | None = None,
     ) -> None:
@@ -163,32 +165,69 @@ class Codec:
         ``target`` holds the bits of the space's type. Checksums are compared; FormatError at the first plane that is
         damaged: rows have been written then.
         """
+        more = refinements or [None] * len(views)
         row = start
-        for i, view in enumerate(views):
-            name, plane = parse_level(view.header.level), Plane(layer, role, "uint8", (0,))
-            if name.name == PACKED:
-                array, _ = lossless.unpack_plane(view.plane(layer, role))
-            elif name.coded:
-                array = self._decoded(view, plane, refinements[i] if refinements else None)
-            else:
-                array = view.array(layer, role)
-            rows = target[:, row : row + array.shape[-2]]
-            rows[:] = array.view(target.dtype).reshape(rows.shape)
-            row += array.shape[-2]
+        for run in _runs(views, more):
+            row += self._fill(views[run], more[run], layer, role, target, row)
 
-    def _decoded(self, view: BlockView, plane: Plane, refinement: BlockView | None) -> npt.NDArray[np.generic]:
-        if refinement is None:
+    def _fill(
+        self,
+        views: Sequence[BlockView],
+        more: Sequence[BlockView | None],
+        layer: int,
+        role: str,
+        target: npt.NDArray[Any],
+        row: int,
+    ) -> int:
+        """Decode a run of alike views in one native call; returns how many rows that were."""
+        name = parse_level(views[0].header.level)
+        if name.name == PACKED:
+            streams, offsets = [view.buffer for view in views], [view.offset(layer, role) for view in views]
+            sizes = [view.layout.planes[view.layout.index[layer, role]].nbytes for view in views]
+            counts = [lossless.plane_of(v.plane(layer, role, verify=False))[1][-2] for v in views]
+            if row + sum(counts) > target.shape[1]:
+                raise FormatError(f"packed planes of {sum(counts)} tokens for {target.shape[1] - row} rows")
+            sums = [view.checksum(layer, role) for view in views]
+            lossless.unpack_run(streams, offsets, sizes, counts, self.space.dtype, target, row, sums)
+            return sum(counts)
+        if not name.coded:
+            for view in views:
+                array = view.array(layer, role)
+                count = array.shape[-2]
+                target[:, row : row + count] = array.view(target.dtype).reshape(target.shape[0], count, -1)
+                row += count
+            return sum(view.array(layer, role, verify=False).shape[-2] for view in views)
+        coder = self._coder(views[0], more[0], layer, role)
+        data = [view.plane(layer, role, verify=False) for view in views]
+        sums = [view.checksum(layer, role) for view in views]
+        counts = [coder.tokens(stream) for stream in data]
+        first = views[0].header.end - counts[0]
+        if any(v.header.end != first + sum(counts[: i + 1]) for i, v in enumerate(views)):
+            raise FormatError("coded blocks do not follow each other")
+        if more[0] is None:
+            coder.fill(target, row, self.space.dtype, first, data, sums)
+        else:
+            extra = [m.plane(layer, role, verify=False) for m in more if m is not None]
+            extra_sums = [m.checksum(layer, role) for m in more if m is not None]
+            coder.fill(target, row, self.space.dtype, first, data, sums, extra, extra_sums)
+        return sum(counts)
+
+    def _decoded(self, view: BlockView, plane: Plane, refinement: BlockView | None) -> npt.NDArray[Any]:
+        coder = self._coder(view, refinement, plane.layer, plane.role)
+        count = coder.tokens(view.plane(plane.layer, plane.role))
+        bits = np.empty((coder.plane.heads, count, coder.plane.dim), _BITS[self.space.dtype])
+        self._fill([view], [refinement], plane.layer, plane.role, bits, 0)
+        return bits
+
+    def _coder(self, view: BlockView, refinement: BlockView | None, layer: int, role: str) -> PlaneCoder:
+        if refinement is not None:
+            coders, name = self._pair(view, refinement)
+        else:
             name = parse_level(view.header.level)
             if name.base:
                 raise FormatError("a refinement without its base", where=view.header.key.hex()[:16])
-            coders, more = self._required(name.card), None
-        else:
-            coders, name = self._pair(view, refinement)
-            more = refinement.plane(plane.layer, plane.role)
-        coder = coders.plane(name.name, plane.layer, plane.role)
-        data = view.plane(plane.layer, plane.role)
-        start = view.header.end - coder.tokens(data)
-        return coder.decode(data, self.space.dtype, start, more)
+            coders = self._required(name.card)
+        return coders.plane(name.name, layer, role)
 
     def _pair(self, view: BlockView, refinement: BlockView) -> tuple[_Coders, LevelName]:
         name, base = parse_level(refinement.header.level), parse_level(view.header.level)
@@ -226,8 +265,7 @@ class Codec:
                 if (coder.plane.heads, coder.plane.dim) != (bits.shape[0], bits.shape[2]):
                     raise FormatError(f"plane {plane.role!r} of layer {plane.layer} has shape {plane.shape}")
                 start = view.header.end - bits.shape[1]
-                work = coder.refine if name.base else coder.encode
-                data = memoryview(work(bits, self.space.dtype, start))
+                data = coder.code(bits, self.space.dtype, start, refinement=bool(name.base))
                 plane = Plane(plane.layer, plane.role, "uint8", (len(data),))
             planes.append(plane)
             streams.append(data)
@@ -257,6 +295,13 @@ class Codec:
 
 
 _ADVICE = "Run `ctxreuse calibrate MODEL` once on this machine, or fetch the card from a node that has it"
+
+
+def _runs(views: Sequence[BlockView], more: Sequence[BlockView | None]) -> list[slice]:
+    """Cuts views into runs of one level each, with or without refinements throughout."""
+    alike = [(view.header.level, extra is None or extra.header.level) for view, extra in zip(views, more, strict=True)]
+    cuts = [i for i in range(len(views)) if i == 0 or alike[i] != alike[i - 1]]
+    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(views)])]
 
 
 class _Coders:

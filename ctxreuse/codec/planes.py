@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ctxreuse import kernels
 from ctxreuse.codec.card import SINKS, Card, PlaneCard, Rope
@@ -23,7 +25,7 @@ from ctxreuse.codec.stream import (
 from ctxreuse.errors import FormatError
 from ctxreuse.kernels import reference
 
-__all__ = ["PlaneCoder", "from_bits", "plane_coder", "rope_tables", "to_bits"]
+__all__ = ["PlaneCoder", "from_bits", "plane_coder", "raw_type", "rope_tables", "to_bits"]
 
 _CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 _BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
@@ -69,14 +71,76 @@ def _rotate(x: Floats, rope: Rope, tables: tuple[Floats, Floats]) -> Floats:
     return out
 
 
+def raw_type(dtype: str) -> str:
+    """The type in which tokens stand raw in lossy streams: never wider than 16 bits.
+
+    Four sinks in float32 would be .08 bit a value at 768 tokens, more than the low levels' whole side data.
+    """
+    return "bfloat16" if dtype == "float32" else dtype
+
+
 class PlaneCoder(NamedTuple):
-    """One plane at one level; ``number`` is the level's index in the card, ``coders`` one a channel group."""
+    """One plane at one level; ``number`` is the level's index in the card, ``coders`` one a channel group.
+
+    ``native`` does the work where the extension is built; what stands here in numpy gives the same bytes and bits.
+    """
 
     plane: PlaneCard
     number: int
     rope: Rope | None
     coders: list[Coder]
     base: PlaneCoder | None = None
+    native: kernels.KltPlane | None = None
+    angles: kernels.RopeAngles | None = None
+
+    def code(self, bits: npt.NDArray[Any], dtype: str, start: int, *, refinement: bool = False) -> memoryview:
+        """The stream of a plane's bits [heads, tokens, dim], or what leads to it from the base level's stream.
+
+        Row 0 stands, and is rotated, at position ``start``.
+        """
+        if self.native is None:
+            return memoryview((self.refine if refinement else self.encode)(bits, dtype, start))
+        tokens, bits = bits.shape[1], np.ascontiguousarray(bits)
+        data, _ = self.native.encode(
+            bits, dtype, 0, (tokens * bits.shape[2], bits.shape[2]), [tokens], raw_first=max(SINKS - start, 0),
+            raw_dtype=raw_type(dtype), angles=None if self.angles is None else self.angles.undo(start, tokens),
+            refinement=refinement,
+        )  # fmt: skip
+        return data.data
+
+    def fill(
+        self,
+        target: npt.NDArray[Any],
+        row: int,
+        dtype: str,
+        start: int,
+        streams: Sequence[memoryview],
+        sums: Sequence[int],
+        refinements: Sequence[memoryview] | None = None,
+        more_sums: Sequence[int] | None = None,
+    ) -> None:
+        """Decode streams of consecutive rows, the first at position ``start``, into ``target`` [heads, capacity, dim].
+
+        ``sums``: XXH3-64 of the streams, which are compared. Raises FormatError; StreamError says which stream it was.
+        """
+        counts = [self.tokens(stream) for stream in streams]
+        if row + sum(counts) > target.shape[1]:
+            raise FormatError(f"streams of {sum(counts)} tokens for {target.shape[1] - row} rows")
+        if self.native is not None:
+            strides = [step // target.itemsize for step in target.strides]
+            self.native.decode(
+                target, dtype, row * target.strides[1], strides, streams, counts, raw_type(dtype),
+                angles=None if self.angles is None else self.angles.rotate(start, sum(counts)), checksums=sums,
+                refinements=refinements, refinement_checksums=more_sums,
+            )  # fmt: skip
+            return
+        for i, (data, count) in enumerate(zip(streams, counts)):
+            more = None if refinements is None else refinements[i]
+            for part, expected in ((data, sums[i]), (more, more_sums[i] if more_sums else 0)):
+                if part is not None and xxhash.xxh3_64_intdigest(part) != expected:
+                    raise FormatError("coded plane is corrupt", where=f"stream {i}", fix="It is recomputed")
+            target[:, row : row + count] = self.decode(data, dtype, start, more).view(target.dtype)
+            row, start = row + count, start + count
 
     def encode(self, bits: npt.NDArray[np.generic], dtype: str, start: int) -> bytes:
         """The stream of a plane's bits [heads, tokens, dim]; row 0 stands, and is rotated, at position ``start``."""
@@ -108,6 +172,8 @@ class PlaneCoder(NamedTuple):
                 vectors = np.ascontiguousarray(x[of, rows].transpose(1, 0, 2)).reshape(len(sink), -1)
                 q, codes, raw = quantise(vectors, coder, sink)
                 kept = np.ascontiguousarray(bits[of, rows].transpose(1, 0, 2)[raw])
+                if raw_type(dtype) != dtype:
+                    kept = to_bits(from_bits(kept, dtype), raw_type(dtype))
                 cells.append(Cell(q, codes, raw, kept.tobytes()))
         return cells
 
@@ -129,7 +195,7 @@ class PlaneCoder(NamedTuple):
 
         Raises FormatError for bytes that are no such stream.
         """
-        size = np.dtype(_BITS[dtype]).itemsize
+        size = np.dtype(_BITS[raw_type(dtype)]).itemsize
         widths = [len(coder.group.mean) * size for coder in self.coders]
         if refinement is None:
             tokens, parts = split_cells(data, self.number, 0, self.coders, widths)
@@ -167,7 +233,10 @@ class PlaneCoder(NamedTuple):
         bits = to_bits(x, dtype).reshape(x.shape).copy()
         for of, rows, cell in kept:
             if cell.raw.any():
-                given = np.frombuffer(cell.rows, bits.dtype).reshape(int(cell.raw.sum()), -1, plane.dim)
+                given = np.frombuffer(cell.rows, _BITS[raw_type(dtype)])
+                if raw_type(dtype) != dtype:
+                    given = to_bits(from_bits(given, raw_type(dtype)), dtype)
+                given = given.reshape(int(cell.raw.sum()), -1, plane.dim)
                 bits[of, rows][:, cell.raw] = given.transpose(1, 0, 2)
         return bits
 
@@ -183,4 +252,26 @@ def plane_coder(card: Card, number: int, layer: int, role: str, tables: kernels.
         below = card.levels[base].codings[i] if base >= 0 else None
         coders.append(Coder(group, level.codings[i], tables, level.step, below, nested))
     rope = card.ropes[plane.rope] if plane.rope >= 0 and card.ropes[plane.rope].style != "none" else None
-    return PlaneCoder(plane, number, rope, coders, plane_coder(card, base, layer, role, tables) if base >= 0 else None)
+    under = plane_coder(card, base, layer, role, tables) if base >= 0 else None
+    made = PlaneCoder(plane, number, rope, coders, under)
+    return (
+        made
+        if not kernels.klt_ready()
+        else made._replace(
+            native=_native(made, tables), angles=None if rope is None else kernels.RopeAngles(rope.inv_freq, rope.scale)
+        )
+    )
+
+
+def _native(coder: PlaneCoder, tables: kernels.RansTables) -> kernels.KltPlane:
+    groups = [
+        kernels.KltGroup(
+            c.group.first, c.group.heads, c.group.log_rms, c.group.mean, c.group.gain, c.group.forward, c.group.basis,
+            c.coding.table, c.coding.shift, None if c.base is None else c.coding.refine,
+        )
+        for c in coder.coders
+    ]  # fmt: skip
+    return kernels.KltPlane(
+        tables, coder.plane.dim, groups, coder.number, coder.coders[0].step, nested=coder.coders[0].nested,
+        base=None if coder.base is None else coder.base.native, rope="none" if coder.rope is None else coder.rope.style,
+    )  # fmt: skip

@@ -239,7 +239,10 @@ def paged(
     xp, memory = card.launcher.xp, pages.memory
     if not isinstance(memory, xp.ndarray):
         memory = xp.from_dlpack(memory)
-    table = xp.ascontiguousarray(xp.asarray(pages.table))
+    table = pages.table
+    if not isinstance(table, np.ndarray | xp.ndarray):
+        table = xp.from_dlpack(table)
+    table = xp.ascontiguousarray(xp.asarray(table))
     held += [memory, table]
     size = 4 if pages.dtype == "float32" else 2
     if pages.dtype not in TYPES or memory.dtype.itemsize != size:

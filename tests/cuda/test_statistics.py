@@ -1,0 +1,75 @@
+"""The numba kernels, in numba's simulator in a process of their own, against numpy."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ctxreuse.cuda import statistics
+
+SIMULATED = """
+import warnings
+warnings.simplefilter("ignore")
+import numpy as np
+from ctxreuse.cuda import statistics
+assert statistics.on_device()
+random = np.random.default_rng(0)
+x = (random.standard_normal((5, 70)) * 3 + 1).astype(np.float32)
+long = random.standard_normal((1030, 3)).astype(np.float32)
+mean = x.mean(0)
+logits = (random.standard_normal((3, 150)) * 9).astype(np.float32)
+logits[1, 7] = logits[1, 90] = 60
+logits[2, :149] = -np.inf
+few = logits[:1, :2].copy()
+np.testing.assert_allclose(statistics.channel_mean(x), mean, rtol=1e-6)
+np.testing.assert_allclose(statistics.channel_mean(long), long.mean(0, dtype=np.float64), rtol=1e-5)
+np.testing.assert_allclose(statistics.token_rms(x, mean), np.sqrt(((x - mean) ** 2).mean(1)), rtol=1e-6)
+device = [statistics.exit_scores(logits), statistics.exit_scores(few)]
+statistics.on_device.cache_clear()
+import os
+del os.environ["NUMBA_ENABLE_CUDASIM"]
+statistics.on_device = lambda: False
+np.testing.assert_allclose(device[0], statistics.exit_scores(logits), rtol=1e-6)
+np.testing.assert_allclose(device[1], statistics.exit_scores(few), rtol=1e-6)
+print("same", statistics.token_rms(x[:0], mean).shape)
+"""
+
+
+def test_kernels_in_the_simulator_equal_numpy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIMULATED],
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == "same (0,)\n"
+
+
+def test_numpy_stands_in_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "on_device", lambda: False)
+    z = np.array([[0.0, 3.0, 1.0], [2.0, 2.0, -np.inf]], np.float32)
+    scores = statistics.exit_scores(z)
+    assert scores[:, 0].tolist() == [3, 2]
+    assert scores[:, 1].tolist() == [2, 0]
+    np.testing.assert_allclose(scores[:, 2], np.log(np.exp(z.astype(np.float64)).sum(1)), rtol=1e-6)
+    x = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
+    assert statistics.channel_mean(x).tolist() == [2, 4]
+    np.testing.assert_allclose(statistics.token_rms(x, [2, 4]), [np.sqrt(2.5)] * 2)
+
+
+def test_wrong_arrays_are_refused() -> None:
+    x = np.zeros((2, 3), np.float32)
+    for call, reason in [
+        (lambda: statistics.channel_mean(x.astype(np.float64)), "float32"),
+        (lambda: statistics.channel_mean(x[:0]), "no token"),
+        (lambda: statistics.token_rms(x, [0, 0]), "mean"),
+        (lambda: statistics.exit_scores(x[0]), "two axes"),
+        (lambda: statistics.exit_scores(x[:, :1]), "two words"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            call()

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a real device against the CPU, bit for bit; the shim's tests are the same comparisons, smaller."""
+"""The CUDA kernels on a real device against the CPU, bit for bit: the shim's comparisons on more data."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ class Codec:
             return np.frombuffer(view.buffer, np.uint8)
         planes, streams = [], []
         for plane in view.layout.planes:
-            if plane.dtype != "uint8":
+            # A block of a model without full layers has one plane of no bytes, which no card knows.
+            if plane.dtype != "uint8" or not plane.nbytes:
                 planes.append(plane)
                 streams.append(view.plane(plane.layer, plane.role))
                 continue

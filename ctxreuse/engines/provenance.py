@@ -97,5 +97,6 @@ class Provenance:
 
     def worst(self, start: int, end: int) -> str:
         """The level at which positions ``start`` to ``end`` may be given away as numbers: ``exact`` or ``approx~…``."""
-        levels = [run.level for run in self.runs(end) if run.end > start and not is_exact(run.level)]
-        return approx(max(levels, key=rank)) if levels else EXACT
+        levels = [run.level for run in self.runs(end) if run.start < end and run.end > start]
+        lossy = [level for level in levels if not is_exact(level)]
+        return approx(max(lossy, key=rank)) if lossy else EXACT

@@ -209,7 +209,7 @@ class Runtime:
                 usable = self.keys(ids)[: (len(ids) - 1) // self.engine.space.block_tokens]
                 stored = self.stored(self.store, usable, lossy)
         held = self.pool.match(self.engine, ids, stored, lossy)
-        return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng)
+        return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng, lossy=lossy)
 
     def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8], lossy: str | None) -> bool:
         """A full queue refuses the tail of a long context: here nobody waits for an answer, so wait for the queue."""

@@ -146,6 +146,7 @@ def klt_decode(
     raw_dtype: int,
     cos: Memory,
     sin: Memory,
+    times: Memory | None,
     /,
 ) -> tuple[str, int, int, bool] | None: ...
 def klt_encode(
@@ -162,6 +163,7 @@ def klt_encode(
     refinement: bool,
     out: Memory,
     offsets: Memory,
+    times: Memory | None,
     /,
 ) -> tuple[str, int, int, bool] | None: ...
 def klt_bound(plane: object, tokens: int, raw_dtype: int, /) -> int: ...

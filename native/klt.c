@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 extern const ctx_klt_kernels ctx_klt_generic;
 #ifdef CTX_HAVE_AVX2
@@ -54,6 +55,23 @@ const float ctx_klt_powers[32] = {
     0x1.ae89fa0000000p+0f, 0x1.b7f7700000000p+0f, 0x1.c199be0000000p+0f, 0x1.cb720e0000000p+0f, 0x1.d5818e0000000p+0f, 0x1.dfc9740000000p+0f,
     0x1.ea4afa0000000p+0f, 0x1.f507660000000p+0f,
 };
+
+static uint64_t nanoseconds(void) {
+    struct timespec now;
+    timespec_get(&now, TIME_UTC);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void ctx_klt_start(ctx_klt_clock *clock) {
+    if (clock) clock->last = nanoseconds();
+}
+
+void ctx_klt_tick(ctx_klt_clock *clock, int part) {
+    if (!clock) return;
+    const uint64_t now = nanoseconds();
+    clock->spent[part] += now - clock->last;
+    clock->last = now;
+}
 
 /* One piece of memory, cut into aligned parts: first measured with at = NULL, then handed out. */
 typedef struct arena {
@@ -136,7 +154,7 @@ static const char *check(const ctx_klt_plane *p, const ctx_klt_spec *s, const ct
     if (s->components > channels) return "a group has more components than channels";
     if (!(s->inverse_energy > 0) || !isfinite(s->inverse_energy)) return "the usual energy is not a positive number";
     if (!all_finite(s->mean, channels, 0x1p100f)) return "a mean is not finite";
-    if (!all_finite(s->gain, channels, 0x1p20f)) return "a gain is not finite";
+    if (!all_finite(s->gain, channels, 0x1p30f / p->step)) return "a gain times the step is above 2^30";
     if (!all_finite(s->forward, s->components * channels, 0x1p40f)) return "a forward element is not finite";
     for (size_t i = 0; i < s->components * channels; i++)
         if (s->basis[i] > 8191 || s->basis[i] < -8191) return "a basis element leaves +-8191";
@@ -153,7 +171,7 @@ static const char *check(const ctx_klt_plane *p, const ctx_klt_spec *s, const ct
 
 static const char *check_plane(const ctx_klt_plane *p, const ctx_klt_plane *base) {
     if (p->heads == 0 || p->dim == 0 || p->groups == 0 || p->dim > CTX_KLT_CHANNELS) return "a plane needs heads of 1 to 512 channels";
-    if (!(p->step >= 0x1p-20f && p->step <= 0x1p20f)) return "the step leaves 2^-20 to 2^20";
+    if (!(p->step >= 0x1p-60f && p->step <= 0x1p30f)) return "the step leaves 2^-60 to 2^30";
     if (p->level < 0 || p->level > 255) return "the level leaves 0 to 255";
     if (p->rope < CTX_KLT_NO_ROPE || p->rope > CTX_KLT_PAIRS) return "the rotation is unknown";
     if (!base) return NULL;

@@ -113,12 +113,23 @@ typedef struct ctx_klt_result {
     int refinement; /* it is the refinement's bytes that are wrong */
 } ctx_klt_result;
 
+/* Where the time of a call went, in nanoseconds. `last` is set by the call. */
+enum {
+    CTX_KLT_CHECKS = 0, CTX_KLT_DECODING, CTX_KLT_INTEGERS, CTX_KLT_VALUES, CTX_KLT_DECODE_PARTS,
+    CTX_KLT_ROWS = 0, CTX_KLT_SCALES, CTX_KLT_TRANSFORM, CTX_KLT_SYMBOLS, CTX_KLT_ENCODING, CTX_KLT_WRITING, CTX_KLT_ENCODE_PARTS
+};
+typedef struct ctx_klt_clock {
+    uint64_t last, spent[CTX_KLT_ENCODE_PARTS];
+} ctx_klt_clock;
+void ctx_klt_start(ctx_klt_clock *clock);          /* NULL: nothing */
+void ctx_klt_tick(ctx_klt_clock *clock, int part); /* adds what passed since the last one */
+
 /* Decode a run of consecutive planes into a box [heads, sum(tokens), dim]; the view must have passed ctx_view_check
  * with `distinct`. cos, sin: [sum(tokens), half] float of the rows' positions, or half = 0. `raw`: type of raw tokens. On
- * an error rows before it may have been written, and no others. */
+ * an error rows before it may have been written, and no others. `clock`: NULL, or what is told where time goes. */
 ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *dst,
                               const ctx_klt_stream *streams, size_t count, ctx_dtype raw, const float *cos,
-                              const float *sin, size_t half);
+                              const float *sin, size_t half, ctx_klt_clock *clock);
 
 /* Bytes that suffice for a stream of `tokens` tokens, or SIZE_MAX. */
 size_t ctx_klt_bound(const ctx_klt_plane *plane, size_t tokens, ctx_dtype raw);
@@ -128,7 +139,7 @@ size_t ctx_klt_bound(const ctx_klt_plane *plane, size_t tokens, ctx_dtype raw);
  * out: ctx_klt_bound(...) bytes; *bytes gets those used. */
 ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, size_t tokens,
                               const float *cos, const float *sin, size_t half, size_t raw_first, ctx_dtype raw,
-                              int refinement, uint8_t *out, size_t *bytes);
+                              int refinement, uint8_t *out, size_t *bytes, ctx_klt_clock *clock);
 
 /* Scale codes are within this of 0x8000. */
 enum { CTX_KLT_CODES = 2048 };
@@ -147,6 +158,16 @@ static inline size_t ctx_klt_padded(size_t dim) { return (dim + CTX_KLT_BLOCK - 
 
 /* ---- Kernels: one implementation for an instruction set --------------------------------------------------------- */
 
+/* Where a head's rows go, for kernels that finish them in registers. */
+typedef struct ctx_klt_rows {
+    uint8_t *at;
+    size_t step;      /* bytes from row to row */
+    ctx_dtype dtype;
+    uint64_t written; /* tokens to write */
+    const float *cos, *sin; /* [64][half], pairs (i, i + half); half = 0: no rotation */
+    size_t half;
+} ctx_klt_rows;
+
 typedef struct ctx_klt_kernels {
     uint32_t needs;
     int narrow; /* product takes quads */
@@ -162,6 +183,9 @@ typedef struct ctx_klt_kernels {
      * from the int16 basis and the rest, `quads`, from the int8 one. */
     void (*product)(float *out, size_t out_step, const ctx_klt_group *g, size_t block, size_t blocks, const int16_t *q,
                     size_t pairs, const uint8_t *narrow, size_t quads, const float scale[64], size_t tokens);
+    /* The same for a whole head, rotated, converted and written; 0 if it does not do this shape, NULL if none. */
+    int (*head)(const ctx_klt_rows *rows, const ctx_klt_group *g, size_t dim, size_t head, const int16_t *q, size_t pairs,
+                const uint8_t *narrow, size_t quads, const float scale[64], size_t tokens);
     /* x[c][t] -= mean[c]; energy[t] = sum over c of x[c][t]^2, c upwards */
     void (*centre)(float *x, const float *mean, size_t channels, float energy[64]);
     /* x[c][t] *= factor[t] */

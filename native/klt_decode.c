@@ -206,7 +206,21 @@ typedef struct target {
     size_t half;
     ctx_dtype raw;
     ctx_rope_fn rope;
+    ctx_klt_clock *clock;
 } target;
+
+static uint8_t *row_of(const target *to, const cell *c, const ctx_klt_group *g, size_t head) {
+    return to->dst->at + ((g->first + head) * to->dst->strides[0] + c->row * to->dst->strides[1]) * ctx_dtype_bytes(to->dst->dtype);
+}
+
+/* Raw tokens of a head, of those that are contiguous in the destination. */
+static void write_raw(const target *to, const ctx_klt_plane *p, const cell *c, const ctx_klt_group *g, size_t head,
+                      uint8_t *first, size_t step) {
+    const size_t item = ctx_dtype_bytes(to->raw);
+    const uint8_t *raw = c->whole.raw + head * p->dim * item;
+    for (uint64_t left = c->whole.mask; left; left &= left - 1, raw += g->channels * item)
+        to->k->convert[to->raw][to->dst->dtype](first + (size_t)__builtin_ctzll(left) * step, raw, p->dim);
+}
 
 /* One head of a cell from b->out to its rows. */
 static void write_head(const target *to, const ctx_klt_plane *p, const cell *c, const ctx_klt_group *g, size_t head,
@@ -215,19 +229,16 @@ static void write_head(const target *to, const ctx_klt_plane *p, const cell *c, 
     const size_t *strides = to->dst->strides, rotated = 2 * to->half;
     const int strided = dim > 1 && strides[2] != 1;
     const ctx_convert_fn convert = to->k->convert[CTX_FP32][to->dst->dtype];
-    uint8_t *first = to->dst->at + ((g->first + head) * strides[0] + c->row * strides[1]) * item;
-    const uint8_t *raw = c->whole.raw + head * dim * ctx_dtype_bytes(to->raw);
+    uint8_t *first = row_of(to, c, g, head), *rows = strided ? b->strided : first;
+    const size_t step = (strided ? dim : strides[1]) * item;
     for (size_t t = 0; t < c->tokens; t++) {
-        uint8_t *row = strided ? b->strided + t * dim * item : first + t * strides[1] * item;
+        uint8_t *row = rows + t * step;
         const uint8_t *values = (const uint8_t *)(b->out + t * padded);
-        if (c->whole.mask >> t & 1) {
-            to->k->convert[to->raw][to->dst->dtype](row, raw, dim);
-            raw += g->channels * ctx_dtype_bytes(to->raw);
-            continue;
-        }
+        if (c->whole.mask >> t & 1) continue;
         if (rotated) to->rope(row, 0, values, 0, 1, to->cos + (c->row + t) * to->half, to->sin + (c->row + t) * to->half, to->half);
         if (rotated < dim) convert(row + rotated * item, values + rotated * sizeof(float), dim - rotated);
     }
+    write_raw(to, p, c, g, head, rows, step);
     if (!strided) return;
     const ctx_view held = {b->strided, to->dst->dtype, {0, dim, 1}}, here = {first, to->dst->dtype, {0, strides[1], strides[2]}};
     ctx_copy3(to->k, &here, &held, (const size_t[3]){1, c->tokens, dim});
@@ -254,11 +265,22 @@ static ctx_klt_reason write_cell(const target *to, const ctx_klt_plane *p, const
     if (reason) return reason;
     const size_t wides = narrow ? g->narrow : n;
     v->pairs(b->pairs, b->q, wides);
+    ctx_klt_tick(to->clock, CTX_KLT_INTEGERS);
+    const size_t pairs = (wides + 1) / 2, quads = (n - wides + 3) / 4;
+    const int direct = v->head && (p->dim == 1 || to->dst->strides[2] == 1) && p->rope != CTX_KLT_PAIRS;
     for (size_t head = 0; head < g->heads; head++) {
-        v->product(b->out, padded, g, head * blocks, blocks, b->pairs, (wides + 1) / 2, b->quads, (n - wides + 3) / 4, scale,
-                   c->tokens);
+        const ctx_klt_rows rows = {row_of(to, c, g, head), to->dst->strides[1] * ctx_dtype_bytes(to->dst->dtype), to->dst->dtype,
+                                   ~c->whole.mask & (UINT64_MAX >> (TOKENS - c->tokens)),
+                                   to->half ? to->cos + c->row * to->half : to->cos,
+                                   to->half ? to->sin + c->row * to->half : to->sin, to->half};
+        if (direct && v->head(&rows, g, p->dim, head, b->pairs, pairs, b->quads, quads, scale, c->tokens)) {
+            write_raw(to, p, c, g, head, rows.at, rows.step);
+            continue;
+        }
+        v->product(b->out, padded, g, head * blocks, blocks, b->pairs, pairs, b->quads, quads, scale, c->tokens);
         write_head(to, p, c, g, head, b);
     }
+    ctx_klt_tick(to->clock, CTX_KLT_VALUES);
     return CTX_KLT_OK;
 }
 
@@ -292,6 +314,7 @@ static ctx_klt_result write_batch(const target *to, const ctx_klt_plane *p, cons
             owner[used++] = 2 * i + (size_t)more;
         }
     const size_t bad = ctx_rans_decode(to->k, p->tables, jobs, used);
+    ctx_klt_tick(to->clock, CTX_KLT_DECODING);
     ctx_klt_result result = {.reason = CTX_KLT_OK};
     for (size_t i = 0; i < count && !result.reason; i++) {
         result = (ctx_klt_result){.stream = cells[i].stream, .cell = cells[i].number};
@@ -323,18 +346,20 @@ static int room_for(const ctx_klt_plane *p, int refined, bench *b, uint8_t **mem
     b->pairs = (int16_t *)(void *)at, at += q;
     b->q_base = (int16_t *)(void *)at, at += (base + 1) * TOKENS * 2;
     b->quads = at;
+    if (refined) memset(b->q, 0, q);
     memset(*memory, 0, slots * symbols); /* vectors read behind a short cell's symbols, and throw away what they made of it */
     return 1;
 }
 
 ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *dst,
                               const ctx_klt_stream *streams, size_t count, ctx_dtype raw, const float *cos,
-                              const float *sin, size_t half) {
+                              const float *sin, size_t half, ctx_klt_clock *clock) {
     ctx_klt_result result = {.reason = CTX_KLT_OK};
     const target to = {k, dst, cos, sin, half, raw,
-                       (plane->rope == CTX_KLT_PAIRS ? k->rope_pairs : k->rope_half)[CTX_FP32][dst->dtype]};
+                       (plane->rope == CTX_KLT_PAIRS ? k->rope_pairs : k->rope_half)[CTX_FP32][dst->dtype], clock};
     size_t all = 0, row = 0, next = 0;
     int refined = 0;
+    ctx_klt_start(clock);
     for (size_t i = 0; i < count; i++) {
         all += (streams[i].tokens + TOKENS - 1) / TOKENS * plane->groups;
         refined |= streams[i].more != NULL;
@@ -354,6 +379,7 @@ ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_plane *plane, 
         result.stream = i;
         next += here;
     }
+    ctx_klt_tick(clock, CTX_KLT_CHECKS);
     for (size_t i = 0; i < all && !result.reason; i += BATCH)
         result = write_batch(&to, plane, cells + i, all - i < BATCH ? all - i : BATCH, &b);
     free(memory);

@@ -30,6 +30,7 @@ typedef struct job {
     size_t half, raw_first;
     ctx_dtype raw;
     int refinement;
+    ctx_klt_clock *clock;
     slot slots[BATCH];
     float *x;       /* [channels][64] */
     float *rows;    /* [64][dim] */
@@ -121,6 +122,7 @@ static void quantise(const job *j, slot *s) {
     int32_t sum[TOKENS] = {0}, most[TOKENS] = {0};
     uint64_t wild = 0, beyond = 0;
     load_cell(j, s);
+    ctx_klt_tick(j->clock, CTX_KLT_ROWS);
     j->v->centre(j->x, g->centre, g->channels, energy);
     s->mask = 0;
     memset(s->seeds, 0, sizeof s->seeds);
@@ -138,7 +140,9 @@ static void quantise(const job *j, slot *s) {
         factor[t] = ctx_klt_scale(-power);
     }
     j->v->normalise(j->x, g->channels, factor);
+    ctx_klt_tick(j->clock, CTX_KLT_SCALES);
     j->v->forward(j->q, j->x, g, j->p->inverse_step, sum, most);
+    ctx_klt_tick(j->clock, CTX_KLT_TRANSFORM);
     for (size_t t = 0; t < s->tokens; t++)
         beyond |= (uint64_t)(most[t] > LARGEST || sum[t] >= SUM) << t;
     beyond &= ~s->mask;
@@ -265,9 +269,9 @@ static uint8_t *room_for(job *j) {
 
 ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, size_t tokens,
                               const float *cos, const float *sin, size_t half, size_t raw_first, ctx_dtype raw,
-                              int refinement, uint8_t *out, size_t *bytes) {
+                              int refinement, uint8_t *out, size_t *bytes, ctx_klt_clock *clock) {
     job j = {.k = k, .v = ctx_klt_of(k), .p = plane, .src = src, .cos = cos, .sin = sin, .half = half,
-             .raw_first = raw_first, .raw = raw, .refinement = refinement};
+             .raw_first = raw_first, .raw = raw, .refinement = refinement, .clock = clock};
     const size_t cells = (tokens + TOKENS - 1) / TOKENS * plane->groups;
     uint8_t *entry = out + CTX_KLT_HEAD, *body = entry + cells * CTX_KLT_ENTRY, *memory = room_for(&j);
     if (!memory) return (ctx_klt_result){.reason = CTX_KLT_MEMORY};
@@ -275,6 +279,7 @@ ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, 
     out[0] = 1, out[1] = (uint8_t)plane->level, out[2] = (uint8_t)refinement, out[3] = 0;
     put_word(out + 4, tokens);
     put_word(out + 6, cells);
+    ctx_klt_start(clock);
     for (size_t first = 0; first < cells && !result.reason; first += BATCH) {
         const size_t here = cells - first < BATCH ? cells - first : BATCH;
         ctx_rans_job jobs[BATCH];
@@ -286,15 +291,18 @@ ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, 
             s->tokens = tokens - s->row < TOKENS ? tokens - s->row : TOKENS;
             quantise(&j, s);
             jobs[used] = code(&j, s);
+            ctx_klt_tick(clock, CTX_KLT_SYMBOLS);
             used += s->g->components != 0;
         }
         const size_t bad = ctx_rans_encode(k, plane->tables, jobs, used);
+        ctx_klt_tick(clock, CTX_KLT_ENCODING);
         if (bad < used) result = (ctx_klt_result){.reason = CTX_KLT_TABLE, .cell = first};
         for (size_t i = 0, next = 0; i < here && !result.reason; i++, entry += CTX_KLT_ENTRY) {
             const int has = j.slots[i].g->components != 0;
             body = write_body(&j, &j.slots[i], has ? &jobs[next] : NULL, entry, body);
             next += (size_t)has;
         }
+        ctx_klt_tick(clock, CTX_KLT_WRITING);
     }
     *bytes = (size_t)(body - out);
     free(memory);

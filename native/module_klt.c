@@ -165,6 +165,28 @@ static int angles_of(PyObject *cos, PyObject *sin, const ctx_klt_plane *plane, s
     return 0;
 }
 
+/* None, or int64 that the nanoseconds of each part are added to. */
+static int clock_of(PyObject *obj, size_t parts, region *buffer, ctx_klt_clock *clock, ctx_klt_clock **out) {
+    *out = NULL;
+    if (obj == Py_None) return 0;
+    if (take_numbers(obj, 1, 8, "times", buffer) < 0) return -1;
+    if (buffer->bytes != 8 * parts) {
+        PyErr_Format(PyExc_ValueError, "times: needs %zu numbers", parts);
+        PyBuffer_Release(&buffer->view);
+        return -1;
+    }
+    memset(clock, 0, sizeof *clock);
+    *out = clock;
+    return 0;
+}
+
+static void clock_add(region *buffer, const ctx_klt_clock *clock) {
+    if (!clock) return;
+    int64_t *times = buffer->view.buf;
+    for (size_t i = 0; i < buffer->bytes / 8; i++) times[i] += (int64_t)clock->spent[i];
+    PyBuffer_Release(&buffer->view);
+}
+
 /* ---- Decoding ---------------------------------------------------------------------------------------------------- */
 
 typedef struct run {
@@ -250,34 +272,41 @@ static PyObject *result_of(ctx_klt_result result) {
                          result.refinement ? Py_True : Py_False);
 }
 
-/* (plane, tensor, dtype, offset, strides, streams, raw_dtype, cos, sin) */
+/* (plane, tensor, dtype, offset, strides, streams, raw_dtype, cos, sin, times) */
 PyObject *klt_decode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_kernels *k = ctx_active();
     const ctx_klt_plane *plane;
     ctx_view dst;
     ctx_dtype raw;
-    region tensor;
+    region tensor, times;
+    ctx_klt_clock spent, *clock;
     size_t offset;
     run r = {0};
     angles turn = {.held = 0};
     PyObject *result = NULL;
     (void)module;
     if (!k) PyErr_SetString(PyExc_RuntimeError, "no kernel table is active");
-    if (!k || arity(nargs, 9, "klt_decode") < 0 || !(plane = plane_of(args[0])) ||
+    if (!k || arity(nargs, 10, "klt_decode") < 0 || !(plane = plane_of(args[0])) ||
         dtype_of(args[2], "tensor dtype", &dst.dtype) < 0 || size_of(args[3], "tensor offset", &offset) < 0 ||
         sizes_of(args[4], "tensor strides", 1, dst.strides) < 0 || dtype_of(args[6], "raw dtype", &raw) < 0 ||
         take(args[1], 1, "tensor", &tensor) < 0)
         return NULL;
+    if (clock_of(args[9], CTX_KLT_DECODE_PARTS, &times, &spent, &clock) < 0) {
+        PyBuffer_Release(&tensor.view);
+        return NULL;
+    }
     if (run_of(args[5], plane, &r) == 0 && angles_of(args[7], args[8], plane, r.tokens, &turn) == 0) {
         const size_t shape[3] = {plane->heads, r.tokens, plane->dim};
         if (place(&tensor, offset, shape, 1, "tensor", &dst) == 0) {
             ctx_klt_result done;
             PyThreadState *saved = PyEval_SaveThread();
-            done = ctx_klt_decode(k, plane, &dst, r.streams, r.count, raw, turn.cos.view.buf, turn.sin.view.buf, turn.half);
+            done = ctx_klt_decode(k, plane, &dst, r.streams, r.count, raw, turn.cos.view.buf, turn.sin.view.buf, turn.half,
+                                  clock);
             PyEval_RestoreThread(saved);
             result = result_of(done);
         }
     }
+    clock_add(&times, clock);
     angles_release(&turn);
     run_release(&r);
     PyBuffer_Release(&tensor.view);
@@ -306,7 +335,7 @@ static size_t room_of(const ctx_klt_plane *plane, const int64_t *counts, size_t 
 
 static ctx_klt_result encode_run(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, const int64_t *counts,
                                  size_t streams, const angles *turn, size_t raw_first, ctx_dtype raw, int refinement,
-                                 uint8_t *out, int64_t *offsets) {
+                                 uint8_t *out, int64_t *offsets, ctx_klt_clock *clock) {
     ctx_klt_result result = {.reason = CTX_KLT_OK};
     size_t row = 0, at = 0, bytes;
     offsets[0] = 0;
@@ -316,7 +345,7 @@ static ctx_klt_result encode_run(const ctx_kernels *k, const ctx_klt_plane *plan
         const float *cos = turn->cos.view.buf, *sin = turn->sin.view.buf;
         const size_t angle = row * turn->half;
         result = ctx_klt_encode(k, plane, &here, (size_t)counts[i], turn->half ? cos + angle : cos, turn->half ? sin + angle : sin,
-                                turn->half, raw_first > row ? raw_first - row : 0, raw, refinement, out + at, &bytes);
+                                turn->half, raw_first > row ? raw_first - row : 0, raw, refinement, out + at, &bytes, clock);
         result.stream = i;
         row += (size_t)counts[i];
         at += result.reason ? 0 : bytes;
@@ -325,21 +354,22 @@ static ctx_klt_result encode_run(const ctx_kernels *k, const ctx_klt_plane *plan
     return result;
 }
 
-/* (plane, tensor, dtype, offset, strides, counts, raw_first, raw_dtype, cos, sin, refinement, out, offsets) */
+/* (plane, tensor, dtype, offset, strides, counts, raw_first, raw_dtype, cos, sin, refinement, out, offsets, times) */
 PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     enum { TENSOR, COUNTS, OUT, OFFSETS, BUFFERS };
     const ctx_kernels *k = ctx_active();
     const ctx_klt_plane *plane;
     ctx_view src;
     ctx_dtype raw;
-    region held[BUFFERS];
+    region held[BUFFERS], times;
+    ctx_klt_clock spent, *clock = NULL;
     size_t offset, raw_first, tokens;
     int count = 0;
     angles turn = {.held = 0};
     PyObject *result = NULL;
     (void)module;
     if (!k) PyErr_SetString(PyExc_RuntimeError, "no kernel table is active");
-    if (!k || arity(nargs, 13, "klt_encode") < 0 || !(plane = plane_of(args[0])) ||
+    if (!k || arity(nargs, 14, "klt_encode") < 0 || !(plane = plane_of(args[0])) ||
         dtype_of(args[2], "tensor dtype", &src.dtype) < 0 || size_of(args[3], "tensor offset", &offset) < 0 ||
         sizes_of(args[4], "tensor strides", 1, src.strides) < 0 || size_of(args[6], "raw_first", &raw_first) < 0 ||
         dtype_of(args[7], "raw dtype", &raw) < 0)
@@ -361,6 +391,7 @@ PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) 
         if ((failed = take_numbers(args[kinds[count].argument], kinds[count].writable, kinds[count].item, kinds[count].name,
                                    &held[count]) < 0))
             break;
+    if (!failed) failed = clock_of(args[13], CTX_KLT_ENCODE_PARTS, &times, &spent, &clock) < 0;
     if (!failed) {
         const size_t streams = held[COUNTS].bytes / 8;
         const int64_t *counts = held[COUNTS].view.buf;
@@ -374,11 +405,12 @@ PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) 
             ctx_klt_result done;
             PyThreadState *saved = PyEval_SaveThread();
             done = encode_run(k, plane, &src, counts, streams, &turn, raw_first, raw, refinement, held[OUT].view.buf,
-                              held[OFFSETS].view.buf);
+                              held[OFFSETS].view.buf, clock);
             PyEval_RestoreThread(saved);
             result = result_of(done);
         }
     }
+    clock_add(&times, clock);
     angles_release(&turn);
     while (count > 0) PyBuffer_Release(&held[--count].view);
     return result;

@@ -34,7 +34,17 @@ from ctxreuse.kernels.threads import cores, spread
 if TYPE_CHECKING:
     from ctxreuse._native import Memory
 
-__all__ = ["PARALLEL_VALUES", "KltGroup", "KltPlane", "RopeAngles", "StreamError", "klt_name", "klt_ready"]
+__all__ = [
+    "DECODE_PARTS",
+    "ENCODE_PARTS",
+    "PARALLEL_VALUES",
+    "KltGroup",
+    "KltPlane",
+    "RopeAngles",
+    "StreamError",
+    "klt_name",
+    "klt_ready",
+]
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -42,6 +52,10 @@ Angles = tuple[Floats, Floats]
 
 PARALLEL_VALUES: Final = 1 << 19
 """Values from which one call uses several threads: about a quarter of a millisecond of decoding."""
+DECODE_PARTS: Final = ("checks", "rans", "integers", "values and rows")
+"""What the time of decoding is told by: checksums and entries; symbols; q; the transform up to the written rows."""
+ENCODE_PARTS: Final = ("rows", "scales", "transform", "symbols", "rans", "bytes")
+"""What the time of encoding is told by."""
 _DTYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
 _ITEMS: Final = (4, 2, 2)
 _ROPES: Final = {"none": 0, "half": 1, "pairs": 2}
@@ -210,17 +224,18 @@ class KltPlane:
         raw_dtype: str | None = None,
         angles: Angles | None = None,
         refinement: bool = False,
+        times: NDArray[np.int64] | None = None,
     ) -> tuple[Bytes, NDArray[np.int64]]:
         """Encode consecutive blocks' rows of a tensor [heads, sum(token_counts), dim]: bytes and offsets [blocks + 1].
 
         The first ``raw_first`` rows stand raw, in ``raw_dtype`` (default ``dtype``). ``angles``: `RopeAngles.undo` of
         all rows, for a rotated plane. ``refinement``: what leads from the base level to this one instead of the whole.
+        ``times``: nanoseconds of each of ENCODE_PARTS are added to it, and one thread works.
         """
         counts = np.ascontiguousarray(token_counts, np.int64)
         type_, raw = _code(dtype), _code(raw_dtype or dtype)
         cos, sin = angles or (_EMPTY, _EMPTY)
-        parts = self._parts([int(n) for n in counts])
-        made: list[tuple[Bytes, NDArray[np.int64]]] = []
+        parts = self._parts([int(n) for n in counts], whole=times is not None)
 
         def encode(i: int) -> tuple[Bytes, NDArray[np.int64]]:
             lo, hi, row, end = parts[i]
@@ -229,6 +244,7 @@ class KltPlane:
             wrong = backend.klt_encode(
                 self.prepared, src, type_, offset + row * strides[1] * _ITEMS[type_], strides, counts[lo:hi],
                 max(raw_first - row, 0), raw, cos[row:end], sin[row:end], refinement, out, offsets,
+                times,
             )  # fmt: skip
             if wrong is not None:
                 raise _error(wrong, lo)
@@ -255,12 +271,14 @@ class KltPlane:
         checksums: Sequence[int | None] | None = None,
         refinements: Sequence[Memory | None] | None = None,
         refinement_checksums: Sequence[int | None] | None = None,
+        times: NDArray[np.int64] | None = None,
     ) -> None:
         """Decode consecutive blocks' streams into a tensor [heads, sum(token_counts), dim].
 
         Stream i must hold token_counts[i] tokens (at least 1); raw ones are of ``raw_dtype``. ``angles``:
         `RopeAngles.rotate` of all rows, for a rotated plane. ``checksums``: XXH3-64 of the streams, compared where
         given. With ``refinements[i]``, ``streams[i]`` is of the base level. StreamError: rows have been written then.
+        ``times``: nanoseconds of each of DECODE_PARTS are added to it, and one thread works.
         """
         count = len(streams)
         more: Sequence[Memory | None] = refinements if refinements is not None else [None] * count
@@ -275,27 +293,27 @@ class KltPlane:
             run.append((streams[i], own, more[i], also, token_counts[i]))
         type_, raw = _code(dst_dtype), _code(raw_dtype)
         cos, sin = angles or (_EMPTY, _EMPTY)
-        parts = self._parts(token_counts)
+        parts = self._parts(token_counts, whole=times is not None)
 
         def decode(i: int) -> None:
             lo, hi, row, end = parts[i]
             wrong = backend.klt_decode(
                 self.prepared, dst, type_, dst_offset + row * dst_strides[1] * _ITEMS[type_], dst_strides,
-                run[lo:hi], raw, cos[row:end], sin[row:end],
+                run[lo:hi], raw, cos[row:end], sin[row:end], times,
             )  # fmt: skip
             if wrong is not None:
                 raise _error(wrong, lo)
 
         spread(decode, len(parts))
 
-    def _parts(self, counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    def _parts(self, counts: Sequence[int], *, whole: bool) -> list[tuple[int, int, int, int]]:
         """Runs of streams, one a thread: first and behind last stream, then row."""
         rows = [0]
         for n in counts:
             rows.append(rows[-1] + n)
         values = rows[-1] * self.heads * self.dim
         threads = min(cores(), len(counts), values // (PARALLEL_VALUES // 2)) if values > PARALLEL_VALUES else 1
-        if threads <= 1:
+        if whole or threads <= 1:
             return [(0, len(counts), 0, rows[-1])]
         cuts = np.searchsorted(rows, [rows[-1] * i // threads for i in range(1, threads)]).tolist()
         edges = sorted({0, *cuts, len(counts)})

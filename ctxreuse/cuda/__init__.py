@@ -8,17 +8,19 @@ and `ctxreuse.cuda.statistics` the sums of calibration and gates.
 The kernels are plain CUDA C++ in `native/cuda`. Without a GPU their text is compiled for sm_90, and run on the CPU
 with a fibre for each thread, by the tests.
 
-Threads. Objects are immutable; calls queue on the calling thread's current stream and wait for it.
+Threads. Cards are immutable; calls queue on the calling thread's current stream and wait for it. `Decoding` does these
+two apart.
 """
 
 from __future__ import annotations
 
 from ctxreuse.cuda.encoding import PagedPlane, encode_planes
 from ctxreuse.cuda.launch import Launcher, missing, open_device
-from ctxreuse.cuda.planes import CodedPlane, DeviceCard, Pages, decode_planes, decode_to_pages
+from ctxreuse.cuda.planes import CodedPlane, Decoding, DeviceCard, Pages, decode_planes, decode_to_pages
 
 __all__ = [
     "CodedPlane",
+    "Decoding",
     "DeviceCard",
     "Launcher",
     "PagedPlane",

@@ -24,11 +24,11 @@ from ctxreuse.cuda.layout import CELL, GROUP, PLANE, Book
 from ctxreuse.cuda.rans import TABLE, codes_of, on_host, tables_of
 from ctxreuse.errors import FormatError
 
-__all__ = ["CodedPlane", "DeviceCard", "Pages", "decode_planes", "decode_to_pages"]
+__all__ = ["CodedPlane", "Decoding", "DeviceCard", "Pages", "decode_planes", "decode_to_pages"]
 
 TYPES: Final = {"float32": 0, "float16": 1, "bfloat16": 2}
 _WARP, _OWN = 32, 1280
-_CORRUPT, _PAGE = 1, 4
+_PAGE = 4
 
 
 class Pages(NamedTuple):
@@ -124,54 +124,71 @@ def _warps(room: int, tables: int, own: int) -> int:
     return max(fits, key=lambda warps: room // (tables + warps * own) * warps, default=0)
 
 
+class Decoding:
+    """Streams and pages of one launch, checked and on the device. ``launch`` queues the work, ``finish`` waits for it.
+
+    Between the two an engine may queue what reads the pages, if it uses nothing of that before ``finish`` has returned.
+    FormatError for bytes, ValueError for pages and planes. May be launched again: pages are written anew.
+    """
+
+    def __init__(self, card: DeviceCard, coded: Sequence[CodedPlane]) -> None:
+        xp = card.launcher.xp
+        self._card, self._coded = card, coded
+        self._held: list[Any] = []  # device arrays that only addresses in structures name
+        planes = np.zeros(len(coded), PLANE)
+        rows, bodies = [np.zeros(0, CELL)], [np.zeros(0, np.uint8)]
+        angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        at = 0
+        for number, one in enumerate(coded):
+            where = f"layer {one.layer} {one.role}"
+            plane = card.number(one.layer, one.role)
+            cells, parsed = _cells(card, plane, one, where)
+            for field, part in zip(("data", "more"), parsed):
+                cells[field] += at
+                at += part.data.size
+                bodies.append(part.data)
+            cells["plane"] = number
+            rows.append(cells)
+            planes[number] = _plane(card, plane, one, parsed[0].tokens, angles, self._held, where)
+        self._held += angles.values()
+        self._cells = np.concatenate(rows)
+        self._status = xp.zeros(len(self._cells), np.uint32)
+        self._arguments = (
+            xp.asarray(np.concatenate(bodies)),
+            xp.asarray(self._cells.view(np.uint8)),
+            np.uint32(len(self._cells)),
+            xp.asarray(planes.view(np.uint8)),
+            card.groups,
+            card.book,
+            card.tables,
+            np.uint32(card.known),
+            np.uint32(card.own),
+            self._status,
+        )
+
+    def launch(self) -> None:
+        """Queue the work on the current stream."""
+        card = self._card
+        shared = card.known * TABLE.itemsize + card.warps * card.own
+        blocks = -(-len(self._cells) // card.warps)
+        card.launcher.launch("ctx_klt_decode", blocks, card.warps * _WARP, shared, self._arguments)
+
+    def finish(self) -> None:
+        """Wait; raises for the first cell that was not decoded."""
+        ended = on_host(self._status)
+        for cell in np.flatnonzero(ended)[:1]:
+            one = self._coded[int(self._cells["plane"][cell])]
+            where = f"layer {one.layer} {one.role}, tokens from {self._cells['first'][cell]}"
+            if ended[cell] == _PAGE:
+                raise ValueError(f"the page table has no page for a token ({where})")
+            raise FormatError("a coded cell is corrupt", where=where)
+
+
 def decode_to_pages(card: DeviceCard, coded: Sequence[CodedPlane]) -> None:
     """Decode streams into pages; waits for the device. FormatError for bytes, ValueError for pages and planes."""
-    launcher, xp = card.launcher, card.launcher.xp
-    held: list[Any] = []  # device arrays that only addresses in structures name
-    planes = np.zeros(len(coded), PLANE)
-    rows: list[npt.NDArray[np.void]] = []
-    bodies: list[npt.NDArray[np.uint8]] = []
-    angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
-    at = 0
-    for number, one in enumerate(coded):
-        where = f"layer {one.layer} {one.role}"
-        plane = card.number(one.layer, one.role)
-        cells, parsed = _cells(card, plane, one, where)
-        for parts in parsed:
-            bodies.append(parts.data)
-        cells["data"] += at
-        at += parsed[0].data.size
-        if len(parsed) > 1:
-            cells["more"] += at
-            at += parsed[1].data.size
-        cells["plane"] = number
-        rows.append(cells)
-        planes[number] = _plane(card, plane, one, parsed[0].tokens, angles, held, where)
-    if not at:
-        return
-    every = np.concatenate(rows)
-    data, status = xp.asarray(np.concatenate(bodies)), xp.zeros(len(every), np.uint32)
-    arguments = (
-        data,
-        xp.asarray(every.view(np.uint8)),
-        np.uint32(len(every)),
-        xp.asarray(planes.view(np.uint8)),
-        card.groups,
-        card.book,
-        card.tables,
-        np.uint32(card.known),
-        np.uint32(card.own),
-        status,
-    )
-    shared = card.known * TABLE.itemsize + card.warps * card.own
-    launcher.launch("ctx_klt_decode", -(-len(every) // card.warps), card.warps * _WARP, shared, arguments)
-    ended = on_host(status)
-    for cell in np.flatnonzero(ended)[:1]:
-        one = coded[int(every["plane"][cell])]
-        where = f"layer {one.layer} {one.role}, tokens from {every['first'][cell]}"
-        if ended[cell] == _PAGE:
-            raise ValueError(f"the page table has no page for a token ({where})")
-        raise FormatError("a coded cell is corrupt", where=where)
+    decoding = Decoding(card, coded)
+    decoding.launch()
+    decoding.finish()
 
 
 def decode_planes(card: DeviceCard, coded: Sequence[tuple[int, str, Any]], dtype: str, start: int = 0) -> list[Any]:

@@ -15,11 +15,15 @@ import numpy as np
 import xxhash
 
 from ctxreuse import kernels
+from ctxreuse.bench import cuda
 from ctxreuse.bench.measure import Options, aligned, paired
 from ctxreuse.bench.report import Figure
+from ctxreuse.cuda import open_device
 from ctxreuse.kernels import reference
 
-__all__ = ["run"]
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS = ("gpu",)
 
 _HEADS, _DIM, _BLOCK = 3, 64, 64
 _ROOM = _DIM  # tokens of room behind the context, as an engine has for the answer
@@ -102,7 +106,12 @@ class _Data:
 
 
 def run(options: Options) -> list[Figure]:
-    """Figures in GB/s read, one core; medians of paired rounds."""
+    """Figures in GB/s read, one core; medians of paired rounds. With ``gpu`` those of the device after them.
+
+    ConfigError, before anything is measured, if ``gpu`` is asked for and no device is there.
+    """
+    if options.gpu:
+        open_device()
     layers, blocks = options.pick(8, 60), 32
     rounds = options.pick(3, 9)
     options.step("making data")
@@ -140,4 +149,4 @@ def run(options: Options) -> list[Figure]:
             ]
     finally:
         kernels.use(before)
-    return figures
+    return figures + (cuda.run(options) if options.gpu else [])

@@ -50,7 +50,7 @@ class Options:
     """What a bench is run with: ``quick`` asks for less data and fewer rounds.
 
     The others are settings of single benches, which name them in ``OPTIONS``: ``model`` to measure on, ``texts``
-    (files) to measure with, ``plot`` (a file) to draw.
+    (files) to measure with, ``plot`` (a file) to draw, ``gpu`` to measure a device as well.
     """
 
     def __init__(
@@ -61,9 +61,10 @@ class Options:
         model: str | None = None,
         texts: Sequence[Path] = (),
         plot: Path | None = None,
+        gpu: bool = False,
     ) -> None:
         self.quick, self._step = quick, step
-        self.model, self.texts, self.plot = model, tuple(texts), plot
+        self.model, self.texts, self.plot, self.gpu = model, tuple(texts), plot, gpu
 
     def pick(self, quick: T, full: T) -> T:
         """The first value under ``--quick``, else the second."""

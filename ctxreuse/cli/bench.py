@@ -38,6 +38,7 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="PATH", help="Of `codec`: draw PATH.svg and PATH.png.")
     ] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Of `kernels`: the CUDA kernels on the device as well.")] = False,
 ) -> None:
     """Measure one part of ctxreuse: our figure, the plain baseline, the strongest peer here, and the bound."""
     from ctxreuse import bench as benches
@@ -47,7 +48,7 @@ def bench(
         for known in benches.BENCHES:
             typer.echo(f"{known:<{width}}  {benches.about(known)}")
         return
-    settings = {key: value for key, value in {"model": model, "texts": text, "plot": plot}.items() if value}
+    settings = {key: value for key, value in {"model": model, "texts": text, "plot": plot, "gpu": gpu}.items() if value}
     report = benches.run(name, quick=quick, progress=not json, **settings)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

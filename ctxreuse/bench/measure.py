@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ctxreuse.errors import EngineError
 
-__all__ = ["FRESH_TIMEOUT", "Options", "Step", "aligned", "fresh", "paired", "seconds"]
+__all__ = ["FRESH_TIMEOUT", "Options", "Step", "aligned", "fresh", "paired", "processor_time", "seconds"]
 
 T = TypeVar("T")
 #: Seconds that a process of a bench may take.
@@ -107,6 +107,19 @@ def paired(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm: int 
             spent = time.perf_counter() - start
             if turn >= 0:
                 times[name].append(spent)
+    return {name: statistics.median(spent) for name, spent in times.items()}
+
+
+
+def processor_time(calls: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
+    """Median processor time of each call on this thread, in seconds; the calls take turns, one warm-up each."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(-1, rounds):
+        for name in list(calls) if turn % 2 else list(calls)[::-1]:
+            start = time.thread_time()
+            calls[name]()
+            if turn >= 0:
+                times[name].append(time.thread_time() - start)
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 

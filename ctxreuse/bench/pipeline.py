@@ -7,14 +7,11 @@ works; the bound is memcpy of as many bytes. Options: ``--model``.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from ctxreuse.bench.measure import Options, aligned
+from ctxreuse.bench.measure import Options, aligned, processor_time
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import ConfigError
 
@@ -81,7 +78,7 @@ def run(options: Options) -> list[Figure]:
     for level in levels:
         options.step(level)
         blocks.encode(codec, level)
-        spent = _processor_time(
+        spent = processor_time(
             {
                 "memcpy": lambda: np.copyto(sink, source),
                 "decode": lambda: blocks.decode(codec),
@@ -102,15 +99,3 @@ def run(options: Options) -> list[Figure]:
                 )
             )
     return figures
-
-
-def _processor_time(calls: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
-    """Median processor time of each call on this thread, in seconds; the calls take turns, one warm-up each."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-1, rounds):
-        for name in list(calls) if turn % 2 else list(calls)[::-1]:
-            start = time.thread_time()
-            calls[name]()
-            if turn >= 0:
-                times[name].append(time.thread_time() - start)
-    return {name: statistics.median(spent) for name, spent in times.items()}

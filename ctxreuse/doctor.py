@@ -61,6 +61,7 @@ def examine(config: str | None = None) -> list[Finding]:
         ("system", _system),
         ("packages", _packages),
         ("kernels", _kernels),
+        ("cuda", _cuda),
         ("models", _models),
         ("store", lambda: _store(config)),
     ]
@@ -162,6 +163,31 @@ def _kernels() -> Iterator[Finding]:
     else:
         yield Finding("kernels", "in use", "ok", active)
     yield Finding("kernels", "runnable", "ok", " ".join(kernels.available()))
+
+
+def _cuda() -> Iterator[Finding]:
+    from ctxreuse.cuda import compiled, launch
+
+    nvcc = compiled.find_nvcc()
+    if nvcc is None:
+        count = sum(map(len, launch.FILES.values()))
+        yield Finding("cuda", "text", "ok", f"{count} kernels, not compiled here: nvcc is not installed")
+    else:
+        used = compiled.compile_text(nvcc, launch.text_folder())
+        registers = sorted(usage.registers for usage in used.values())
+        spilled = sum(usage.spilled for usage in used.values())
+        yield Finding(
+            "cuda",
+            "text",
+            "slow" if spilled else "ok",
+            f"{len(used)} kernels compiled for sm_90, {registers[0]} to {registers[-1]} registers, "
+            + (f"{spilled} bytes spilled" if spilled else "no spills"),
+        )
+    why = launch.missing()
+    if why:
+        yield Finding("cuda", "device", "missing", f"none: {why}", launch.INSTALL)
+    else:
+        yield Finding("cuda", "device", "ok", launch.open_device().name)
 
 
 def _models() -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import ctxreuse
 from ctxreuse.errors import ConfigError
 
-__all__ = ["FILES", "Launcher", "missing", "open_device", "text_folder"]
+__all__ = ["FILES", "INSTALL", "Launcher", "missing", "open_device", "text_folder"]
 
 FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "rans.cu": ("ctx_rans_decode", "ctx_rans_encode", "ctx_rans_count"),
@@ -21,7 +21,7 @@ FILES: Final[Mapping[str, tuple[str, ...]]] = {
 """The files that are compiled, and the kernels of each."""
 
 _OPTIONS: Final = ("-std=c++17",)  # no fast math: products and sums round as the CPU's do
-_INSTALL: Final = "pip install 'ctxreuse[cuda]' on a machine with an NVIDIA GPU and its driver"
+INSTALL: Final = "pip install 'ctxreuse[cuda]' on a machine with an NVIDIA GPU and its driver"
 
 
 class Launcher(Protocol):
@@ -33,6 +33,10 @@ class Launcher(Protocol):
 
     @property
     def xp(self) -> Any: ...
+
+    @property
+    def name(self) -> str:
+        """What the device is called."""
 
     @property
     def shared_bytes(self) -> int:
@@ -72,7 +76,7 @@ def open_device() -> Launcher:
     """
     why = missing()
     if why:
-        raise ConfigError(f"CUDA kernels cannot run: {why}", fix=_INSTALL)
+        raise ConfigError(f"CUDA kernels cannot run: {why}", fix=INSTALL)
     return _Cupy()
 
 
@@ -83,7 +87,9 @@ class _Cupy:
         folder = text_folder()
         options = (*_OPTIONS, f"-I{folder}")
         self.xp: Any = cupy
-        attributes = cupy.cuda.Device().attributes
+        device = cupy.cuda.Device()
+        attributes = device.attributes
+        self.name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
         self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
         self._modules = {
             name: cupy.RawModule(code=(folder / name).read_text("utf-8"), options=options, backend="nvrtc")

@@ -2,14 +2,15 @@
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ctxreuse import doctor
+from ctxreuse.cuda.compiled import Usage, compile_text, find_nvcc
 from ctxreuse.cuda.launch import FILES, text_folder
+from ctxreuse.errors import ConfigError
 
 # Registers a thread: what was seen, with some room. Beyond, fewer warps fit onto a multiprocessor.
 MOST = {
@@ -17,7 +18,17 @@ MOST = {
     "ctx_klt_code": 48, "ctx_klt_pack": 48,
 }  # fmt: skip
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(')
-USED = re.compile(r"entry function '(\w+)' for 'sm_90'.*?(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    found = find_nvcc()
+    if found is None:
+        reason = "nvcc not found: the CUDA text was run through the shim only"
+        if os.environ.get("CTXREUSE_REQUIRE_NVCC") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
 
 
 def test_files_hold_the_kernels_that_are_named(source: Path) -> None:
@@ -33,24 +44,33 @@ def test_what_is_installed_is_this_text(source: Path) -> None:
     assert all((folder / name).read_bytes() == (source / name).read_bytes() for name in names)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nvcc_compiles_it_for_hopper_without_spills(
-    source: Path, name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+def test_nvcc_compiles_all_for_hopper_without_spills(
+    nvcc: str, source: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        reason = "nvcc not found: the CUDA text was run through the shim only"
-        if os.environ.get("CTXREUSE_REQUIRE_NVCC") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    command = [nvcc, "-cubin", "-arch=sm_90", "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [*command, "-o", tmp_path / "out.cubin", source / name], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = {kernel: (int(spilled), int(registers)) for kernel, spilled, registers in USED.findall(done.stderr)}
-    assert set(found) == set(FILES[name])
-    for kernel, (spilled, registers) in found.items():
-        record_property(kernel, registers)
-        assert spilled == 0
-        assert registers <= MOST[kernel]
+    found = compile_text(nvcc, source)
+    assert set(found) == set(MOST) == {kernel for kernels in FILES.values() for kernel in kernels}
+    for kernel, used in found.items():
+        record_property(kernel, used.registers)
+        assert used.spilled == 0, kernel
+        assert used.registers <= MOST[kernel], kernel
+
+
+def test_text_that_does_not_compile_is_reported(nvcc: str, source: Path, tmp_path: Path) -> None:
+    for path in source.glob("*.cu*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "rans.cu").write_text("__global__ void f() { unknown(); }")
+    with pytest.raises(ConfigError, match=r"nvcc refuses rans\.cu"):
+        compile_text(nvcc, tmp_path)
+
+
+def test_the_doctor_says_how_the_kernels_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxreuse.cuda.launch.find_spec", lambda name: None)
+    monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: "nvcc")
+    monkeypatch.setattr("ctxreuse.cuda.compiled.compile_text", lambda *_: {"a": Usage(30, 0), "b": Usage(142, 8)})
+    found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
+    assert found["text"].status == "slow"
+    assert found["text"].value == "2 kernels compiled for sm_90, 30 to 142 registers, 8 bytes spilled"
+    assert (found["device"].status, found["device"].value) == ("missing", "none: cupy is not installed")
+    monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: None)
+    found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
+    assert found["text"].value == "7 kernels, not compiled here: nvcc is not installed"

@@ -47,13 +47,12 @@ def points_of(model: str, options: Options) -> list[Point]:
     from ctxreuse.bench.rate.context import CODED, SCORED, Context
     from ctxreuse.bench.rate.texts import held_out, read_texts, tokens_of
     from ctxreuse.bench.rivals import PLAIN, RIVALS
-    from ctxreuse.codec import Codec
     from ctxreuse.engines import open_engine
     from ctxreuse.engines.torch_hf.fisher import TorchGauge
 
     options.step(f"opening {model}")
     engine = open_engine(model, dtype="float32")
-    codec = Codec.open(engine.space)
+    codec = engine.codec
     levels = [info.name for info in codec.levels if info.lossy]
     if not levels:
         raise ConfigError(f"there is no card of {model}", fix=f"Run: ctxreuse calibrate {model}")

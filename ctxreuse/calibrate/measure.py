@@ -25,7 +25,7 @@ __all__ = ["Size", "coded_size", "measure"]
 
 
 class Size(NamedTuple):
-    """Bytes of coded blocks, all of each counted (head, sinks, padding to pages), and values of K and V in them."""
+    """Bytes of coded blocks, heads and raw first tokens included, and values of K and V in them."""
 
     nbytes: int
     values: int
@@ -80,7 +80,7 @@ def coded_size(codec: Codec, planes: Planes, tokens: Tokens, level: str) -> Size
 
 
 def _encoded(codec: Codec, planes: Planes, tokens: Tokens, end: int, level: str) -> int:
-    """Bytes of a block with these planes."""
+    """Bytes of a block with these planes, but for the padding to pages, which says more about the disk."""
     if not planes:
         return 0
     space: ModelSpace = codec.space
@@ -93,4 +93,5 @@ def _encoded(codec: Codec, planes: Planes, tokens: Tokens, end: int, level: str)
     for (layer, role), plane in planes.items():
         bits = to_bits(np.ascontiguousarray(plane), space.dtype)
         writer.plane(layer, role)[:] = np.ascontiguousarray(bits).view(np.uint8).reshape(-1)
-    return len(codec.encode(parse(writer.seal()), level))
+    coded = parse(codec.encode(parse(writer.seal()), level))
+    return coded.start + coded.layout.nbytes

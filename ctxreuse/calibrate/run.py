@@ -206,8 +206,11 @@ def _levels(
     levels: list[Planned] = []
     for name, step, base in found:
         active = active_components(samples, step)
-        if base:  # whatever the base codes is refined
-            active = [max(a, b) for a, b in zip(active, levels[numbers[base]].active)]
+        if base:
+            # Whatever the base codes is refined; and scales travel with it, so it codes something wherever we do.
+            below = levels[numbers[base]]
+            active = [max(a, b) for a, b in zip(active, below.active)]
+            levels[numbers[base]] = below._replace(active=tuple(max(b, a > 0) for a, b in zip(active, below.active)))
         levels.append(Planned(name, step, tuple(active), numbers[base] if base else None))
     return levels
 

@@ -44,27 +44,19 @@ def integer_table(weights: Counts, *, escapes: bool) -> Table:
     """The table [32] that codes symbols of these weights in the fewest bits.
 
     With ``escapes`` symbol 31 has a frequency, the middle one too (it fills what is not coded), and a symbol too rare
-    for one of its own is escaped. Without, all three symbols of a refinement have one.
+    for one of its own is escaped. Without, all three symbols of a refinement have one,
+    and the escape, which coders want to find in every table.
     """
     share = weights / max(float(weights.sum()), 1e-30)
     # The least that is sure to be met in other texts: a little of each neighbour, and of everything between.
-    must = [CENTRE, ESCAPE] if escapes else [0, 1, 2]
+    must = [CENTRE, ESCAPE] if escapes else [0, 1, 2, ESCAPE]
     allowed = np.arange(SYMBOLS) < (ESCAPE if escapes else 3)
     if escapes:
         spread = np.convolve(share[:ESCAPE], (0.01, 0.98, 0.01), "same")
         share = np.append(spread, share[ESCAPE] + 1e-4)
-    best: tuple[float, Table] | None = None
-    order = [int(s) for s in np.argsort(-share, kind="stable") if allowed[s] and s not in must]
-    ranks = range(len(order) + 1) if escapes else (len(order),)
-    for kept in ranks:
-        if escapes and kept < len(order) and share[order[kept]] * _ESCAPE_BITS > 0.05:
-            continue  # far too common to be escaped
-        table = _apportion(share, [*must, *order[:kept]])
-        cost = float((table_bits(table[None], escapes=escapes) @ share)[0])
-        if best is None or cost < best[0]:
-            best = cost, table
-    assert best is not None
-    return best[1]
+    # A frequency takes one part of 256 from the others; an escape takes 16 bits from whoever needs it.
+    worth = share * _ESCAPE_BITS > np.log2(TOTAL / (TOTAL - 1)) if escapes else np.ones(SYMBOLS, bool)
+    return _apportion(share, [s for s in range(SYMBOLS) if s in must or (allowed[s] and worth[s])])
 
 
 def _apportion(share: Counts, present: list[int]) -> Table:
@@ -115,8 +107,13 @@ def cluster(folded: Counts, count: int, *, escapes: bool) -> Choice:
     best one for those that took it. It starts from groups of equal size by entropy.
     """
     n = folded.shape[1]
-    if not n:
-        return Choice(np.empty((0, SYMBOLS), np.uint8), np.empty(0, np.uint8), np.empty(0, np.uint8), np.empty(0))
+    if not n:  # a card has one table at least, even if no level codes anything
+        return Choice(
+            integer_table(np.ones(SYMBOLS), escapes=escapes)[None],
+            np.empty(0, np.uint8),
+            np.empty(0, np.uint8),
+            np.empty(0),
+        )
     low = np.array([_cost_alone(counts, k, escapes) for k, counts in enumerate(folded)])
     shift = low.argmin(0)
     order = np.argsort(low.min(0), kind="stable")

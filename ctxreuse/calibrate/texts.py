@@ -114,15 +114,17 @@ def windows(texts: Sequence[str], text: TextModel, count: int, length: int) -> l
     """
     start = _mark(text)
     found: list[Tokens] = []
-    pieces = [(number, text.encode(document, markers=False)) for number, document in enumerate(texts)]
-    offsets = [0] * len(pieces)
+    ids: dict[int, Tokens] = {}
+    offsets = [0] * len(texts)
     while len(found) < count:
         before = len(found)
-        for number, ids in pieces:
+        for number, document in enumerate(texts):
             if len(found) == count:
                 break
+            if number not in ids:
+                ids[number] = text.encode(document, markers=False)
             opening = start[len(found) % 2]
-            body = ids[offsets[number] : offsets[number] + length - len(opening)]
+            body = ids[number][offsets[number] : offsets[number] + length - len(opening)]
             if len(opening) + len(body) < length:
                 continue
             offsets[number] += len(body)

@@ -53,7 +53,7 @@ def calibrate(
 
     console, began = Console(stderr=True), time.monotonic()
     targets = work.Target.parse(levels) if levels else work.DEFAULT_TARGETS
-    texts = work.read_texts(text) if text else work.default_texts()
+    given = work.read_texts(text) if text else None
     gauge, tokenizer = open_gauge(model, threads=threads)
     settings = work.settings_for(
         gauge, calibration=windows, validation=max(1, windows // 4), held_out=max(1, windows // 3)
@@ -66,7 +66,7 @@ def calibrate(
         "windows": f"{counts} of {settings.prefix}+{settings.scored} tokens",
     }
     with _Bars(console, quiet) as bars:
-        card = work.calibrate(gauge, tokenizer, texts, settings, bars.advance, notes)
+        card = work.calibrate(gauge, tokenizer, given or work.default_texts(), settings, bars.advance, notes)
     data = write_card(card)
     path = Shelf().add(data)
     if out is not None:

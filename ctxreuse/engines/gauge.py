@@ -85,10 +85,10 @@ class Gauge(Protocol):
         ...
 
     def gradients(self, reading: Reading, following: Tokens, seed: int) -> Planes:
-        """Gradients of sum(log p(y)) with respect to the reading's planes.
+        """A random vector for each row of the planes whose second moments are the Fisher information of the scores.
 
-        One y a token of ``following`` [S], drawn from the model's own distribution after it; so products of the
-        gradients are an unbiased sample of the Fisher information of S next tokens.
+        That is of the distributions after the S tokens of ``following``, with respect to the row; for example the
+        gradient of the log probability of S tokens drawn from them. Means over ``seed`` are exact.
         """
         ...
 

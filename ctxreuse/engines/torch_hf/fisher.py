@@ -90,9 +90,12 @@ class TorchGauge:
             cache = _changed(own, lambda layer, role, held: held.requires_grad_())
             leaves = {(i, r): getattr(cache.layers[i], n) for i in self._layers for r, n in _NAMES}
             scores = self._logits(cache, own.n, following)
-            draw = torch.multinomial(scores.detach().exp(), 1, generator=torch.Generator().manual_seed(seed))
+            # d/dlogits of sum(w * scores) is w - p sum(w): with w = sqrt(p) * noise its covariance is diag(p) - pp',
+            # the Fisher information of the logits, as for tokens drawn from p, but without their rare large values.
+            noise = torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed))
+            weights = (scores.detach() / 2).exp() * noise
             try:
-                scores.gather(1, draw).sum().backward()
+                (weights * scores).sum().backward()
             except RuntimeError as error:
                 raise EngineError(
                     f"the model has no gradients: {error}", where=self.space.architecture, fix="It cannot be calibrated"

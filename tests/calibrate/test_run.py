@@ -1,0 +1,148 @@
+"""A whole calibration of tiny models: cards that are valid, the same each time, and serve the codec."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxreuse.block import parse
+from ctxreuse.calibrate import Settings, Target, Texts, calibrate, read_texts, settings_for
+from ctxreuse.calibrate.texts import PARTS, windows
+from ctxreuse.codec import Card, Codec, card_digest, model_digest, read_card, write_card
+from ctxreuse.errors import ConfigError
+
+NO_NOTES: dict[str, str] = {}
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """No progress."""
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def made(
+    request: Any, gauge_of: Any, text: Any, texts: Texts, settings: Settings
+) -> tuple[str, Card, list[tuple[str, int, int]]]:
+    """A card, and the progress that was told on the way."""
+    told: list[tuple[str, int, int]] = []
+    gauge = gauge_of(request.param)
+    card = calibrate(gauge, text, texts, settings, lambda *step: told.append(step), {"text": "default"})
+    return request.param, card, told
+
+
+def test_a_card_is_whole(made: Any, gauge_of: Any) -> None:
+    name, card, told = made
+    space = gauge_of(name).space
+    assert card.model == model_digest(space)
+    assert set(card.index) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
+    read = read_card(write_card(card))
+    assert read.notes == {"text": "default"}
+    assert write_card(read) == write_card(card)
+    assert len(card.tables) <= 64
+    assert {rope.style for rope in card.ropes} == {"half"}
+    assert len(card.ropes) == (2 if name == "gemma3" else 1)
+    stages = list(dict.fromkeys(what for what, _, _ in told))
+    assert stages == ["reading", "gradients", "steps", "tables", "held-out text"]
+    assert all(done == total for what, done, total in told[-1:])
+
+
+def test_levels_fall_in_order(made: Any) -> None:
+    levels = made[1].levels
+    assert {level.info.name for level in levels} == {"kl-0.05", "kl-0.012", "kl-0.01"}
+    steps, bits = [level.step for level in levels], [level.info.bits for level in levels]
+    assert steps == sorted(steps, reverse=True)
+    assert bits == sorted(bits)
+    assert all(0 < level.info.kl < 0.2 and 0 < level.info.top1 <= 1 for level in levels)
+    for coarse, fine in pairwise(levels):
+        assert fine.info.kl < 1.2 * coarse.info.kl  # one window is little to measure on
+        assert all(len(a.table) <= len(b.table) for a, b in zip(coarse.codings, fine.codings))
+
+
+def test_nested_levels_fit(made: Any) -> None:
+    card = made[1]
+    base, fine = card.levels[card.number("kl-0.05")], card.levels[card.number("kl-0.012")]
+    assert (fine.info.base, base.info.base) == ("kl-0.05", "")
+    assert np.float32(base.step) == np.float32(3) * np.float32(fine.step)
+    assert all(len(b.refine) == len(a.table) for a, b in zip(base.codings, fine.codings))
+    for coding in fine.codings:
+        assert (card.tables[coding.refine][:, :3] > 0).all()
+
+
+def test_the_codec_reads_the_card(made: Any, engine_of: Any, text: Any, texts: Texts) -> None:
+    name, card, _ = made
+    engine = engine_of(name)
+    live = engine.start()
+    engine.prefill(live, text.encode(texts["held-out"][0])[:48])
+    keys = [bytes([i]) * 32 for i in range(3)]
+    view = parse(list(engine.export(live, keys, bytes(32), 0))[2])
+    codec = Codec(engine.space, (card_digest(write_card(card)).hex(), card))
+    error = {}
+    for level in card.levels:
+        coded = parse(codec.encode(view, level.info.name))
+        back = parse(codec.decode(coded))
+        plane = next(p for p in view.layout.planes if p.role == "k")
+        a, b = (v.array(plane.layer, "k").astype(float) for v in (view, back))
+        error[level.info.name] = float(np.abs(a - b).mean() / np.abs(a).mean())
+    assert error["kl-0.012"] < error["kl-0.05"] < 2
+    base, finer = parse(codec.encode(view, "kl-0.05")), parse(codec.refinement(view, "kl-0.012"))
+    np.testing.assert_array_equal(codec.merge(base, finer), codec.encode(view, "kl-0.012"))
+
+
+def test_equal_input_gives_equal_bytes(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
+    few = settings._replace(windows={"calibration": 2, "validation": 1, "held-out": 1}, targets=(Target(0.02),))
+    first, again = (write_card(calibrate(gauge_of("llama"), text, texts, few, silent, NO_NOTES)) for _ in range(2))
+    assert first == again
+    other = write_card(calibrate(gauge_of("llama"), text, texts, few._replace(epsilon=0.1), silent, NO_NOTES))
+    assert other != first
+
+
+def test_hybrid_layers_and_unrotated_keys(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
+    few = settings._replace(windows={"calibration": 2, "validation": 1, "held-out": 1}, targets=(Target(0.02),))
+    for name, style in (("falconh1", "half"), ("gpt2", "none")):
+        card = calibrate(gauge_of(name), text, texts, few, silent, NO_NOTES)
+        assert {rope.style for rope in card.ropes} == {style}
+        assert card.levels[0].info.kl < 0.1
+
+
+def test_parts_share_no_text(texts: Texts) -> None:
+    parts = texts
+    assert set(parts) == set(PARTS)
+    starts = [{document[:200] for document in parts[part]} for part in PARTS]
+    assert not starts[0] & starts[1] | starts[0] & starts[2] | starts[1] & starts[2]
+    assert all(sum(map(len, parts[part])) > 200_000 for part in PARTS)
+
+
+def test_windows_take_turns(text: Any) -> None:
+    found = windows(["abcdefgh" * 4, "x", "0123456789" * 3], text, 10, 12)
+    written = [text.decode(ids) for ids in found]
+    assert written[:3] == ["abcdefghabcd", "system: 0123", "efghabcdefgh"]
+    assert all(len(ids) == 12 for ids in found)
+    assert not windows(["too short"], text, 3, 12)
+
+
+def test_files_are_cut_in_three(tmp_path: Any, text: Any, gauge_of: Any, settings: Settings) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("".join(f"{i} " for i in range(2000)))
+    parts = read_texts([file])
+    assert "".join(parts[part][0] for part in PARTS) == file.read_text()
+    file.write_text("nothing much")
+    with pytest.raises(ConfigError, match="calibration text is too short: not one window of 120 tokens"):
+        calibrate(gauge_of("llama"), text, read_texts([file]), settings, silent, NO_NOTES)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_texts([file])
+
+
+def test_targets_as_users_write_them() -> None:
+    assert Target.parse("0.05+0.008, .01") == (Target(0.05, 0.008), Target(0.01))
+    assert Target(0.05, 0.008).names == ("kl-0.05", "kl-0.008")
+    for wrong in ("", "kl-0.05", "2", "0.01+0.05", "0.01+0.01", "-0.1", "0.1,0.1", "0.05+"):
+        with pytest.raises(ConfigError):
+            Target.parse(wrong)
+
+
+def test_amounts_suit_the_model(gauge_of: Any) -> None:
+    assert settings_for(gauge_of("llama"))[1:3] == (768, 192)
+    assert settings_for(gauge_of("gpt2")).prefix == 512 - 192

@@ -185,7 +185,10 @@ class Codec:
         if name.name == PACKED:
             streams, offsets = [view.buffer for view in views], [view.offset(layer, role) for view in views]
             sizes = [view.layout.planes[view.layout.index[layer, role]].nbytes for view in views]
-            counts = [lossless.plane_of(v.plane(layer, role, verify=False))[1][-2] for v in views]
+            shapes = [lossless.plane_of(view.plane(layer, role, verify=False))[1] for view in views]
+            if any(len(shape) != 3 for shape in shapes):
+                raise FormatError("packed plane of K or V has not three axes")
+            counts = [_rows(view, shape[1]) for view, shape in zip(views, shapes)]
             if row + sum(counts) > target.shape[1]:
                 raise FormatError(f"packed planes of {sum(counts)} tokens for {target.shape[1] - row} rows")
             sums = [view.checksum(layer, role) for view in views]
@@ -201,7 +204,7 @@ class Codec:
         coder = self._coder(views[0], more[0], layer, role)
         data = [view.plane(layer, role, verify=False) for view in views]
         sums = [view.checksum(layer, role) for view in views]
-        counts = [coder.tokens(stream) for stream in data]
+        counts = [_rows(view, coder.tokens(stream)) for view, stream in zip(views, data)]
         first = views[0].header.end - counts[0]
         if any(v.header.end != first + sum(counts[: i + 1]) for i, v in enumerate(views)):
             raise FormatError("coded blocks do not follow each other")
@@ -215,7 +218,7 @@ class Codec:
 
     def _decoded(self, view: BlockView, plane: Plane, refinement: BlockView | None) -> npt.NDArray[Any]:
         coder = self._coder(view, refinement, plane.layer, plane.role)
-        count = coder.tokens(view.plane(plane.layer, plane.role))
+        count = _rows(view, coder.tokens(view.plane(plane.layer, plane.role)))
         bits = np.empty((coder.plane.heads, count, coder.plane.dim), _BITS[self.space.dtype])
         self._fill([view], [refinement], plane.layer, plane.role, bits, 0)
         return bits
@@ -303,6 +306,17 @@ def _runs(views: Sequence[BlockView], more: Sequence[BlockView | None]) -> list[
     alike = [(view.header.level, extra is None or extra.header.level) for view, extra in zip(views, more, strict=True)]
     cuts = [i for i in range(len(views)) if i == 0 or alike[i] != alike[i - 1]]
     return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(views)])]
+
+
+def _rows(view: BlockView, count: int) -> int:
+    """The rows that a stream says it has; FormatError unless a block's are its tokens, and a state's are before it.
+
+    Fewer would leave numbers of another context in an engine's memory, more would overwrite what stands behind.
+    """
+    header = view.header
+    if (header.kind == "block" and count != len(header.tokens) // 4) or not 0 < count <= header.end:
+        raise FormatError(f"stream of {count} rows in a {header.kind} that ends at {header.end}")
+    return count
 
 
 class _Coders:

@@ -68,8 +68,9 @@ def _group(head: int, rows: npt.NDArray[np.float32]) -> ChannelGroup:
     mean = rows.mean(0)
     usual = float(np.sqrt(np.mean((rows - mean) ** 2))) or 1.0
     whole = np.eye(channels, dtype=np.float32)
-    gain = np.full(channels, 1 / 8128, np.float32)
-    return ChannelGroup(head, 1, float(np.log2(usual)), mean, gain, whole, (whole * 8128).astype(np.int16))
+    gain = np.full(channels, usual / 8128, np.float32)
+    basis = (whole * 8128).astype(np.int16)
+    return ChannelGroup(head, 1, float(np.log2(usual)), mean, gain, whole / np.float32(usual), basis)
 
 
 def _coding(group: ChannelGroup, rows: npt.NDArray[np.float32], step: float) -> Coding:

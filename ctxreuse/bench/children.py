@@ -85,16 +85,19 @@ def relay(endpoint: str, rate: float, rtt: float) -> Child:
 def main(arguments: Sequence[str]) -> None:
     """Bus server and store service over the folder and capacity given; prints its endpoint, ends with its input."""
     from ctxreuse.bus.serve import StoreService
+    from ctxreuse.bus.serve_pack import Packer
     from ctxreuse.bus.zmqio import BusServer
     from ctxreuse.store import open_store
 
     folder = Path(arguments[0])
     with open_store(folder / "store", capacity=int(arguments[1])) as store:
-        service = StoreService(store, folder, tenant_of=lambda _: "local")
+        packer = Packer(kept=0)  # every fetch pays for its encoding
+        service = StoreService(store, folder, tenant_of=lambda _: "local", packer=packer)
         with BusServer(service) as server:
             print(server.endpoint, flush=True)
             sys.stdin.read()
         service.close()
+        packer.close()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ before, so its estimates are warm; ``first_contact`` is without that. In ``falli
 ``both`` in the notes is what the two resources allow together: the context split so that the link brings its end while
 the engine computes its front, both without any other cost, and then the question. It is below the bound on slow links.
 
+`fetch_levels` goes on with the same context at levels: packed, lossy, and as both ends pick.
+
 The bar of a cell is 1.05 of the baseline, and 1.3 of the bound too where fetching was chosen. Cloud and relay take a
 part of this machine's cores (``beside``, of one core while the edge waits), which in a deployment they do not.
 """
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ctxreuse.bench.fetch_levels import level_figures
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.bench.shaped import FALLEN, FALLS_AFTER, Cell, Edge, Row
@@ -145,7 +148,10 @@ def run(options: Options) -> list[Figure]:
             engine = open_engine(_MODEL, dtype=dtype, reserve=_CONTEXT + _QUESTION + 64)
             edge = Edge(engine, _prompt(engine), _QUESTION, Path(folder))
             try:
-                found += figures(edge, short, options, rates=options.pick((20, 200, 1000), _RATES), rounds=3)
+                rates = options.pick((20, 200, 1000), _RATES)
+                found += figures(edge, short, options, rates=rates, rounds=3)
+                if short == "bf16":
+                    found += level_figures(edge, short, options, rates=rates, rounds=3)
             finally:
                 edge.close()
     return found

@@ -13,14 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ctxreuse.bench.children import Child, relay, sidecar
+from ctxreuse.bench.single import Single
 from ctxreuse.bus.remote import Clouds
 from ctxreuse.bus.serve_engine import compute_blocks
 from ctxreuse.bus.zmqio import BusClient
+from ctxreuse.codec import Shelf
 from ctxreuse.cost import CostModel, LinkEstimate, Record
 from ctxreuse.engines.base import Engine, Logits
 from ctxreuse.errors import LinkDownError
 from ctxreuse.keys import Tokens, prefix_keys
-from ctxreuse.runtime import Runtime
+from ctxreuse.runtime import Runtime, Usage
 from ctxreuse.runtime.remote import Fetch
 
 __all__ = ["FALLEN", "FALLS_AFTER", "PATIENT", "Answer", "Cell", "Edge", "Row"]
@@ -56,6 +58,7 @@ class Answer(NamedTuple):
     record: Record
     nbytes: int
     beside: float
+    same: bool = True
 
 
 class _Link(NamedTuple):
@@ -120,18 +123,18 @@ class Edge:
         return statistics.median(times)
 
     @contextmanager
-    def link(self, cell: Cell, *, warm: bool = True) -> Iterator[_Link]:
-        """A link of this kind to the cloud, whose announcements have arrived."""
+    def link(self, cell: Cell, *, warm: bool = True, levels: bool = False) -> Iterator[_Link]:
+        """A link of this kind to the cloud, whose announcements have arrived. ``levels``: blocks may come at those."""
         estimate, space = LinkEstimate(), self.engine.space
         with (
             relay(self.cloud.said, cell.bandwidth, cell.rtt) as wire,
-            BusClient(f"tcp://127.0.0.1:{wire.said}", name="cloud", spaces=[space.digest], estimate=estimate) as client,
+            BusClient(f"tcp://127.0.0.1:{wire.said}", name="cloud", models=[space], estimate=estimate) as client,
         ):
             _until(lambda: client.state == "up" and client.welcome is not None)
             assert client.welcome is not None
             keys = prefix_keys(space.digest, client.welcome.salt, self.context, space.block_tokens)
             _until(lambda: client.announced(keys) == len(keys))
-            clouds = Clouds([(client, estimate)])
+            clouds = Clouds([(client, estimate)], shelf=Shelf() if levels else None)
             if warm:
                 self._whole(clouds, self.other)
             cost = CostModel()
@@ -166,6 +169,16 @@ class Edge:
             self.differs.append(float(np.abs(done.logits - self._logits).max() / np.abs(self._logits).max()))
             self.same.append(float(np.argmax(done.logits) == np.argmax(self._logits)))
         return Answer(seconds, link.cost.log.records()[-1], done.usage.fetched_bytes, beside)
+
+    def at_level(self, link: _Link, lossy: str | None, only: str = "") -> tuple[Answer, Usage]:
+        """One answer to a request that allows ``lossy``; ``only``: the one level at which blocks may come."""
+        remote = Single(link.clouds, only) if only else link.clouds
+        runtime = Runtime(self.engine, remote=remote, cost=link.cost)
+        at = time.perf_counter()
+        done = runtime.prefill(self.prompt, lossy=lossy)
+        seconds = time.perf_counter() - at
+        same = self._logits is None or bool(np.argmax(done.logits) == np.argmax(self._logits))
+        return Answer(seconds, link.cost.log.records()[-1], done.usage.fetched_bytes, 0.0, same), done.usage
 
     def blocking(self, link: _Link) -> float:
         """Seconds of one answer that fetches everything before it loads, and loads before it computes."""

@@ -97,5 +97,5 @@ def _tables() -> npt.NDArray[np.uint8]:
         row = np.append(np.floor(weight / weight.sum() * 220), 1).astype(int)
         row[15] += 256 - row.sum()
         rows.append(row)
-    rows.append(np.array([80, 96, 80] + [0] * 29))
+    rows.append(np.array([80, 95, 80] + [0] * 28 + [1]))
     return np.array(rows, np.uint8)

@@ -9,7 +9,6 @@ import msgspec
 from ctxreuse.errors import StoreError
 from ctxreuse.levels import rank, short
 from ctxreuse.store.readonly import open_readonly
-from ctxreuse.store.records import footprint
 from ctxreuse.store.recovery import Unusable, records
 
 __all__ = ["Held", "held"]
@@ -51,7 +50,7 @@ def held(folder: Path) -> Held:
         blocks=sum(row.nbytes > 0 for row in rows),
         states=sum(row.state_nbytes > 0 for row in rows),
         tokens=sum(row.tokens for row in rows if row.nbytes),
-        nbytes=sum(footprint(row.nbytes) + footprint(row.state_nbytes) for row in rows),
+        nbytes=sum(row.nbytes + row.state_nbytes for row in rows),
         file_bytes=file_bytes,
         levels=dict(sorted(levels.items(), key=lambda entry: rank(entry[0]))),
     )

@@ -14,6 +14,7 @@ import pytest
 from ctxreuse.block import BlockWriter, Plane, layout_of
 from ctxreuse.keys import ROOT, as_tokens, prefix_keys
 from ctxreuse.store import BlockStore, Ledger, NewTurn
+from ctxreuse.testing.store_levels import CodedContext
 
 PLANES = (Plane(0, "k", "float32", (2, 4, 8)), Plane(0, "v", "float32", (2, 4, 8)))
 SPACE = b"s" * 32
@@ -118,3 +119,21 @@ with BlockStore.open(sys.argv[1]), Ledger.open(sys.argv[1]):
         assert str(owner.pid) in done.err
         owner.communicate("")
     assert owner.returncode == 0
+
+
+def test_stat_tells_levels_apart(run: Any, tmp_path: Path) -> None:
+    context = CodedContext(5)
+    levels = ("exact", "exact+rans", "kl-0.01", "kl-0.01", "approx~kl-0.01")
+    with BlockStore.open(tmp_path / "store") as store:
+        for i, level in enumerate(levels):
+            assert store.put(context.keys[i], context.at(i, level))
+        store.put(context.keys[1], context.at(1, "kl-0.05", state=True), kind="state")
+        store.flush()
+    body = json.loads(run("store", "stat", "--json", "--path", str(tmp_path / "store")).out)
+    kept = body["blocks"]["levels"]
+    assert {level: found[:2] for level, found in kept.items()} == {
+        "exact": [1, 64], "exact+rans": [1, 64], "kl-0.01": [2, 128], "approx": [1, 64], "kl-0.05": [0, 0],
+    }  # fmt: skip
+    assert sum(found[2] for found in kept.values()) == body["blocks"]["nbytes"]
+    out = run("store", "stat", "--path", str(tmp_path / "store")).out
+    assert "kl-0.01     128 tokens in 2 blocks" in out

@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ctxreuse.metrics import METRICS, SOURCES, Metrics, watch_store
 from ctxreuse.runtime.usage import Usage
-from ctxreuse.store import open_store
+from ctxreuse.store import BlockStore, open_store
+from ctxreuse.testing.store_levels import CodedContext, codec
 
 
 def test_the_table_keeps_its_rules() -> None:
@@ -35,7 +36,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_refused",
                 "_quarantined",
                 "_decisions",
-                    "_cards",
+                "_cards",
             )
         )
         assert row.help.endswith(".")
@@ -141,3 +142,26 @@ def test_a_store_that_fails_hides_nothing_else() -> None:
     metrics = Metrics()
     metrics.watch(broken)
     assert b"ctxreuse_requests_total" in metrics.render()
+
+
+def test_levels_are_counted_by_what_they_are(tmp_path: Path) -> None:
+    contexts = [CodedContext(4, seed=seed) for seed in range(6)]
+    metrics = Metrics()
+    with BlockStore.open(tmp_path, capacity=300_000) as store:
+        store.adopt(codec())
+        watch_store(metrics, store.stats, store.stats)
+        for context in contexts:
+            for i, key in enumerate(context.keys):
+                store.put(key, context.block(i), lossy="kl-0.05")
+            store.flush()
+        metrics.render()
+        blocks = {level: metrics.read("ctxreuse_store_level_blocks", level) for level in ("exact", "packed", "lossy")}
+        held = store.stats().levels
+        assert blocks == {"exact": held.get("exact", 0), "packed": held["exact+rans"], "lossy": held["kl-0.05"]}
+        steps = [("exact", "packed"), ("exact", "lossy"), ("packed", "lossy")]
+        counted = sum(metrics.read("ctxreuse_store_demoted_blocks_total", *step) for step in steps)
+        assert counted == sum(store.stats().demoted.values()) > 0
+    usage = Usage(100, 90, {"disk": 90}, by_level={"exact": 10, "kl-0.05": 60, "approx": 20})
+    metrics.record(usage, "stop")
+    assert metrics.read("ctxreuse_reused_tokens_total", "lossy") == 60
+    assert metrics.read("ctxreuse_reused_tokens_total", "approx") == 20

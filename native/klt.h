@@ -30,7 +30,7 @@ enum {
     CTX_KLT_TOKENS = 64,    /* of a cell */
     CTX_KLT_CHANNELS = 512, /* most of a group: escapes of a cell then fit 16 bits */
     CTX_KLT_BLOCK = 16,     /* channels that stand together in a prepared basis */
-    CTX_KLT_SHIFT = 11,     /* most low bits: q fits 16 bits */
+    CTX_KLT_SHIFT = 10,     /* most low bits: q and its rounding fit 16 bits */
     CTX_KLT_HEAD = 8, CTX_KLT_ENTRY = 16,
 };
 

@@ -16,6 +16,7 @@ nothing outside of the streams is read and nothing outside of the destination's 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import OrderedDict
@@ -129,6 +130,11 @@ class RopeAngles:
         self._ranges: OrderedDict[tuple[int, int, bool], Angles] = OrderedDict()
         self._lock = threading.Lock()
 
+    @classmethod
+    def shared(cls, inv_freq: ArrayLike, scale: float = 1.0) -> RopeAngles:
+        """The one for these angles in this process: layers with the same rotation share their tables."""
+        return _shared(np.asarray(inv_freq, np.float64).tobytes(), float(scale))
+
     def rotate(self, start: int, tokens: int) -> Angles:
         """(cos, sin) that rotate rows to positions start .. start + tokens. Read-only views."""
         return self._slice(start, tokens, undo=False)
@@ -172,6 +178,11 @@ class RopeAngles:
         sin = (np.sin(angles) * (-factor if undo else factor)).astype(np.float32)
         cos.flags.writeable = sin.flags.writeable = False
         return cos, sin
+
+
+@functools.lru_cache(maxsize=16)
+def _shared(inv_freq: bytes, scale: float) -> RopeAngles:
+    return RopeAngles(np.frombuffer(inv_freq, np.float64), scale)
 
 
 class KltPlane:

@@ -127,6 +127,7 @@ static inline __attribute__((always_inline)) void head_tile(const int blocks, co
     for (int t = 0; t < many; t++) {
         __m512 v[16];
         const size_t row = token + (size_t)t;
+        if (!(rows->written >> row & 1)) continue; /* behind the last token there are no angles */
         for (int b = 0; b < blocks; b++) {
             const __m512 factor = _mm512_mul_ps(_mm512_set1_ps(scale[row]), _mm512_loadu_ps(g->gain + (block + (size_t)b) * 16));
             v[b] = _mm512_add_ps(_mm512_mul_ps(factor, _mm512_cvtepi32_ps(s[t * blocks + b])),
@@ -142,7 +143,7 @@ static inline __attribute__((always_inline)) void head_tile(const int blocks, co
                 if (__builtin_expect(_mm512_cmp_ps_mask(v[b], v[b + blocks / 2], _CMP_UNORD_Q) != 0, 0))
                     v[b] = canon(v[b]), v[b + blocks / 2] = canon(v[b + blocks / 2]);
             }
-        if (rows->written >> row & 1) put_row(rows->at + row * rows->step, rows->dtype, v, blocks);
+        put_row(rows->at + row * rows->step, rows->dtype, v, blocks);
     }
 }
 

@@ -1,4 +1,5 @@
 /* main.c - runs every C test against every table that this machine can use; ctest and tests/native call it. */
+#include "klt.h"
 #include "test.h"
 
 uint64_t random_state = 0x9e3779b97f4a7c15ull;
@@ -37,6 +38,7 @@ int main(void) {
     test_boxes();
     test_checksums();
     test_rans();
+    test_klt();
     puts("all native tests passed");
     return 0;
 }

@@ -1,0 +1,347 @@
+"""The native transform coder equals the codec's numpy on every instruction set, and refuses what is no stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctxreuse import kernels
+from ctxreuse.codec.card import ChannelGroup, Coding, PlaneCard, Rope
+from ctxreuse.codec.planes import PlaneCoder, raw_type, to_bits
+from ctxreuse.codec.stream import Coder
+from ctxreuse.kernels import KltGroup, KltPlane, RansTables, RopeAngles, StreamError, klt
+
+pytestmark = pytest.mark.skipif(not kernels.klt_ready(), reason="the native extension is not built")
+
+TYPES = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
+STEP = 0.25
+
+
+def _tables(rng: np.random.Generator) -> RansTables:
+    """Peaks of several widths with an escape; the first is a refinement's; tails are absent."""
+    rows = [np.array([70, 110, 70] + [0] * 28 + [6])]
+    for width in (0, 1, 2, 4, 8, 15):
+        weight = np.clip(width + 1 - np.abs(np.arange(31) - 15), 0, None)
+        row = np.append(weight * 200 // max(int(weight.sum()), 1), int(rng.integers(1, 9)))
+        row[15] += 254 - row.sum()
+        row[14 + 2 * int(rng.integers(2))] += 2
+        rows.append(row)
+    return RansTables(np.array(rows))
+
+
+class Made:
+    """A plane at a level and at the base below it, as numpy and as kernels see them, and rows to code."""
+
+    def __init__(
+        self, seed: int, *, dim: int, groups: list[int], tokens: int, dtype: str, style: str, narrow: bool, wild: bool
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.tokens, self.dtype, self.start = tokens, dtype, int(rng.choice([0, 2, 77]))
+        heads, tables = sum(groups), _tables(rng)
+        rotary = 2 * int(rng.integers(1, dim // 2 + 1)) if style != "none" and dim > 1 else 0
+        rope = Rope(style, 100.0 ** -rng.random(rotary // 2), 1.25) if rotary else None  # type: ignore[arg-type]
+        found: list[list[Coder]] = [[], []]
+        kept, first = [], 0
+        for count in groups:
+            channels = count * dim
+            n = int(rng.integers(channels + 1))
+            size = 4 * 0.9 ** np.arange(n)[:, None]
+            forward = (rng.normal(size=(n, channels)) * size / np.sqrt(channels)).astype(np.float32)
+            basis = rng.integers(-8191, 8192, (n, channels)).astype(np.int16)
+            if narrow:
+                basis[n // 3 :] = (basis[n // 3 :] // 64).clip(-127, 127) * 64
+            mean, gain = rng.normal(size=(2, channels)).astype(np.float32)
+            group = ChannelGroup(first, count, float(rng.normal()), mean, gain / 8191, forward, basis)
+            low = int(rng.integers(n + 1))
+            for coders, active, step in ((found[0], low, 3 * STEP), (found[1], n, STEP)):
+                shift = np.where(np.arange(active) < active // 4, rng.integers(0, 5, active), 0)
+                table = rng.integers(1, 7, active).astype(np.uint8)
+                refine = rng.integers(0, 2, low if coders is found[1] else 0).astype(np.uint8)
+                coding = Coding(table, shift.astype(np.uint8), refine)
+                base = found[0][-1].coding if coders is found[1] else None
+                coders.append(Coder(group, coding, tables, step, base, nested=coders is found[0]))
+            kept.append(group)
+            first += count
+        plane = PlaneCard(0, "k", heads, dim, 0, tuple(kept))
+        self.base = PlaneCoder(plane, 0, rope, found[0])
+        self.coder = PlaneCoder(plane, 1, rope, found[1], self.base)
+        self.planes = _native(self.base, tables, None), None
+        self.planes = self.planes[0], _native(self.coder, tables, self.planes[0])
+        x = rng.normal(size=(heads, tokens, dim)).astype(np.float32)
+        if wild:
+            x *= 10.0 ** rng.integers(-3, 4, (1, tokens, 1)).astype(np.float32)
+            x[:, rng.random(tokens) < 0.1] *= np.float32(1e9)
+            x[0, rng.random(tokens) < 0.1, 0] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32))
+        self.bits = np.asarray(to_bits(x, dtype)).reshape(x.shape).copy()
+        self.angles = RopeAngles(rope.inv_freq, rope.scale) if rope else None
+        self.box = (tokens * dim, dim, 1)
+
+    def encode(self, level: int, *, refinement: bool = False) -> bytes:
+        undo = self.angles.undo(self.start, self.tokens) if self.angles else None
+        data, offsets = self.planes[level].encode(
+            self.bits, self.dtype, 0, self.box, [self.tokens], raw_first=max(0, 4 - self.start),
+            raw_dtype=raw_type(self.dtype), angles=undo, refinement=refinement,
+        )  # fmt: skip
+        assert offsets.tolist() == [0, len(data)]
+        return data.tobytes()
+
+    def decode(self, level: int, data: Any, more: Any = None, **others: Any) -> np.ndarray:
+        """Rows [heads, tokens, dim]; what lies round them must stay as it is."""
+        heads, tokens, dim = self.bits.shape
+        held = np.full((heads, tokens + 2, dim), 0x1234, TYPES[self.dtype])
+        self.planes[level].decode(
+            held, self.dtype, dim * held.itemsize, (held.shape[1] * dim, dim, 1), [data], [tokens],
+            raw_type(self.dtype), refinements=None if more is None else [more],
+            angles=self.angles.rotate(self.start, tokens) if self.angles else None, **others,
+        )  # fmt: skip
+        assert (held[:, 0] == 0x1234).all()
+        assert (held[:, -1] == 0x1234).all()
+        return held[:, 1:-1]
+
+
+def _native(coder: PlaneCoder, tables: RansTables, base: KltPlane | None) -> KltPlane:
+    groups = [
+        KltGroup(
+            c.group.first, c.group.heads, c.group.log_rms, c.group.mean, c.group.gain, c.group.forward, c.group.basis,
+            c.coding.table, c.coding.shift, c.coding.refine,
+        )
+        for c in coder.coders
+    ]  # fmt: skip
+    return KltPlane(
+        tables, coder.plane.dim, groups, coder.number, coder.coders[0].step, base=base, nested=base is None,
+        rope=coder.rope.style if coder.rope else "none",
+    )  # fmt: skip
+
+
+def everywhere(call: Callable[[], Any]) -> Any:
+    """What a call gives, which must be the same with every table."""
+    results = []
+    for name in kernels.available():
+        kernels.use(name)
+        results.append(call())
+    assert all(np.array_equal(results[0], other) for other in results[1:])
+    return results[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    dim=st.sampled_from([1, 2, 6, 16, 24, 64, 128]),
+    groups=st.sampled_from([[1], [2], [1, 2], [2, 1, 1]]),
+    tokens=st.integers(1, 150),
+    dtype=st.sampled_from(sorted(TYPES)),
+    style=st.sampled_from(["none", "half", "pairs"]),
+    narrow=st.booleans(),
+    wild=st.booleans(),
+)
+def test_streams_and_rows_equal_numpy(seed: int, **shape: Any) -> None:
+    made = Made(seed, **shape)
+    coder, base, start, dtype = made.coder, made.base, made.start, made.dtype
+    whole, low, more = coder.encode(made.bits, dtype, start), base.encode(made.bits, dtype, start), b""
+    more = coder.refine(made.bits, dtype, start)
+    assert everywhere(lambda: made.encode(1)) == whole
+    assert everywhere(lambda: made.encode(0)) == low
+    assert everywhere(lambda: made.encode(1, refinement=True)) == more
+    assert (everywhere(lambda: made.decode(1, whole)) == coder.decode(memoryview(whole), dtype, start)).all()
+    merged = coder.decode(memoryview(low), dtype, start, memoryview(more))
+    assert (everywhere(lambda: made.decode(1, low, more)) == merged).all()
+
+
+def _small(seed: int = 0, tokens: int = 70, dim: int = 8) -> Made:
+    return Made(
+        seed, dim=dim, groups=[1, 2], tokens=tokens, dtype="bfloat16", style="half", narrow=True, wild=bool(seed % 2)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 20), data=st.data())
+def test_changed_bytes_are_refused_or_decoded_alike(seed: int, data: st.DataObject) -> None:
+    made = _small(seed)
+    stream, more = bytearray(made.encode(0)), bytearray(made.encode(1, refinement=True))
+    level, of = data.draw(st.sampled_from([(0, stream), (1, stream), (1, more)]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        of[data.draw(st.integers(0, len(of) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    cut = data.draw(st.sampled_from([0, 0, 0, 1, 40]))
+    del of[len(of) - cut :]
+
+    def attempt() -> Any:
+        try:
+            return made.decode(level, bytes(stream), bytes(more) if level else None)
+        except StreamError as error:
+            return f"{error} {error.stream}"
+
+    everywhere(attempt)
+
+
+def _change(made: Made, level: int, at: int, value: int) -> bytes:
+    data = bytearray(made.encode(level))
+    data[at] = value
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        (0, 2, "another scheme"), (1, 9, "another scheme"), (2, 1, "another scheme"), (3, 1, "another scheme"),
+        (4, 69, "other tokens"), (6, 3, "other tokens"), (8 + 14, 1, "impossible lengths"), (8 + 9, 255, "impossible"),
+        (8 + 12, 255, "impossible lengths"), (8 + 32, 255, "impossible lengths"),
+    ],
+)  # fmt: skip
+def test_bent_heads_and_entries_are_named(at: int, value: int, reason: str) -> None:
+    made = _small()
+    for name in kernels.available():
+        kernels.use(name)
+        with pytest.raises(StreamError, match=reason):
+            made.decode(1, _change(made, 1, at, value))
+    with pytest.raises(StreamError, match="impossible lengths"):
+        made.decode(1, made.encode(1) + b"\0")
+    with pytest.raises(StreamError, match="another scheme"):
+        made.decode(1, b"")
+
+
+def test_a_refinement_must_belong_to_its_base() -> None:
+    made, other = _small(2), _small(4)
+    with pytest.raises(StreamError, match="refinement 0"):
+        made.decode(1, made.encode(0), other.encode(1, refinement=True))
+    with pytest.raises(ValueError, match="refines no other"):
+        made.decode(0, made.encode(0), b"")
+    with pytest.raises(ValueError, match="refines no other"):
+        made.encode(0, refinement=True)
+
+
+def test_checksums_are_compared_of_long_and_short_streams() -> None:
+    made = _small(2)
+    whole, low, more = made.encode(1), made.encode(0), made.encode(1, refinement=True)
+    assert len(whole) > 240
+    sums = [xxhash.xxh3_64_intdigest(part) for part in (whole, low, more)]
+    assert (made.decode(1, whole, checksums=[sums[0]]) == made.decode(1, whole)).all()
+    assert (made.decode(1, low, more, checksums=[sums[1]], refinement_checksums=[sums[2]])).any()
+    with pytest.raises(StreamError, match=r"checksum.*stream 0"):
+        made.decode(1, whole, checksums=[sums[0] ^ 1])
+    with pytest.raises(StreamError, match=r"checksum.*refinement 0"):
+        made.decode(1, low, more, checksums=[sums[1]], refinement_checksums=[sums[2] ^ 1])
+    bare = Made(0, dim=1, groups=[1], tokens=3, dtype="float16", style="none", narrow=False, wild=False)
+    plane, mean = _bare_plane()
+    data, _ = plane.encode(bare.bits, "float16", 0, bare.box, [3])
+    assert len(data) == 8 + 16
+    out = np.zeros((1, 3, 1), np.float16)
+    plane.decode(out, "float16", 0, bare.box, [data], [3], "float16", checksums=[xxhash.xxh3_64_intdigest(data)])
+    assert (out == mean).all()
+    with pytest.raises(StreamError, match="checksum"):
+        plane.decode(out, "float16", 0, bare.box, [data], [3], "float16", checksums=[1])
+
+
+def _bare_plane(**changed: Any) -> tuple[KltPlane, float]:
+    """A plane of one channel that codes nothing but its mean; ``changed`` replaces fields of its group."""
+    empty = np.empty((0, 1))
+    fields: dict[str, Any] = {
+        "first": 0, "heads": 1, "log_rms": 0.0, "mean": [0.5], "gain": [1e-3], "forward": empty,
+        "basis": empty.astype(np.int16), "table": [], "shift": [],
+    }  # fmt: skip
+    return KltPlane(_tables(np.random.default_rng(0)), 1, [KltGroup(**(fields | changed))], 0, 1.0), 0.5
+
+
+ONE = {"forward": [[1.0]], "basis": np.array([[1]], np.int16), "table": [1], "shift": [0]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"mean": [np.nan]}, "mean"), ({"gain": [np.inf]}, "gain"), ({"first": 1}, "cover the heads"),
+        ({"log_rms": 1e4}, "energy"), ({"mean": [1.0, 2.0]}, "arrays"), ({"table": [1]}, "arrays"),
+        ({**ONE, "forward": [[np.nan]]}, "forward"), ({**ONE, "basis": np.array([[8192]], np.int16)}, "basis"),
+        ({**ONE, "shift": [11]}, "shift"), ({**ONE, "table": [99]}, "table"), ({**ONE, "refine": [0]}, "base"),
+        ({**ONE, "basis": [[1.5]]}, "basis"), ({"heads": 2**40}, "arrays"), ({"heads": 0}, "512 channels|heads"),
+    ],
+)  # fmt: skip
+def test_cards_that_cannot_be_are_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        _bare_plane(**changed)
+
+
+def test_runs_of_blocks_in_any_layout_and_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _small(6, tokens=200)
+    heads, tokens, dim = made.bits.shape
+    assert made.angles is not None
+    plane, counts = made.planes[1], [64, 70, 1, 65]
+    undo, turn = made.angles.undo(5, tokens), made.angles.rotate(5, tokens)
+    data, offsets = plane.encode(made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
+    streams = [data[a:b] for a, b in itertools.pairwise(offsets)]
+    plain = np.zeros_like(made.bits)
+    plane.decode(plain, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
+    assert (plain[:, :66] == made.bits[:, :66]).all()
+    across = np.ascontiguousarray(made.bits.transpose(0, 2, 1))  # [heads, dim, tokens], as vLLM keeps K on CPUs
+    strides = (dim * tokens, 1, tokens)
+    again, _ = plane.encode(across, "bfloat16", 0, strides, counts, raw_first=66, angles=undo)
+    assert again.tobytes() == data.tobytes()
+    out = np.zeros((heads, dim, tokens), np.float32)
+    plane.decode(out, "float32", 0, strides, streams, counts, "bfloat16", angles=turn)
+    assert (to_bits(out, "bfloat16").reshape(out.shape).transpose(0, 2, 1) == plain).all()
+    monkeypatch.setattr(klt, "PARALLEL_VALUES", 64)
+    monkeypatch.setattr(klt, "cores", lambda: 3)
+    spread, places = plane.encode(made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
+    assert spread.tobytes() == data.tobytes()
+    assert (places == offsets).all()
+    threaded = np.zeros_like(plain)
+    plane.decode(threaded, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
+    assert (threaded == plain).all()
+    bad = [*streams[:3], streams[3][:-1]]
+    with pytest.raises(StreamError, match="stream 3") as caught:
+        plane.decode(threaded, "bfloat16", 0, made.box, bad, counts, "bfloat16", angles=turn)
+    assert caught.value.stream == 3
+
+
+def test_times_of_the_parts_are_told() -> None:
+    made = _small(8)
+    times = np.zeros(len(klt.DECODE_PARTS), np.int64)
+    made.decode(1, made.encode(1), times=times)
+    assert (times > 0).all()
+    with pytest.raises(ValueError, match="times"):
+        made.decode(1, made.encode(1), times=np.zeros(1, np.int64))
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    made = _small()
+    data, plane = made.encode(1), made.planes[1]
+    assert made.angles is not None
+    turn = made.angles.rotate(0, 70)
+    good: dict[str, Any] = {
+        "dst": np.zeros_like(made.bits), "dst_dtype": "bfloat16", "dst_offset": 0, "dst_strides": made.box,
+        "streams": [data], "token_counts": [70], "raw_dtype": "bfloat16", "angles": turn,
+    }  # fmt: skip
+    for changed in (
+        {"dst": bytes(10)}, {"dst_offset": 1}, {"dst_strides": (1, 1, 1)}, {"dst_dtype": "int8"}, {"streams": []},
+        {"token_counts": [2**62]}, {"token_counts": [-1]}, {"angles": None}, {"angles": (turn[0][:9], turn[1][:9])},
+        {"dst": bytes(10**5)}, {"raw_dtype": "x"}, {"checksums": [2**64]}, {"refinements": []},
+    ):  # fmt: skip
+        with pytest.raises((ValueError, OverflowError)):
+            plane.decode(**(good | changed))
+    with pytest.raises(StreamError):
+        plane.decode(**(good | {"token_counts": [0], "angles": (turn[0][:0], turn[1][:0])}))
+    with pytest.raises(ValueError, match="cannot have 0 tokens"):
+        plane.encode(made.bits, "bfloat16", 0, made.box, [0])
+
+
+def test_angles_are_the_same_however_they_are_asked_for() -> None:
+    angles = RopeAngles(10000.0 ** -np.linspace(0, 1, 8), 1.5)
+    far = 1 << 15
+    for start, tokens in ((0, 5), (1000, 100), (far - 10, 10), (far - 3, 9), (10**6, 4)):
+        by_hand = np.arange(start, start + tokens)[:, None] * angles.inv_freq
+        for got, sign, factor in ((angles.rotate, 1, 1.5), (angles.undo, -1, 1 / 1.5)):
+            cos, sin = got(start, tokens)
+            assert (cos == (np.cos(by_hand) * factor).astype(np.float32)).all()
+            assert (sin == (np.sin(by_hand) * (sign * factor)).astype(np.float32)).all()
+    assert RopeAngles.shared(angles.inv_freq, 1.5) is RopeAngles.shared(list(angles.inv_freq), 1.5)
+    assert RopeAngles.shared(angles.inv_freq, 1.5) is not RopeAngles.shared(angles.inv_freq)
+    for i in range(20):
+        angles.rotate(10**6 + i, 1)
+    assert len(angles._ranges) <= 8
+    with pytest.raises(ValueError, match="positions"):
+        angles.rotate(-1, 2)

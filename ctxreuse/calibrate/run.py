@@ -67,7 +67,7 @@ class Settings(NamedTuple):
     windows: dict[Part, int]
     prefix: int = 768
     scored: int = 192
-    draws: int = 1
+    draws: int = 2
     epsilon: float = 0.02
     targets: tuple[Target, ...] = DEFAULT_TARGETS
 

@@ -30,8 +30,8 @@ def first_k_matches(engine: Engine, views: Sequence[BlockView], rng: Random, sam
     """Whether K of the first layer is what this engine computes for the token ids that the blocks name.
 
     Compares ``samples`` rows at random over ``views`` (blocks of the engine's space with the engine's layout, anywhere
-    in a context, at any level that it can decode; only their planes of the first layer are read). None: the model's first layer keeps no K of all
-    tokens, so nothing can be said. Raises FormatError if a plane that is read is corrupt.
+    in a context, at any level that it can decode; only their planes of the first layer are read). None: the model's
+    first layer keeps no K of all tokens, so nothing can be said. Raises FormatError if a plane that is read is corrupt.
 
     It proves little about the deeper layers, which depend on all tokens before: a peer that computes the first layer
     and invents the rest passes. It catches the wrong model, wrong positions, rubbish, and random corruption under right

@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 #: Seconds between two looks at a fetch that is waited for, least and most.
 _SLICE = (0.005, 0.05)
-#: Seconds over which the rate is taken, least; and the bytes that must fit, as whole payloads of a MiB arrive at once.
-_WINDOW, _PAYLOADS = 0.1, 3 << 20
+#: Seconds over which the rate is taken, least, as a link that stalls for a tenth of a second is not a slow one; and the
+#: bytes that must fit, as whole payloads of a MiB arrive at once.
+_WINDOW, _PAYLOADS = 0.3, 3 << 20
 #: Bytes that may be about to arrive while none do: the most that one payload has.
 _PAYLOAD = 1 << 20
 #: Seconds beyond two round trips that a peer may take to begin.

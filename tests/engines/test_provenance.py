@@ -1,0 +1,72 @@
+"""Where a context's numbers came from, against a list with one entry a token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxreuse.engines.provenance import Provenance, leading, tokens_at
+from ctxreuse.levels import EXACT, PACKED, approx, fits, is_exact, rank
+
+SIZE = 4
+LEVELS = (EXACT, PACKED, "kl-0.01@0123456789abcdef", "kl-0.05@0123456789abcdef", "approx~kl-0.05")
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("load"), st.lists(st.sampled_from(LEVELS), min_size=1, max_size=4)),
+        st.tuples(st.just("compute"), st.integers(1, 9)),
+        st.tuples(st.just("crop"), st.integers(0, 40)),
+    ),
+    max_size=12,
+)
+
+
+@given(steps)
+def test_runs_say_of_each_token_what_it_is(steps: list[tuple[str, object]]) -> None:
+    history, tokens = Provenance(), list[str]()
+    for kind, what in steps:
+        if kind == "load":
+            assert isinstance(what, list)
+            below = len(tokens) // SIZE * SIZE
+            history.crop(below)
+            del tokens[below:]
+            history.load(below, SIZE, what)
+            tokens += [level for level in what for _ in range(SIZE)]
+        elif kind == "compute":
+            assert isinstance(what, int)
+            lossy = [level for level in tokens if not is_exact(level)]
+            tokens += [approx(max(lossy, key=rank)) if lossy else EXACT] * what
+        else:
+            assert isinstance(what, int)
+            del tokens[what:]
+            history.crop(len(tokens))
+        runs = history.runs(len(tokens))
+        assert [level for run in runs for level in [run.level] * (run.end - run.start)] == tokens
+        assert all(a.end == b.start for a, b in pairwise(runs))
+        for allowed in (None, "kl-0.01", "kl-0.05"):
+            good = next((i for i, level in enumerate(tokens) if not fits(level, allowed)), len(tokens))
+            assert leading(runs, allowed) == good
+        for start, end in ((0, len(tokens)), (3, 9), (SIZE, 2 * SIZE)):
+            part = tokens[start:end]
+            assert tokens_at(runs, start, end) == {level: part.count(level) for level in dict.fromkeys(part)}
+            lossy = [level for level in part if not is_exact(level)]
+            assert history.worst(start, min(end, len(tokens))) == (approx(max(lossy, key=rank)) if lossy else EXACT)
+
+
+def test_a_lossy_state_is_below_all_that_follows_it() -> None:
+    history = Provenance()
+    history.load(0, SIZE, [EXACT] * 5)
+    history.stain(20, 7, "approx~kl-0.01")
+    assert history.below(20) == "approx~kl-0.01"
+    assert leading(history.runs(30), None) == 20
+    history.crop(20)
+    assert history.below(20) == "approx~kl-0.01"
+    history.crop(15)  # still inside the window that was loaded
+    assert history.below(15) == "approx~kl-0.01"
+    history.crop(12)
+    assert history.below(12) == EXACT
+    assert leading(history.runs(12), None) == 12
+    history.stain(12, 0, EXACT)
+    assert history.below(12) == EXACT

@@ -34,8 +34,8 @@ class PagedPlane(NamedTuple):
 def encode_planes(card: DeviceCard, planes: Sequence[PagedPlane]) -> list[npt.NDArray[np.uint8]]:
     """The coded stream of each plane at the card's level, uint8 on the host. Waits for the device.
 
-    The first tokens of a context and those that no number can stand for are kept raw, in the pages' type: that must
-    be the card's ``raw_dtype``. ValueError for that and for pages; 1 to 65,535 tokens a plane.
+    Pages must be of the type of the card's model space. The first tokens of a context and those that no number can
+    stand for are kept raw, in 16 bits. ValueError for pages; 1 to 65,535 tokens a plane.
     """
     if not planes:
         return []
@@ -100,7 +100,7 @@ def _record(
         raise ValueError(f"a coded plane has 1 to 65,535 tokens, not {one.tokens} ({where})")
     plane = card.card.planes[card.number(one.layer, one.role)]
     out = paged(card, plane, one.pages, one.row, one.tokens, held, where)
-    if out["type"] != card.raw_type:
+    if out["type"] != card.type:
         raise ValueError(f"pages: {one.pages.dtype} is not the type of the model space ({where})")
     out["raw_type"] = card.raw_type
     found = angles_on(card, plane, one.start, one.tokens, angles, undo=True)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.codec.card import Card, PlaneCard
-from ctxreuse.codec.planes import rope_tables
+from ctxreuse.codec.planes import raw_type, rope_tables
 from ctxreuse.cuda.cells import Parsed, parse, parse_refinement
 from ctxreuse.cuda.launch import Launcher
 from ctxreuse.cuda.layout import CELL, GROUP, PLANE, Book
@@ -62,15 +62,15 @@ class CodedPlane(NamedTuple):
 class DeviceCard:
     """One level of a card in device memory (``book``, ``groups``, ``tables``, ``codes``); immutable.
 
-    ``raw_dtype``: the type in which streams hold raw tokens, that of the model space. ValueError if the device cannot
+    ``dtype``: that of the model space, "float32", "float16" or "bfloat16". ValueError if the device cannot
     do a plane's heads (multiples of 8 channels) or the tables do not fit into shared memory.
     """
 
-    def __init__(self, launcher: Launcher, card: Card, level: str, raw_dtype: str) -> None:
+    def __init__(self, launcher: Launcher, card: Card, level: str, dtype: str) -> None:
         xp = launcher.xp
         self.launcher, self.card = launcher, card
         self.level = card.number(level)
-        self.raw_type = TYPES[raw_dtype]
+        self.type, self.raw_type = TYPES[dtype], TYPES[raw_type(dtype)]
         found = card.levels[self.level]
         self.base = card.number(found.info.base) if found.info.base else -1
         book = Book()

@@ -266,7 +266,7 @@ extern "C" __global__ void ctx_klt_pack(const KltCell *cells, u32 count, const K
     }
     u8 *rows = listed + 2 * cell.escapes;
     const Run *const runs = (const Run *)(book + group.runs);
-    const u32 item = item_bytes(plane.type);
+    const u32 item = item_bytes(plane.type), size = item_bytes(plane.raw_type);
     for (u32 t = 0; t < cell.tokens; t++) {
         if (!(cell.raw >> t & 1)) continue;
         const i64 place = place_of(plane, cell.first + t);
@@ -277,8 +277,10 @@ extern "C" __global__ void ctx_klt_pack(const KltCell *cells, u32 count, const K
             const u32 channel = (second ? run.channel[1] : run.channel[0]) + i % 4;
             const i64 dim = (second ? run.dim[1] : run.dim[0]) + i % 4;
             const u8 *const from = (const u8 *)plane.memory + (place + run.head * plane.head_stride + dim) * item;
-            for (u32 byte = 0; byte < item; byte++) rows[(u64)channel * item + byte] = from[byte];
+            u32 value = load_item(from, plane.type);
+            if (plane.raw_type != plane.type) value = narrow(widen(value, plane.type), plane.raw_type);
+            for (u32 byte = 0; byte < size; byte++) rows[(u64)channel * size + byte] = (u8)(value >> 8 * byte);
         }
-        rows += (u64)group.channels * item;
+        rows += (u64)group.channels * size;
     }
 }

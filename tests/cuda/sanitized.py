@@ -22,7 +22,7 @@ symbols, tables, steps, seeds = sample_streams(1, [700])
 stream = kernels.rans_encode(symbols, tables, steps, seeds[0])
 sample = Sample("float16", 70, start=0, groups=(2, 1))
 card, block = sample.device(shim, "kl-0.05"), sample.coded("kl-0.05")
-for turn in range(100):
+for turn in range(60):
     data = stream[: random.integers(stream.size + 1)].copy()
     plane = bytearray(block.plane(*sample.planes[turn % 4]))
     head = 8 + 16 * 4

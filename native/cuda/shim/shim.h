@@ -132,15 +132,20 @@ inline void multiply_add(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, 
         unsigned a[4], b[2];
     };
     const shim::Slot *all = shim::meet(~0u, shim::MULTIPLY, shim::pack(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}));
-    const unsigned lane = threadIdx.x % 32;
-    for (unsigned i = 0; i < 4; i++) {
-        const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
-        for (unsigned k = 0; k < 32; k++) {
-            const unsigned part = k % 16 / 4, byte = 8 * (k % 4);
-            const unsigned left = shim::unpack<Fragments>(all[4 * row + part]).a[i / 2 + 2 * (k / 16)];
-            const unsigned right = shim::unpack<Fragments>(all[4 * column + part]).b[k / 16];
-            d[i] += static_cast<unsigned>(static_cast<int8_t>(left >> byte) * static_cast<int8_t>(right >> byte));
+    const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    int8_t left[2][32], right[2][32];
+    for (unsigned part = 0; part < 4; part++) {
+        const Fragments rows = shim::unpack<Fragments>(all[4 * row + part]);
+        for (unsigned i = 0; i < 4; i++) std::memcpy(&left[i % 2][16 * (i / 2) + 4 * part], &rows.a[i], 4);
+        for (unsigned e = 0; e < 2; e++) {
+            const Fragments columns = shim::unpack<Fragments>(all[4 * (column + e) + part]);
+            for (unsigned i = 0; i < 2; i++) std::memcpy(&right[e][16 * i + 4 * part], &columns.b[i], 4);
         }
+    }
+    for (unsigned i = 0; i < 4; i++) {
+        int sum = 0;
+        for (unsigned k = 0; k < 32; k++) sum += left[i / 2][k] * right[i % 2][k];
+        d[i] += static_cast<unsigned>(sum);
     }
 }
 

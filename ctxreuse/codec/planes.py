@@ -258,7 +258,8 @@ def plane_coder(card: Card, number: int, layer: int, role: str, tables: kernels.
         made
         if not kernels.klt_ready()
         else made._replace(
-            native=_native(made, tables), angles=None if rope is None else kernels.RopeAngles(rope.inv_freq, rope.scale)
+            native=_native(made, tables),
+            angles=None if rope is None else kernels.RopeAngles.shared(rope.inv_freq, rope.scale),
         )
     )
 

@@ -68,6 +68,7 @@ enum {
     CTX_CPU_AVX2 = 1, CTX_CPU_F16C = 2, CTX_CPU_AVX512 = 4 /* F, BW, DQ, VL */, CTX_CPU_NEON = 8,
     CTX_CPU_VBMI2 = 16, /* VBMI and VBMI2; only with CTX_CPU_AVX512 */
     CTX_CPU_VNNI = 32,  /* only with CTX_CPU_AVX512 */
+    CTX_CPU_BMI2 = 64,  /* BMI1, BMI2 */
 };
 uint32_t ctx_cpu(void); /* those that are here */
 

@@ -58,6 +58,7 @@ static uint32_t cpu_bits(void) {
     if (c & bit_F16C) bits |= CTX_CPU_F16C;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return bits;
     if (b & bit_AVX2) bits |= CTX_CPU_AVX2;
+    if ((b & bit_BMI) && (b & bit_BMI2)) bits |= CTX_CPU_BMI2;
     const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     if ((b & wide) == wide && (state & 0xe0) == 0xe0) bits |= CTX_CPU_AVX512; /* opmask, ZMM low and high */
     const uint32_t bytes = bit_AVX512VBMI | bit_AVX512VBMI2;

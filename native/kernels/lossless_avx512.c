@@ -1,6 +1,6 @@
 /* lossless_avx512.c - lossless packing with AVX-512: a step's 64 values are a register of upper bytes and one of lower bytes.
  *
- * Needs VBMI for byte permutes; processors with VBMI2 have a fast PDEP and PEXT (BMI2) as well.
+ * Needs VBMI for byte permutes, VBMI2 for escapes, BMI2 for bits that only some lanes have.
  */
 #include <immintrin.h>
 
@@ -262,4 +262,4 @@ static void join(const ctx_lossless_steps *s) {
 }
 
 const ctx_lossless_coder ctx_lossless_avx512 = {
-    .needs = CTX_CPU_AVX512 | CTX_CPU_VBMI2, .choose = choose, .split = split, .count = count, .join = join};
+    .needs = CTX_CPU_AVX512 | CTX_CPU_VBMI2 | CTX_CPU_BMI2, .choose = choose, .split = split, .count = count, .join = join};

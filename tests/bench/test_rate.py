@@ -136,3 +136,22 @@ def test_a_context_is_loaded_with_what_a_rival_made_of_it(kind: str, engine_of: 
     assert worse.kl > 100 * max(fidelity.kl, 1e-7)
     assert worse.top1 < 1
     assert bits == RAW_BITS * sinks
+
+
+def test_settings_go_to_the_benches_that_have_them() -> None:
+    from ctxreuse import bench
+
+    with pytest.raises(ConfigError, match="plot"):
+        bench.run("tree", quick=True, plot=Path("x"))
+
+
+def test_a_model_without_a_card_is_told_how_to_get_one(
+    engine_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ctxreuse import bench, engines
+
+    monkeypatch.setenv("CTXREUSE_CARDS", str(tmp_path))
+    monkeypatch.setattr(engines, "open_engine", lambda *_, **__: engine_of("llama"))
+    for name in ("codec", "pipeline"):
+        with pytest.raises(ConfigError, match="calibrate"):
+            bench.run(name, quick=True, model="any")

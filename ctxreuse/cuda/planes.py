@@ -255,6 +255,8 @@ def paged(
     """A PLANE record that says where rows ``row`` to ``row + tokens`` of a plane lie; ValueError for what cannot be."""
     xp, memory = card.launcher.xp, pages.memory
     if not isinstance(memory, xp.ndarray):
+        if isinstance(memory, np.ndarray):
+            raise ValueError(f"pages: the memory lies on the host ({where})")
         memory = xp.from_dlpack(memory)
     table = pages.table
     if not isinstance(table, np.ndarray | xp.ndarray):

@@ -36,11 +36,17 @@ __device__ bool read_part(const Part &part, u32 tokens, const RansTable *tables,
     // Component and token of the step's first symbol and of this thread's two.
     u32 head = 0, head_token = 0, c[2] = {lane / tokens, (lane + WARP) / tokens};
     u32 t[2] = {lane % tokens, (lane + WARP) % tokens}, escaped = 0;
+    u32 now = part.coding[0] & 255;
     bool bad = false;
     for (u32 i = 0; i < total; i += CELL) {
         const u32 active = total - i < CELL ? total - i : CELL;
+        // The next step's table is asked for before this step, which does not wait for it.
+        head += down, head_token += along;
+        if (head_token >= tokens) head++, head_token -= tokens;
+        const u32 next = part.coding[head < part.components ? head : 0] & 255;
         u32 symbols[2];
-        reader.step(tables[part.coding[head] & 255], active, symbols);
+        reader.step(tables[now], active, symbols);
+        now = next;
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
             const bool on = lane + WARP * h < active, escape = on && symbols[h] == (u32)ESCAPE;
@@ -70,8 +76,6 @@ __device__ bool read_part(const Part &part, u32 tokens, const RansTable *tables,
             c[h] += down, t[h] += along;
             if (t[h] >= tokens) c[h]++, t[h] -= tokens;
         }
-        head += down, head_token += along;
-        if (head_token >= tokens) head++, head_token -= tokens;
     }
     codes[0] = reader.x[0] & 0xffff, codes[1] = reader.x[1] & 0xffff;
     // Lanes without a token, and those of a refinement, carry nothing.
@@ -143,6 +147,7 @@ __device__ void reconstruct(const KltCell &cell, const KltGroup &group, const Kl
             const u16 *const numbers = room.numbers + from * room.stride;
             const Quad *const own = basis + (u64)block * group.tiles * 4 * WARP;
             u32 low[2][4][4] = {}, high[2][4][4] = {};
+            __syncwarp(); // threads without channels are ahead, and a matrix product needs all
             for (u32 left = wide; left; left &= left - 1) {
                 const u32 tile = __popc((left & -left) - 1);
                 multiply(low, high, numbers + TILE * tile, room.stride, own + 4 * WARP * tile, !(group.coarse >> tile & 1), true);
@@ -231,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) ctx_klt_decode(const u8 *da
         room.place[t] = t < cell.tokens && !raw ? place : -1;
         room.factor[t] = good ? __fmul_rn(scale_of((i32)codes[h], (const float *)book), group.step) : 0;
     }
+    __syncwarp();
     good = __all_sync(EVERYONE, good), paged = __all_sync(EVERYONE, paged);
     if (lane == 0) status[number] = !good ? CORRUPT : paged ? OK : BAD_PAGE;
     if (!good || !paged) return;

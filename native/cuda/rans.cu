@@ -23,14 +23,18 @@ extern "C" __global__ void ctx_rans_decode(const u8 *data, const RansStream *str
     u8 *const out = symbols + stream.symbols;
     RansReader reader;
     u32 how = reader.begin(data + stream.data, stream.bytes, ring) ? OK : CORRUPT;
+    u32 now = how == OK && stream.n ? table[0] : 0;
     for (u32 i = 0; how == OK && i < stream.n; i += 64) {
         const u32 active = stream.n - i < 64 ? stream.n - i : 64;
-        if (table[i / 64] >= known) {
+        if (now >= known) {
             how = BAD_TABLE;
             break;
         }
+        // The next step's table is asked for before this step, which does not wait for it.
+        const u32 next = active < stream.n - i ? table[i / 64 + 1] : 0;
         u32 s[2];
-        reader.step(own[table[i / 64]], active, s);
+        reader.step(own[now], active, s);
+        now = next;
         if (lane < active) out[i + lane] = (u8)s[0];
         if (lane + WARP < active) out[i + lane + WARP] = (u8)s[1];
     }

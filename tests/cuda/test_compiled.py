@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,3 +76,9 @@ def test_the_doctor_says_how_the_kernels_stand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: None)
     found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
     assert found["text"].value == "7 kernels, not compiled here: nvcc is not installed"
+
+
+def test_importing_the_wrappers_imports_no_device_library() -> None:
+    code = "import sys, ctxreuse.cuda.statistics; print({'cupy', 'numba', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -68,9 +68,11 @@ void run_block(unsigned block) {
     for (Meeting &warp : warps) warp = {};
     everyone = {};
     for (Fibre &fibre : fibres) prepare(fibre);
-    for (unsigned left = block; left;) {
+    // In turns upwards and downwards: what holds in one order only is no order.
+    for (unsigned left = block, turn = 0; left; turn++) {
         bool moved = false;
-        for (unsigned t = 0; t < block; t++) {
+        for (unsigned i = 0; i < block; i++) {
+            const unsigned t = turn % 2 ? block - 1 - i : i;
             Fibre &fibre = fibres[t];
             if (fibre.done || (fibre.waits && *fibre.waits == fibre.seen)) continue;
             moved = true, threadIdx = {t, 0, 0};

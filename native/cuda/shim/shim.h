@@ -1,10 +1,12 @@
 // shim.h - enough of CUDA to run the kernels' text on a CPU: a fibre a thread, blocks one after the other.
 //
 // Every thread of a block is a ucontext fibre on one system thread; a collective (barrier, ballot, shuffle, matrix
-// product) parks the fibre until all of its warp or block have come. Fibres run in order of thread number between
-// collectives, so a missing barrier shows as a wrong result and not as a race. Shared memory is a heap allocation of the
-// launch's size, filled with 0xa5 for each block: a sanitizer sees every byte beyond it. Warps are whole, masks full; a
-// warp whose lanes meet in different collectives, or of which a lane never comes, ends the process with a message.
+// product) parks the fibre until all of its warp or block have come. Between collectives fibres run one by one, in turns
+// from the first thread and from the last, so a missing barrier shows as a wrong result and not as a race. Shared memory
+// is a heap allocation of the launch's size, filled with 0xa5 for each block: a sanitizer sees every byte beyond it. Warps
+// are whole, masks full; a warp whose lanes meet in different collectives, or of which a lane never comes, ends the
+// process with a message. The order of memory between threads is stronger than a GPU's: barriers that only order it are
+// not missed here.
 #ifndef CTX_SHIM_H
 #define CTX_SHIM_H
 

@@ -98,32 +98,40 @@ def figures_of(points: Sequence[Point], bars: dict[float, float | None] | dict[f
     """What the points say; ``bars``: divergence to the bits that ours may take there at most, or None."""
     grouped = families(points)
     ours = grouped.pop(OURS)
-    figures = []
-    for kl, bar in bars.items():
-        meeting = best_meeting(ours, kl)
-        bits = at_divergence(ours, kl).bits if meeting is None else meeting.bits
-        rates = {name: at_divergence(family, kl) for name, family in grouped.items()}
-        best = min(rates, key=lambda name: rates[name].bits)
-        others = ", ".join(
-            f"{name} {rate.bits:.2f}{'' if rate.measured else ' (extrapolated)'}"
-            for name, rate in rates.items()
-            if rate.bits < math.inf
-        )
-        how = "between levels, as none meets it" if meeting is None else f"level {meeting.setting}, KL {meeting.kl:.4f}"
-        figures.append(
-            Figure(
-                metric=f"bits a value at KL {kl:g}",
-                value=bits,
-                unit="bits",
-                peer=rates[best].bits,
-                better="lower",
-                bar=bar,
-                note=f"{how}; peer: {best}; at this KL: {others}",
-            )
-        )
+    figures = [_promised(ours, kl, bar) for kl, bar in bars.items()]
+    figures += [_equal(ours, grouped, kl) for kl in bars]
     figures += [_level(point) for point in ours]
     figures += [_rival(point, ours) for family in grouped.values() for point in family]
     return figures
+
+
+def _promised(ours: Sequence[Point], kl: float, bar: float | None) -> Figure:
+    """What whoever allows a divergence pays: the cheapest level that keeps to it."""
+    level = best_meeting(ours, kl)
+    return Figure(
+        metric=f"level within KL {kl:g}",
+        value=at_divergence(ours, kl).bits if level is None else level.bits,
+        unit="bits",
+        better="lower",
+        bar=bar,
+        note="between levels, as none keeps to it" if level is None else f"{level.setting}: {_said(level)}",
+    )
+
+
+def _equal(ours: Sequence[Point], rivals: dict[str, list[Point]], kl: float) -> Figure:
+    """Ours and every rival at the same divergence."""
+    rates = {name: at_divergence(family, kl) for name, family in rivals.items()}
+    rates = {name: rate for name, rate in rates.items() if rate.bits < math.inf}
+    best = min(rates, key=lambda name: rates[name].bits)
+    told = [f"{name} {rate.bits:.2f}{'' if rate.measured else ' (drawn on)'}" for name, rate in rates.items()]
+    return Figure(
+        metric=f"at equal KL {kl:g}",
+        value=at_divergence(ours, kl).bits,
+        unit="bits",
+        peer=rates[best].bits,
+        better="lower",
+        note=f"between levels; peer: {best}; {', '.join(told)}",
+    )
 
 
 def _said(point: Point) -> str:

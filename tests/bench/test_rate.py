@@ -54,10 +54,13 @@ def test_figures_take_the_level_that_meets_the_target_and_the_best_rival() -> No
     assert "kl-0.05" in coarse.note
     assert middle.value == 2.4, "kl-0.01 does not reach 0.0102 here, so the next one counts"
     assert not middle.passed
-    assert "KIVI" in middle.note
     assert "between levels" in fine.note
     assert fine.value > 2.4
-    assert fine.peer is not None
+    equal = figures["at equal KL 0.0102"]
+    assert equal.value == pytest.approx(at_divergence(ours, 0.0102).bits)
+    assert 1.6 < equal.value < 1.7
+    assert equal.peer == pytest.approx(at_divergence(rivals[:2], 0.0102).bits)
+    assert "peer: KIVI" in equal.note
     assert figures["at the KL of KIVI, 5"].ratio(5) == pytest.approx(5 / at_divergence(ours, 0.003).bits)
     assert figures["at the KL of KIVI, 5"].bar == 5
     assert figures["at the KL of int8, 7"].bar is None, "ours is drawn on there, which proves nothing"

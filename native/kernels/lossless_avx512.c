@@ -77,13 +77,20 @@ INLINE uint8_t highest(__m512i x) {
 
 /* Add what a step's symbols cost to each class. A row of costs is a register, so adding 64 rows is as fast as counting. */
 INLINE void add_costs(const ctx_lossless_model *model, __m512i symbol, __m512i sum[2]) {
-    uint8_t held[LANES];
-    __m512i part[4];
-    for (int i = 0; i < 4; i++) part[i] = _mm512_setzero_si512();
-    store(held, symbol);
-    for (int i = 0; i < LANES; i += 4)
-        for (int j = 0; j < 4; j++) part[j] = _mm512_add_epi16(part[j], load(model->cost[held[i + j]]));
-    const __m512i all = _mm512_add_epi16(_mm512_add_epi16(part[0], part[1]), _mm512_add_epi16(part[2], part[3]));
+    const uint8_t *costs = (const uint8_t *)model->cost;
+    uint64_t held[8]; /* symbols by eight: with the scale of an address, rows of 64 bytes */
+    __m512i a = _mm512_setzero_si512(), b = a;
+    store(held, _mm512_slli_epi16(symbol, 3));
+#define ROW(i) load(costs + 8 * (held[i] >> 8 * shift & 255))
+#pragma GCC unroll 8
+    for (int shift = 0; shift < 8; shift++) {
+        a = _mm512_add_epi16(_mm512_add_epi16(a, ROW(0)), _mm512_add_epi16(ROW(2), ROW(4)));
+        b = _mm512_add_epi16(_mm512_add_epi16(b, ROW(1)), _mm512_add_epi16(ROW(3), ROW(5)));
+        a = _mm512_add_epi16(a, ROW(6));
+        b = _mm512_add_epi16(b, ROW(7));
+    }
+#undef ROW
+    const __m512i all = _mm512_add_epi16(a, b);
     sum[0] = _mm512_add_epi32(sum[0], _mm512_cvtepu16_epi32(_mm512_castsi512_si256(all)));
     sum[1] = _mm512_add_epi32(sum[1], _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(all, 1)));
 }

@@ -120,7 +120,7 @@ def rotary(card: Card, plane: PlaneCard) -> tuple[Any, int]:
 
 def _warps(room: int, tables: int, own: int) -> int:
     """Warps of a block, 1 to 8, so that most of them fit onto a multiprocessor; 0 if not even one fits."""
-    fits = [warps for warps in (8, 4, 2, 1) if tables + warps * own <= room]
+    fits = [warps for warps in range(8, 0, -1) if tables + warps * own <= room]
     return max(fits, key=lambda warps: room // (tables + warps * own) * warps, default=0)
 
 

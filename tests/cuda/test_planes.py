@@ -192,3 +192,12 @@ def test_pages_that_cannot_be_are_refused(shim: Shim) -> None:
     small.__dict__ = {**vars(shim), "shared_bytes": 4096}
     with pytest.raises(ValueError, match="shared memory"):
         DeviceCard(small, sample.card, "kl-0.05", "float32")
+
+
+def test_blocks_hold_as_many_warps_as_shared_memory_lets(shim: Shim) -> None:
+    wide = Sample("float16", 64, dim=64, spread=(300.0, 0.98))
+    assert wide.device(shim, "kl-0.005").warps == 8
+    small = Shim.__new__(Shim)
+    small.__dict__ = {**vars(shim), "shared_bytes": 100 * 1024}
+    assert wide.device(small, "kl-0.005").warps == 3
+    compare_planes(small, Sample("float16", 64, dim=64), "kl-0.05")

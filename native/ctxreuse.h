@@ -1,7 +1,7 @@
 /* ctxreuse.h - the native core's whole interface: kernel tables, strided copies, checksums, rotation, pages.
  *
- * The core is C11 without Python and without global state except one atomic pointer (the active table), starts no
- * threads and keeps no buffer after a call returns. Everything here may be called from any thread at any time.
+ * The core is C11 without Python and without global state except two atomic pointers (the active table, the tables of
+ * lossless packing, made when first used), starts no threads and keeps no buffer after a call returns. Everything here may be called from any thread at any time.
  *
  * Words
  *   box       a (heads, tokens, dim) array of elements

@@ -73,6 +73,22 @@ def test_every_pattern_of_a_half_comes_back(table: str, code: int) -> None:
         assert np.array_equal(decode(_native, encode(_native, plane, code), code, plane.shape), plane)
 
 
+@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize("shape", [(2, 64, 24), (1, 4096 + 192, 5), (3, 16, 24)])
+def test_channels_far_apart_and_long_ones_are_the_same_everywhere(code: int, shape: tuple[int, int, int]) -> None:
+    # More than 15 exponents between channels, which no shift can say; and more steps than a class is chosen by.
+    scale = np.exp2(np.linspace(-100, 20, shape[2])).astype(np.float32)
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32) * scale
+    values[:, 4096:] *= 64
+    bits = values.view(np.uint32) if code == 0 else (values.view(np.uint32) >> 16).astype(np.uint16)
+    stream = encode(reference, bits, code)
+    for table in _native.kernels():
+        kernels.use(table)
+        assert encode(_native, bits, code) == stream
+        assert np.array_equal(decode(_native, stream, code, shape), bits)
+    assert np.array_equal(decode(reference, stream, code, shape), bits)
+
+
 @TABLES
 def test_caches_become_shorter(table: str) -> None:
     kernels.use(table)

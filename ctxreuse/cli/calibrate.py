@@ -82,13 +82,15 @@ def calibrate(
 
 
 class _Bars:
-    """Progress of the stages, one bar each, on standard error; nothing if quiet or no terminal."""
+    """Progress of the stages on standard error: a bar each, or a line each where that is no terminal."""
 
     def __init__(self, console: Console, quiet: bool) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar: Progress = Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+        self._lines = None if quiet or console.is_terminal else console
+        self._began = time.monotonic()
         self._task: TaskID | None = None
         self._what, self._done = "", 0
 
@@ -103,6 +105,8 @@ class _Bars:
         """See `ctxreuse.calibrate.gather.Progress`; a total of 0 is one that nobody knows."""
         if what != self._what or done < self._done:
             self._task = self._bar.add_task(what, total=total or None)
+            if self._lines is not None:
+                self._lines.print(f"{time.monotonic() - self._began:5.0f} s  {what}", highlight=False)
         self._what, self._done = what, done
         if self._task is not None:
             self._bar.update(self._task, completed=done)

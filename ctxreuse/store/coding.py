@@ -68,13 +68,14 @@ class Coders:
 
     def encoded(self, put: Put) -> Put:
         """The put as it will be kept: encoded now if that makes it smaller. Takes time; never raises."""
-        to = self._target(put)
-        if to == put.level:
-            return put
-        made = self.shrink(put.data, to)
-        again = Put.parse(put.key, made, put.kind, put.replace, put.lossy or None) if made is not None else None
-        # What does not shrink to the level that was hoped for still beats what it would have beaten there.
-        return again if again is not None else put
+        target = self._target(put)
+        # What is no smaller at the level that was hoped for beats all the same what it would have beaten there.
+        for to in dict.fromkeys((target, PACKED)) if target != put.level else ():
+            made = self.shrink(put.data, to) if to != put.level else None
+            again = Put.parse(put.key, made, put.kind, put.replace, put.lossy or None) if made is not None else None
+            if again is not None and again.size < put.size:
+                return again
+        return put
 
     def shrink(self, data: memoryview, to: str) -> npt.NDArray[np.uint8] | None:
         """New bytes of a block or state at the level ``to``; None if nobody can make them or they are no smaller."""
@@ -85,8 +86,12 @@ class Coders:
                 return None
             raw = view if view.header.level == EXACT else parse(coder.decode(view))
             made = coder.encode(raw, to)
-        except (CtxReuseError, ValueError) as error:
+        except CtxReuseError as error:
             log.warning("a value stays as it is: %s", error)
+            return None
+        except Exception:
+            # Whatever is wrong with a coder, the writer must get its batch to the disk.
+            log.exception("a value stays as it is: its coder failed")
             return None
         return made if made.nbytes < len(data) else None
 

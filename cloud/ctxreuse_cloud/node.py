@@ -120,7 +120,12 @@ class Node:
         folder = cloud.folder()
         store = stack.enter_context(
             open_store(
-                folder, capacity=cloud.store_bytes, host_bytes=settings.store.host_bytes, policy=settings.store.policy
+                folder,
+                capacity=cloud.store_bytes,
+                host_bytes=settings.store.host_bytes,
+                policy=settings.store.policy,
+                level=settings.store.level,
+                demote=settings.store.demote,
             )
         )
         self._store = store

@@ -140,7 +140,14 @@ def _renew(runtime: Runtime) -> None:
 def _open_store(settings: Settings, folder: Path) -> TieredStore:
     wanted = settings.store
     try:
-        return open_store(folder, capacity=wanted.capacity, host_bytes=wanted.host_bytes, policy=wanted.policy)
+        return open_store(
+            folder,
+            capacity=wanted.capacity,
+            host_bytes=wanted.host_bytes,
+            policy=wanted.policy,
+            level=wanted.level,
+            demote=wanted.demote,
+        )
     except StoreOwnedError:
         raise
     except StoreError as error:

@@ -69,6 +69,7 @@ class Node:
         self.face, self.store, self.log = face, folder / name, folder / f"{name}.log"
         self.file = folder / f"{name}.toml"
         self.settings = settings
+        self.cards = str(folder / f"{name}-cards")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Node:
@@ -80,6 +81,7 @@ class Node:
         self.file.write_text("\n".join(lines))
         env = {name: value for name, value in os.environ.items() if not name.startswith("CTXREUSE_")}
         env |= {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "OMP_NUM_THREADS": "1"}
+        env["CTXREUSE_CARDS"] = self.cards  # never those of whoever runs the tests
         command = [sys.executable, "-m", f"ctxreuse_{self.face}", "--config", str(self.file), "serve"]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen([*command, "--log-format", "json"], stdout=log, stderr=log, env=env)

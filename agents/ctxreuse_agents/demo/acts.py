@@ -22,7 +22,7 @@ from ctxreuse.errors import CtxReuseError
 if TYPE_CHECKING:
     from ctxreuse_agents import Memory, Session
 
-__all__ = ["ACTS", "QUESTIONS", "TASK", "document", "timed"]
+__all__ = ["ACTS", "QUESTIONS", "TASK", "document", "report", "timed"]
 
 QUESTIONS = (
     "Who founded the observatory?",

@@ -23,6 +23,7 @@ from ctxreuse.testing.relay import Relay
 from ctxreuse.units import rounded_bytes
 from ctxreuse_agents import Memory
 from ctxreuse_agents.demo.acts import QUESTIONS, TASK, document, timed
+from ctxreuse_agents.demo.children import events
 from ctxreuse_agents.demo.nodes import Node, Place, unbroken, wait_for
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = ["play_link"]
 
 _RATE, _RTT = 100e6 / 8, 0.020
 _LINK = "100 Mbit/s, 20 ms"
+_SLOW, _SLOW_LINK = 20e6 / 8, "20 Mbit/s, 20 ms"
 
 
 def play_link(truth: Mapping[str, Sequence[int]], console: Console) -> bool:
@@ -51,21 +53,24 @@ def play_link(truth: Mapping[str, Sequence[int]], console: Console) -> bool:
         _terminable(),
         ExitStack() as stack,
     ):
-        rows = _Link(Path(folder), stack, console, status).play()
+        link = _Link(Path(folder), stack, console, status)
+        rows = link.play()
         status.update("stopping all daemons")
     console.print(_table(rows, truth))
+    console.print(_levels_table(link.levels))
     verdict = _verdict(rows, truth)
     console.print(verdict or "a context read once served two devices · same tokens: [bold green]yes[/]", soft_wrap=True)
     return not verdict
 
 
 class _Link:
-    """The story, a step a method; rows of the table gather in ``rows``."""
+    """The story, a step a method; rows of the tables gather in ``rows`` and ``levels``."""
 
     def __init__(self, folder: Path, stack: ExitStack, console: Console, status: Status) -> None:
         self._stack, self._console, self._status = stack, console, status
         self._place = Place(folder)
         self.rows: list[dict[str, Any]] = []
+        self.levels: list[dict[str, Any]] = []
 
     def play(self) -> list[dict[str, Any]]:
         """All steps; returns the rows."""
@@ -81,11 +86,26 @@ class _Link:
         b.hears_of(self.rows[-1]["blocks"])
         b.ask("B fetches it", QUESTIONS[0], "edge B fetches what it lacks")
         c.ask("C, key unknown", QUESTIONS[0], "C is refused, and reads the handbook")
+        self._at_levels(target)
         self._status.update("stopping the cloud")
         cloud.close()
         b.ask("B, cloud stopped", QUESTIONS[0], "edge B answers without the cloud")
         b.ask("B, new question", QUESTIONS[1], "edge B answers another question")
         return self.rows
+
+    def _at_levels(self, target: tuple[str, int]) -> None:
+        """A device of its own fetches what A gave at three levels, and measures what each does to the model."""
+        relay = self._stack.enter_context(Relay(target, rate=_SLOW, rtt=_RTT))
+        key_file, server_key = self._place.device("edge-d")
+        arguments = (str(self._place.folder / "edge-d"), relay.endpoint, key_file, server_key)
+        for event in events("ctxreuse_agents.demo.levels", *arguments):
+            if event["event"] == "doing":
+                self.status(event["what"])
+            elif event["event"] == "calibrating":
+                filled = round(20 * event["done"] / max(event["total"], 1))
+                self.status(f"calibrating once, kept for later: {event['what']} {'█' * filled:░<20}")
+            else:
+                self.levels.append(event)
 
     def _start(self, start: Callable[[], Node]) -> Node:
         with unbroken():
@@ -193,6 +213,22 @@ def _verdict(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]])
     if c["cached"]:
         return "[bold red]C was given what is not its own[/]"
     return ""
+
+
+def _levels_table(levels: Sequence[dict[str, Any]]) -> Table:
+    title = f"The same context over {_SLOW_LINK}, by what the request allows"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("allowed", "came as"):
+        table.add_column(name)
+    for name in ("fetched", "link", "seconds", "KL, nats", "same top token"):
+        table.add_column(name, justify="right")
+    for row in levels:
+        nbytes, fetched = rounded_bytes(row["nbytes"]), f"{row['fetched']:,} of {row['prompt']:,}"
+        figures = (f"{row['seconds']:.2f}", f"{row['kl']:.4f}", f"{100 * row['top1']:.1f} %")
+        table.add_row(row["allowed"], ", ".join(row["levels"]), fetched, nbytes, *figures)
+    scored = levels[0]["scored"] if levels else 0
+    table.caption = f"agreement with exact KV, measured on the {scored} tokens that follow"
+    return table
 
 
 def _table(rows: Sequence[dict[str, Any]], truth: Mapping[str, Sequence[int]]) -> Table:

@@ -156,6 +156,11 @@ class Place:
         }
         return Node(self.folder, name, "edge", settings)
 
+    def device(self, name: str) -> tuple[str, str]:
+        """A device that is no daemon: the file of its key, and the cloud's public key as hex."""
+        self._allowed.allow(Allowed(name, self._key(name), "home", datetime.now(UTC)))
+        return self._file(name), self._cloud_key.hex()
+
     def _file(self, name: str) -> str:
         return str(self.folder / f"{name}.key")
 

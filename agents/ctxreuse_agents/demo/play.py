@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from ctxreuse import errors, models
-from ctxreuse.errors import EngineError, StoreError
+from ctxreuse import models
+from ctxreuse.errors import StoreError
 from ctxreuse.units import rounded_bytes
 from ctxreuse_agents.demo.acts import QUESTIONS, document
+from ctxreuse_agents.demo.children import events
 
 __all__ = ["play"]
 
@@ -81,23 +79,7 @@ def _link(truth: dict[str, list[int]], console: Console) -> bool:
 
 def _events(act: str, folder: Path) -> Iterator[dict[str, Any]]:
     """Events of one act as they come. Raises what the act raised, EngineError if its process ends in another way."""
-    command = [sys.executable, "-m", "ctxreuse_agents.demo.acts", act, str(folder)]
-    with tempfile.TemporaryFile() as noise, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=noise) as child:
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                event = msgspec.json.decode(line)
-                if event["event"] == "failed":
-                    raise getattr(errors, event["error"])(event["what"], where=event["where"], fix=event["fix"])
-                yield event
-        except BaseException:
-            child.kill()
-            raise
-        code = child.wait()
-        if code != (-signal.SIGKILL if act == "first" else 0):
-            noise.seek(0)
-            tail = noise.read()[-2000:].decode(errors="replace").strip()
-            raise EngineError(f"the demo's process ended with {code}: {tail}", where=f"act {act!r}")
+    return events("ctxreuse_agents.demo.acts", act, str(folder), ends=-signal.SIGKILL if act == "first" else 0)
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -1,0 +1,158 @@
+"""A device that fetches the handbook from the demo's cloud at three levels, and measures what each does to the model.
+
+``python -m ctxreuse_agents.demo.levels FOLDER ENDPOINT KEY_FILE SERVER_KEY``: a process with its own engine and key
+that reports one JSON line an event, as the acts do.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ctxreuse.errors import CtxReuseError, LinkDownError
+from ctxreuse.levels import damage, short
+from ctxreuse_agents.demo.acts import QUESTIONS, TASK, document, report
+
+if TYPE_CHECKING:
+    from ctxreuse.bus.zmqio import BusClient
+    from ctxreuse.engines.torch_hf import TorchEngine
+    from ctxreuse.keys import Tokens
+
+__all__ = ["main", "permissions", "play"]
+
+#: Tokens of the context that are scored, behind what is fetched.
+_SCORED = 192
+_WAIT = 60.0
+#: Windows of text that a quick calibration learns from.
+_WINDOWS = 4
+_ROOM = 2304
+
+
+def permissions(names: Sequence[str]) -> list[str | None]:
+    """What the three requests allow: nothing lossy, and of a card's levels a finer one and the coarsest."""
+    lossy = sorted(names, key=damage)
+    if not lossy:
+        return [None]
+    return [None, *dict.fromkeys((lossy[-1], lossy[len(lossy) // 2]))][:3]
+
+
+def calibrate(engine: TorchEngine) -> None:
+    """Make a card from few windows of text and keep it on the user's shelf, where the cloud of the demo finds it."""
+    from ctxreuse.calibrate import calibrate as learn
+    from ctxreuse.calibrate import default_texts, settings_for
+    from ctxreuse.codec import Codec, Shelf, write_card
+    from ctxreuse.engines.torch_hf.fisher import TorchGauge
+
+    def progress(what: str, done: int, total: int) -> None:
+        report("calibrating", what=what, done=done, total=total)
+
+    assert engine.text is not None
+    gauge = TorchGauge(engine)
+    settings = settings_for(gauge, calibration=_WINDOWS, validation=1, held_out=1)
+    notes = {"model": "smollm2", "text": "Python's reference and library", "windows": f"{_WINDOWS}, for the demo"}
+    Shelf().add(write_card(learn(gauge, engine.text, default_texts(), settings, progress, notes)))
+    engine.codec = Codec.open(engine.space)
+
+
+def context(folder: Path, engine: TorchEngine) -> Tokens:
+    """The ids that the other devices asked with."""
+    from ctxreuse_agents import Memory
+
+    with Memory.open(folder, engine=engine) as memory:
+        handbook = memory.create("handbook")
+        handbook.system(TASK + document())
+        fork = handbook.fork()
+        fork.user(QUESTIONS[0])
+        return fork.tokens(generate=True)
+
+
+def play(folder: Path, endpoint: str, key_file: str, server_key: str) -> None:
+    """Fetch at each permission in turn; nothing that was fetched is kept between them."""
+    from ctxreuse.bus.auth import KeyPair
+    from ctxreuse.bus.remote import Clouds
+    from ctxreuse.bus.zmqio import BusClient
+    from ctxreuse.codec import Shelf
+    from ctxreuse.cost import CostModel, LinkEstimate
+    from ctxreuse.engines.torch_hf import TorchEngine
+    from ctxreuse.engines.torch_hf.scoring import score
+    from ctxreuse.runtime import Runtime
+
+    report("doing", what="a third device loads the model")
+    engine = TorchEngine.open("smollm2", reserve=_ROOM)
+    if engine.codec.card is None:
+        calibrate(engine)
+    ids, size, space = context(folder, engine), engine.space.block_tokens, engine.space
+    held = (len(ids) - _SCORED) // size * size
+    live = engine.start(len(ids))
+    engine.prefill(live, ids[:held])
+    report("doing", what="it computes the handbook once, to compare with")
+    exact = score(engine, live, ids[held:])
+    estimate, cost = LinkEstimate(), CostModel()
+    Runtime(engine, cost=cost).calibrate()
+    with BusClient(
+        endpoint,
+        keys=KeyPair.read(key_file),
+        server_key=bytes.fromhex(server_key),
+        name="cloud",
+        models=[space],
+        estimate=estimate,
+    ) as client:
+        clouds = Clouds([(client, estimate)], shelf=Shelf())
+        _until_known(client, engine, ids[:held])
+        for lossy in permissions([info.name for info in engine.codec.levels if info.lossy]):
+            report("doing", what=f"it fetches: {lossy or 'exact'} is allowed")
+            runtime = Runtime(engine, remote=clouds, cost=cost)
+            at = time.perf_counter()
+            # One token more than the blocks: a prompt has a last token that is computed.
+            done = runtime.prefill(ids[: held + 1], lossy=lossy)
+            seconds = time.perf_counter() - at
+            engine.crop(done.live, held)
+            assert isinstance(done.live, type(live))
+            found = score(engine, done.live, ids[held:]).against(exact)
+            usage = done.usage
+            levels = [short(level) for level, tokens in usage.by_level.items() if tokens]
+            report(
+                "level",
+                allowed=lossy or "exact",
+                levels=levels or ["computed"],
+                seconds=seconds,
+                nbytes=usage.fetched_bytes,
+                fetched=usage.by_source.get("cloud", 0),
+                prompt=held,
+                kl=found.kl,
+                top1=found.top1,
+                scored=len(ids) - held - 1,
+            )
+
+
+def _until_known(client: BusClient, engine: TorchEngine, ids: Tokens) -> None:
+    from ctxreuse.keys import prefix_keys
+
+    end = time.monotonic() + _WAIT
+    while True:
+        greeting = client.welcome
+        if greeting is not None and client.state == "up":
+            keys = prefix_keys(engine.space.digest, greeting.salt, ids, engine.space.block_tokens)
+            if client.announced(keys) == len(keys):
+                return
+        if time.monotonic() > end:
+            raise LinkDownError("the third device heard of nothing to fetch", where=client.reason)
+        time.sleep(0.02)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """FOLDER ENDPOINT KEY_FILE SERVER_KEY."""
+    folder, endpoint, key_file, server_key = arguments
+    try:
+        play(Path(folder), endpoint, key_file, server_key)
+    except CtxReuseError as error:
+        report("failed", error=type(error).__name__, what=error.what, where=error.where, fix=error.fix)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -39,11 +39,13 @@ def encode_plane(data: Any, dtype: str, shape: tuple[int, ...]) -> Bytes:
         raise ValueError(f"plane of type {dtype!r} and shape {shape} cannot be packed")
     if flat.size != prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"plane of shape {shape} and type {dtype} has {flat.size} bytes")
-    head = struct.pack(f"<BBBB{len(shape)}I", _SCHEME, _TYPES.index(dtype), len(shape), 0, *shape)
-    if _TYPES.index(dtype) >= _CODED:
-        return np.concatenate([np.frombuffer(head, np.uint8), flat])
-    stream = kernels.lossless_encode(flat, dtype, _box(shape))
-    return stream if len(shape) == 3 else np.concatenate([np.frombuffer(head, np.uint8), stream[_HEAD:]])
+    if len(shape) == 3 and _TYPES.index(dtype) < _CODED:
+        return kernels.lossless_encode(flat, dtype, shape)
+    head = np.frombuffer(
+        struct.pack(f"<BBBB{len(shape)}I", _SCHEME, _TYPES.index(dtype), len(shape), 0, *shape), np.uint8
+    )
+    body = flat if _TYPES.index(dtype) >= _CODED else kernels.lossless_encode(flat, dtype, _box(shape))[_HEAD:]
+    return np.concatenate([head, body])
 
 
 def plane_of(data: Any) -> tuple[str, tuple[int, ...]]:

@@ -97,15 +97,19 @@ static ctx_klt_result read_stream(const ctx_kernels *k, const ctx_klt_plane *p, 
 
 /* ---- Symbols to integers ---------------------------------------------------------------------------------------- */
 
-/* Places of escapes among n symbols, at most `limit`; more than that is limit + 1. Symbols have 64 bytes behind them. */
-static size_t find_escapes(const ctx_klt_kernels *v, const uint8_t *symbols, size_t n, uint16_t *listed, size_t limit) {
+/* Places (64 * component + token) of escapes among the symbols of n components, at most `limit`; more than that is
+ * limit + 1. Symbols have 64 bytes behind them. */
+static size_t find_escapes(const ctx_klt_kernels *v, const uint8_t *symbols, size_t components, size_t tokens,
+                           uint16_t *listed, size_t limit) {
+    const size_t n = components * tokens;
     size_t found = 0;
     for (size_t i = 0; i < n; i += 64) {
         uint64_t mask = v->escapes(symbols + i, UINT32_MAX);
         if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
         for (; mask; mask &= mask - 1) {
             if (found == limit) return limit + 1;
-            listed[found++] = (uint16_t)(i + (size_t)__builtin_ctzll(mask));
+            const uint32_t at = (uint32_t)(i + (size_t)__builtin_ctzll(mask)), c = at / (uint32_t)tokens;
+            listed[found++] = (uint16_t)(c * TOKENS + at - c * (uint32_t)tokens);
         }
     }
     return found;
@@ -132,27 +136,26 @@ static ctx_klt_reason expand(const ctx_klt_kernels *v, const ctx_klt_group *g, c
     return CTX_KLT_OK;
 }
 
-static void put_escapes(const part *of, const uint16_t *listed, size_t tokens, int16_t *q) {
-    for (size_t i = 0; i < of->escape_count; i++)
-        q[listed[i] / tokens * TOKENS + listed[i] % tokens] = (int16_t)get_word(of->escapes + 2 * i);
+static void put_escapes(const part *of, const uint16_t *listed, int16_t *q) {
+    for (size_t i = 0; i < of->escape_count; i++) q[listed[i]] = (int16_t)get_word(of->escapes + 2 * i);
 }
 
 /* Integers of a whole cell. With `narrow`, those of components from g->narrow on become quads; *narrow is cleared if
  * an escape does not fit a byte. */
 static ctx_klt_reason integers(const ctx_klt_kernels *v, const ctx_klt_group *g, const part *of, const uint8_t *symbols,
                                size_t tokens, const bench *b, int16_t *q, int *narrow) {
-    const size_t n = g->components, found = find_escapes(v, symbols, n * tokens, b->listed, of->escape_count);
+    const size_t n = g->components, found = find_escapes(v, symbols, n, tokens, b->listed, of->escape_count);
     if (found != of->escape_count) return CTX_KLT_ESCAPES;
     for (size_t i = 0; i < found; i++) {
         const int16_t value = (int16_t)get_word(of->escapes + 2 * i);
-        if (b->listed[i] / tokens >= g->narrow && (value > 127 || value < -128)) *narrow = 0;
+        if (b->listed[i] / TOKENS >= g->narrow && (value > 127 || value < -128)) *narrow = 0;
     }
     const size_t wide = *narrow ? g->narrow : n;
     const ctx_klt_reason reason = expand(v, g, symbols, tokens, 0, wide, of->low, q);
     if (reason) return reason;
     if (wide < n) v->quads(b->quads, symbols + wide * tokens, tokens, n - wide);
     for (size_t i = 0; i < found; i++) {
-        const size_t c = b->listed[i] / tokens, t = b->listed[i] % tokens, value = get_word(of->escapes + 2 * i);
+        const size_t c = b->listed[i] / TOKENS, t = b->listed[i] % TOKENS, value = get_word(of->escapes + 2 * i);
         if (c < wide)
             q[c * TOKENS + t] = (int16_t)value;
         else
@@ -164,7 +167,7 @@ static ctx_klt_reason integers(const ctx_klt_kernels *v, const ctx_klt_group *g,
 /* Integers of a refinement over those of its base in b->q_base. */
 static ctx_klt_reason merge(const ctx_klt_kernels *v, const ctx_klt_group *g, const part *of, const uint8_t *symbols,
                             size_t tokens, const bench *b) {
-    const size_t n = g->components, found = find_escapes(v, symbols, n * tokens, b->listed, of->escape_count);
+    const size_t n = g->components, found = find_escapes(v, symbols, n, tokens, b->listed, of->escape_count);
     if (found != of->escape_count) return CTX_KLT_ESCAPES;
     int beyond = 0;
     for (size_t c = 0; c < g->refined; c++)
@@ -176,7 +179,7 @@ static ctx_klt_reason merge(const ctx_klt_kernels *v, const ctx_klt_group *g, co
         }
     if (beyond) return CTX_KLT_MERGE;
     const ctx_klt_reason reason = expand(v, g, symbols, tokens, g->refined, n, of->low, b->q);
-    if (!reason) put_escapes(of, b->listed, tokens, b->q);
+    if (!reason) put_escapes(of, b->listed, b->q);
     return reason;
 }
 

@@ -193,7 +193,7 @@ static ctx_rans_job code(const job *j, slot *s) {
         s->steps[i / 64] = table;
         if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
         for (; mask; mask &= mask - 1) {
-            const size_t at = i + (size_t)__builtin_ctzll(mask), c = at / s->tokens, t = at % s->tokens;
+            const size_t at = i + (size_t)__builtin_ctzll(mask), c = (uint32_t)at / (uint32_t)s->tokens, t = at - c * s->tokens;
             s->symbols[at] = 31;
             s->escapes[s->escape_count++] = j->q[c * TOKENS + t];
             if (c < refined || !g->shift[c]) continue;

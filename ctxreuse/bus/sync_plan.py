@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block import Kind, rekey
-from ctxreuse.errors import CtxReuseError
+from ctxreuse.bus.sync_exact import exact_bytes, exact_nbytes
+from ctxreuse.errors import CtxReuseError, FormatError
 from ctxreuse.keys import ROOT, prefix_key, tenant_salt
 from ctxreuse.store.base import Entry, WholeStore
 
@@ -61,7 +63,9 @@ class Holdings:
                 for key in fresh[start : start + _BATCH]:
                     view = reader.peek(key)
                     if view is not None:
-                        self._said[key] = _Said(view.header.space, view.header.tokens, len(view.buffer))
+                        with contextlib.suppress(FormatError):
+                            nbytes = exact_nbytes(view)
+                            self._said[key] = _Said(view.header.space, view.header.tokens, nbytes)
                     del view
         self._mine = {}
         for key, entry in self.entries.items():  # parents first
@@ -136,7 +140,8 @@ class Translation:
         return self._keys[key]
 
     def read(self, key: bytes, kind: Kind) -> npt.NDArray[np.uint8]:
-        """Sealed bytes of a held block or state under the link's keys. LookupError if it is gone. Any thread."""
+        """Sealed bytes of a held block or state under the link's keys, exact and raw however it is kept. LookupError if
+        it is gone, or held with loss by now. Any thread."""
         try:
             with self._holdings.store.read() as reader:
                 view = reader.peek(key, kind)
@@ -144,7 +149,7 @@ class Translation:
                     raise LookupError(key.hex()[:16])
                 try:
                     view.verify()  # a cloud takes damage for a lie when it goes on
-                    return rekey(view.buffer, self._keys[key], self._keys[view.header.parent])
+                    return rekey(exact_bytes(view), self._keys[key], self._keys[view.header.parent])
                 finally:
                     del view
         except CtxReuseError as error:

@@ -54,7 +54,7 @@ def test_levels_fall_in_order(made: Any) -> None:
     steps, bits = [level.step for level in levels], [level.info.bits for level in levels]
     assert steps == sorted(steps, reverse=True)
     assert bits == sorted(bits)
-    assert all(0 < level.info.kl < 0.2 and 0 < level.info.top1 <= 1 for level in levels)
+    assert all(0 < level.info.kl < 6 * float(level.info.name[3:]) and 0 <= level.info.top1 <= 1 for level in levels)
     for coarse, fine in pairwise(levels):
         assert fine.info.kl < 1.2 * coarse.info.kl  # one window is little to measure on
         assert all(len(a.table) <= len(b.table) for a, b in zip(coarse.codings, fine.codings))
@@ -82,10 +82,10 @@ def test_the_codec_reads_the_card(made: Any, engine_of: Any, text: Any, texts: T
     for level in card.levels:
         coded = parse(codec.encode(view, level.info.name))
         back = parse(codec.decode(coded))
-        plane = next(p for p in view.layout.planes if p.role == "k")
-        a, b = (v.array(plane.layer, "k").astype(float) for v in (view, back))
-        error[level.info.name] = float(np.abs(a - b).mean() / np.abs(a).mean())
-    assert error["kl-0.012"] < error["kl-0.05"] < 2
+        planes = [(p.layer, p.role) for p in view.layout.planes]
+        pairs = [[v.array(*at).astype(float) for v in (view, back)] for at in planes]
+        error[level.info.name] = sum(float(np.abs(a - b).mean() / np.abs(a).mean()) for a, b in pairs)
+    assert error["kl-0.012"] < error["kl-0.05"] < 2 * len(planes)
     base, finer = parse(codec.encode(view, "kl-0.05")), parse(codec.refinement(view, "kl-0.012"))
     np.testing.assert_array_equal(codec.merge(base, finer), codec.encode(view, "kl-0.012"))
 

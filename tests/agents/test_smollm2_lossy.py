@@ -99,8 +99,8 @@ def test_a_lossy_session_keeps_what_its_card_promises_and_an_exact_one_its_bits(
     kl = (np.exp(real) * (real - near)).sum(axis=1)
     info = engine.codec.info(LEVEL)
     agreed = np.mean(real.argmax(axis=1) == near.argmax(axis=1))
-    # The card's is the mean of 192 tokens of plain texts. These are the first 64 of a chat, which lean on what was loaded
-    # the most: with cards of a few windows their mean was 2.6 to 3.9 times the card's.
+    # The card's is the mean of 192 tokens of plain texts. These are the first 64 of a chat, which lean on what was
+    # loaded the most: with cards of a few windows their mean was 2.6 to 3.9 times the card's.
     told = f"KL {kl.mean():.4f} (card {info.kl:.4f}), top-1 {agreed:.3f} (card {info.top1:.3f})"
     assert 0 < kl.mean() <= 6 * max(info.kl, 0.01), told
     assert agreed >= info.top1 - 0.15, told

@@ -65,9 +65,10 @@ class Picker:
                 other.nbytes = max(0.0, other.nbytes + _NEW * more)
 
     def pick(self, left: int, now: float) -> str:
-        """The level of the next of ``left`` blocks."""
+        """The level of the next of ``left`` blocks; of one that nobody counted on (``left`` below 1) the quickest: it
+        is wanted only if the receiver is slower than it thought."""
         self._drain(now)
-        chosen = self._choose(max(left, 1), now)
+        chosen = self._choose(left, now)
         self._waiting += chosen.nbytes
         return chosen.level
 
@@ -77,7 +78,7 @@ class Picker:
         each = {one.level: max(one.nbytes / self._bandwidth, one.seconds) for one in self.candidates}
         quickest = min(self.candidates, key=lambda one: each[one.level])
         room = float("inf") if self._until is None else self._until - now - self._waiting / self._bandwidth
-        good = [one for one in self.candidates if left * each[one.level] <= room]
+        good = [one for one in self.candidates if left > 0 and left * each[one.level] <= room]
         return min(good, key=lambda one: (damage(one.level), each[one.level]), default=quickest)
 
     def _drain(self, now: float) -> None:

@@ -94,11 +94,8 @@ class ClientSession(Session):
     def prefill(
         self, assembly: Assembly, tokens: Tokens, *, payload: int = 0, window: int = 8, allow: Allow | None = None
     ) -> None:
-        """Let the cloud compute the blocks of ``assembly`` and send them as they are made.
-
-        ``tokens``: int32 [n], the ids of the context from its start to the end of the last block, at most 2^18. The
-        rest as in `fetch`.
-        """
+        """Let the cloud compute the blocks of ``assembly`` and send them as they are made. ``tokens``: int32 [n], at most
+        2^18, the ids of the context from its start to the end of the last block."""
         row = np.ascontiguousarray(tokens, "<i4").tobytes()
         if not 4 <= len(row) <= 4 * wire.MAX_TOKENS:
             assembly.end("tokens")
@@ -119,7 +116,6 @@ class ClientSession(Session):
     ) -> Request[Stored]:
         """Offer consecutive blocks after ``parent`` and give those that the cloud wants; with ``state`` one item, the
         state at the end of the block of the one key (whose parent is ``parent``).
-
         ``read(i)`` returns the sealed bytes of block i (``sizes[i]`` of them; memory that nobody changes for as long as
         it is referenced), in the thread of the link; LookupError if it is gone. One put at a time is on its way, others
         wait. After a cut the blocks are offered again.

@@ -94,6 +94,12 @@ def test_of_an_unknown_link_the_smallest_is_picked_until_it_is_known() -> None:
     assert damage(picker.pick(9, 0.1)) == 0.0
 
 
+def test_blocks_that_nobody_counted_on_come_as_soon_as_they_can() -> None:
+    picker = Picker(candidates(), bandwidth=1e8, deadline=60.0, now=0.0)
+    assert damage(picker.pick(2, 0.0)) == damage(picker.pick(1, 0.0)) == 0.0
+    assert picker.pick(0, 0.0) == picker.pick(-1, 0.0) == f"kl-0.05{CARD}"
+
+
 def test_without_a_hurry_nothing_lossy_goes_out() -> None:
     picker = Picker(candidates(), bandwidth=1e4, deadline=0.0, now=0.0)
     assert {picker.pick(10 - i, float(i)) for i in range(10)} == {PACKED}

@@ -94,8 +94,8 @@ class ClientSession(Session):
     def prefill(
         self, assembly: Assembly, tokens: Tokens, *, payload: int = 0, window: int = 8, allow: Allow | None = None
     ) -> None:
-        """Let the cloud compute the blocks of ``assembly`` and send them as they are made. ``tokens``: int32 [n], at most
-        2^18, the ids of the context from its start to the end of the last block."""
+        """Let the cloud compute the blocks of ``assembly`` and send them as they are made. ``tokens``: int32 [n], at
+        most 2^18, the ids of the context from its start to the end of the last block."""
         row = np.ascontiguousarray(tokens, "<i4").tobytes()
         if not 4 <= len(row) <= 4 * wire.MAX_TOKENS:
             assembly.end("tokens")

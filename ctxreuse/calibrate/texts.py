@@ -106,13 +106,14 @@ def read_texts(paths: Sequence[Path]) -> Texts:
     return texts
 
 
-def windows(texts: Sequence[str], text: TextModel, count: int, length: int) -> list[Tokens]:
+def windows(texts: Sequence[str], text: TextModel, count: int, length: int, prefix: int = 0) -> list[Tokens]:
     """Up to ``count`` windows of ``length`` ids, from the documents in turn; each begins as a context begins.
 
-    Every second one is a message in the model's own chat format, the others are the bare text after the mark that the
-    model expects at a beginning. Documents too short for a window give none.
+    Every second one is a message in the model's own chat format, and what follows its first ``prefix`` ids begins the
+    next message, as a question follows a document; the others are the bare text after the mark that the model expects
+    at a beginning. Documents too short for a window give none.
     """
-    start = _mark(text)
+    start, turn = _marks(text)
     found: list[Tokens] = []
     ids: dict[int, Tokens] = {}
     offsets = [0] * len(texts)
@@ -124,18 +125,20 @@ def windows(texts: Sequence[str], text: TextModel, count: int, length: int) -> l
             if number not in ids:
                 ids[number] = text.encode(document, markers=False)
             opening = start[len(found) % 2]
-            body = ids[number][offsets[number] : offsets[number] + length - len(opening)]
-            if len(opening) + len(body) < length:
+            between = turn if len(found) % 2 and 0 < prefix < length - len(turn) else turn[:0]
+            body = ids[number][offsets[number] : offsets[number] + length - len(opening) - len(between)]
+            if len(opening) + len(between) + len(body) < length:
                 continue
             offsets[number] += len(body)
-            found.append(np.concatenate([opening, body]).astype("<i4"))
+            at = max(prefix - len(opening), 0) if len(between) else len(body)
+            found.append(np.concatenate([opening, body[:at], between, body[at:]]).astype("<i4"))
         if len(found) == before:
             break
     return found
 
 
-def _mark(text: TextModel) -> tuple[Tokens, Tokens]:
-    """Ids that come before the bare text, and before that of a message."""
+def _marks(text: TextModel) -> tuple[tuple[Tokens, Tokens], Tokens]:
+    """Ids that come before the bare text and before that of a message, and those between two messages."""
     openings = []
     for messages in ([], [Message("system", _PROBE)]):
         try:
@@ -143,4 +146,9 @@ def _mark(text: TextModel) -> tuple[Tokens, Tokens]:
         except EngineError:  # a template that wants other messages than these
             before = ""
         openings.append(text.encode(before))
-    return openings[0], openings[1]
+    try:
+        pieces = text.render([Message("system", _PROBE), Message("user", _PROBE)], generate=False).split(_PROBE)
+    except EngineError:
+        pieces = [""]
+    between = text.encode(pieces[1], markers=False) if len(pieces) == 3 else np.empty(0, "<i4")
+    return (openings[0], openings[1]), between

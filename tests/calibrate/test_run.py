@@ -125,6 +125,14 @@ def test_windows_take_turns(text: Any) -> None:
     assert not windows(["too short"], text, 3, 12)
 
 
+def test_what_is_scored_behind_a_message_begins_the_next_one(text: Any) -> None:
+    found = [text.decode(ids) for ids in windows(["abcdefgh" * 20], text, 4, 40, prefix=20)]
+    assert all(len(ids) == 40 for ids in windows(["abcdefgh" * 20], text, 4, 40, prefix=20))
+    assert found[1].startswith("system: ")
+    assert found[1][20:].lstrip("\n").startswith("user: ")
+    assert "user" not in found[0] + found[2]
+
+
 def test_files_are_cut_in_three(tmp_path: Any, text: Any, gauge_of: Any, settings: Settings) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("".join(f"{i} " for i in range(2000)))

@@ -46,6 +46,17 @@ def test_the_basis_is_whole_and_bounded() -> None:
     np.testing.assert_allclose((group.basis * group.gain).T, transform.inverse[:, :10], rtol=1e-6)
 
 
+def test_small_components_fit_a_byte() -> None:
+    transform = solve(stats_of(5), epsilon=0.02)
+    bound = float((transform.variance[9] * transform.variance[10]) ** 0.25)
+    narrow = transform.narrowed(bound)
+    assert (narrow.basis[:10] == transform.basis[:10]).all()
+    assert (narrow.basis[10:] % 64 == 0).all()
+    assert np.abs(narrow.basis[10:]).max() <= 127 * 64
+    assert np.abs(narrow.basis.astype(int) - transform.basis).max() <= 63
+    np.testing.assert_allclose((narrow.basis * narrow.gain).T, narrow.inverse, rtol=1e-6)
+
+
 def test_a_plane_that_nothing_reads() -> None:
     transform = solve(stats_of(6, fisher=False), epsilon=0.02)
     assert np.isfinite(transform.forward).all()

@@ -20,6 +20,7 @@ from ctxreuse.engines.base import check_vocabulary
 from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
+from ctxreuse.runtime.arrivals import Arrivals, sealed
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.pool import LivePool
@@ -76,6 +77,7 @@ class Runtime:
         self.metrics, self.remote = metrics, remote
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
+        self._arrivals = Arrivals()
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
@@ -118,7 +120,10 @@ class Runtime:
             if fetching is not None:
                 fetching.prepare()
             with self.compute:
-                return Prompt(self, ids, reserve, branches, fetching, lossy).bring()
+                done = Prompt(self, ids, reserve, branches, fetching, lossy).bring()
+            if fetching is not None and fetching.tokens:
+                self._arrivals.note(done.live, fetching.views)
+            return done
         finally:
             if fetching is not None:
                 fetching.close()
@@ -224,12 +229,12 @@ class Runtime:
         store, space = self.store, self.engine.space
         if store is None:
             return
-        keys = self.keys(live.tokens)
+        keys, arrived = self.keys(live.tokens), self._arrivals.take(live)
         held = store.match(keys, lossy).blocks
         fresh = keys[held:]
         if fresh:
             parent = keys[held - 1] if held else ROOT
-            for key, data in zip(fresh, self.engine.export(live, fresh, parent, held)):
+            for key, data in sealed(self.engine, live, fresh, parent, held, arrived):
                 if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
                     return
         for position in live.states:

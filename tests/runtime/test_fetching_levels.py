@@ -15,6 +15,7 @@ from ctxreuse.bench.nearby import Held, NearbyRemote, constant
 from ctxreuse.block import BlockView, BlockWriter, parse, rekey
 from ctxreuse.codec import Codec, card_digest, read_card, write_card
 from ctxreuse.cost import CostModel
+from ctxreuse.store import TieredStore
 from ctxreuse.testing.plain_cards import LEVELS, plain_card
 
 S = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("scene.py"))))
@@ -67,6 +68,24 @@ def test_a_request_that_allows_nothing_lossy_asks_for_nothing_lossy(engine: Any)
     assert [ask.levels for ask in made.remote.asks] == [("exact+rans",)]
     assert not done.usage.approx
     S.right(engine, done, IDS)
+
+
+@pytest.mark.parametrize("way", ["layers", "tail"])
+def test_what_came_encoded_is_kept_as_it_came(engine: Any, way: str) -> None:
+    made = scene(engine, level="kl-0.05", way=way)
+    with TieredStore(64 << 20) as store:
+        runtime = made.runtime(store)
+        runtime.warm(IDS, lossy="kl-0.05")
+        store.flush()
+        levels = [entry.level.partition("@")[0] for entry in store.entries(runtime.keys(IDS)) if entry is not None]
+        assert levels == ["kl-0.05"] * 10
+        runtime.remote = None
+        runtime.pool.clear()
+        done = runtime.prefill(IDS, lossy="kl-0.05")
+        assert done.usage.by_level == {"kl-0.05": 10 * BLOCK}
+        assert near(engine, done) < 0.2
+        runtime.pool.clear()
+        S.right(engine, runtime.prefill(IDS), IDS)
 
 
 def test_only_levels_without_more_damage_are_allowed(engine: Any) -> None:

@@ -32,6 +32,7 @@ def engine() -> Any:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)  # a minute where nothing else runs; many on a busy machine
 def test_the_level_keeps_its_promise_in_fewer_bits_than_any_rival(engine: Any) -> None:
     from ctxreuse.bench.rate.context import CODED, SCORED, Context
     from ctxreuse.bench.rate.texts import held_out, tokens_of

@@ -28,6 +28,7 @@ BENCHES = {
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",
     "kernels": "ctxreuse.bench.kernels",
+    "levels": "ctxreuse.bench.levels",
     "lossless": "ctxreuse.bench.lossless",
     "many": "ctxreuse.bench.many",
     "order": "ctxreuse.bench.order",

@@ -14,8 +14,6 @@ before, so its estimates are warm; ``first_contact`` is without that. In ``falli
 ``both`` in the notes is what the two resources allow together: the context split so that the link brings its end while
 the engine computes its front, both without any other cost, and then the question. It is below the bound on slow links.
 
-`fetch_levels` goes on with the same context at levels: packed, lossy, and as both ends pick.
-
 The bar of a cell is 1.05 of the baseline, and 1.3 of the bound too where fetching was chosen. Cloud and relay take a
 part of this machine's cores (``beside``, of one core while the edge waits), which in a deployment they do not.
 """
@@ -24,11 +22,11 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ctxreuse.bench.fetch_levels import level_figures
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.bench.shaped import FALLEN, FALLS_AFTER, Cell, Edge, Row
@@ -37,10 +35,10 @@ from ctxreuse.keys import Tokens
 if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf import TorchEngine
 
-__all__ = ["figures", "run"]
+__all__ = ["RATES", "an_edge", "figures", "run"]
 
 _CONTEXT, _QUESTION, _MODEL = 2048, 32, "smollm2"
-_RATES, _TRIPS = (20, 50, 200, 1000), (0.002, 0.040)
+RATES, _TRIPS = (20, 50, 200, 1000), (0.002, 0.040)
 _SLOWER, _OVER = 1.05, 1.3
 
 
@@ -137,21 +135,25 @@ def _prompt(engine: TorchEngine) -> Tokens:
     return text.encode("\n".join(topics[name] for name in sorted(topics)))[: _CONTEXT + _QUESTION]
 
 
-def run(options: Options) -> list[Figure]:
-    """Medians of three rounds; ``quick``: bfloat16, three rates, one round trip."""
+@contextmanager
+def an_edge(dtype: str, options: Options) -> Iterator[Edge]:
+    """An edge whose cloud holds the context, in a numeric type; both end with the block."""
     from ctxreuse.engines import open_engine
 
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
+        options.step(f"{dtype}: computing the context for the cloud")
+        engine = open_engine(_MODEL, dtype=dtype, reserve=_CONTEXT + _QUESTION + 64)
+        edge = Edge(engine, _prompt(engine), _QUESTION, Path(folder))
+        try:
+            yield edge
+        finally:
+            edge.close()
+
+
+def run(options: Options) -> list[Figure]:
+    """Medians of three rounds; ``quick``: bfloat16, three rates, one round trip."""
     found: list[Figure] = []
     for dtype, short in options.pick((("bfloat16", "bf16"),), (("float32", "f32"), ("bfloat16", "bf16"))):
-        with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
-            options.step(f"{dtype}: computing the context for the cloud")
-            engine = open_engine(_MODEL, dtype=dtype, reserve=_CONTEXT + _QUESTION + 64)
-            edge = Edge(engine, _prompt(engine), _QUESTION, Path(folder))
-            try:
-                rates = options.pick((20, 200, 1000), _RATES)
-                found += figures(edge, short, options, rates=rates, rounds=3)
-                if short == "bf16":
-                    found += level_figures(edge, short, options, rates=rates, rounds=3)
-            finally:
-                edge.close()
+        with an_edge(dtype, options) as edge:
+            found += figures(edge, short, options, rates=options.pick((20, 200, 1000), RATES), rounds=3)
     return found

@@ -110,7 +110,6 @@ def paired(calls: Mapping[str, Callable[[], object]], *, rounds: int, warm: int 
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 
-
 def processor_time(calls: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, float]:
     """Median processor time of each call on this thread, in seconds; the calls take turns, one warm-up each."""
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,8 +1,9 @@
-"""The second part of ``bench fetch``: the same context over the same links, at levels.
+"""Time to first token over links of 20 Mbit/s to 1 Gbit/s when blocks may be encoded, at each level and as picked.
 
-Exact blocks raw, packed, each lossy level of the model's card that stands alone, and ``adaptive``: all of them are
-allowed and the two ends pick. The cloud keeps nothing of what it encoded, so each fetch pays for its encoding. Without
-a card (``ctxreuse calibrate``) only the exact levels are measured.
+The context, links and processes of ``bench fetch``, in bfloat16. Exact blocks raw, packed, each lossy level of the
+model's card that stands alone, and ``adaptive``: all of them are allowed and the two ends pick. The cloud keeps nothing
+of what it encoded, so each fetch pays for its encoding. Without a card (``ctxreuse calibrate``) only the exact levels
+are measured.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ctxreuse.bench.fetch import RATES, an_edge
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.bench.shaped import Cell, Edge
 from ctxreuse.codec import Codec
 from ctxreuse.levels import EXACT, PACKED, damage, short
 
-__all__ = ["level_figures"]
+__all__ = ["level_figures", "run"]
 
 _RTT = 0.040
 _NEAR, _LESS = 1.05, 3.0
@@ -116,3 +118,10 @@ def _note(taken: Sequence[_Taken]) -> str:
     same = sum(one.same for one in taken)
     size = statistics.median(one.nbytes for one in taken) / 1e6
     return f"{size:.3g} MB, reused at {' and '.join(levels) or 'none'}, first token equal in {same} of {len(taken)}"
+
+
+def run(options: Options) -> list[Figure]:
+    """Medians of three rounds; ``quick``: one round, two rates."""
+    with an_edge("bfloat16", options) as edge:
+        rates, rounds = options.pick(((20, 200), 1), (RATES, 3))
+        return level_figures(edge, "bf16", options, rates=rates, rounds=rounds)

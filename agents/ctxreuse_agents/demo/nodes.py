@@ -72,8 +72,8 @@ class Node:
         file.write_text("\n".join(_section(title, values) for title, values in settings.items()), "utf-8")
         self._address = self.store / f"{face}.json"
         command = [sys.executable, "-m", f"ctxreuse_{face}", "--config", str(file), "serve"]
-        # Settings of the user's own are not for the demo's nodes.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("CTXREUSE_")}
+        # Settings of the user's own are not for the demo's nodes; where cards lie is.
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CTXREUSE_") or k == "CTXREUSE_CARDS"}
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         self._client: Client | None = None

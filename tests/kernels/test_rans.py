@@ -137,7 +137,7 @@ def test_many_streams_in_one_call(table: str, monkeypatch: pytest.MonkeyPatch) -
     alone = [kernels.rans_encode(p[1], known, p[2], row).tobytes() for p, row in zip(parts, seeds, strict=True)]
     for parallel in (1 << 20, 300):
         monkeypatch.setattr(rans, "PARALLEL_SYMBOLS", parallel)
-        monkeypatch.setattr(rans, "_cores", lambda: 4)
+        monkeypatch.setattr(rans, "cores", lambda: 4)
         data, ends = kernels.rans_encode_many(symbols, counts, known, steps, seeds)
         assert [data[a:b].tobytes() for a, b in itertools.pairwise(ends)] == alone
         back, last = kernels.rans_decode_many(data, ends, counts, known, steps)
@@ -262,11 +262,11 @@ def test_threads_share_tables() -> None:
 FORK = """
 import os, numpy as np
 from ctxreuse import kernels
-from ctxreuse.kernels import rans
-rans.PARALLEL_SYMBOLS, rans._cores = 300, lambda: 2
+from ctxreuse.kernels import rans, threads
+rans.PARALLEL_SYMBOLS, rans.cores = 300, lambda: 2
 args = np.ones(2560, np.uint8), [640] * 4, kernels.RansTables([8] * 32), np.zeros(10, np.uint8)
 want = kernels.rans_encode_many(*args)[0].tobytes()
-assert rans._pool is not None
+assert threads._pool is not None
 child = os.fork()
 if child == 0:
     os._exit(0 if kernels.rans_encode_many(*args)[0].tobytes() == want else 1)

@@ -107,7 +107,6 @@ class Session(ABC):
         self.limits = limits
         self.dead, self.reason = False, ""
         self.counts: Counter[str] = Counter()
-        self.encoding = False  #: whether what came last had to be encoded by its sender
         self._control: deque[list[Frame]] = deque()
         #: Transfers that want more, by request. Credit is made when it is sent, so that there is one message at most
         #: of each transfer, and a peer that sends more than it was told is found out.

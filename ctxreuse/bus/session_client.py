@@ -291,7 +291,6 @@ class ClientSession(Session):
         live.arrived(len(payload), self.limits.terms.max_payload)
         try:
             fresh = live.assembly.write(message.pieces, payload)
-            self.encoding = live.assembly.encoded
         except ProtocolError:
             if live.assembly.ended is not None:
                 self._drop(message.id, LinkDownError("foreign"))

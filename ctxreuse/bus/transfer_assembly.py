@@ -18,7 +18,6 @@ from ctxreuse.bus.transfer_levels import allowed, laid_out
 from ctxreuse.bus.wire import Have, Piece
 from ctxreuse.errors import FormatError, LinkDownError, ProtocolError
 from ctxreuse.keys import KEY_BYTES, ROOT, Tokens
-from ctxreuse.levels import EXACT
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime.remote import Order
 
@@ -117,7 +116,6 @@ class Assembly:
         self.space, self.keys, self.first, self.order = space, tuple(keys), first, order
         self.wants_state, self.on_stop = state, on_stop
         self.levels, self.refines = frozenset(levels), refine
-        self.encoded = False  #: True once a block came that its sender had to encode
         self._parents = (parent, *keys[:-1])
         self._tokens = np.ascontiguousarray(tokens, "<i4").tobytes()
         self._layout = block_layout(space)
@@ -263,7 +261,6 @@ class Assembly:
             raise self._foreign(f"item {number} has level {header.level!r}", "level")
         if not state and (not laid_out(view, self._layout) or header.rope_at not in (-1, end - step)):
             raise self._foreign(f"item {number} has other planes, or was rotated from {header.rope_at} on")
-        self.encoded = self.encoded or header.level != EXACT
         return view
 
     def _block(self, number: int) -> int:

@@ -23,8 +23,6 @@ class CardAssembly:
     for; a peer that sends others has ended it with ``foreign``.
     """
 
-    encoded = False
-
     def __init__(self, space: bytes, digest: bytes, *, limit: int = MAX_CARD) -> None:
         self.space, self.digest = space, digest
         self.on_stop: Callable[[], None] | None = None

@@ -53,8 +53,8 @@ _FAILED = {
 class Estimate(Protocol):
     """What a link's speed is told to (`ctxreuse.cost.LinkEstimate`)."""
 
-    def bytes_seen(self, nbytes: int, seconds: float, *, waited: bool = False) -> object:
-        """So many bytes came in so many seconds in which the link was busy; ``waited``: or its sender was encoding."""
+    def bytes_seen(self, nbytes: int, seconds: float) -> object:
+        """So many bytes came in so many seconds in which the link was busy."""
 
     def rtt_seen(self, seconds: float) -> object:
         """One measured round trip."""
@@ -335,7 +335,7 @@ class Dialer:
             self._busy += now - self._meter_at
         self._meter_at = now
         if self._metered >= 256 << 10 and self._busy > 0:
-            self._estimate.bytes_seen(self._metered, self._busy, waited=session.encoding)
+            self._estimate.bytes_seen(self._metered, self._busy)
             self._metered, self._busy = 0, 0.0
         if session.drained:
             self._meter_at, self._metered, self._busy = None, 0, 0.0

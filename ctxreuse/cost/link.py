@@ -30,18 +30,11 @@ class LinkEstimate:
         self._nbytes = bandwidth * self._seconds
         self._trips: deque[float] = deque([rtt] if rtt > 0 else [], maxlen=_ROUND_TRIPS)
 
-    def bytes_seen(self, nbytes: int, seconds: float, *, waited: bool = False) -> None:
-        """``nbytes`` arrived in ``seconds`` during which the link was all that they waited for; 0 bytes: it stalled.
-
-        ``waited``: they may have waited for their sender too, which encoded them. Such a sample can say that the link
-        is faster than was thought, never that it is slower (so BBR takes application-limited ones): a link believed
-        slow would go on being given encoded blocks, one believed fast is measured by the next exact ones.
-        """
+    def bytes_seen(self, nbytes: int, seconds: float) -> None:
+        """``nbytes`` arrived in ``seconds`` during which the link was all that they waited for; 0 bytes: it stalled."""
         if not (math.isfinite(seconds) and seconds > 0 <= nbytes):
             return
         with self._lock:
-            if waited and nbytes < self._rate() * seconds:
-                return
             dropped = 2 * nbytes < self._rate() * seconds
             fade = math.exp(-seconds / (_DROP_MEMORY if dropped else _MEMORY))
             self._nbytes = self._nbytes * fade + nbytes

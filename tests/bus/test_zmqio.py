@@ -331,7 +331,7 @@ def test_an_estimate_is_fed() -> None:
         def __init__(self) -> None:
             self.bytes, self.seconds, self.rtts = 0, 0.0, 0
 
-        def bytes_seen(self, nbytes: int, seconds: float, *, waited: bool = False) -> None:
+        def bytes_seen(self, nbytes: int, seconds: float) -> None:
             self.bytes, self.seconds = self.bytes + nbytes, self.seconds + seconds
 
         def rtt_seen(self, seconds: float) -> None:

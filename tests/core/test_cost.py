@@ -96,23 +96,6 @@ def test_a_model_survives_a_restart_and_strange_bytes() -> None:
     assert fresh.prefill.dump() == [row]
 
 
-def test_a_sender_that_encodes_never_makes_a_link_slower() -> None:
-    link = LinkEstimate()
-    link.bytes_seen(10_000_000, 0.1)
-    before = link.bandwidth
-    for _ in range(50):
-        link.bytes_seen(100_000, 0.1, waited=True)
-    assert link.bandwidth == before
-    link.bytes_seen(30_000_000, 0.1, waited=True)
-    assert link.bandwidth > before
-    for _ in range(50):
-        link.bytes_seen(100_000, 0.1)
-    assert link.bandwidth < 2_000_000
-    unknown = LinkEstimate()
-    unknown.bytes_seen(100_000, 0.1, waited=True)
-    assert unknown.bandwidth == pytest.approx(1_000_000)
-
-
 def test_bandwidth_follows_a_link_and_drops_at_once() -> None:
     link = LinkEstimate()
     assert (link.bandwidth, link.rtt) == (0.0, 0.0)

@@ -236,7 +236,7 @@ class AsyncSession:
         return await _settled(self.sync.warm)
 
     async def evict(self) -> int:
-        """Drop the KV that only this session's path uses."""
+        """Drop the KV that nothing but the path to here uses."""
         return await _settled(self.sync.evict)
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ class Gate:
         with self._lock:
             if self._owner is owner:
                 raise SessionError(
-                    "an answer of this session is still being made by this thread or task",
+                    "an earlier answer is still being made by this thread or task",
                     fix="Read the answer to its end, or close() it, before the next turn",
                 )
             if self._owner is None:

@@ -300,7 +300,7 @@ class Session:
         return usage
 
     def evict(self) -> int:
-        """Drop the KV that only this session's path uses; returns how many blocks went. Text and ids stay."""
+        """Drop the KV that nothing but the path to here uses; returns how many blocks went. Text and ids stay."""
         ids = self.tokens()
         return self.shared.engine()[0].forget(ids) if len(ids) else 0
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -64,7 +65,7 @@ def resealed(view: BlockView, planes: dict[tuple[int, str], bytes | memoryview])
     return parse(writer.seal())
 
 
-class CodecContract:
+class CodecContract(ABC):
     """Tests of one codec; ``blocks`` are raw blocks of its space that look like a model's."""
 
     #: Largest difference that a lossy level may make, as a share of the largest number of a plane.
@@ -72,13 +73,13 @@ class CodecContract:
     #: By how much the bytes of a block may differ from what `nbytes` foretells, as a factor.
     estimate = 2.5
 
+    @abstractmethod
     def codec(self) -> Codes:
         """The codec under test."""
-        raise NotImplementedError
 
+    @abstractmethod
     def blocks(self) -> list[BlockView]:
         """Some raw blocks."""
-        raise NotImplementedError
 
     def _coded(self) -> Iterator[tuple[Codes, LevelInfo, BlockView, BlockView]]:
         codec = self.codec()

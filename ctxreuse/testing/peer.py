@@ -11,6 +11,7 @@ Inherit, give a fixture ``engine`` (a small model whose first layer keeps K) and
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,15 +105,15 @@ def forged(data: Buffer, rng: np.random.Generator) -> np.ndarray[tuple[int], np.
     return sealed
 
 
-class PeerContract:
+class PeerContract(ABC):
     """Inherit, give a fixture ``engine``, and open nodes in ``serve``. The users ``ann`` and ``ann-2`` are of one
     tenant; a node that does not know its peers apart may take them for ``local``."""
 
     TENANTS: Mapping[str, str] = MappingProxyType({"ann": "a", "ann-2": "a", "local": "a", "bob": "b"})
 
+    @abstractmethod
     def serve(self, service: StoreService) -> Node:
         """A node that serves ``service``."""
-        raise NotImplementedError
 
     @contextmanager
     def cloud(self, folder: Path, engine: Engine, *, host_bytes: int = 64 << 20) -> Iterator[Cloud]:

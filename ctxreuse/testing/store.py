@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,12 +102,12 @@ class Context:
         return True
 
 
-class StoreContract:
+class StoreContract(ABC):
     """Tests of one store. Its capacity must hold 64 small blocks (4 KiB each)."""
 
+    @abstractmethod
     def open(self, folder: Path) -> WholeStore:
         """The store under test, empty."""
-        raise NotImplementedError
 
     def test_what_was_put_is_matched_and_read(self, tmp_path: Path) -> None:
         store, context = self.open(tmp_path), Context(5)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 
@@ -91,12 +92,12 @@ def relabelled(data: npt.NDArray[np.uint8], level: str) -> npt.NDArray[np.uint8]
     return writer.seal()
 
 
-class StoreLevelsContract:
+class StoreLevelsContract(ABC):
     """Tests of one store. Its capacity must hold 64 blocks of 20 KiB."""
 
+    @abstractmethod
     def open(self, folder: Path) -> WholeStore:
         """The store under test, empty; it encodes nothing by itself."""
-        raise NotImplementedError
 
     def level_of(self, store: WholeStore, context: CodedContext, i: int, lossy: str | None) -> str | None:
         """The level at which a reader with this permission gets block ``i``; None for a miss."""

@@ -244,7 +244,7 @@ def test_ten_thousand_sessions(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("id", [True, False, 1.0, "1", None, -1, 1 << 64])
 def test_what_is_no_turn_id_never_becomes_a_head(ledger: Ledger, id: Any) -> None:
-    """A head of True was written as such, and then neither this session nor any list of sessions could be read."""
+    """A head of True was written as such, and then neither it nor any list could be read."""
     ledger.append(ledger.create("s").id, [NewTurn("user", "x")])
     for attempt in (ledger.move, lambda name, head: ledger.create("t", head)):
         with pytest.raises(SessionError, match="no turn"):

@@ -29,6 +29,7 @@ compared when the plane is read.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -56,8 +57,11 @@ __all__ = [
     "layout_of",
     "parse",
     "rekey",
+    "reseal",
+    "rewriter",
 ]
 
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
 MAGIC = b"CTXRBLK\0"
 VERSION = 1
 MAX_HEADER = 1 << 20
@@ -338,6 +342,37 @@ def parse(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8], *, space
     if space is not None and header.space != space:
         raise FormatError("block belongs to another model space", where=header.space.hex()[:16])
     return BlockView(header, layout, start, view)
+
+
+def rewriter(
+    view: BlockView, *, layout: Layout | None = None, level: str | None = None, into: _Bytes | None = None
+) -> BlockWriter:
+    """A writer of the same identity, tokens and place; its planes hold nothing yet. See reseal for the arguments."""
+    head = view.header
+    return BlockWriter(
+        layout or view.layout, kind=head.kind, space=head.space, key=head.key, parent=head.parent, end=head.end,
+        tokens=view.tokens, level=level or head.level, rope_at=head.rope_at, extra=head.extra, into=into,
+    )  # fmt: skip
+
+
+def reseal(
+    view: BlockView,
+    planes: Mapping[tuple[int, str], bytes | memoryview | _Bytes],
+    *,
+    layout: Layout | None = None,
+    level: str | None = None,
+    into: _Bytes | None = None,
+) -> _Bytes:
+    """A block of the same identity, tokens and place with other bytes in ``planes`` [layer, role], as a copy.
+
+    ``layout`` and ``level``: as the view's unless given. Planes that are not named are copied, and then their checksums
+    are compared: FormatError for a damaged one. ``into``: see BlockWriter.
+    """
+    writer = rewriter(view, layout=layout, level=level, into=into)
+    for plane in writer.layout.planes:
+        at = plane.layer, plane.role
+        writer.plane(*at)[:] = np.frombuffer(planes[at] if at in planes else view.plane(*at), np.uint8)
+    return writer.seal()
 
 
 def rekey(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.block import BlockView, BlockWriter, Layout, Plane
+from ctxreuse.block import BlockView, Layout, Plane, reseal
 from ctxreuse.codec import lossless
 from ctxreuse.codec.card import Card, model_digest
 from ctxreuse.codec.levels import LevelInfo, LevelName, parse_level
@@ -288,14 +288,8 @@ class Codec:
     def _seal(
         self, view: BlockView, planes: list[Plane], streams: Sequence[memoryview], level: str, into: Bytes | None
     ) -> Bytes:
-        header = view.header
-        writer = BlockWriter(
-            Layout(tuple(planes)), kind=header.kind, space=header.space, key=header.key, parent=header.parent,
-            end=header.end, tokens=view.tokens, level=level, rope_at=header.rope_at, extra=header.extra, into=into,
-        )  # fmt: skip
-        for plane, data in zip(planes, streams):
-            writer.plane(plane.layer, plane.role)[:] = np.frombuffer(data, np.uint8)
-        return writer.seal()
+        named = {(plane.layer, plane.role): data for plane, data in zip(planes, streams)}
+        return reseal(view, named, layout=Layout(tuple(planes)), level=level, into=into)
 
 
 _ADVICE = "Run `ctxreuse calibrate MODEL` once on this machine, or fetch the card from a node that has it"

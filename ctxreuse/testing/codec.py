@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView, BlockWriter, parse
+from ctxreuse.block import BlockView, parse, reseal
 from ctxreuse.codec import LevelInfo
 from ctxreuse.errors import ConfigError, CtxReuseError, FormatError
 from ctxreuse.levels import EXACT, damage, is_exact, is_raw, short
@@ -46,23 +46,7 @@ class Codes(Protocol):
 
 def resealed(view: BlockView, planes: dict[tuple[int, str], bytes | memoryview]) -> BlockView:
     """The block with other bytes in these planes, of the old lengths, and checksums that fit them."""
-    header = view.header
-    writer = BlockWriter(
-        view.layout,
-        kind=header.kind,
-        space=header.space,
-        key=header.key,
-        parent=header.parent,
-        end=header.end,
-        tokens=view.tokens,
-        level=header.level,
-        rope_at=header.rope_at,
-        extra=header.extra,
-    )
-    for plane in view.layout.planes:
-        at = plane.layer, plane.role
-        writer.plane(*at)[:] = np.frombuffer(planes.get(at, view.plane(*at)), np.uint8)
-    return parse(writer.seal())
+    return parse(reseal(view, planes))
 
 
 class CodecContract(ABC):

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ctxreuse.block import BlockWriter, parse, rekey
+from ctxreuse.block import parse, rekey, reseal
 from ctxreuse.bus.base import Given, Link
 from ctxreuse.bus.serve import StoreService
 from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
@@ -87,22 +87,11 @@ class Prompt:
 def forged(data: Buffer, rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """A block with made-up numbers and right checksums."""
     view = parse(data)
-    header = view.header
-    writer = BlockWriter(
-        view.layout,
-        kind=header.kind,
-        space=header.space,
-        key=header.key,
-        parent=header.parent,
-        end=header.end,
-        tokens=view.tokens,
-        rope_at=header.rope_at,
-    )
-    for plane in view.layout.planes:
-        made = rng.standard_normal(plane.nbytes // 4).astype(np.float32)
-        writer.plane(plane.layer, plane.role)[:] = made.view(np.uint8)
-    sealed: np.ndarray[tuple[int], np.dtype[np.uint8]] = writer.seal()
-    return sealed
+    made = {
+        (plane.layer, plane.role): rng.standard_normal(plane.nbytes // 4).astype(np.float32).view(np.uint8)
+        for plane in view.layout.planes
+    }
+    return reseal(view, made)
 
 
 class PeerContract(ABC):

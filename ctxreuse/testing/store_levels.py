@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockWriter, Layout, Plane, block_layout, parse
+from ctxreuse.block import BlockWriter, Layout, Plane, block_layout, parse, reseal
 from ctxreuse.codec import Codec
 from ctxreuse.levels import EXACT, PACKED, short
 from ctxreuse.model import LayerSpec, ModelSpace
@@ -73,23 +73,7 @@ def codec() -> Codec:
 
 def relabelled(data: npt.NDArray[np.uint8], level: str) -> npt.NDArray[np.uint8]:
     """The same block with another level in its header."""
-    view = parse(data)
-    header = view.header
-    writer = BlockWriter(
-        view.layout,
-        kind=header.kind,
-        space=header.space,
-        key=header.key,
-        parent=header.parent,
-        end=header.end,
-        tokens=view.tokens,
-        level=level,
-        rope_at=header.rope_at,
-        extra=header.extra,
-    )
-    for plane in view.layout.planes:
-        writer.plane(plane.layer, plane.role)[:] = np.frombuffer(view.plane(plane.layer, plane.role), np.uint8)
-    return writer.seal()
+    return reseal(parse(data), {}, level=level)
 
 
 class StoreLevelsContract(ABC):

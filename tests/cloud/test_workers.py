@@ -17,7 +17,7 @@ from ctxreuse_cloud.workers.crew import Workers
 from ctxreuse_cloud.workers.pipe import _FRAME, Cancel, Job, Pipe
 from running import wait_for
 
-from ctxreuse.block import BlockWriter, parse
+from ctxreuse.block import parse, reseal
 from ctxreuse.bus.serve_engine import compute_blocks
 from ctxreuse.config import EngineConfig, LogConfig
 from ctxreuse.errors import LinkDownError, ProtocolError
@@ -96,15 +96,14 @@ def test_rows_and_the_audit(workers: Workers, tiny_engine: Any) -> None:
 
 def resealed(view: Any) -> Any:
     """A block with other numbers under right checksums."""
-    header = view.header
-    writer = BlockWriter(
-        view.layout, kind=header.kind, space=header.space, key=header.key, parent=header.parent, end=header.end,
-        tokens=view.tokens, rope_at=header.rope_at, extra=header.extra,
-    )  # fmt: skip
-    for plane in view.layout.planes:
-        noise = np.random.default_rng(5).standard_normal(plane.nbytes // 4).astype("<f4")
-        writer.plane(plane.layer, plane.role)[:] = noise.view(np.uint8)
-    return writer.seal()
+    noise = {
+        (plane.layer, plane.role): np.random.default_rng(5)
+        .standard_normal(plane.nbytes // 4)
+        .astype("<f4")
+        .view(np.uint8)
+        for plane in view.layout.planes
+    }
+    return reseal(view, noise)
 
 
 def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: Workers, tiny_engine: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from ctxreuse.bench.nearby import Held, NearbyRemote, constant
-from ctxreuse.block import BlockView, BlockWriter, parse, rekey
+from ctxreuse.block import BlockView, parse, rekey, reseal
 from ctxreuse.codec import Codec, card_digest, read_card, write_card
 from ctxreuse.cost import CostModel
 from ctxreuse.store import TieredStore
@@ -154,21 +154,8 @@ def test_the_wrong_models_numbers_fail_the_audit_at_a_lossy_level_too(engine: An
         """The right head over planes of another context."""
         number = view.header.end // BLOCK - 1
         foreign = parse(engine.codec.encode(parse(other.blocks[number]), "kl-0.05"))
-        header = view.header
-        writer = BlockWriter(
-            foreign.layout,
-            kind="block",
-            space=header.space,
-            key=header.key,
-            parent=header.parent,
-            end=header.end,
-            tokens=view.tokens,
-            level=header.level,
-            rope_at=header.rope_at,
-        )
-        for plane in foreign.layout.planes:
-            writer.plane(plane.layer, plane.role)[:] = np.frombuffer(foreign.plane(plane.layer, plane.role), np.uint8)
-        return writer.seal()
+        planes = {(plane.layer, plane.role): foreign.plane(plane.layer, plane.role) for plane in foreign.layout.planes}
+        return reseal(view, planes, layout=foreign.layout)
 
     assert len(mine) == len(other.blocks)
     spoiled(made.remote, engine, swap)

@@ -1,0 +1,8 @@
+"""The lab: traces of requests, replayed through the policies that the store uses, beside what nothing can beat."""
+
+from __future__ import annotations
+
+from ctxreuse.lab.opening import open_trace
+from ctxreuse.lab.trace import Request, Trace
+
+__all__ = ["Request", "Trace", "open_trace"]

@@ -1,0 +1,47 @@
+"""Opens a trace of any format that is known, by what its first line looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ctxreuse.errors import ConfigError, FormatError
+from ctxreuse.lab.lines import first_line
+from ctxreuse.lab.mooncake import mooncake
+from ctxreuse.lab.sessions import agent_sessions
+from ctxreuse.lab.trace import Trace
+
+__all__ = ["FORMATS", "open_trace"]
+
+_READERS: dict[str, Callable[[Path], Trace]] = {"mooncake": mooncake, "sessions": agent_sessions}
+
+#: Names that ``--format`` takes beside ``auto``.
+FORMATS = tuple(_READERS)
+
+
+def open_trace(path: Path | str, format: str = "auto") -> Trace:
+    """The trace in a file, packed (.xz, .gz, .bz2) or not. Reads no more than the first line.
+
+    Raises ConfigError for a file that cannot be read or an unknown format, FormatError for one that nobody knows.
+    """
+    path = Path(path)
+    if format == "auto":
+        format = _sniff(first_line(path), path)
+    if format not in _READERS:
+        raise ConfigError(f"no trace format {format!r}", fix=f"Choose one of: auto, {', '.join(FORMATS)}")
+    return _READERS[format](path)
+
+
+def _sniff(line: bytes, path: Path) -> str:
+    try:
+        fields = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        fields = None
+    if isinstance(fields, dict):
+        if "hash_ids" in fields:
+            return "mooncake"
+        if "requests" in fields and "block_size" in fields:
+            return "sessions"
+    raise FormatError("nobody knows this kind of trace", where=path.name, fix=f"Known are: {', '.join(FORMATS)}")

@@ -195,7 +195,8 @@ class StoreListing(Protocol):
         """All held blocks of the moment of the call, parents before children."""
 
     def recent(self) -> list[bytes]:
-        """Keys of what is held, the last used first. A parent may come after its children."""
+        """Keys of what is held, the last to be evicted first: under ``lru`` the last used. A parent may come after its
+        children."""
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """For each key its block as `walk` gives it, or None."""

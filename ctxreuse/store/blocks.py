@@ -85,7 +85,7 @@ class BlockStore(DiskListing):
         path: str | os.PathLike[str],
         *,
         capacity: int = 8_000_000_000,
-        policy: str | Policy = "lru",
+        policy: str | Policy[bytes] = "lru",
         readonly: bool = False,
         clock: Callable[[], float] = time.time,
         queue_bytes: int = 256 << 20,
@@ -106,7 +106,7 @@ class BlockStore(DiskListing):
         check_level(level)
         place = folder(path, readonly=readonly)
         home = place / "blocks"
-        index = Index(capacity, make_policy(policy))
+        index = Index(capacity, make_policy(policy), clock)
         if readonly:
             return cls(open_readonly(home, map_size), index, None, "", queue_bytes, clock)
         owner = claim(place, "blocks", boot=boot, clock=clock)

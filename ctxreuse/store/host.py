@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ctxreuse.store.base import Kind
 from ctxreuse.store.index import Put
-from ctxreuse.store.policy import LRU
+from ctxreuse.store.policy import LRU, Facts
 
 __all__ = ["Held", "HostTier", "Name"]
 
@@ -39,7 +39,7 @@ class HostTier:
         """``tell`` is called with each key of which something came or went."""
         self.capacity, self.nbytes, self.evicted, self._tell = capacity, 0, 0, tell
         self._values: dict[Name, Held] = {}
-        self._order = LRU()
+        self._order: LRU[bytes] = LRU()
         self._children: Counter[bytes] = Counter()
         self.pins: Counter[bytes] = Counter()
 
@@ -74,7 +74,8 @@ class HostTier:
         if before is None and kind == "block":
             self._children[item.parent] += 1
         if before is None and len(self._names(key)) == 1:
-            self._order.insert(key)
+            # The owner touches the key next; neither time nor size matters to this order.
+            self._order.insert(Facts(key, None, item.tokens, item.end, len(data)), 0.0)
         self._tell((key,))
         return True
 
@@ -112,7 +113,7 @@ class HostTier:
         self.nbytes -= held.nbytes
         kind, key = name
         if not self._names(key):
-            self._order.remove(key)
+            self._order.remove(key, 0.0)
         if kind == "block":
             self._children[held.parent] -= 1
             if not self._children[held.parent]:
@@ -147,7 +148,7 @@ class HostTier:
                 key = held.parent
                 path.append(key)
             seen.update(path)
-            self._order.access(path[::-1])
+            self._order.access(path[::-1], 0.0)
 
     def counts(self, names: Sequence[Name]) -> tuple[int, int, int]:
         """Blocks, states and tokens among ``names``, which are held."""

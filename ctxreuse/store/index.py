@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ctxreuse.block import parse
@@ -13,11 +13,11 @@ from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, damage, fits, rank, worst
 from ctxreuse.store.base import Buffer, Kind
-from ctxreuse.store.policy import LRU, Policy
+from ctxreuse.store.policy import LRU, Facts, Policy
 from ctxreuse.store.records import Record, footprint
 from ctxreuse.tree import ContextTree, Node
 
-__all__ = ["Gone", "Index", "Plan", "Put"]
+__all__ = ["Gone", "Index", "Plan", "Put", "facts"]
 
 
 class Put(NamedTuple):
@@ -76,11 +76,19 @@ class Plan(NamedTuple):
     known: set[bytes]
 
 
+def facts(node: Node) -> Facts[bytes]:
+    """What the policy is told of a held node: its block and its state together."""
+    above = node.parent
+    parent = above.key if above is not None else None
+    return Facts(node.key, parent, node.tokens, node.depth, node.nbytes + node.state_nbytes)
+
+
 class Index:
     """Tree and policy in step. Not thread-safe: the store's lock guards it, and is free between plan and settle."""
 
-    def __init__(self, capacity: int, policy: Policy) -> None:
-        self.tree, self.policy, self.capacity = ContextTree(), policy, capacity
+    def __init__(self, capacity: int, policy: Policy[bytes], clock: Callable[[], float]) -> None:
+        """``clock``: seconds, told to the policy."""
+        self.tree, self.policy, self.capacity, self.clock = ContextTree(), policy, capacity, clock
         self.states = 0
         self._sequence = 0
         self._touched: dict[bytes, int] = {}
@@ -104,10 +112,23 @@ class Index:
             node = tree.get(key)
             if node is not None and node.parent is not None:
                 used[node.parent.key] = max(used[node.parent.key], used[key])
-        for _, _, key in sorted([(used[node.key], -node.depth, node.key) for node in tree]):
-            self.policy.insert(key)
+        self._order(used)
         self._sequence = max(used.values(), default=0)
         return lost
+
+    def _order(self, used: dict[bytes, int]) -> None:
+        """Tell the policy what is held, then which path was used after which: each node once, with its newest child."""
+        now = self.clock()
+        for node in self.tree:
+            self.policy.insert(facts(node), now)
+        path: list[Node] = []
+        for node in sorted(self.tree, key=lambda node: (used[node.key], -node.depth, node.key)):
+            if path and path[-1].parent is not node:
+                self.policy.access([step.key for step in reversed(path)], now)
+                path = []
+            path.append(node)
+        if path:
+            self.policy.access([step.key for step in reversed(path)], now)
 
     def _hold(self, key: bytes, record: Record) -> None:
         node = self.tree.insert(key, record.parent, record.tokens, record.nbytes, record.level)
@@ -133,6 +154,7 @@ class Index:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Renew the held ones among ``keys`` and all their ancestors; the record on disk follows with ``renewals``."""
+        now = self.clock()
         nodes = [node for key in keys if (node := self.tree.get(key)) is not None]
         seen: set[bytes] = set()
         for tip in sorted(nodes, key=lambda node: -node.depth):
@@ -147,7 +169,7 @@ class Index:
             for key in path:
                 self._sequence += 1
                 self._touched[key] = self._sequence
-            self.policy.access(path[::-1])
+            self.policy.access(path[::-1], now)
 
     def renewals(self) -> dict[bytes, Record]:
         """The records of nodes touched since the last call."""
@@ -156,9 +178,9 @@ class Index:
         return {key: self.record(node, used) for key, used in touched.items() if (node := tree.get(key)) is not None}
 
     def plan(self, puts: Sequence[Put], refused: Counter[str]) -> Plan:
-        """Choose what of ``puts`` can be held, removing from tree and policy what must make room.
+        """Choose what of ``puts`` can be held, removing from the tree what must make room.
 
-        Follow with ``settle`` after the commit or ``restore`` if it failed.
+        Follow with ``settle`` after the commit or ``restore`` if it failed: the policy hears of it then.
         """
         tree = self.tree
         keep = {put.parent for put in puts} | {put.key for put in puts}
@@ -223,21 +245,32 @@ class Index:
         """Remove the first to go until ``need`` bytes are free; nothing if that cannot be reached."""
         victims = self.tree.evictable(self.policy.order, need, keep)
         freed = sum(node.nbytes + node.state_nbytes for node in victims)
-        return [self.remove(node) for node in victims] if freed >= need else []
+        return [self._take(node) for node in victims] if freed >= need else []
 
     def shrink(self) -> list[bytes]:
         """Evict down to the capacity, which may be lower than when the store was last open; returns the keys."""
         over = self.tree.nbytes - self.capacity
-        return [gone.key for gone in self._evict(over, set())] if over > 0 else []
+        evicted = self._evict(over, set()) if over > 0 else []
+        self._part(evicted)
+        return [gone.key for gone in evicted]
+
+    def _part(self, evicted: Sequence[Gone]) -> None:
+        """The policy parts with what was evicted."""
+        now = self.clock()
+        for gone in evicted:
+            self.policy.remove(gone.key, now)
 
     def remove(self, node: Node) -> Gone:
         """Take one leaf out of tree and policy, pinned or not."""
+        self.policy.remove(node.key, self.clock())
+        return self._take(node)
+
+    def _take(self, node: Node) -> Gone:
         if node.pins:
             self.tree.unpin([node.key] * node.pins)
         gone = Gone(node.key, self.record(node, 0))
         self.states -= bool(node.state_nbytes)
         self.tree.remove(node.key)
-        self.policy.remove(node.key)
         self._touched.pop(node.key, None)
         return gone
 
@@ -280,14 +313,17 @@ class Index:
 
         Returns keys to delete again, because they or a parent were dropped meanwhile.
         """
-        tree, lost = self.tree, []
+        tree, lost, now = self.tree, [], self.clock()
+        self._part(plan.evicted)
         for key, record in plan.records.items():
             if (key in plan.known) != (key in tree) or (record.parent != ROOT and record.parent not in tree):
                 lost.append(key)
                 continue
-            if key not in tree:
-                self.policy.insert(key)
+            fresh = key not in tree
             self._hold(key, record)
+            node = tree.get(key)
+            if fresh and node is not None:
+                self.policy.insert(facts(node), now)
         self.touch(plan.records)
         return lost
 
@@ -300,9 +336,9 @@ class Index:
         for gone in reversed(evicted):
             if gone.record.parent != ROOT and gone.record.parent not in self.tree:
                 lost.append(gone.key)
+                self._part([gone])
                 continue
             self._hold(gone.key, gone.record)
-            self.policy.insert(gone.key, oldest=True)
         return lost
 
     def check(self) -> None:

@@ -107,7 +107,8 @@ class DiskListing(ABC):
                 self._trouble(error)
                 return []
         with self._lock:
-            return list(self._index.policy.order())[::-1]
+            # What is being evicted has left the tree and not yet the order.
+            return [key for key in self._index.policy.order() if key in self._index.tree][::-1]
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """See ``StoreListing.entries``."""

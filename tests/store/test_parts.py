@@ -12,7 +12,7 @@ from ctxreuse.store import BlockStore, TieredStore, open_store
 from ctxreuse.store.gate import Gate
 from ctxreuse.store.host import HostTier
 from ctxreuse.store.index import Put
-from ctxreuse.store.policy import LRU, make_policy
+from ctxreuse.store.policy import LRU, Facts, make_policy
 from ctxreuse.store.records import Record, footprint
 from ctxreuse.store.writer import Writer
 from ctxreuse.testing.clock import FakeClock
@@ -20,23 +20,22 @@ from ctxreuse.testing.store import Context
 
 
 def test_lru_keeps_children_older_than_parents() -> None:
-    lru = LRU()
-    for key in b"abcde":
-        lru.insert(bytes([key]))
-    lru.access([b"a", b"b", b"c"])
+    lru: LRU[bytes] = LRU()
+    for key, parent in ((b"a", None), (b"b", b"a"), (b"c", b"b"), (b"d", b"a"), (b"e", None)):
+        lru.insert(Facts(key, parent, 1, 1, 1), 0.0)
+    lru.access([b"a", b"b", b"c"], 1.0)
     assert b"".join(lru.order()) == b"decba"
-    lru.access([b"a", b"d"])
+    lru.access([b"a", b"d"], 2.0)
     assert b"".join(lru.order()) == b"ecbda"
-    lru.remove(b"c")
-    lru.insert(b"c", oldest=True)
-    assert b"".join(lru.order()) == b"cebda"
+    lru.remove(b"c", 3.0)
+    assert b"".join(lru.order()) == b"ebda"
     with pytest.raises(KeyError):
-        lru.remove(b"z")
+        lru.remove(b"z", 4.0)
 
 
 def test_policies_by_name() -> None:
     assert isinstance(make_policy("lru"), LRU)
-    mine = LRU()
+    mine: LRU[bytes] = LRU()
     assert make_policy(mine) is mine
     with pytest.raises(ConfigError, match="lru"):
         make_policy("fifo")

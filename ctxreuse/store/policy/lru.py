@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from ctxreuse.store.policy.base import Facts, K
 
 __all__ = ["LRU"]
 
 
-class LRU:
+class LRU(Generic[K]):
     """Evict what was not used for longest.
 
     A used path is moved to the end leaf first, so that a parent is always newer than its children: the head of the
     order is a leaf, and finding a victim never has to step over inner nodes.
     """
 
+    name = "lru"
+
     def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._keys: OrderedDict[K, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
 
-    def insert(self, key: bytes, *, oldest: bool = False) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key, last=not oldest)
+    def insert(self, facts: Facts[K], now: float) -> None:
+        self._keys[facts.key] = None
 
-    def access(self, path: Sequence[bytes]) -> None:
+    def access(self, path: Sequence[K], now: float) -> None:
         move = self._keys.move_to_end
         for key in reversed(path):
             move(key)
 
-    def remove(self, key: bytes) -> None:
+    def mark(self, tip: K, label: int, now: float) -> None:
+        """Why a context paused changes nothing here."""
+
+    def remove(self, key: K, now: float) -> None:
         del self._keys[key]
 
-    def order(self) -> Iterator[bytes]:
+    def order(self) -> Iterator[K]:
         return iter(self._keys)

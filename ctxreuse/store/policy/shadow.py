@@ -1,0 +1,141 @@
+"""A cache without contents: what a policy would have held and served at a given capacity, from metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Generic, NamedTuple
+
+from ctxreuse.store.policy.base import Facts, K, Policy
+
+__all__ = ["Served", "Shadow"]
+
+
+class Served(NamedTuple, Generic[K]):
+    """What one request met: leading blocks and tokens that were held, the keys that came in and those that went."""
+
+    blocks: int
+    tokens: int
+    inserted: Sequence[K]
+    evicted: Sequence[K]
+
+
+class _Held(NamedTuple, Generic[K]):
+    parent: K | None
+    nbytes: int
+
+
+class Shadow(Generic[K]):
+    """A cache of ``capacity`` (in whatever unit the sizes have) under one policy. Not thread-safe.
+
+    As in the store, what is held is closed towards the roots, only leaves are evicted, and the blocks of the request
+    itself stay as long as anything else can go. The lab replays through it, and the duel's contenders run in it.
+    """
+
+    def __init__(self, policy: Policy[K], capacity: int) -> None:
+        self.policy, self.capacity, self.nbytes = policy, capacity, 0
+        self._held: dict[K, _Held[K]] = {}
+        self._children: dict[K, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._held
+
+    def match(self, path: Sequence[K]) -> int:
+        """How many leading blocks of ``path`` are held. Pure."""
+        held, blocks = self._held, 0
+        for key in path:
+            if key not in held:
+                break
+            blocks += 1
+        return blocks
+
+    def request(
+        self, path: Sequence[K], sizes: Sequence[int] | int, tokens: Sequence[int] | int, now: float
+    ) -> Served[K]:
+        """Serve one prompt and hold all of it, as far as there is room: the end of a too long path is left out.
+
+        ``sizes`` and ``tokens``: one a block, or one number for all.
+        """
+        size = [sizes] * len(path) if isinstance(sizes, int) else sizes
+        count = [tokens] * len(path) if isinstance(tokens, int) else tokens
+        blocks = self.match(path)
+        found = sum(count[:blocks])
+        fresh = list(path[blocks:])
+        depth, parent = found, path[blocks - 1] if blocks else None
+        for key, nbytes, more in zip(fresh, size[blocks:], count[blocks:]):
+            depth += more
+            self._hold(Facts(key, parent, more, depth, nbytes), now)
+            parent = key
+        self.policy.access(path, now)
+        evicted = self._fit(path, now) if self.nbytes > self.capacity else []
+        return Served(blocks, found, fresh, evicted)
+
+    def _hold(self, facts: Facts[K], now: float) -> None:
+        self._held[facts.key] = _Held(facts.parent, facts.nbytes)
+        self.nbytes += facts.nbytes
+        if facts.parent is not None:
+            self._children[facts.parent] = self._children.get(facts.parent, 0) + 1
+        self.policy.insert(facts, now)
+
+    def _fit(self, path: Sequence[K], now: float) -> list[K]:
+        keep = frozenset(path)
+        gone: list[K] = []
+        while self.nbytes > self.capacity:
+            victims = self._victims(keep)
+            for key in victims:
+                self.remove(key, now)
+            gone += victims
+            if not victims:
+                break
+        for key in reversed(path):
+            if self.nbytes <= self.capacity or self._children.get(key):
+                break
+            self.remove(key, now)
+            gone.append(key)
+        return gone
+
+    def _victims(self, keep: frozenset[K]) -> list[K]:
+        held, children = self._held, self._children
+        lost: dict[K, int] = {}
+        victims: list[K] = []
+        need = self.nbytes - self.capacity
+        for key in self.policy.order():
+            if key in keep or children.get(key, 0) > lost.get(key, 0):
+                continue
+            parent, nbytes = held[key]
+            victims.append(key)
+            need -= nbytes
+            if parent is not None:
+                lost[parent] = lost.get(parent, 0) + 1
+            if need <= 0:
+                break
+        return victims
+
+    def remove(self, key: K, now: float) -> None:
+        """Forget one leaf. Raises KeyError if it is not held."""
+        parent, nbytes = self._held.pop(key)
+        self.nbytes -= nbytes
+        if parent is not None:
+            left = self._children[parent] - 1
+            if left:
+                self._children[parent] = left
+            else:
+                del self._children[parent]
+        self.policy.remove(key, now)
+
+    def check(self) -> None:
+        """Raises AssertionError where counts, contents and the policy disagree. O(blocks)."""
+        held, children = self._held, dict(zip(self._children, repeat(0)))
+        assert self.nbytes == sum(block.nbytes for block in held.values()), "bytes are counted wrongly"
+        assert self.nbytes <= self.capacity, f"{self.nbytes} held, capacity is {self.capacity}"
+        for key, block in held.items():
+            if block.parent is not None:
+                assert block.parent in held, f"the parent of {key!r} is not held"
+                children[block.parent] = children.get(block.parent, 0) + 1
+        assert children == self._children, "children are counted wrongly"
+        order = list(self.policy.order())
+        assert len(order) == len(set(order)) == len(self.policy) == len(held), "the policy orders other keys"
+        assert set(order) == held.keys(), "the policy orders other keys"

@@ -8,7 +8,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO, Any, cast
 
 from ctxreuse.errors import ConfigError, FormatError
 
@@ -17,21 +17,21 @@ __all__ = ["MOST_LINE", "first_line", "read_lines"]
 #: Bytes of one line: a session of 900,000 tokens over hundreds of turns takes a hundredth of it.
 MOST_LINE = 32 << 20
 
-_OPENERS: dict[bytes, Callable[[Path], BinaryIO]] = {
-    b"\xfd7zXZ": lambda path: cast(BinaryIO, lzma.LZMAFile(path)),
-    b"\x1f\x8b": lambda path: cast(BinaryIO, gzip.GzipFile(path)),
-    b"BZh": lambda path: cast(BinaryIO, bz2.BZ2File(path)),
+_OPENERS: dict[bytes, Callable[[Path], Any]] = {
+    b"\xfd7zXZ": lzma.LZMAFile,
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
 }
 _BROKEN = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> IO[bytes]:
     try:
         with path.open("rb") as file:
             magic = file.read(6)
         for start, opener in _OPENERS.items():
             if magic.startswith(start):
-                return opener(path)
+                return cast(IO[bytes], opener(path))
         return path.open("rb")
     except OSError as error:
         raise ConfigError(

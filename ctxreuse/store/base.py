@@ -14,6 +14,7 @@ from ctxreuse.block import BlockView, Kind
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import EXACT
 from ctxreuse.model import ModelSpace
+from ctxreuse.store.gone import Gone
 from ctxreuse.tree import Match
 
 __all__ = [
@@ -200,6 +201,10 @@ class StoreListing(Protocol):
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """For each key its block as `walk` gives it, or None."""
+
+    def gone(self, key: bytes) -> Gone | None:
+        """How the block of ``key`` left last, or why it was refused; None if nothing is known. It may be held again.
+        ``ROOT`` stands for all blocks at once."""
 
     def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
         """Call ``listener`` with keys that may have come or gone since they were last named; call the result to end it.

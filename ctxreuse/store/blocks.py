@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import lmdb
 
@@ -77,7 +78,10 @@ class BlockStore(DiskListing):
             atexit.register(self._at_exit)
             over = index.shrink()
             self._tally.evicted += len(over)
-            self._doom(over)
+            self.gone_book.open()
+            if recovered == "rebuilt":
+                self.gone_book.left((), "dropped", recovered)
+            self._doom(over, "capacity", "evicted")
 
     @classmethod
     def open(
@@ -159,7 +163,7 @@ class BlockStore(DiskListing):
         """See ``Store.put``; waits at most ``wait`` seconds for room in the queue."""
         item = Put.parse(key, data, kind, replace, lossy)
         if item is None:
-            return self._refuse("malformed")
+            return self._refuse("malformed", key)
         resting = self._coders.resting(item)
         with self._lock:
             reason = self._unfit(resting)
@@ -167,17 +171,18 @@ class BlockStore(DiskListing):
                 self._tally.duplicates += 1
                 return True
             if reason:
-                return self._refuse(reason)
+                return self._refuse(reason, key)
             self._intake.take(resting)
         if self._writer is not None and self._writer.put(item, item.size, wait):
             return True
         with self._lock:
             self._intake.done(item)
-        return self._refuse("closed" if self._closed else "queue_full")
+        return self._refuse("closed" if self._closed else "queue_full", key)
 
-    def _refuse(self, reason: str) -> bool:
+    def _refuse(self, reason: str, key: bytes) -> bool:
         with self._lock:
             self._tally.refused[reason] += 1
+        self.gone_book.left([key], "refused", reason)
         return False
 
     def queued(self, kind: Kind, key: bytes) -> bool:
@@ -212,19 +217,21 @@ class BlockStore(DiskListing):
         with self._lock:
             gone = self._index.drop(key) if self._owner is not None else []
             self._tally.drop(len(gone), reason, "below")
-        self._doom(gone)
+        self._doom(gone, reason)
 
     def forget(self, keys: Sequence[bytes]) -> int:
         self.flush()
         with self._lock:
             gone = self._index.forget(keys) if self._owner is not None else []
             self._tally.dropped["forgotten"] += len(gone)
-        self._doom(gone)
+        self._doom(gone, "forgotten")
         return len(gone)
 
-    def _doom(self, gone: list[bytes]) -> None:
+    def _doom(self, gone: list[bytes], why: str, how: Literal["evicted", "dropped"] = "dropped") -> None:
         """What left the tree leaves the disk with the next batch; an empty item wakes the writer for it."""
         self._tell(gone)
+        if gone:
+            self.gone_book.left(gone, how, why)
         if gone and self._writer is not None:
             with self._lock:
                 self._doomed += gone
@@ -253,6 +260,7 @@ class BlockStore(DiskListing):
                 self._doomed += self._index.settle(plan)
                 self._tally.puts += len(plan.puts)
                 self._tally.evicted += len(plan.evicted)
+                self.gone_book.committed(puts, plan, self._index.policy.name, self._index.tree)
             else:
                 self._doomed += doomed + self._index.restore(plan.evicted)
                 self._tally.refused["disk"] += len(plan.puts)
@@ -360,6 +368,7 @@ class BlockStore(DiskListing):
         except BaseException:
             self._closed = False
             raise
+        self.gone_book.close()
         if self._owner is not None:
             atexit.unregister(self._at_exit)
             self._owner.end("blocks", clean=clean)

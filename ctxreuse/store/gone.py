@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +17,7 @@ from ctxreuse.store.journal import Journal, read_journal
 
 if TYPE_CHECKING:
     from ctxreuse.store.index import Plan, Put
+    from ctxreuse.tree import ContextTree
 
 __all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone"]
 
@@ -62,8 +63,7 @@ class GoneBook:
         self._events: dict[int, Gone] = {}
         self._uses: Counter[int] = Counter()
         self._next = 0
-        #: When everything was lost at once, if it ever was.
-        self.emptied: Gone | None = None
+        self._emptied: Gone | None = None
         self._journal = Journal(file, _LIMIT) if file is not None else None
 
     def open(self) -> None:
@@ -82,7 +82,7 @@ class GoneBook:
             if self._journal is not None:
                 self._journal.append(msgspec.msgpack.encode(event))
 
-    def committed(self, puts: Sequence[Put], plan: Plan, rule: str, held: Container[bytes]) -> None:
+    def committed(self, puts: Sequence[Put], plan: Plan, rule: str, held: ContextTree) -> None:
         """A transaction of a store was committed: what it evicted, and which of ``puts`` found no place in it."""
         if plan.evicted:
             self.left([gone.key for gone in plan.evicted], "evicted", rule, plan.puts[0].key if plan.puts else b"")
@@ -93,14 +93,17 @@ class GoneBook:
                 self.left(keys, "refused", why)
 
     def gone(self, key: bytes) -> Gone | None:
-        """How the block of ``key`` left last, as far as that is known; it may be held again. About a microsecond."""
+        """How the block of ``key`` left last, as far as that is known; it may be held again. ``ROOT``: how everything
+        did, if it ever was lost at once. About a microsecond."""
+        if key == ROOT:
+            return self._emptied
         event = self._at.get(int.from_bytes(key[:SHORT], "little"))
         return None if event is None else self._events.get(event)
 
     def _hold(self, event: _Event) -> None:
         gone = Gone(event.at, event.how, event.why, event.by)
         if not event.keys:
-            self.emptied = gone
+            self._emptied = gone
             return
         number, self._next = self._next, self._next + 1
         for i in range(0, len(event.keys), SHORT):

@@ -35,9 +35,16 @@ class HostTier:
     Parents, and the block of a state, may be held elsewhere (on disk); children held here keep their parent here.
     """
 
-    def __init__(self, capacity: int, tell: Callable[[Sequence[bytes]], None] = lambda _: None) -> None:
-        """``tell`` is called with each key of which something came or went."""
+    def __init__(
+        self,
+        capacity: int,
+        tell: Callable[[Sequence[bytes]], None] = lambda _: None,
+        made_room: Callable[[Sequence[bytes], bytes], None] = lambda *_: None,
+    ) -> None:
+        """``tell`` is called with each key of which something came or went; ``made_room`` with keys whose blocks went
+        to make room, and the key that they went for."""
         self.capacity, self.nbytes, self.evicted, self._tell = capacity, 0, 0, tell
+        self._made_room = made_room
         self._values: dict[Name, Held] = {}
         self._order: LRU[bytes] = LRU()
         self._children: Counter[bytes] = Counter()
@@ -69,6 +76,7 @@ class HostTier:
         for victim in victims:
             self.remove(victim)
             self.evicted += 1
+        self._made_room([lost for of, lost in victims if of == "block"], key)
         self.nbytes += len(data) - (before.nbytes if before is not None else 0)
         self._values[name] = Held(data, item.parent, item.tokens, item.end, item.level)
         if before is None and kind == "block":

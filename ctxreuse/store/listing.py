@@ -14,6 +14,7 @@ from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Entry
 from ctxreuse.store.env import Env
+from ctxreuse.store.gone import FILE, Gone, GoneBook
 from ctxreuse.store.index import Index
 from ctxreuse.store.owner import Owner
 from ctxreuse.store.readonly import listed, lookup, match_disk
@@ -62,6 +63,7 @@ class DiskListing(ABC):
     def __init__(self, env: Env, index: Index, owner: Owner | None) -> None:
         self._env, self._index, self._owner = env, index, owner
         self._lock = threading.RLock()
+        self.gone_book = GoneBook(env.path.parent / FILE if owner is not None else None, clock=index.clock)
         self._listeners_of_keys = Listeners()
 
     @property
@@ -118,6 +120,10 @@ class DiskListing(ABC):
         with self._lock:
             nodes = [self._index.tree.get(key) for key in keys]
             return [_of_node(node) if node is not None and node.nbytes else None for node in nodes]
+
+    def gone(self, key: bytes) -> Gone | None:
+        """See ``StoreListing.gone``; without an owner nothing is known."""
+        return self.gone_book.gone(key)
 
     def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
         """See ``StoreListing.watch``; without an owner nothing is ever told."""

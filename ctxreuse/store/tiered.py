@@ -14,6 +14,7 @@ from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.levels import EXACT, fits, rank
 from ctxreuse.store.base import Buffer, Coder, Entry, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
+from ctxreuse.store.gone import Gone, GoneBook
 from ctxreuse.store.host import Held, HostTier, Name
 from ctxreuse.store.index import Put
 from ctxreuse.store.listing import Holding, Listeners
@@ -81,7 +82,8 @@ class TieredStore:
     def __init__(self, host_bytes: int, disk: BlockStore | None = None) -> None:
         self._disk = disk
         self._listeners = Listeners()
-        self._host = HostTier(host_bytes, self._listeners.tell)
+        self._gone = disk.gone_book if disk is not None else GoneBook()
+        self._host = HostTier(host_bytes, self._listeners.tell, self._evicted)
         self._lock = threading.RLock()
         self._tally = Tally()
         self._closed = False
@@ -162,6 +164,13 @@ class TieredStore:
             return None
         return Entry(key, held.parent, held.tokens, held.end, held.nbytes, False, held.level)
 
+    def _evicted(self, keys: Sequence[bytes], by: bytes) -> None:
+        if keys and self._disk is None:  # what a disk did not take had its reason there
+            self._gone.left(keys, "evicted", "host memory", by)
+
+    def gone(self, key: bytes) -> Gone | None:
+        return self._gone.gone(key)
+
     def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
         return self._listeners.add(listener)
 
@@ -194,9 +203,9 @@ class TieredStore:
     ) -> bool:
         item = Put.parse(key, data, kind, replace, lossy)
         if item is None:
-            return self._refuse("malformed")
+            return self._refuse("malformed", key)
         if self._closed:
-            return self._refuse("closed")
+            return self._refuse("closed", key)
         name: Name = (kind, key)
         anchor = item.parent if kind == "block" else key
         hosted = fresh = False
@@ -210,7 +219,7 @@ class TieredStore:
         # still waits, and that the host had no room for, only the disk can place.
         stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace, lossy=lossy)
         if not hosted and not stored:
-            return self._refuse("no_room" if fresh else "orphan")
+            return self._refuse("no_room" if fresh else "orphan", key)
         if stored and fresh and hosted:
             self._release_if_held(name)
         with self._lock:
@@ -226,9 +235,11 @@ class TieredStore:
         if entry is not None and (entry.block if name[0] == "block" else entry.state):
             self._committed([name])
 
-    def _refuse(self, reason: str) -> bool:
+    def _refuse(self, reason: str, key: bytes) -> bool:
         with self._lock:
             self._tally.refused[reason] += 1
+        if self._disk is None:  # else it was written down there
+            self._gone.left([key], "refused", reason)
         return False
 
     def pin(self, keys: Sequence[bytes]) -> int:
@@ -269,6 +280,8 @@ class TieredStore:
                 self._host.pins.pop(below, None)
                 if twin is None:
                     self._tally.dropped[reason if below == key else "below"] += 1
+            if held:
+                self._gone.left(held, "dropped", reason)
         if self._disk is not None:
             self._disk.drop(key, reason)
 
@@ -286,6 +299,7 @@ class TieredStore:
                 self._host.remove(("state", key))
                 self._host.remove(("block", key))
                 self._tally.dropped["forgotten"] += 1
+                self._gone.left([key], "dropped", "forgotten")
                 gone += 1
         return max(gone, below)
 

@@ -10,12 +10,17 @@ import msgspec
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.lab.lines import first_line
 from ctxreuse.lab.mooncake import mooncake
+from ctxreuse.lab.recording import FORMAT, recording
 from ctxreuse.lab.sessions import agent_sessions
 from ctxreuse.lab.trace import Trace
 
 __all__ = ["FORMATS", "open_trace"]
 
-_READERS: dict[str, Callable[[Path], Trace]] = {"mooncake": mooncake, "sessions": agent_sessions}
+_READERS: dict[str, Callable[[Path], Trace]] = {
+    "mooncake": mooncake,
+    "sessions": agent_sessions,
+    "recording": recording,
+}
 
 #: Names that ``--format`` takes beside ``auto``.
 FORMATS = tuple(_READERS)
@@ -37,11 +42,15 @@ def open_trace(path: Path | str, format: str = "auto") -> Trace:
 def _sniff(line: bytes, path: Path) -> str:
     try:
         fields = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         fields = None
     if isinstance(fields, dict):
+        if fields.get("format") == FORMAT:
+            return "recording"
         if "hash_ids" in fields:
             return "mooncake"
         if "requests" in fields and "block_size" in fields:
             return "sessions"
-    raise FormatError("nobody knows this kind of trace", where=path.name, fix=f"Known are: {', '.join(FORMATS)}")
+    raise FormatError(
+        "nobody knows this kind of trace", where=path.name, fix=f"Name its --format: {', '.join(FORMATS)}"
+    )

@@ -1,0 +1,261 @@
+"""Records one's own traffic as a trace: hashes and counts, in files of bounded size, never in a request's way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
+
+__all__ = ["Recorded", "Recorder"]
+
+log = logging.getLogger(__name__)
+
+_HASH_BYTES = 8
+_QUEUE = 1024
+#: Blocks remembered as written, about 100 bytes each. One that is forgotten is written once more.
+_KNOWN = 1 << 18
+#: Bytes of a text that stand for one token where nobody counts them.
+_BYTES_PER_TOKEN = 4
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A recorder's own figures: requests written, requests left out (the writer was behind, or one
+    alone is larger than a file may be), and errors of the disk."""
+
+    written: int
+    dropped: int
+    errors: int
+
+
+class Recorder:
+    """Writes to ``path``; what was there becomes ``path.1`` and so on, as does a file that reaches ``limit`` bytes.
+
+    At most ``files`` files stay, so at most ``files · limit`` bytes. Any thread may call; a call costs microseconds,
+    since a thread of its own hashes and writes, and it never raises: what cannot be written is counted (``figures``)
+    and said once in the log. ``token_bytes``: KV of a token. ``unit``: see `ctxreuse.lab.recording`. Raises ConfigError
+    if the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        block_tokens: int = 64,
+        token_bytes: int = 0,
+        unit: Literal["tokens", "bytes"] = "tokens",
+        limit: int = 256 << 20,
+        files: int = 4,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._limit, self._files, self._clock = path, limit, max(files, 1), clock
+        self._head = Head(FORMAT, VERSION, block_tokens, token_bytes, unit)
+        self._encode = msgspec.json.Encoder().encode
+        self._queue: queue.Queue[_Prompt | _End | None] = queue.Queue(_QUEUE)
+        self._lock = threading.Lock()
+        self._numbers = self._refused = self._written = self._oversize = self._errors = 0
+        self._file: IO[bytes] | None = None
+        self._closed = False
+        self._began: float | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._begin()
+        except OSError as error:
+            raise ConfigError(
+                f"the recording cannot be written: {error.strerror or error}", where=str(path), fix="Name another file"
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def prompt(self, keys: Sequence[bytes], tokens: int) -> int:
+        """A prompt of ``tokens`` tokens came; ``keys``: prefix keys of its whole blocks. Its number for `ended`."""
+        return self._put(tokens, keys=keys)
+
+    def text(self, parts: Sequence[bytes]) -> int:
+        """A prompt came of which only the text is known: ``parts`` as the model reads them, which must not change."""
+        size = sum(map(len, parts))
+        return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts)
+
+    def ended(self, number: int, *, stop: int = 0, output: int = 0, busy: float = 0.0) -> None:
+        """The prompt ``number`` was answered: why it stopped (a label), tokens of the answer, seconds it took."""
+        if number >= 0:
+            self._offer(_End(number, stop, output, busy))
+
+    @property
+    def figures(self) -> Recorded:
+        """What became of the prompts so far."""
+        return Recorded(self._written, self._refused + self._oversize, self._errors)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Write what waits, at most ``timeout`` seconds long, and end. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            self._queue.put(None, timeout=timeout)
+        except queue.Full:
+            log.warning("the recording ends without its last requests", extra={"file": str(self._path)})
+            return
+        self._thread.join(timeout)
+
+    def _put(self, tokens: int, keys: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> int:
+        with self._lock:
+            number = self._numbers
+            if self._offer(_Prompt(number, self._clock(), tokens, keys, parts)):
+                self._numbers += 1
+                return number
+            self._refused += 1
+        return -1
+
+    def _offer(self, item: _Prompt | _End) -> bool:
+        try:
+            if not self._closed:
+                self._queue.put_nowait(item)
+                return True
+        except queue.Full:
+            pass
+        return False
+
+    # ---- The thread's own: nothing below is touched by others.
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._write(item)
+            except OSError as error:
+                self._failed(error)
+        if self._file is not None:
+            self._file.close()
+
+    def _failed(self, error: OSError) -> None:
+        if not self._errors:
+            log.warning("requests are not recorded: %s", error, extra={"file": str(self._path)})
+        self._errors += 1
+        # A half-written line would spoil what follows: a new file begins with the next request.
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError:
+                pass
+
+    def _begin(self) -> None:
+        """A new file with a secret of its own, so that hashes of two files cannot be compared."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+        for n in range(self._files - 1, 0, -1):
+            older = self._path if n == 1 else self._numbered(n - 1)
+            if older.exists():
+                os.replace(older, self._numbered(n))
+        head = self._encode(self._head) + b"\n"
+        # Nobody else of this machine need know when somebody asked a model.
+        self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")  # noqa: SIM115
+        self._file.write(head)
+        self._file.flush()
+        self._size, self._secret = len(head), os.urandom(16)
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._places: OrderedDict[int, int] = OrderedDict()
+        self._rows, self._began, self._last = 0, None, 0.0
+
+    def _numbered(self, n: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{n}")
+
+    def _write(self, item: _Prompt | _End) -> None:
+        if self._file is None or (self._size >= self._limit and isinstance(item, _Prompt)):
+            self._begin()
+        if isinstance(item, _End):
+            place = self._places.pop(item.number, None)
+            if place is not None:
+                self._line(Ended(place, item.stop, item.output, round(max(item.busy, 0.0), 4)))
+            return
+        hashes = self._hashes(item)
+        line = self._prompted(item, hashes)
+        if self._rows and self._size + len(line) > self._limit:
+            self._begin()
+            hashes = self._hashes(item)
+            line = self._prompted(item, hashes)
+        if len(line) + self._size > self._limit:
+            self._oversize += 1
+            return
+        self._append(line)
+        for name in hashes:
+            self._known[name] = None
+            self._known.move_to_end(name)
+        while len(self._known) > _KNOWN:
+            self._known.popitem(last=False)
+        self._places[item.number] = self._rows
+        while len(self._places) > _QUEUE:
+            self._places.popitem(last=False)
+        self._rows += 1
+        self._written += 1
+
+    def _hashes(self, item: _Prompt) -> list[bytes]:
+        secret = self._secret
+        if item.keys:
+            return [_hash(key, secret) for key in item.keys]
+        found: list[bytes] = []
+        step, rest, parent = self._head.block_tokens * _BYTES_PER_TOKEN, b"", b""
+        for part in item.parts:
+            data = rest + part
+            whole = len(data) - len(data) % step
+            for start in range(0, whole, step):
+                parent = _hash(parent + data[start : start + step], secret)
+                found.append(parent)
+            rest = data[whole:]
+        return found
+
+    def _prompted(self, item: _Prompt, hashes: list[bytes]) -> bytes:
+        """The line of a request: only what comes after the deepest block that this file has already."""
+        if self._began is None:
+            self._began = item.t
+        # Callers in several threads may be queued in another order than they read the clock.
+        self._last = max(self._last, round(item.t - self._began, 3))
+        known = len(hashes)
+        while known and hashes[known - 1] not in self._known:
+            known -= 1
+        at = hashes[known - 1].hex() if known else ""
+        new = b"".join(hashes[known:]).hex()
+        return self._encode(Prompted(self._last, item.tokens, at, new)) + b"\n"
+
+    def _line(self, line: Ended) -> None:
+        self._append(self._encode(line) + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        self._file.write(line)
+        self._file.flush()
+        self._size += len(line)
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    number: int
+    t: float
+    tokens: int
+    keys: Sequence[bytes]
+    parts: Sequence[bytes]
+
+
+class _End(msgspec.Struct, frozen=True):
+    number: int
+    stop: int
+    output: int
+    busy: float
+
+
+def _hash(data: bytes, secret: bytes) -> bytes:
+    """63 bits, so that it is a whole number ≥ 0 in an int64."""
+    digest = blake2b(data, digest_size=_HASH_BYTES, key=secret).digest()
+    return bytes((digest[0] & 0x7F,)) + digest[1:]

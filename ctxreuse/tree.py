@@ -46,13 +46,15 @@ class Match(msgspec.Struct, frozen=True):
     """The longest held prefix of a request.
 
     ``blocks``: how many leading keys are held; ``tokens``: how many tokens these are. ``state_blocks`` and
-    ``state_tokens``: the same up to the deepest state inside that run, where a model with states can resume.
+    ``state_tokens``: the same up to the deepest state inside that run, where a model with states can resume. ``split``:
+    other contexts go on from the last of these blocks, so that what comes after it makes a branch.
     """
 
     blocks: int
     tokens: int
     state_blocks: int
     state_tokens: int
+    split: bool = False
 
 
 class Branch:
@@ -74,6 +76,8 @@ class ContextTree:
         self._tips: dict[bytes, set[Branch]] = {}
         self.tokens = 0
         self.nbytes = 0
+        #: Nodes with a state, by key.
+        self.stated: dict[bytes, Node] = {}
         #: How many blocks are held at each level.
         self.levels: Counter[str] = Counter()
 
@@ -103,7 +107,8 @@ class ContextTree:
             blocks += 1
             if node.state_nbytes and fits(node.state_level, lossy):
                 deepest, state_blocks = node, blocks
-        return Match(blocks, node.depth if node else 0, state_blocks, deepest.depth if deepest else 0)
+        tokens, state_tokens = node.depth if node else 0, deepest.depth if deepest else 0
+        return Match(blocks, tokens, state_blocks, state_tokens, node is not None and node.children > 0)
 
     def path(self, keys: Sequence[bytes]) -> list[Node]:
         """The nodes of the longest held prefix, root first. Pure."""
@@ -149,6 +154,10 @@ class ContextTree:
         node.state_level = level
         self.nbytes += nbytes - node.state_nbytes
         node.state_nbytes = nbytes
+        if nbytes:
+            self.stated[key] = node
+        else:
+            self.stated.pop(key, None)
 
     def remove(self, key: bytes) -> Node:
         """Forget one leaf, block and state. O(branches that end there). KeyError if unknown, ValueError if in use.
@@ -159,6 +168,7 @@ class ContextTree:
         if node.children or node.pins:
             raise ValueError(f"{node!r} is in use")
         del self._nodes[key]
+        self.stated.pop(key, None)
         if node.parent is not None:
             node.parent.children -= 1
         self.tokens -= node.tokens
@@ -287,6 +297,8 @@ class ContextTree:
         tokens = sum(node.tokens for node in self._nodes.values())
         assert self.tokens == tokens, f"the tree counts {self.tokens} tokens, its nodes have {tokens}"
         nbytes = sum(node.nbytes + node.state_nbytes for node in self._nodes.values())
+        stated = {key: node for key, node in self._nodes.items() if node.state_nbytes}
+        assert self.stated == stated, "nodes with states are filed wrongly"
         levels = Counter(node.level for node in self._nodes.values())
         assert self.levels == levels, f"the tree counts {self.levels}, its nodes have {levels}"
         assert self.nbytes == nbytes, f"the tree counts {self.nbytes} bytes, its nodes have {nbytes}"

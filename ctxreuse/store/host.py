@@ -132,6 +132,10 @@ class HostTier:
         """True if the block is held and neither a child nor a pin holds on to it."""
         return ("block", key) in self._values and not self._children[key] and not self.pins[key]
 
+    def split(self, key: bytes) -> bool:
+        """True if blocks that follow this one are held."""
+        return self._children[key] > 0
+
     def recent(self) -> list[bytes]:
         """Held keys, the last used first."""
         return list(self._order.order())[::-1]

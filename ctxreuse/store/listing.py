@@ -25,11 +25,15 @@ __all__ = ["DiskListing", "Holding", "Listeners"]
 
 
 class Holding(NamedTuple):
-    """What is held of a key: its tokens, and the levels of its block and its state ("": there is none)."""
+    """What is held of a key: its tokens, and the levels of its block and its state ("": there is none).
+
+    ``split``: blocks that follow it are held (a reader beside a writer does not know).
+    """
 
     tokens: int
     block: str
     state: str
+    split: bool = False
 
 
 class Listeners:
@@ -147,7 +151,10 @@ class DiskListing(ABC):
 def _holding(held: Node | Record | None) -> Holding | None:
     if held is None:
         return None
-    return Holding(held.tokens, held.level if held.nbytes else "", held.state_level if held.state_nbytes else "")
+    split = isinstance(held, Node) and held.children > 0
+    return Holding(
+        held.tokens, held.level if held.nbytes else "", held.state_level if held.state_nbytes else "", split
+    )
 
 
 def _of_node(node: Node) -> Entry:

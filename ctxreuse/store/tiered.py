@@ -108,28 +108,30 @@ class TieredStore:
         with self._lock:
             blocks = [self._host.get(("block", key)) for key in keys]
             states = [self._host.get(("state", key)) for key in keys]
+            splits = [self._host.split(key) for key in keys]
         below: Sequence[Holding | None] = [None] * len(keys)
         if self._disk is not None and not self._closed:
             below = self._disk.held(keys)
         found: list[Holding | None] = []
-        for block, state, under in zip(blocks, states, below):
+        for block, state, split, under in zip(blocks, states, splits, below):
             if block is None and under is None:
                 found.append(None)
                 continue
-            one, two = (under.block, under.state) if under is not None else ("", "")
+            one, two, parted = (under.block, under.state, under.split) if under is not None else ("", "", False)
             tokens = block.tokens if block is not None else under.tokens if under is not None else 0
-            found.append(Holding(tokens, _better(block, one), _better(state, two)))
+            found.append(Holding(tokens, _better(block, one), _better(state, two), split or parted))
         return found
 
     def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
         blocks = tokens = state_blocks = state_tokens = 0
+        split = False
         for held in self._held(keys):
             if held is None or not fits(held.block, lossy):
                 break
-            blocks, tokens = blocks + 1, tokens + held.tokens
+            blocks, tokens, split = blocks + 1, tokens + held.tokens, held.split
             if held.state and fits(held.state, lossy):
                 state_blocks, state_tokens = blocks, tokens
-        return Match(blocks, tokens, state_blocks, state_tokens)
+        return Match(blocks, tokens, state_blocks, state_tokens, split)
 
     def walk(self) -> Iterator[Entry]:
         # The host first, as in _held; what is in both is told once.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
+from urllib.parse import quote
 
 import msgspec
 
@@ -25,6 +26,7 @@ from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.levels import check_lossy
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime import Completion, Prefilled, Runtime, Usage
+from ctxreuse.why import About, Why
 
 __all__ = ["AttachedRuntime", "attach"]
 
@@ -73,20 +75,36 @@ class AttachedRuntime(Runtime):
         *,
         branches: Sequence[int] = (),
         lossy: str | None = None,
+        about: About | None = None,
     ) -> Completion:
         """See `Runtime.complete`."""
         self.permit(lossy)
-        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy)
+        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy, about)
 
-    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = (), lossy: str | None = None) -> Usage:
+    def warm(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
+        about: About | None = None,
+    ) -> Usage:
         """See `Runtime.warm`."""
-        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches), **_allowing(lossy)}
+        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches), **_said(lossy, about)}
         return _usage(self.client.call("POST", "/api/tokens/warm", body), self.client.url)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
         """See `Runtime.forget`."""
         found = self.client.call("POST", "/api/tokens/forget", {"tokens": as_tokens(tokens).tolist()})
         return int(found["blocks"])
+
+    def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why:
+        """See `Runtime.why`; the daemon decides whether others' requests may be known of."""
+        path = f"/api/why/{quote(request, safe='')}" if request else f"/api/why?session={quote(session, safe='')}"
+        try:
+            return msgspec.convert(self.client.call("GET", path), Why)
+        except msgspec.ValidationError as error:
+            raise _stranger(error, self.client.url) from None
 
     def prefill(
         self,
@@ -95,6 +113,7 @@ class AttachedRuntime(Runtime):
         reserve: int = 0,
         branches: Sequence[int] = (),
         lossy: str | None = None,
+        about: About | None = None,
     ) -> Prefilled:
         """Not from here: a context in the daemon's memory cannot be handed out. Raises EngineError."""
         raise EngineError("contexts are computed in the daemon", fix="Use warm() or complete(), or open an engine here")
@@ -108,7 +127,7 @@ class _FarCompletion(Completion):
     def _start(self) -> Iterator[Piece]:
         runtime = cast(AttachedRuntime, self._runtime)
         body = {"tokens": self._prompt.tolist(), "sampling": self._sampling, "branches": list(self._branches)}
-        body |= _allowing(self._lossy)
+        body |= _said(self._lossy, self._about)
         self._events = runtime.client.stream("/api/tokens/complete", body)
         self._usage = _usage(next(self._events, {}), runtime.client.url)
         return self._read(self._events)
@@ -162,9 +181,13 @@ def _text(served: _Served, url: str) -> HFText:
     )
 
 
-def _allowing(lossy: str | None) -> dict[str, str]:
-    # Said only where there is something to say: a daemon that knows no levels answers exactly.
-    return {} if lossy is None else {"lossy": lossy}
+def _said(lossy: str | None, about: About | None) -> dict[str, Any]:
+    # Only where there is something to say: a daemon that knows no levels answers exactly.
+    return ({} if lossy is None else {"lossy": lossy}) | ({} if about is None else {"about": _plain(about)})
+
+
+def _plain(about: About) -> dict[str, Any]:
+    return {"session": about.session, "parts": about.parts, "opening": about.opening}
 
 
 def _usage(event: Any, url: str) -> Usage:

@@ -49,6 +49,8 @@ class Spent(Protocol):
     @property
     def missed(self) -> str: ...
     @property
+    def why(self) -> str: ...
+    @property
     def seconds_load(self) -> float: ...
     @property
     def seconds_prefill(self) -> float: ...
@@ -126,8 +128,8 @@ class Metrics:
         for level, tokens in usage.by_level.items():
             self.add("ctxreuse_reused_tokens_total", tokens, how_kept(level))
         self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
-        if usage.missed:
-            self.add("ctxreuse_misses_total", 1, usage.missed)
+        if usage.why or usage.missed:
+            self.add("ctxreuse_misses_total", 1, usage.why or usage.missed)
         self.observe("ctxreuse_load_seconds", usage.seconds_load)
         self.observe("ctxreuse_prefill_seconds", usage.seconds_prefill)
 

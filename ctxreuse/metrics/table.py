@@ -51,6 +51,13 @@ _MISSES = Label(
         "slow",
         "level",
         "card",
+        "state",
+        "new",
+        "evicted",
+        "dropped",
+        "refused",
+        "lost",
+        "running",
     ),
 )
 _REFUSALS = Label(
@@ -79,6 +86,7 @@ METRICS = (
     Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by how their KV was kept.", (_LEVEL,)),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
+    Metric("ctxreuse_missed_tokens_total", "counter", "Tokens of whole blocks computed, by reason.", (_MISSES,)),
     Metric("ctxreuse_load_seconds", "histogram", "Time to bring reused KV into the engine."),
     Metric("ctxreuse_prefill_seconds", "histogram", "Time to compute the rest of the prompt."),
     # stores

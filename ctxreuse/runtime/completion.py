@@ -11,12 +11,14 @@ import msgspec
 from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime.usage import Usage
+from ctxreuse.why import Why
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Live
     from ctxreuse.engines.generate import Piece
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.runtime.runtime import Runtime
+    from ctxreuse.why import About
 
 __all__ = ["Completion"]
 
@@ -37,11 +39,12 @@ class Completion:
         sampling: Sampling,
         branches: Sequence[int],
         lossy: str | None = None,
+        about: About | None = None,
     ) -> None:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
-        self._lossy = lossy
+        self._lossy, self._about = lossy, about
         self._text = runtime.text
         # Re-entrant, as the last piece closes. The context goes to the pool then: nobody may be inside it any more.
         self._lock = threading.RLock()
@@ -97,9 +100,15 @@ class Completion:
         runtime, sampling = self._runtime, self._sampling
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
         reserve = min(sampling.max_tokens, room)
-        done = runtime.prefill(self._prompt, reserve=reserve, branches=self._branches, lossy=self._lossy)
+        done = runtime.prefill(
+            self._prompt, reserve=reserve, branches=self._branches, lossy=self._lossy, about=self._about
+        )
         self._live, self._usage = done.live, done.usage
         return generate(runtime.engine, self._text, done.live, done.logits, sampling)
+
+    def why(self, *, others: bool = False) -> Why:
+        """Why it reused what it did and no more: see `Runtime.why`. Raises SessionError before its first piece."""
+        return self._runtime.why(self._usage.request or "-", others=others)
 
     def close(self, finish: str = "cancelled") -> None:
         """Stop here and keep the KV of what was processed; after an error nothing is kept. Idempotent."""
@@ -116,6 +125,8 @@ class Completion:
             self._runtime.release(live, lossy=self._lossy)
         if self._runtime.metrics is not None:
             self._runtime.metrics.record(self.usage, finish)
+            for reason, tokens in self._runtime.requests.lacked(self._usage.request).items():
+                self._runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
 
     def drain(self) -> str:
         """Generate to the end and return the whole text."""

@@ -58,9 +58,12 @@ class Prompt:
         lossy: str | None = None,
     ) -> None:
         self._lossy = lossy
-        self._runtime, self._ids, self._reserve, self._branches = runtime, ids, reserve, branches
+        self._runtime, self._reserve, self._branches = runtime, reserve, branches
+        self.ids = self._ids = ids
         self._fetching, self._clock = fetching, runtime.clock
         self._observe = True
+        #: Of its whole blocks.
+        self.keys = runtime.keys(ids)
 
     def bring(self) -> Prefilled:
         """The prompt in the engine's memory. Each failure leaves fewer ways to try: the last is computing all of it."""
@@ -81,7 +84,7 @@ class Prompt:
         runtime, ids, cost = self._runtime, self._ids, self._runtime.cost
         engine, space = runtime.engine, runtime.engine.space
         size = space.block_tokens
-        usable = runtime.keys(ids)[: min(limit, (len(ids) - 1) // size)]
+        usable = self.keys[: min(limit, (len(ids) - 1) // size)]
         started = loaded = self._clock()
         waited = self._fetching.waited if self._fetching is not None else 0.0
         stored = runtime.stored(store, usable, self._lossy) if store is not None else 0
@@ -117,7 +120,11 @@ class Prompt:
     def _lacking(self, store: WholeStore | None, keys: Sequence[bytes]) -> str:
         """Why the first of the blocks ``keys`` cannot be loaded; "" if there are none."""
         held = store.entries(keys[:1])[0] if store is not None and keys else None
-        return "" if not keys else "level" if held is not None and not fits(held.level, self._lossy) else _ABSENT
+        if not keys or held is None:
+            return _ABSENT if keys else ""
+        if not fits(held.level, self._lossy):
+            return "level"
+        return "state" if self._runtime.engine.space.needs_state else _ABSENT
 
     def _price(self, way: Way, held: int, nbytes: int) -> Price:
         """Before the work: what comes of it teaches the cost model."""
@@ -164,7 +171,12 @@ class Prompt:
         )
         if self._runtime.cost is not None:
             self._record(self._runtime.cost, price, now - times.began)
-        return Prefilled(live, logits, usage)
+        reused = sum(sources.values())
+        computed = [(reused, len(ids))]
+        if fetching is not None and fetching.tokens:
+            end = fetching.end
+            computed = [(reused - fetching.tokens, end - fetching.tokens), (end, len(ids))]
+        return Prefilled(live, logits, usage, computed)
 
     def _levels(self, live: Live, sources: dict[str, int]) -> dict[str, int]:
         """Reused tokens by level: those that were here before, and those that were fetched behind what was computed."""

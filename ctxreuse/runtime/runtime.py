@@ -13,6 +13,7 @@ from contextlib import suppress
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from ctxreuse.cost import CostModel
@@ -26,6 +27,7 @@ from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
 from ctxreuse.runtime.usage import Prefilled, Usage
+from ctxreuse.why import About, RequestBook, Why, explain
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -53,6 +55,8 @@ class Runtime:
     nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
     learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
     seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
+    ``requests``: where requests are remembered, so that they can explain their misses; it stays the caller's to close
+    (default: in memory).
 
     ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
     ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
@@ -71,7 +75,9 @@ class Runtime:
         cost: CostModel | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        requests: RequestBook | None = None,
     ) -> None:
+        self.requests = requests if requests is not None else RequestBook()
         self.engine, self.store, self.tenant = engine, store, tenant
         self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
         self.metrics, self.remote = metrics, remote
@@ -105,13 +111,15 @@ class Runtime:
         reserve: int = 0,
         branches: Sequence[int] = (),
         lossy: str | None = None,
+        about: About | None = None,
     ) -> Prefilled:
         """Bring ``tokens`` into the engine's memory, reusing the longest held prefix.
 
         The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
         ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
-        differently, such as the ends of turns; models with states can be resumed there (see ``advance``). Raises
-        EngineError for an empty prompt, ContextTooLongError, TokenRangeError, ConfigError (see `permit`).
+        differently, such as the ends of turns; models with states can be resumed there (see ``advance``). ``about``:
+        whose request it is, and its parts, for those who ask why it missed. Raises EngineError for an empty prompt,
+        ContextTooLongError, TokenRangeError, ConfigError (see `permit`).
         """
         ids = self.checked(tokens)
         self.permit(lossy)
@@ -120,13 +128,43 @@ class Runtime:
             if fetching is not None:
                 fetching.prepare()
             with self.compute:
-                done = Prompt(self, ids, reserve, branches, fetching, lossy).bring()
+                prompt = Prompt(self, ids, reserve, branches, fetching, lossy)
+                done = prompt.bring()
             if fetching is not None and fetching.tokens:
                 self._arrivals.note(done.live, fetching.views)
+            self._note(done, prompt, about, lossy)
             return done
         finally:
             if fetching is not None:
                 fetching.close()
+
+    def _note(self, done: Prefilled, prompt: Prompt, about: About | None, lossy: str | None) -> None:
+        name, why = self.requests.note(
+            about,
+            prompt.ids,
+            prompt.keys,
+            done.usage,
+            done.computed,
+            space=self.engine.space,
+            salt=self._salt,
+            lossy=lossy,
+            live=done.live,
+            gone=self.store.gone if self.store is not None else _unknown,
+        )
+        done.usage = msgspec.structs.replace(done.usage, request=name, why=why)
+
+    def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why:
+        """Explain what a request reused and what it did not: by its id (``Usage.request``), or the last one (of a
+        ``session``). ``others``: the asker may know that another tenant has computed the same, and no more than that.
+
+        Only requests of this runtime's tenant are explained. Raises SessionError for one that is not known (any more).
+        """
+        tenant = self.requests.tenant(self._salt)
+        decode = self.text.decode if self.text is not None else None
+        emptied = self.store.gone(ROOT) if self.store is not None else None
+        return explain(
+            self.requests, request, session=session, tenant=tenant, decode=decode, others=others, emptied=emptied
+        )
 
     def complete(
         self,
@@ -135,17 +173,25 @@ class Runtime:
         *,
         branches: Sequence[int] = (),
         lossy: str | None = None,
+        about: About | None = None,
     ) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
-        ``branches``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
+        ``branches``, ``about``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
         """
         self.permit(lossy)
-        return Completion(self, self.checked(tokens), sampling, branches, lossy)
+        return Completion(self, self.checked(tokens), sampling, branches, lossy, about)
 
-    def warm(self, tokens: Sequence[int] | Tokens, *, branches: Sequence[int] = (), lossy: str | None = None) -> Usage:
-        """Compute a context now and keep its KV, so that a later request finds it. ``branches``: see ``prefill``."""
-        done = self.prefill(tokens, branches=branches, lossy=lossy)
+    def warm(
+        self,
+        tokens: Sequence[int] | Tokens,
+        *,
+        branches: Sequence[int] = (),
+        lossy: str | None = None,
+        about: About | None = None,
+    ) -> Usage:
+        """Compute a context now and keep its KV, so that a later request finds it. The rest: see ``prefill``."""
+        done = self.prefill(tokens, branches=branches, lossy=lossy, about=about)
         self.release(done.live, lossy=lossy)
         return done.usage
 
@@ -155,13 +201,15 @@ class Runtime:
         ``lossy``: at which levels the store may keep them.
         """
         with self.compute:
-            self._keep(live, lossy)
+            keys = self._keep(live, lossy)
+        self.requests.kept(live, live.tokens, keys)
         self.pool.put(live)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
         """Drop the KV of ``tokens`` that no other context shares; returns how many blocks went. Text is untouched."""
         ids = as_tokens(tokens)
         self.pool.drop(ids)
+        self.requests.forget(ids)
         if self.store is None:
             return 0
         self.store.flush()
@@ -224,22 +272,29 @@ class Runtime:
             return False
         return store.put(key, data, lossy=lossy)
 
-    def _keep(self, live: Live, lossy: str | None) -> None:
-        """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal."""
+    def _keep(self, live: Live, lossy: str | None) -> list[bytes]:
+        """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal. Returns the
+        keys of all of them."""
         store, space = self.store, self.engine.space
+        keys = self.keys(live.tokens)
         if store is None:
-            return
-        keys, arrived = self.keys(live.tokens), self._arrivals.take(live)
+            return keys
+        arrived = self._arrivals.take(live)
         held = store.match(keys, lossy).blocks
         fresh = keys[held:]
         if fresh:
             parent = keys[held - 1] if held else ROOT
             for key, data in sealed(self.engine, live, fresh, parent, held, arrived):
                 if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
-                    return
+                    return keys
         for position in live.states:
             n = position // space.block_tokens
             if 0 < n <= len(keys) and store.match(keys[:n], lossy).state_tokens < position:
                 parent = keys[n - 2] if n > 1 else ROOT
                 data = self.engine.export_state(live, keys[n - 1], parent, position)
                 store.put(keys[n - 1], data, kind="state", lossy=lossy)
+        return keys
+
+
+def _unknown(_: bytes) -> None:
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +28,10 @@ class Usage(msgspec.Struct, frozen=True):
     ``by_level``: reused tokens by the level of their KV, cards left out (``exact``, ``exact+rans``, ``kl-0.01``, …;
     ``approx``: computed earlier on top of something lossy). ``approx``: something lossy is in, or below, what the
     answer was computed from.
+
+    ``request``: its id, by which `Runtime.why` explains it. ``why``: what is known at once of the reason: ``missed``,
+    but ``new``, ``evicted``, ``dropped``, ``refused``, ``lost``, ``running`` or ``space`` in place of ``absent`` (see
+    `ctxreuse.why.reasons`).
     """
 
     prompt_tokens: int
@@ -40,12 +45,17 @@ class Usage(msgspec.Struct, frozen=True):
     fetched_bytes: int = 0
     by_level: dict[str, int] = {}
     approx: bool = False
+    request: str = ""
+    why: str = ""
 
 
 class Prefilled:
-    """A context in the engine's memory, the logits [vocab] float32 after its last token, and what it cost."""
+    """A context in the engine's memory, the logits [vocab] float32 after its last token, and what it cost.
 
-    __slots__ = ("live", "logits", "usage")
+    ``computed``: the runs of its tokens that were not reused, ascending.
+    """
 
-    def __init__(self, live: Live, logits: Logits, usage: Usage) -> None:
-        self.live, self.logits, self.usage = live, logits, usage
+    __slots__ = ("computed", "live", "logits", "usage")
+
+    def __init__(self, live: Live, logits: Logits, usage: Usage, computed: Sequence[tuple[int, int]] = ()) -> None:
+        self.live, self.logits, self.usage, self.computed = live, logits, usage, computed

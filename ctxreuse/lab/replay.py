@@ -75,15 +75,16 @@ def serve(
     policy: Any,
     capacity: int,
     *,
+    block_bytes: int = 1,
     shadow: Callable[[Any, int], Any] = Shadow,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Served:
-    """Replay all requests through ``shadow(policy, capacity)``, ``capacity`` in blocks of one size.
+    """Replay all requests through ``shadow(policy, bytes)``, with room for ``capacity`` blocks, all of one size.
 
     Each prompt is first told to a policy that wants whole prompts (``asked``), then served. Where the trace says why a
     turn stopped, the policy is told (``mark``) at the moment of the trace's clock when the turn had been answered.
     """
-    cache, asked = shadow(policy, capacity), getattr(policy, "asked", None)
+    cache, asked = shadow(policy, capacity * block_bytes), getattr(policy, "asked", None)
     hits, held = np.zeros(len(trace), np.int32), np.zeros(len(trace), np.int32)
     size = trace.block_tokens
     times, tokens, lengths = trace.t.tolist(), trace.tokens.tolist(), trace.length.tolist()
@@ -101,9 +102,9 @@ def serve(
         if blocks and filled < size:
             counts[-1] = filled
         if asked is not None:
-            asked(path, [1] * blocks, counts, now)
-        hits[request] = cache.request(path, 1, counts, now)[0]
-        held[request] = cache.nbytes
+            asked(path, [block_bytes] * blocks, counts, now)
+        hits[request] = cache.request(path, block_bytes, counts, now)[0]
+        held[request] = cache.nbytes // block_bytes
         if marking and path:
             heapq.heappush(marks, (now + float(trace.busy[request]), path[-1], int(trace.stop[request])))
         if request % _REPORT == 0:

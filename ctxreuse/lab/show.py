@@ -1,0 +1,81 @@
+"""Outcomes of a replay for people: a table, and what it comes to in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ctxreuse.lab.replay import BOUNDS, Outcome
+from ctxreuse.units import rounded_bytes, rounded_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ctxreuse.lab.study import About
+
+__all__ = ["caption", "sentence", "table"]
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A section a capacity; the best policy of each is bold, bounds are dim.
+
+    Hits in shares of prompt tokens and blocks; seconds of prefill saved, and their share; bytes that hits read and
+    misses wrote; and memory held that no hit followed.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("capacity", "policy"):
+        made.add_column(column, no_wrap=True)
+    for column in ("tokens", "blocks", "saved", "of all", "moved", "waste GB·s"):
+        made.add_column(column, justify="right", no_wrap=True)
+    best = {o.capacity: o.policy for o in sorted(_policies(outcomes), key=lambda o: o.token_hit)}
+    before = -1
+    for o in outcomes:
+        style = "dim" if o.policy in BOUNDS else "bold" if best.get(o.capacity) == o.policy else ""
+        made.add_row(
+            "" if o.capacity == before else rounded_bytes(o.capacity) if o.capacity else "no end",
+            escape(o.policy),
+            f"{o.token_hit:.1%}",
+            f"{o.block_hit:.1%}",
+            rounded_duration(o.seconds_saved),
+            f"{o.seconds_saved / o.seconds:.1%}" if o.seconds else "",
+            "" if o.bytes_written is None else rounded_bytes(o.bytes_read + o.bytes_written),
+            "" if o.waste_gbs is None else f"{o.waste_gbs:,.0f}",
+            style=style,
+        )
+        before = o.capacity
+    return made
+
+
+def caption(about: About, first: int, last: int) -> str:
+    """What was counted, and with which prices."""
+    counted = "" if (first, last) == (0, about.requests) else f", counted from request {first + 1:,} to {last:,}"
+    return (
+        f"Simulation: {about.requests:,} requests of {about.trace} over {rounded_duration(about.seconds)}{counted}; "
+        f"blocks of {about.block_tokens} tokens and {rounded_bytes(about.block_bytes)}; prefill at "
+        f"{rounded_duration(about.token_seconds)} a token and {rounded_duration(about.pair_seconds)} a pair of tokens."
+    )
+
+
+def sentence(outcomes: Sequence[Outcome]) -> str:
+    """The answer at the largest capacity: the best policy, and how far from it any policy could be."""
+    found = _policies(outcomes)
+    if not found:
+        return ""
+    most = max(o.capacity for o in found)
+    best = max((o for o in found if o.capacity == most), key=lambda o: o.seconds_saved)
+    bound = next(o for o in outcomes if o.policy == "belady" and o.capacity == most)
+    said = (
+        f"With {rounded_bytes(most)}, {best.policy} saves {rounded_duration(best.seconds_saved)} of "
+        f"{rounded_duration(best.seconds)} of prefill"
+    )
+    plain = next((o for o in found if o.capacity == most and o.policy == "lru" and o is not best), None)
+    if plain is not None:
+        said += f", lru {rounded_duration(plain.seconds_saved)}"
+    return f"{said}; who knew the future could save {rounded_duration(bound.seconds_saved)}."
+
+
+def _policies(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [o for o in outcomes if o.policy not in BOUNDS]

@@ -1,0 +1,160 @@
+"""Several policies at several capacities over one trace, beside the bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.lab.bounds import Future
+from ctxreuse.lab.packed import Packed
+from ctxreuse.lab.replay import BOUNDS, Line, Outcome, Served, bound, count, serve
+from ctxreuse.store.policy import make_policy
+
+__all__ = ["POLICIES", "About", "Study", "default_capacities", "parse_capacity"]
+
+#: Names that `Study` knows, in the order of showing.
+POLICIES = ("lru",)
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+#: Told of (policy, capacity in bytes, requests done).
+Progress = Callable[[str, int, int], None]
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What a study is of: the trace, and what its figures are counted with."""
+
+    trace: str
+    requests: int
+    blocks: int
+    tokens: int
+    block_tokens: int
+    block_bytes: int
+    seconds: float
+    token_seconds: float
+    pair_seconds: float
+
+
+class Study:
+    """One trace, one size of a block, one price of prefill.
+
+    ``window``: the requests that are counted, default all; those before fill the cache only. ``make``: a policy by
+    name for a capacity in bytes.
+    """
+
+    def __init__(
+        self,
+        trace: Packed,
+        *,
+        block_bytes: int,
+        line: Line | None = None,
+        window: tuple[int, int] | None = None,
+        make: Callable[[str, int, Line], Any] | None = None,
+    ) -> None:
+        self.trace, self.block_bytes, self.line = trace, block_bytes, line or Line()
+        self.window = window or (0, len(trace))
+        self.future = Future(trace)
+        self._make = make or _make
+
+    @property
+    def about(self) -> About:
+        """The trace and the settings as plain values."""
+        trace = self.trace
+        return About(
+            trace=trace.name,
+            requests=len(trace),
+            blocks=trace.blocks,
+            tokens=int(trace.tokens.sum()),
+            block_tokens=trace.block_tokens,
+            block_bytes=self.block_bytes,
+            seconds=float(trace.t[-1] - trace.t[0]),
+            token_seconds=self.line.token,
+            pair_seconds=self.line.pair,
+        )
+
+    def run(
+        self, policies: Sequence[str], capacities: Sequence[int], progress: Progress = lambda name, capacity, done: None
+    ) -> Iterator[Outcome]:
+        """The infinite cache, then at each capacity (bytes) Belady and the policies, each as it is done.
+
+        Raises ConfigError for an unknown policy or a capacity below one block, before anything runs.
+        """
+        for capacity in capacities:
+            if capacity < self.block_bytes:
+                raise ConfigError(
+                    f"a capacity of {capacity:,} bytes holds no block of {self.block_bytes:,}",
+                    fix="Ask for more, or give the size of a block",
+                )
+            for name in policies:
+                self._make(name, capacity, self.line)
+        yield self._outcome("infinite", 0, bound(self.trace, "infinite", self.future, 0))
+        for capacity in capacities:
+            yield self._outcome(
+                "belady", capacity, bound(self.trace, "belady", self.future, capacity // self.block_bytes)
+            )
+            for name in policies:
+                yield self.replay(name, capacity, partial(progress, name, capacity))
+
+    def replay(self, name: str, capacity: int, progress: Callable[[int], None] = lambda done: None) -> Outcome:
+        """One policy at one capacity."""
+        began = time.perf_counter()
+        policy = self._make(name, capacity, self.line)
+        blocks = capacity // self.block_bytes
+        served = serve(self.trace, policy, blocks, block_bytes=self.block_bytes, progress=progress)
+        return self._outcome(name, capacity, served, time.perf_counter() - began)
+
+    def _outcome(self, name: str, capacity: int, served: Served, took: float = 0.0) -> Outcome:
+        return count(
+            self.trace,
+            served,
+            self.future,
+            policy=name,
+            capacity=capacity,
+            block_bytes=self.block_bytes,
+            line=self.line,
+            window=self.window,
+            took=took,
+        )
+
+
+def _make(name: str, capacity: int, line: Line) -> Any:
+    if name in BOUNDS:
+        raise ConfigError(f"{name} is a bound, no policy", fix="It is always shown; leave it out")
+    return make_policy(name)
+
+
+def parse_capacity(text: str, token_bytes: float) -> int:
+    """Bytes from ``4GB``, or from tokens: ``1Mtok``, ``500ktok``. Raises ConfigError."""
+    from ctxreuse.units import parse_bytes
+
+    short = text.strip().lower().removesuffix("ens").removesuffix("tok")
+    if short == text.strip().lower():
+        return parse_bytes(text)
+    number, unit = short.strip(), ""
+    if number and number[-1] in "kmg":
+        number, unit = number[:-1].strip(), number[-1]
+    try:
+        tokens = float(number) * _SUFFIXES[unit]
+    except ValueError:
+        tokens = float("nan")
+    if not 0 < tokens < 1e15:
+        raise ConfigError(f"{text!r} is no number of tokens", fix="Write it as 500ktok or 2.6Mtok")
+    return int(tokens * token_bytes)
+
+
+def default_capacities(trace: Packed, block_bytes: int) -> list[int]:
+    """Five sizes from 1/64 to 1/4 of all that the trace ever needs: where policies differ."""
+    whole = trace.blocks * block_bytes
+    sizes = [max(block_bytes, _rounded(whole >> shift)) for shift in (6, 5, 4, 3, 2)]
+    return sorted(set(sizes))
+
+
+def _rounded(size: int) -> int:
+    """Two digits, as people would ask for it."""
+    scale = int(10 ** max(len(str(size)) - 2, 0))
+    return max(1, size // scale * scale)

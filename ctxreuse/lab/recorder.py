@@ -17,6 +17,7 @@ import msgspec
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
+from ctxreuse.lab.trace import label_of
 
 __all__ = ["Recorded", "Recorder"]
 
@@ -87,10 +88,10 @@ class Recorder:
         size = sum(map(len, parts))
         return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts)
 
-    def ended(self, number: int, *, stop: int = 0, output: int = 0, busy: float = 0.0) -> None:
-        """The prompt ``number`` was answered: why it stopped (a label), tokens of the answer, seconds it took."""
+    def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
+        """The prompt ``number`` was answered: why it stopped (as APIs write it), tokens of the answer, seconds."""
         if number >= 0:
-            self._offer(_End(number, stop, output, busy))
+            self._offer(_End(number, label_of(finish), output, busy))
 
     @property
     def figures(self) -> Recorded:

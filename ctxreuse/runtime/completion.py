@@ -50,6 +50,7 @@ class Completion:
         self._lock = threading.RLock()
         self._closing = ""
         self._live: Live | None = None
+        self._began, self._recorded = 0.0, -1
         self._pieces: Iterator[Piece] | None = None
         self._usage = Usage(len(prompt), 0, {})
         self.text = ""
@@ -98,12 +99,13 @@ class Completion:
         from ctxreuse.engines.generate import generate
 
         runtime, sampling = self._runtime, self._sampling
+        self._began = runtime.clock()
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
         reserve = min(sampling.max_tokens, room)
         done = runtime.prefill(
             self._prompt, reserve=reserve, branches=self._branches, lossy=self._lossy, about=self._about
         )
-        self._live, self._usage = done.live, done.usage
+        self._live, self._usage, self._recorded = done.live, done.usage, done.recorded
         return generate(runtime.engine, self._text, done.live, done.logits, sampling)
 
     def why(self, *, others: bool = False) -> Why:
@@ -123,6 +125,9 @@ class Completion:
         live, self._live, self._pieces = self._live, None, None
         if live is not None and finish != "error":
             self._runtime.release(live, lossy=self._lossy)
+        if self._runtime.recorder is not None and self._recorded >= 0:
+            busy = self._runtime.clock() - self._began
+            self._runtime.recorder.ended(self._recorded, finish, output=len(self.tokens), busy=busy)
         if self._runtime.metrics is not None:
             self._runtime.metrics.record(self.usage, finish)
             for reason, tokens in self._runtime.requests.lacked(self._usage.request).items():

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
+    from ctxreuse.runtime.recording import Recorder
     from ctxreuse.runtime.remote import Remote
     from ctxreuse.store.base import WholeStore
 
@@ -56,7 +57,8 @@ class Runtime:
     learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
     seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
     ``requests``: where requests are remembered, so that they can explain their misses; it stays the caller's to close
-    (default: in memory).
+    (default: in memory). ``recorder``: where requests are recorded as hashes and counts; it stays the caller's to close
+    (default: nowhere).
 
     ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
     ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
@@ -76,11 +78,12 @@ class Runtime:
         rng: Random | None = None,
         clock: Callable[[], float] = time.perf_counter,
         requests: RequestBook | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.requests = requests if requests is not None else RequestBook()
         self.engine, self.store, self.tenant = engine, store, tenant
         self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
-        self.metrics, self.remote = metrics, remote
+        self.metrics, self.remote, self.recorder = metrics, remote, recorder
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
         self._arrivals = Arrivals()
@@ -123,6 +126,7 @@ class Runtime:
         """
         ids = self.checked(tokens)
         self.permit(lossy)
+        recorded = -1 if self.recorder is None else self.recorder.prompt(self.keys(ids), len(ids))
         fetching = None if self.remote is None else self._ask(self.remote, ids, lossy)
         try:
             if fetching is not None:
@@ -133,6 +137,7 @@ class Runtime:
             if fetching is not None and fetching.tokens:
                 self._arrivals.note(done.live, fetching.views)
             self._note(done, prompt, about, lossy)
+            done.recorded = recorded
             return done
         finally:
             if fetching is not None:

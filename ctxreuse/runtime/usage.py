@@ -52,10 +52,12 @@ class Usage(msgspec.Struct, frozen=True):
 class Prefilled:
     """A context in the engine's memory, the logits [vocab] float32 after its last token, and what it cost.
 
-    ``computed``: the runs of its tokens that were not reused, ascending.
+    ``computed``: the runs of its tokens that were not reused, ascending. ``recorded``: its number with the recorder, -1
+    if there is none.
     """
 
-    __slots__ = ("computed", "live", "logits", "usage")
+    __slots__ = ("computed", "live", "logits", "recorded", "usage")
 
     def __init__(self, live: Live, logits: Logits, usage: Usage, computed: Sequence[tuple[int, int]] = ()) -> None:
         self.live, self.logits, self.usage, self.computed = live, logits, usage, computed
+        self.recorded = -1

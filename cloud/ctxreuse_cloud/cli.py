@@ -27,6 +27,8 @@ ctxreuse-cloud serve --bus-key cloud --bus tcp://0.0.0.0:7353
 
 ctxreuse-cloud serve --backend http://127.0.0.1:8000    also a proxy in front of an inference server
 
+ctxreuse-cloud serve --backend http://127.0.0.1:8000 --record traffic.jsonl    for `ctxreuse replay`
+
 ctxreuse-cloud tenants add team-a                       make a key for the proxy
 
 ctxreuse-cloud status                                   peers, store, workers, backends
@@ -80,6 +82,9 @@ def serve(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Plain TCP for the bus beyond loopback (bus.insecure).")
     ] = None,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Record the proxy's requests as hashes (cloud.record).")
+    ] = None,
     drain: Annotated[str | None, typer.Option(help="How long answers may take on SIGTERM (cloud.drain).")] = None,
     ready_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the address here when ready; default: in the store.")
@@ -103,6 +108,7 @@ def serve(
         "engine.model": model,
         "cloud.keys_file": keys,
         "bus.insecure": insecure,
+        "cloud.record": record,
         "cloud.drain": drain,
         "log.format": log_format,
         "log.level": log_level,

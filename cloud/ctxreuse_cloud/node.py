@@ -27,6 +27,7 @@ from ctxreuse.bus.zmqio_socket import check_endpoint
 from ctxreuse.config import Settings
 from ctxreuse.daemon.front import is_loopback
 from ctxreuse.errors import ConfigError
+from ctxreuse.lab.recorder import open_recorder
 from ctxreuse.metrics import Metrics, watch_store
 from ctxreuse.metrics.registry import how_kept
 from ctxreuse.model import ModelSpace
@@ -104,7 +105,10 @@ class Node:
     async def _open_proxy(self, stack: AsyncExitStack) -> None:
         cloud = self.settings.cloud
         pool = await stack.enter_async_context(connections(cloud.connect, cloud.silence))
-        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, self._counts)
+        recorder = open_recorder(cloud.record, cloud.record_bytes, unit="bytes") if cloud.record else None
+        if recorder is not None:
+            stack.push_async_callback(asyncio.to_thread, recorder.close)
+        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, self._counts, recorder=recorder)
         looking = Looking(pool, self.backends, self.tenants, cloud.health)
         await looking.once()
         task = asyncio.create_task(looking.run())

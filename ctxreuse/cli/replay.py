@@ -36,7 +36,9 @@ def replay(
     capacity: Annotated[
         str | None, typer.Option("--capacity", metavar="SIZE,SIZE", help="Bytes (4GB) or tokens (1Mtok).")
     ] = None,
-    policy: Annotated[str | None, typer.Option("--policy", metavar="NAME,NAME", help="Default: all there are.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="NAME,NAME", help="Default: all; also duel:lru+arc.")
+    ] = None,
     format: Annotated[str, typer.Option("--format", help="auto, recording, mooncake or sessions.")] = "auto",
     block_bytes: Annotated[
         str | None, typer.Option("--block-bytes", metavar="SIZE", help="KV of one block of the trace.")
@@ -79,12 +81,13 @@ def replay(
     from ctxreuse.lab import show
     from ctxreuse.lab.packed import pack
     from ctxreuse.lab.plot import check_plot, draw
-    from ctxreuse.lab.study import POLICIES, Study, default_capacities, parse_capacity
+    from ctxreuse.lab.study import Study, default_capacities, parse_capacity
+    from ctxreuse.store.policy import NAMES
 
     if plot is not None:
         check_plot(plot)
     given = source(trace, format, generate, requests, seed)
-    names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip())) if policy else [*POLICIES]
+    names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip())) if policy else [*NAMES]
     line, priced = line_of(prefill, cost, ctx.find_root().obj)
     each = size_of(given, trace, block_bytes, token_bytes, model, ctx.find_root().obj) or (
         _TOKEN_BYTES * given.block_tokens

@@ -132,6 +132,12 @@ class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lossy: Annotated[
         str, _about("Worst level at which requests may reuse KV, such as kl-0.01 (less is sent); empty: exact only")
     ] = ""
+    record: Annotated[
+        str, _about("File to record requests in, as hashes and counts for `ctxreuse replay`; empty: off")
+    ] = ""
+    record_bytes: Annotated[
+        int, _about("Disk that recordings may take, older ones included", ge=1 << 20, unit="bytes")
+    ] = 1_000_000_000
     sync: Annotated[bool, _about("Give clouds the contexts that they lack while nothing else is to do")] = True
     sync_rate: Annotated[float, _about("Most that sync sends; 0 is no limit", ge=0, unit="bytes/s")] = 0.0
 
@@ -171,6 +177,12 @@ class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_workers: Annotated[int, _about("Engine processes that compute contexts for devices", ge=0, le=64)] = 1
     max_waiting: Annotated[int, _about("Requests that may wait or run at once; more are told to come back", ge=1)] = 256
     max_body: Annotated[int, _about("Largest request", ge=1 << 10, unit="bytes")] = 16 << 20
+    record: Annotated[
+        str, _about("File to record requests in, as hashes and counts for `ctxreuse replay`; empty: off")
+    ] = ""
+    record_bytes: Annotated[
+        int, _about("Disk that recordings may take, older ones included", ge=1 << 20, unit="bytes")
+    ] = 1_000_000_000
     drain: Annotated[
         float, _about("How long answers under way may take once the daemon was told to stop", ge=0, unit="seconds")
     ] = 30.0

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,16 +19,29 @@ from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
 from ctxreuse.lab.trace import label_of
 
-__all__ = ["Recorded", "Recorder"]
+__all__ = ["Recorded", "Recorder", "open_recorder"]
+
+#: Anything with the buffer protocol.
+Buffer: TypeAlias = Any
 
 log = logging.getLogger(__name__)
 
 _HASH_BYTES = 8
+_FILES = 4
 _QUEUE = 1024
 #: Blocks remembered as written, about 100 bytes each. One that is forgotten is written once more.
 _KNOWN = 1 << 18
 #: Bytes of a text that stand for one token where nobody counts them.
 _BYTES_PER_TOKEN = 4
+
+
+def open_recorder(
+    file: str, nbytes: int, *, block_tokens: int = 64, token_bytes: int = 0, unit: Literal["tokens", "bytes"] = "tokens"
+) -> Recorder:
+    """A recorder for a daemon's settings: ``nbytes`` for all files together. Raises ConfigError as `Recorder`."""
+    path = Path(file).expanduser()
+    limit = max(nbytes // _FILES, 1)
+    return Recorder(path, block_tokens=block_tokens, token_bytes=token_bytes, unit=unit, limit=limit, files=_FILES)
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -57,7 +70,7 @@ class Recorder:
         token_bytes: int = 0,
         unit: Literal["tokens", "bytes"] = "tokens",
         limit: int = 256 << 20,
-        files: int = 4,
+        files: int = _FILES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._limit, self._files, self._clock = path, limit, max(files, 1), clock
@@ -83,10 +96,11 @@ class Recorder:
         """A prompt of ``tokens`` tokens came; ``keys``: prefix keys of its whole blocks. Its number for `ended`."""
         return self._put(tokens, keys=keys)
 
-    def text(self, parts: Sequence[bytes]) -> int:
-        """A prompt came of which only the text is known: ``parts`` as the model reads them, which must not change."""
-        size = sum(map(len, parts))
-        return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts)
+    def text(self, parts: Sequence[Buffer], scope: bytes = b"") -> int:
+        """A prompt came of which only the text is known: ``parts`` in the order in which the model reads them; they must
+        not change. ``scope``: what else must be equal for a prefix to be shared, such as tenant and model."""
+        size = sum(memoryview(part).nbytes for part in parts)
+        return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts, scope=scope)
 
     def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
         """The prompt ``number`` was answered: why it stopped (as APIs write it), tokens of the answer, seconds."""
@@ -111,10 +125,10 @@ class Recorder:
             return
         self._thread.join(timeout)
 
-    def _put(self, tokens: int, keys: Sequence[bytes] = (), parts: Sequence[bytes] = ()) -> int:
+    def _put(self, tokens: int, *, keys: Sequence[bytes] = (), parts: Sequence[Buffer] = (), scope: bytes = b"") -> int:
         with self._lock:
             number = self._numbers
-            if self._offer(_Prompt(number, self._clock(), tokens, keys, parts)):
+            if self._offer(_Prompt(number, self._clock(), tokens, keys, parts, scope)):
                 self._numbers += 1
                 return number
             self._refused += 1
@@ -208,9 +222,9 @@ class Recorder:
         if item.keys:
             return [_hash(key, secret) for key in item.keys]
         found: list[bytes] = []
-        step, rest, parent = self._head.block_tokens * _BYTES_PER_TOKEN, b"", b""
+        step, rest, parent = self._head.block_tokens * _BYTES_PER_TOKEN, b"", _hash(item.scope, secret)
         for part in item.parts:
-            data = rest + part
+            data = rest + bytes(part)
             whole = len(data) - len(data) % step
             for start in range(0, whole, step):
                 parent = _hash(parent + data[start : start + step], secret)
@@ -241,15 +255,16 @@ class Recorder:
         self._size += len(line)
 
 
-class _Prompt(msgspec.Struct, frozen=True):
+class _Prompt(NamedTuple):
     number: int
     t: float
     tokens: int
     keys: Sequence[bytes]
-    parts: Sequence[bytes]
+    parts: Sequence[Buffer]
+    scope: bytes
 
 
-class _End(msgspec.Struct, frozen=True):
+class _End(NamedTuple):
     number: int
     stop: int
     output: int

@@ -81,10 +81,10 @@ def serve(
 ) -> Served:
     """Replay all requests through ``shadow(policy, bytes)``, with room for ``capacity`` blocks, all of one size.
 
-    Each prompt is first told to a policy that wants whole prompts (``asked``), then served. Where the trace says why a
-    turn stopped, the policy is told (``mark``) at the moment of the trace's clock when the turn had been answered.
+    Where the trace says why a turn stopped, the policy is told (``mark``) at the moment of the trace's clock when the
+    turn had been answered.
     """
-    cache, asked = shadow(policy, capacity * block_bytes), getattr(policy, "asked", None)
+    cache = shadow(policy, capacity * block_bytes)
     hits, held = np.zeros(len(trace), np.int32), np.zeros(len(trace), np.int32)
     size = trace.block_tokens
     times, tokens, lengths = trace.t.tolist(), trace.tokens.tolist(), trace.length.tolist()
@@ -101,8 +101,6 @@ def serve(
         counts = [size] * blocks
         if blocks and filled < size:
             counts[-1] = filled
-        if asked is not None:
-            asked(path, [block_bytes] * blocks, counts, now)
         hits[request] = cache.request(path, block_bytes, counts, now)[0]
         held[request] = cache.nbytes // block_bytes
         if marking and path:

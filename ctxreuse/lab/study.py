@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from random import Random
 from typing import Any
 
 import msgspec
@@ -15,10 +16,7 @@ from ctxreuse.lab.packed import Packed
 from ctxreuse.lab.replay import BOUNDS, Line, Outcome, Served, bound, count, serve
 from ctxreuse.store.policy import make_policy
 
-__all__ = ["POLICIES", "About", "Study", "default_capacities", "parse_capacity"]
-
-#: Names that `Study` knows, in the order of showing.
-POLICIES = ("lru",)
+__all__ = ["About", "Study", "default_capacities", "parse_capacity"]
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -44,7 +42,7 @@ class Study:
     """One trace, one size of a block, one price of prefill.
 
     ``window``: the requests that are counted, default all; those before fill the cache only. ``make``: a policy by
-    name for a capacity in bytes.
+    name for a capacity in bytes; the default knows those of the store, and ``duel:lru+arc`` for a duel of others.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class Study:
 def _make(name: str, capacity: int, line: Line) -> Any:
     if name in BOUNDS:
         raise ConfigError(f"{name} is a bound, no policy", fix="It is always shown; leave it out")
-    return make_policy(name)
+    return make_policy(name.replace("+", ","), capacity, line.rebuild, Random(0))
 
 
 def parse_capacity(text: str, token_bytes: float) -> int:

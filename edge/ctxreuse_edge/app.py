@@ -21,7 +21,9 @@ from ctxreuse.daemon.life import Daemon
 from ctxreuse.daemon.probes import probes
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import StoreError, StoreOwnedError
+from ctxreuse.lab.recorder import Recorder, open_recorder
 from ctxreuse.metrics import watch_store
+from ctxreuse.model import ModelSpace
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger, TieredStore, open_store
 from ctxreuse_edge.api import routes
@@ -99,9 +101,13 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     if engine is None:
         options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk}
         engine = open_engine(chosen.model, **options)
+    recorder = _open_recorder(settings, engine.space)
+    if recorder is not None:
+        stack.callback(recorder.close)
     links = Links(node.metrics, folder)
     stack.callback(links.close)
     runtime = Runtime(engine, store, live_bytes=settings.edge.live_bytes, metrics=node.metrics, cost=links.cost)
+    runtime.recorder = recorder
     stack.callback(runtime.close)
     if settings.bus.clouds and not len(links.cost.prefill):
         runtime.calibrate()
@@ -135,6 +141,15 @@ def _renew(runtime: Runtime) -> None:
         engine.codec = codec
     if runtime.store is not None:
         runtime.store.adopt(codec)
+
+
+def _open_recorder(settings: Settings, space: ModelSpace) -> Recorder | None:
+    edge = settings.edge
+    if not edge.record:
+        return None
+    return open_recorder(
+        edge.record, edge.record_bytes, block_tokens=space.block_tokens, token_bytes=space.token_nbytes
+    )
 
 
 def _open_store(settings: Settings, folder: Path) -> TieredStore:

@@ -24,6 +24,8 @@ ctxreuse-edge serve --cloud tcp://127.0.0.1:7353       also ask a cloud for cont
 
 ctxreuse-edge serve --cloud tcp://cloud.example:7353 --cloud-key cloud.pub --bus-key laptop
 
+ctxreuse-edge serve --record traffic.jsonl             for `ctxreuse replay`: hashes and counts, no text
+
 ctxreuse-edge status                                   how does it stand?
 
 ctxreuse-edge pin manual                               keep that context's KV
@@ -75,6 +77,9 @@ def serve(
     bus_key: Annotated[
         str | None, typer.Option(metavar="FILE|NAME", help="This device's secret key (bus.key_file).")
     ] = None,
+    record: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Record requests as hashes and counts (edge.record).")
+    ] = None,
     drain: Annotated[str | None, typer.Option(help="How long answers may take on SIGTERM (edge.drain).")] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json (log.format).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (log.level).")] = None,
@@ -87,6 +92,7 @@ def serve(
         "edge.port": port,
         "store.path": store,
         "engine.model": model,
+        "edge.record": record,
         "edge.drain": drain,
         "log.format": log_format,
         "log.level": log_level,

@@ -13,6 +13,9 @@ __all__ = ["NOTHING", "Asked", "read_asked"]
 # How much of a prompt names its context: enough to tell system prompts apart, little enough to hash in microseconds.
 _PREFIX = 4096
 
+#: Fields that become the prompt, in this order.
+_READ = ("tools", "functions", "instructions", "messages", "prompt", "input")
+
 _NULL = msgspec.Raw(b"null")
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -37,6 +40,17 @@ class Asked:
         if salt:
             fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         return msgspec.json.encode(fields)
+
+    def parts(self) -> list[msgspec.Raw]:
+        """What the model reads, as JSON in the order in which it does: tools, then messages, prompt or input."""
+        found: list[msgspec.Raw] = []
+        for name in _READ:
+            raw = (self._fields or {}).get(name, _NULL)
+            try:
+                found += _items.decode(raw) or ()
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                found.append(raw)
+        return found
 
 
 #: A request without a body.

@@ -38,6 +38,8 @@ class Call:
         self.first: float | None = None
         #: One of ``counts.OUTCOMES``.
         self.outcome = "ok"
+        #: Its number with the recorder, -1 if it is not recorded.
+        self.recorded = -1
 
 
 class Forward:

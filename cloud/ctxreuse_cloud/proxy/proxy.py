@@ -21,6 +21,7 @@ import msgspec
 from ctxreuse.config import CloudConfig
 from ctxreuse.daemon.front import from_here
 from ctxreuse.errors import FormatError
+from ctxreuse.lab.recorder import Recorder
 from ctxreuse_cloud.proxy.admission import Admission
 from ctxreuse_cloud.proxy.asked import read_asked
 from ctxreuse_cloud.proxy.backends import Backends
@@ -53,7 +54,8 @@ class _RefusedError(Exception):
 
 
 class Proxy:
-    """Requests under ``/v1``. One event loop calls. ``pool``: see ``connections``; it stays the caller's to close."""
+    """Requests under ``/v1``. One event loop calls. ``pool``: see ``connections``; ``recorder``: records requests. Both
+    stay the caller's to close."""
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class Proxy:
         pool: aiohttp.ClientSession,
         counts: ProxyCounts,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._config, self._backends, self._tenants, self._counts, self._clock = (
             config,
             backends,
@@ -95,6 +99,8 @@ class Proxy:
             log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
         first = None if call.first is None else call.first - started
         self._counts.ended(call.outcome, first, self._clock() - started)
+        if self._recorder is not None:
+            self._recorder.ended(call.recorded, busy=self._clock() - started)
 
     async def _respond(
         self, method: str, receive: Receive, given: dict[bytes, bytes], call: Call, answer: Answer
@@ -167,6 +173,9 @@ class Proxy:
         except FormatError as error:
             raise _RefusedError(400, error.what, "invalid_request_error") from None
         call.salt = self._tenants.salt(tenant)
+        if self._recorder is not None and (parts := call.asked.parts()):
+            scope = b"\0".join((tenant.encode(), call.asked.model.encode("utf-8", "surrogatepass")))
+            call.recorded = self._recorder.text(parts, scope)
         task = asyncio.current_task()
         assert task is not None
         gone = asyncio.create_task(cancel_when_gone(receive, task, lambda: answer.over))

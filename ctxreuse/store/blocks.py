@@ -110,7 +110,7 @@ class BlockStore(DiskListing):
         check_level(level)
         place = folder(path, readonly=readonly)
         home = place / "blocks"
-        index = Index(capacity, make_policy(policy), clock)
+        index = Index(capacity, make_policy(policy, capacity), clock)
         if readonly:
             return cls(open_readonly(home, map_size), index, None, "", queue_bytes, clock)
         owner = claim(place, "blocks", boot=boot, clock=clock)

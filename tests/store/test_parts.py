@@ -34,11 +34,11 @@ def test_lru_keeps_children_older_than_parents() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert isinstance(make_policy("lru"), LRU)
+    assert isinstance(make_policy("lru", 1), LRU)
     mine: LRU[bytes] = LRU()
-    assert make_policy(mine) is mine
+    assert make_policy(mine, 1) is mine
     with pytest.raises(ConfigError, match="lru"):
-        make_policy("fifo")
+        make_policy("fifo", 1)
 
 
 def test_records_and_footprints() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Generic, NamedTuple
 
@@ -34,8 +34,16 @@ class Shadow(Generic[K]):
 
     def __init__(self, policy: Policy[K], capacity: int) -> None:
         self.policy, self.capacity, self.nbytes = policy, capacity, 0
+        self._asked: Callable[..., None] | None = getattr(policy, "asked", None)
+        #: One victim at a time where the choice of one changes what the next should be.
+        self._restless: bool = getattr(policy, "restless", False)
         self._held: dict[K, _Held[K]] = {}
         self._children: dict[K, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The policy's."""
+        return self.policy.name
 
     def __len__(self) -> int:
         return len(self._held)
@@ -52,6 +60,10 @@ class Shadow(Generic[K]):
             blocks += 1
         return blocks
 
+    def leaf(self, key: K) -> bool:
+        """True if no held block hangs on it."""
+        return key not in self._children
+
     def request(
         self, path: Sequence[K], sizes: Sequence[int] | int, tokens: Sequence[int] | int, now: float
     ) -> Served[K]:
@@ -61,6 +73,8 @@ class Shadow(Generic[K]):
         """
         size = [sizes] * len(path) if isinstance(sizes, int) else sizes
         count = [tokens] * len(path) if isinstance(tokens, int) else tokens
+        if self._asked is not None:
+            self._asked(path, size, count, now)
         blocks = self.match(path)
         found = sum(count[:blocks])
         fresh = list(path[blocks:])
@@ -110,12 +124,12 @@ class Shadow(Generic[K]):
             need -= nbytes
             if parent is not None:
                 lost[parent] = lost.get(parent, 0) + 1
-            if need <= 0:
+            if need <= 0 or self._restless:
                 break
         return victims
 
     def remove(self, key: K, now: float) -> None:
-        """Forget one leaf. Raises KeyError if it is not held."""
+        """Forget one leaf, which `_fit` does by itself. Raises KeyError if it is not held."""
         parent, nbytes = self._held.pop(key)
         self.nbytes -= nbytes
         if parent is not None:
@@ -125,6 +139,26 @@ class Shadow(Generic[K]):
             else:
                 del self._children[parent]
         self.policy.remove(key, now)
+
+    def order(self) -> Iterator[K]:
+        """What is held, first to go first."""
+        return self.policy.order()
+
+    def mark(self, tip: K, label: int, now: float) -> None:
+        """See `Policy.mark`."""
+        self.policy.mark(tip, label, now)
+
+    def beyond(self, other: Shadow[K]) -> int:
+        """Bytes of what is held here and not in ``other``. O(blocks)."""
+        return sum(block.nbytes for key, block in self._held.items() if key not in other)
+
+    def dump(self) -> bytes:
+        """What the policy learnt; b"" if it learns nothing."""
+        return self.policy.dump() if hasattr(self.policy, "dump") else b""
+
+    def load(self, raw: bytes) -> bool:
+        """See `Learner.load`; False for a policy that learns nothing."""
+        return bool(self.policy.load(raw)) if hasattr(self.policy, "load") else False
 
     def check(self) -> None:
         """Raises AssertionError where counts, contents and the policy disagree. O(blocks)."""

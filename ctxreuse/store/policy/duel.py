@@ -1,0 +1,210 @@
+"""Several policies, each in a cache without contents, and the real cache that follows whichever serves better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Generic
+
+import msgspec
+
+from ctxreuse.store.policy.base import Facts, K
+from ctxreuse.store.policy.guard import Guard
+from ctxreuse.store.policy.roster import Contender, Roster
+
+__all__ = ["Duel", "Standing"]
+
+#: What a request that long ago counts for, a request (0.5 after 138 of them).
+_DECAY = 0.995
+#: The swift rule changes its leader for one who is ahead by this share and by so many blocks.
+_AHEAD, _BLOCKS = 1.02, 5.0
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How a duel stands. Counts since the store was made: ``asked`` tokens of all prompts, ``hits`` tokens by
+    contender, ``real`` tokens that the cache itself held; ``weights`` of the guard, in which ``swift`` is the free
+    choice."""
+
+    leader: str
+    switches: int
+    asked: int
+    real: int
+    hits: Mapping[str, int]
+    weights: Mapping[str, float]
+
+
+class _Learnt(msgspec.Struct, frozen=True):
+    names: list[str]
+    leader: str
+    switches: int
+    asked: int
+    real: int
+    hits: list[int]
+    scores: list[float]
+    logs: list[float]
+    inner: list[bytes]
+
+
+class Duel(Generic[K]):
+    """The policy of the contender that leads; what it does not hold goes first. Not thread-safe.
+
+    Each prompt is served in each contender's shadow (`asked`), which makes it as good as its contenders are, whatever
+    the traffic. The swift rule follows who hit the most worth of late (counts decay by 0.5% a request) and changes its
+    mind when another is ahead by 2% and five blocks. The `Guard` follows that rule as long as it serves well, and else
+    a contender; it proves what the cache can lose by that.
+
+    Where nobody calls `asked`, each access counts as a request.
+    """
+
+    name = "duel"
+
+    def __init__(
+        self,
+        contenders: Sequence[Contender[K]],
+        capacity: int,
+        rng: Random,
+        roster: Roster[K] | None = None,
+        worth: Callable[[int, int], float] | None = None,
+    ) -> None:
+        """``contenders`` are fresh shadows of ``capacity``. ``worth(start, tokens)`` is that of tokens of a context
+        after its first ``start`` (default: their number)."""
+        self.contenders, self.capacity = tuple(contenders), capacity
+        self._roster: Roster[K] = roster if roster is not None else Roster()
+        self._worth = worth
+        self._guard = Guard(len(self.contenders), rng)
+        self._scores = [0.0] * len(self.contenders)
+        self._hits = [0] * len(self.contenders)
+        self._asked = self._real = self._switches = 0
+        self._swift = self._leader = 0
+        self._per_byte = self._block = 0.0
+        self._told = False
+
+    @property
+    def leader(self) -> Contender[K]:
+        """Whom the cache follows."""
+        return self.contenders[self._leader]
+
+    def __len__(self) -> int:
+        return len(self._roster)
+
+    def insert(self, facts: Facts[K], now: float) -> None:
+        self._roster.hold(facts, facts.key in self.leader)
+
+    def access(self, path: Sequence[K], now: float) -> None:
+        """A use of held blocks. A prompt that was asked is counted; only what came after it is new to the shadows."""
+        if not path:
+            return
+        sizes, tokens = self._roster.sizes(path)
+        if not self._told:
+            self._serve(path, sizes, tokens, now)
+            return
+        for i, contender in enumerate(self.contenders):
+            if path[-1] not in contender:
+                self._feed(i, path, sizes, tokens, now)
+
+    def asked(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
+        """Somebody needs the context ``path``, held or not; called once a prompt, before anything of it is used."""
+        self._told = True
+        if path:
+            self._serve(path, sizes, tokens, now)
+
+    def _feed(self, i: int, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> int:
+        served = self.contenders[i].request(path, sizes, tokens, now)
+        if i == self._leader:
+            self._roster.came(served.inserted)
+            self._roster.left(served.evicted)
+        return served.tokens
+
+    def _serve(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
+        total = sum(tokens)
+        real = sum(tokens[: self._roster.match(path)])
+        hits = [self._feed(i, path, sizes, tokens, now) for i in range(len(self.contenders))]
+        self._asked, self._real = self._asked + total, self._real + real
+        self._hits = [before + more for before, more in zip(self._hits, hits)]
+        worth = [self._value(0, found) for found in hits]
+        self._measure(total, sizes, tokens)
+        self._scores = [_DECAY * score + more for score, more in zip(self._scores, worth)]
+        followed, charge = self._swift, self._reconsider()
+        self._guard.note(worth, followed, charge, self._per_byte * self.capacity)
+        chosen = self._guard.followed
+        self._lead(self._swift if chosen == Guard.SWIFT else chosen)
+
+    def _value(self, start: int, tokens: int) -> float:
+        return float(tokens) if self._worth is None else self._worth(start, tokens)
+
+    def _measure(self, total: int, sizes: Sequence[int], tokens: Sequence[int]) -> None:
+        """The dearest block of a context is its last."""
+        last = self._value(total - tokens[-1], tokens[-1])
+        self._per_byte = max(self._per_byte, last / max(sizes[-1], 1))
+        self._block = last
+
+    def _reconsider(self) -> float:
+        """The swift rule; returns the charge for a change of its leader: what the new one has and the old one lacks."""
+        best = max(range(len(self._scores)), key=self._scores.__getitem__)
+        if self._scores[best] <= _AHEAD * self._scores[self._swift] + _BLOCKS * self._block:
+            return 0.0
+        old, self._swift = self.contenders[self._swift], best
+        new = self.contenders[best]
+        return self._per_byte * new.beyond(old)
+
+    def _lead(self, leader: int) -> None:
+        if leader == self._leader:
+            return
+        self._roster.follow(self.leader, self.contenders[leader])
+        self._leader = leader
+        self._switches += 1
+
+    def mark(self, tip: K, label: int, now: float) -> None:
+        for contender in self.contenders:
+            contender.mark(tip, label, now)
+
+    def remove(self, key: K, now: float) -> None:
+        self._roster.drop(key)
+
+    def order(self) -> Iterator[K]:
+        return self._roster.order(self.leader)
+
+    @property
+    def standing(self) -> Standing:
+        """Who leads, and by how much."""
+        names = [contender.name for contender in self.contenders]
+        weights = dict(zip([*names, "swift"], self._guard.weights))
+        hits = dict(zip(names, self._hits))
+        return Standing(self.leader.name, self._switches, self._asked, self._real, hits, weights)
+
+    def dump(self) -> bytes:
+        names = [contender.name for contender in self.contenders]
+        inner = [contender.dump() for contender in self.contenders]
+        counts = self._switches, self._asked, self._real, self._hits
+        learnt = _Learnt(names, names[self._swift], *counts, self._scores, self._guard.dump(), inner)
+        return msgspec.msgpack.encode(learnt)
+
+    def load(self, raw: bytes) -> bool:
+        names = [contender.name for contender in self.contenders]
+        try:
+            learnt = msgspec.msgpack.decode(raw, type=_Learnt)
+        except msgspec.MsgspecError:
+            return False
+        n = len(names)
+        counts = [learnt.switches, learnt.asked, learnt.real, *learnt.hits]
+        sound = learnt.names == names and learnt.leader in names and min(counts) >= 0
+        sound = sound and len(learnt.hits) == len(learnt.scores) == len(learnt.inner) == n
+        if not sound or not all(math.isfinite(score) and score >= 0 for score in learnt.scores):
+            return False
+        if not self._guard.restore(learnt.logs):
+            return False
+        for contender, inner in zip(self.contenders, learnt.inner):
+            contender.load(inner)
+        self._switches, self._asked, self._real = learnt.switches, learnt.asked, learnt.real
+        self._hits, self._scores = list(learnt.hits), list(learnt.scores)
+        self._swift = names.index(learnt.leader)
+        self._lead(self._swift)
+        self._switches = learnt.switches
+        return True
+
+    def check(self) -> None:
+        """Raises AssertionError where the shadows or the strays are wrong. O(blocks)."""
+        for contender in self.contenders:
+            contender.check()
+        self._roster.check(self.leader)

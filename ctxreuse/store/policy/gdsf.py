@@ -1,0 +1,169 @@
+"""What is cheap to compute again goes sooner: recency against seconds of prefill per byte, balanced by experiment."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, NamedTuple
+
+from ctxreuse.store.policy.base import Facts, K, Rebuild, prefill_line
+from ctxreuse.store.policy.trials import Trials
+
+__all__ = ["GDSF", "MOST_CLASSES", "efficiency_class"]
+
+#: Classes of efficiency, four to each doubling; the first and the last take what lies beyond.
+MOST_CLASSES = 64
+_STEPS, _MIDDLE = 4, 32
+
+
+def efficiency_class(seconds: float, nbytes: int) -> int:
+    """The class, 0 to ``MOST_CLASSES - 1``, of a block that costs ``seconds`` to compute again; 32: 1 s for 1 MiB."""
+    ratio = seconds * (1 << 20) / max(nbytes, 1)
+    if not ratio > 0:
+        return 0
+    return min(max(_MIDDLE + math.floor(_STEPS * math.log2(ratio)), 0), MOST_CLASSES - 1)
+
+
+class _Held(NamedTuple, Generic[K]):
+    parent: K | None
+    level: int
+    nbytes: int
+    tokens: int
+
+
+class GDSF(Generic[K]):
+    """The published utility of FLOP-aware eviction (Marconi, MLSys 2025), from its formulas:
+
+        score = norm(1 / age) + alpha * norm(seconds of prefill saved by the block / its bytes)
+
+    where ``norm`` stretches the values of the present candidates over 0 to 1, and the lowest score goes first. Seconds
+    are those of this device (``rebuild``) instead of FLOPs, age is counted in uses of the cache, and efficiency in
+    classes of a quarter of a doubling, of which only the oldest leaf of each can have the lowest score. So a step costs
+    O(classes), where the formula as published costs O(blocks).
+
+    ``alpha`` None: 0 until the first eviction, and then found by trial over a window of requests, see `Trials`.
+    """
+
+    #: What goes next depends on what went before: ask for the order anew after each removal.
+    restless = True
+    name = "gdsf"
+
+    def __init__(self, rebuild: Rebuild | None = None, alpha: float | None = None) -> None:
+        self._rebuild = rebuild if rebuild is not None else prefill_line()
+        self.alpha = alpha if alpha is not None else 0.0
+        self._trials: Trials[K] | None = None
+        if alpha is None:
+            self._trials = Trials(lambda alpha: GDSF(self._rebuild, alpha), self._rebuild)
+        self._held: dict[K, _Held[K]] = {}
+        self._children: dict[K, int] = {}
+        self._used: dict[K, int] = {}
+        #: By class, the least recently used first; a head that turned out to be no leaf is parked until it is one.
+        self._queues: list[OrderedDict[K, None]] = [OrderedDict() for _ in range(MOST_CLASSES)]
+        self._parked: set[K] = set()
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def insert(self, facts: Facts[K], now: float) -> None:
+        key = facts.key
+        level = efficiency_class(self._rebuild(facts.start, facts.tokens), facts.nbytes)
+        before = self._held.get(key)
+        if before is not None:
+            self._queues[before.level].pop(key, None)
+        elif facts.parent is not None:
+            self._children[facts.parent] = self._children.get(facts.parent, 0) + 1
+        self._held[key] = _Held(facts.parent, level, facts.nbytes, facts.tokens)
+        self._used[key] = self._uses
+        self._parked.discard(key)
+        self._queues[level][key] = None
+
+    def access(self, path: Sequence[K], now: float) -> None:
+        self._uses += 1
+        for key in reversed(path):
+            self._used[key] = self._uses
+            queue = self._queues[self._held[key].level]
+            self._parked.discard(key)
+            queue[key] = None
+            queue.move_to_end(key)
+        if self._trials is not None:
+            held = [self._held[key] for key in path]
+            alpha = self._trials.request(path, [one.nbytes for one in held], [one.tokens for one in held], now)
+            if alpha is not None:
+                self.alpha, self._trials = alpha, None
+
+    def mark(self, tip: K, label: int, now: float) -> None:
+        """Why a context paused changes nothing here."""
+
+    def remove(self, key: K, now: float) -> None:
+        if self._trials is not None:
+            self._trials.full(lambda: sum(one.nbytes for one in self._held.values()), len(self._held))
+        parent, level, _, _ = self._held.pop(key)
+        del self._used[key]
+        if key in self._parked:
+            self._parked.remove(key)
+        else:
+            del self._queues[level][key]
+        if parent is None:
+            return
+        left = self._children.pop(parent) - 1
+        if left:
+            self._children[parent] = left
+        elif parent in self._parked:
+            self._parked.remove(parent)
+            queue = self._queues[self._held[parent].level]
+            queue[parent] = None
+            queue.move_to_end(parent, last=False)
+
+    def order(self) -> Iterator[K]:
+        """Exact for its first key; what follows would be next as far as that makes no parent a leaf."""
+        lines: dict[int, Iterator[K]] = {}
+        heads: dict[int, K] = {}
+        for level, queue in enumerate(self._queues):
+            self._settle(queue)
+            if queue:
+                lines[level] = iter(queue)
+                self._advance(level, lines, heads)
+        while heads:
+            level = self._lowest(heads)
+            yield heads[level]
+            self._advance(level, lines, heads)
+        ready = [key for key in self._held if key not in self._children]
+        lost: dict[K, int] = {}
+        while ready:
+            parent = self._held[ready.pop()].parent
+            if parent is None:
+                continue
+            lost[parent] = lost.get(parent, 0) + 1
+            if lost[parent] == self._children[parent]:
+                yield parent
+                ready.append(parent)
+
+    def _settle(self, queue: OrderedDict[K, None]) -> None:
+        while queue:
+            key = next(iter(queue))
+            if key not in self._children:
+                return
+            del queue[key]
+            self._parked.add(key)
+
+    def _advance(self, level: int, lines: dict[int, Iterator[K]], heads: dict[int, K]) -> None:
+        for key in lines[level]:
+            if key not in self._children:
+                heads[level] = key
+                return
+        heads.pop(level, None)
+
+    def _lowest(self, heads: dict[int, K]) -> int:
+        """The class whose oldest leaf has the lowest score."""
+        recency = {level: 1 / (1 + self._uses - self._used[key]) for level, key in heads.items()}
+        low, cheap, dear = min(recency.values()), 2.0 ** (min(heads) / _STEPS), 2.0 ** (max(heads) / _STEPS)
+        span, spread = 1.0 - low, dear - cheap
+
+        def score(level: int) -> float:
+            fresh = (recency[level] - low) / span if span > 0 else 0.0
+            worth = (2.0 ** (level / _STEPS) - cheap) / spread if spread > 0 else 0.0
+            return fresh + self.alpha * worth
+
+        return min(sorted(heads), key=score)

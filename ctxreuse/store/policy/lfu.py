@@ -1,0 +1,58 @@
+"""Least frequently used, the least recently used first among equals."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from ctxreuse.store.policy.base import Facts, K
+
+__all__ = ["LFU"]
+
+
+class LFU(Generic[K]):
+    """Evict what was used the fewest times since it came in. O(1) a step, plus the number of different counts to order.
+
+    A parent is used whenever a child is, later within the step, so children always go before their parents.
+    """
+
+    name = "lfu"
+
+    def __init__(self) -> None:
+        self._count: dict[K, int] = {}
+        self._by_count: dict[int, OrderedDict[K, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+    def insert(self, facts: Facts[K], now: float) -> None:
+        if facts.key not in self._count:
+            self._file(facts.key, 0)
+
+    def access(self, path: Sequence[K], now: float) -> None:
+        for key in reversed(path):
+            self._file(key, self._unfile(key) + 1)
+
+    def mark(self, tip: K, label: int, now: float) -> None:
+        """Why a context paused changes nothing here."""
+
+    def remove(self, key: K, now: float) -> None:
+        self._unfile(key)
+        del self._count[key]
+
+    def _file(self, key: K, count: int) -> None:
+        self._count[key] = count
+        self._by_count.setdefault(count, OrderedDict())[key] = None
+
+    def _unfile(self, key: K) -> int:
+        count = self._count[key]
+        keys = self._by_count[count]
+        del keys[key]
+        if not keys:
+            del self._by_count[count]
+        return count
+
+    def order(self) -> Iterator[K]:
+        for count in sorted(self._by_count):
+            yield from self._by_count[count]

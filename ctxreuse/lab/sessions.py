@@ -27,6 +27,7 @@ _BLOCK_TOKENS = 64
 #: Ids of one session stay below this; the session's number goes above it.
 _ID_BITS = 32
 _MOST_BLOCKS = 1 << 20
+_SHAPES = {"text": 1, "thinking": 2, "tool_use": 4}
 
 
 class _Turn(msgspec.Struct):
@@ -38,6 +39,7 @@ class _Turn(msgspec.Struct):
     api_time: float | None = 0.0
     think_time: float | None = 0.0
     hash_runs: list[tuple[int, int]] = []
+    output_types: list[str] = []
     requests: list[_Turn] = []
 
 
@@ -137,6 +139,7 @@ def _play(turns: Sequence[_Turn], session: int, scope: int, start: float) -> Ite
             turn.out,
             turn.api_time or 0.0,
             turn.think_time or 0.0,
+            sum(bit for kind, bit in _SHAPES.items() if kind in turn.output_types),
         )
         label = stop
 

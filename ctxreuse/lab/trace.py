@@ -34,6 +34,7 @@ class Request(NamedTuple):
     in part, and tokens behind the last block belong to none. ``session``: the conversation, -1 where unknown.
     ``label``: why the session's turn before this one stopped; ``stop``: why this one did. ``output``: tokens answered;
     ``busy``: seconds that the answer took; ``pause``: seconds between the session's last answer and this request.
+    ``shape``: what the answer had: 1 for text, 2 for thinking, 4 for calls of tools, added up.
     """
 
     t: float
@@ -45,6 +46,7 @@ class Request(NamedTuple):
     output: int = 0
     busy: float = 0.0
     pause: float = 0.0
+    shape: int = 0
 
 
 class Trace:

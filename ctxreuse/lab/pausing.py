@@ -1,4 +1,4 @@
-"""Simulates a memory of paused sessions: who is kept, who is cut from the end, what the next turns find."""
+"""Simulates a memory of paused sessions: who is kept, who is cut from the end, what the next turns find.
 
 A session's context is a run of blocks of which some leading part is held; a rule says whose goes first. That is coarser
 than a store (blocks of different sessions are never shared here, what a turn left behind is dropped first), and so

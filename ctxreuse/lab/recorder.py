@@ -97,8 +97,8 @@ class Recorder:
         return self._put(tokens, keys=keys)
 
     def text(self, parts: Sequence[Buffer], scope: bytes = b"") -> int:
-        """A prompt came of which only the text is known: ``parts`` in the order in which the model reads them; they must
-        not change. ``scope``: what else must be equal for a prefix to be shared, such as tenant and model."""
+        """A prompt came of which only the text is known: ``parts`` in the order in which the model reads them, which
+        must not change. ``scope``: what else must be equal for a prefix to be shared, such as tenant and model."""
         size = sum(memoryview(part).nbytes for part in parts)
         return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts, scope=scope)
 

@@ -60,7 +60,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_bytes: Annotated[int, _about("Bytes of KV that may wait in memory for the disk", ge=0, unit="bytes")] = (
         256 << 20
     )
-    policy: Annotated[str, _about("What is evicted first when the store is full")] = "lru"
+    policy: Annotated[
+        str, _about("What is evicted first: lru, lfu, s3fifo, arc, gdsf, or duel (of some of them, as duel:lru,arc)")
+    ] = "duel"
     level: Annotated[
         str, _about("How KV is kept: exact, exact+rans (packed), or kl-0.01 and the like for sessions that allow it")
     ] = "exact"

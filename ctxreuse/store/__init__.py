@@ -45,7 +45,7 @@ def open_store(
     *,
     capacity: int = 8_000_000_000,
     host_bytes: int = 256 << 20,
-    policy: str = "lru",
+    policy: str = "duel",
     level: str = EXACT,
     demote: bool = True,
     readonly: bool = False,

@@ -15,6 +15,7 @@ from ctxreuse.keys import Tokens
 from ctxreuse.levels import EXACT
 from ctxreuse.model import ModelSpace
 from ctxreuse.store.gone import Gone
+from ctxreuse.store.policy.duel import Standing
 from ctxreuse.tree import Match
 
 __all__ = [
@@ -50,7 +51,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     removed other than by eviction): the reason given to ``drop`` or ``below`` (under such an entry).
     ``recovered``: what open found: ``""`` (nothing to do), ``kept``, ``verified`` or ``rebuilt``. ``levels``: blocks by
     level, without its card (a reader beside a writer does not know); ``demoted``: entries encoded smaller to make room,
-    by ``FROM>TO``.
+    by ``FROM>TO``. ``standing``: how the duel of policies stands (None under a single policy).
     """
 
     blocks: int
@@ -72,6 +73,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     recovered: str = ""
     levels: Mapping[str, int] = {}
     demoted: Mapping[str, int] = {}
+    standing: Standing | None = None
 
 
 class LevelSize(Protocol):
@@ -229,6 +231,18 @@ class StoreAdmin(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count as used now, with all ancestors. Reading does this by itself."""
+
+    def asked(self, keys: Sequence[bytes], tokens: int) -> None:
+        """Somebody needs the context of ``keys``, blocks of ``tokens`` tokens each, held or not: the policy learns.
+
+        Call it once a prompt, before anything of it is read.
+        """
+
+    def mark(self, keys: Sequence[bytes], label: int) -> None:
+        """The context of ``keys`` paused for the reason ``label``, see `ctxreuse.pauses` (0: unknown)."""
+
+    def price(self, per_token: float, per_pair: float) -> None:
+        """What computing takes here: seconds a token, and a pair of a token and one before it."""
 
     def adopt(self, coder: Coder) -> None:
         """Have blocks of the coder's space encoded by it from now on."""

@@ -20,9 +20,9 @@ from ctxreuse.store.base import Buffer, Coder, Kind, Progress, StoreStats
 from ctxreuse.store.coding import Coders, check_level
 from ctxreuse.store.demoting import Demoter
 from ctxreuse.store.env import CACHE_MAP, DISK_ERRORS, Env, broken
+from ctxreuse.store.guided import GuidedStore, recall
 from ctxreuse.store.index import Index, Plan, Put
 from ctxreuse.store.intake import Intake
-from ctxreuse.store.listing import DiskListing
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
 from ctxreuse.store.reader import DiskReader
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _BACKOFF = 5.0
 
 
-class BlockStore(DiskListing):
+class BlockStore(GuidedStore):
     """The disk tier (see ``Store`` and ``StoreAdmin``). One process writes; others open with ``readonly=True``.
 
     Use ``open``. Writing is asynchronous, in one thread; a commit is seen by readers of all processes at once and is
@@ -89,7 +89,7 @@ class BlockStore(DiskListing):
         path: str | os.PathLike[str],
         *,
         capacity: int = 8_000_000_000,
-        policy: str | Policy[bytes] = "lru",
+        policy: str | Policy[bytes] = "duel",
         readonly: bool = False,
         clock: Callable[[], float] = time.time,
         queue_bytes: int = 256 << 20,
@@ -118,6 +118,7 @@ class BlockStore(DiskListing):
             before = owner.before("blocks")
             same = owner.same_boot("blocks")
             env, recovered = open_cache(home, map_size, index, clean=before.clean, same_boot=same, progress=progress)
+            recall(env, index.policy)
         except BaseException:
             owner.end("blocks", clean=False)
             raise
@@ -313,6 +314,7 @@ class BlockStore(DiskListing):
             with self._lock:
                 self._doomed += doomed
         try:
+            self._env.write(self._note_learnt)
             self._env.sync()
             self._dirty = False
             self._env.free_readers()
@@ -338,6 +340,7 @@ class BlockStore(DiskListing):
                 file_bytes=self._env.file_bytes(),
                 recovered=self._recovered,
                 levels=tree.levels,
+                standing=self._standing(),
             )
 
     def verify(self, progress: Progress | None = None) -> list[tuple[bytes, str]]:

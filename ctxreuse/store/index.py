@@ -13,7 +13,7 @@ from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, damage, fits, rank, worst
 from ctxreuse.store.base import Buffer, Kind
-from ctxreuse.store.policy import LRU, Facts, Policy
+from ctxreuse.store.policy import LRU, Facts, Policy, fill
 from ctxreuse.store.records import Record, footprint
 from ctxreuse.tree import ContextTree, Node
 
@@ -119,16 +119,16 @@ class Index:
     def _order(self, used: dict[bytes, int]) -> None:
         """Tell the policy what is held, then which path was used after which: each node once, with its newest child."""
         now = self.clock()
-        for node in self.tree:
-            self.policy.insert(facts(node), now)
         path: list[Node] = []
+        uses: list[list[bytes]] = []
         for node in sorted(self.tree, key=lambda node: (used[node.key], -node.depth, node.key)):
             if path and path[-1].parent is not node:
-                self.policy.access([step.key for step in reversed(path)], now)
+                uses.append([step.key for step in reversed(path)])
                 path = []
             path.append(node)
         if path:
-            self.policy.access([step.key for step in reversed(path)], now)
+            uses.append([step.key for step in reversed(path)])
+        fill(self.policy, [facts(node) for node in self.tree], uses, now)
 
     def _hold(self, key: bytes, record: Record) -> None:
         node = self.tree.insert(key, record.parent, record.tokens, record.nbytes, record.level)
@@ -170,6 +170,23 @@ class Index:
                 self._sequence += 1
                 self._touched[key] = self._sequence
             self.policy.access(path[::-1], now)
+
+    def asked(self, keys: Sequence[bytes], tokens: int) -> None:
+        """Somebody needs the context of blocks ``keys``, each of ``tokens`` tokens, whether they are held or not."""
+        policy, tree = self.policy, self.tree
+        if not len(tree) or not hasattr(policy, "asked"):
+            return
+        # What a block that is not held would take is not known; most blocks take the same.
+        usual = tree.nbytes // len(tree)
+        nodes = [tree.get(key) for key in keys]
+        sizes = [node.nbytes + node.state_nbytes if node is not None else usual for node in nodes]
+        policy.asked(keys, sizes, [tokens] * len(keys), self.clock())
+
+    def mark(self, keys: Sequence[bytes], label: int) -> None:
+        """The context of ``keys`` paused for the reason ``label``: its deepest held block is told."""
+        held = self.tree.path(keys)
+        if held:
+            self.policy.mark(held[-1].key, label, self.clock())
 
     def renewals(self) -> dict[bytes, Record]:
         """The records of nodes touched since the last call."""

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from ctxreuse.levels import short
 from ctxreuse.store.base import StoreStats
+from ctxreuse.store.policy import Standing
 
-__all__ = ["Tally"]
+__all__ = ["Tally", "together"]
 
 
 class Tally:
@@ -38,6 +39,7 @@ class Tally:
         file_bytes: int = 0,
         recovered: str = "",
         levels: Mapping[str, int] = MappingProxyType({}),
+        standing: Standing | None = None,
     ) -> StoreStats:
         """The figures as a value. ``held``: blocks, states and their bytes; ``queued``: items and bytes; ``levels``:
         blocks by level, cards included."""
@@ -64,4 +66,31 @@ class Tally:
             recovered=recovered,
             levels=dict(shorter),
             demoted=dict(self.demoted),
+            standing=standing,
         )
+
+
+def together(host: StoreStats, disk: StoreStats) -> StoreStats:
+    """The figures of two tiers as one store's."""
+    return StoreStats(
+        blocks=host.blocks + disk.blocks,
+        states=host.states + disk.states,
+        tokens=host.tokens + disk.tokens,
+        nbytes=host.nbytes + disk.nbytes,
+        capacity=host.capacity + disk.capacity,
+        queued=disk.queued,
+        queued_bytes=disk.queued_bytes,
+        file_bytes=disk.file_bytes,
+        hits=host.hits,
+        misses=host.misses,
+        puts=host.puts,
+        duplicates=disk.duplicates,
+        refused=host.refused,
+        evicted=host.evicted + disk.evicted,
+        dropped=dict(Counter(host.dropped) + Counter(disk.dropped)),
+        errors=disk.errors,
+        recovered=disk.recovered,
+        levels=dict(Counter(host.levels) + Counter(disk.levels)),
+        demoted=disk.demoted,
+        standing=disk.standing,
+    )

@@ -19,7 +19,7 @@ from ctxreuse.store.host import Held, HostTier, Name
 from ctxreuse.store.index import Put
 from ctxreuse.store.listing import Holding, Listeners
 from ctxreuse.store.reader import prove, prove_key
-from ctxreuse.store.tally import Tally
+from ctxreuse.store.tally import Tally, together
 from ctxreuse.tree import Match
 
 __all__ = ["TieredStore"]
@@ -305,6 +305,18 @@ class TieredStore:
                 gone += 1
         return max(gone, below)
 
+    def asked(self, keys: Sequence[bytes], tokens: int) -> None:
+        if self._disk is not None:
+            self._disk.asked(keys, tokens)
+
+    def mark(self, keys: Sequence[bytes], label: int) -> None:
+        if self._disk is not None:
+            self._disk.mark(keys, label)
+
+    def price(self, per_token: float, per_pair: float) -> None:
+        if self._disk is not None:
+            self._disk.price(per_token, per_pair)
+
     def adopt(self, coder: Coder) -> None:
         if self._disk is not None:
             self._disk.adopt(coder)
@@ -333,7 +345,7 @@ class TieredStore:
             values = (self._host.get(name) for name in names if name[0] == "block")
             levels = Counter(value.level for value in values if value is not None)
             mine = self._tally.stats(held=held, tokens=tokens, capacity=self._host.capacity, levels=levels)
-        return mine if below is None else _sum(mine, below)
+        return mine if below is None else together(mine, below)
 
     def check(self) -> None:
         with self._lock:
@@ -370,27 +382,3 @@ def _merged(here: Entry | None, under: Entry | None, state: Held | None) -> Entr
     below = under.state_level if under is not None and under.has_state else ""
     level = _better(state, below)
     return entry._replace(has_state=bool(level), state_level=level or EXACT)
-
-
-def _sum(host: StoreStats, disk: StoreStats) -> StoreStats:
-    return StoreStats(
-        blocks=host.blocks + disk.blocks,
-        states=host.states + disk.states,
-        tokens=host.tokens + disk.tokens,
-        nbytes=host.nbytes + disk.nbytes,
-        capacity=host.capacity + disk.capacity,
-        queued=disk.queued,
-        queued_bytes=disk.queued_bytes,
-        file_bytes=disk.file_bytes,
-        hits=host.hits,
-        misses=host.misses,
-        puts=host.puts,
-        duplicates=disk.duplicates,
-        refused=host.refused,
-        evicted=host.evicted + disk.evicted,
-        dropped=dict(Counter(host.dropped) + Counter(disk.dropped)),
-        errors=disk.errors,
-        recovered=disk.recovered,
-        levels=dict(Counter(host.levels) + Counter(disk.levels)),
-        demoted=disk.demoted,
-    )

@@ -7,7 +7,7 @@ from random import Random, SystemRandom
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.store.policy.arc import ARC
-from ctxreuse.store.policy.base import Facts, K, Learner, Policy, Rebuild, prefill_line
+from ctxreuse.store.policy.base import Facts, K, Learner, Policy, Rebuild, fill, prefill_line
 from ctxreuse.store.policy.duel import Duel, Standing
 from ctxreuse.store.policy.gdsf import GDSF
 from ctxreuse.store.policy.lfu import LFU
@@ -31,6 +31,7 @@ __all__ = [
     "Served",
     "Shadow",
     "Standing",
+    "fill",
     "make_policy",
     "prefill_line",
     "single_policy",

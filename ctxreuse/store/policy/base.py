@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Asked", "Facts", "K", "Learner", "Policy", "Rebuild", "prefill_line"]
+__all__ = ["Asked", "Facts", "K", "Learner", "Policy", "Rebuild", "fill", "prefill_line"]
 
 #: A block's name: 32 bytes in the store, an int in the lab.
 K = TypeVar("K", bound=Hashable)
@@ -80,6 +80,20 @@ class Asked(Protocol[_K]):
 
     def asked(self, path: Sequence[_K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
         """Somebody needed the context ``path``; ``sizes`` in bytes and ``tokens``, one a block."""
+
+
+def fill(policy: Policy[K], facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> None:
+    """Tell a fresh policy what its cache holds already, parents first, used in the order of ``uses``.
+
+    A policy with a ``fill`` of its own is left to it.
+    """
+    if hasattr(policy, "fill"):
+        policy.fill(facts, uses, now)
+        return
+    for one in facts:
+        policy.insert(one, now)
+    for path in uses:
+        policy.access(path, now)
 
 
 def prefill_line(per_token: float = 1e-3, per_pair: float = 1e-7) -> Rebuild:

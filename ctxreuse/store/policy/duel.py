@@ -109,6 +109,20 @@ class Duel(Generic[K]):
         if path:
             self._serve(path, sizes, tokens, now)
 
+    def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> None:
+        """The cache holds this already, parents first, used in the order of ``uses``: so do all shadows from now on."""
+        for one in facts:
+            self._roster.hold(one, followed=True)
+        for i, contender in enumerate(self.contenders):
+            gone = contender.fill(facts, uses, now)
+            if i == self._leader:
+                self._roster.left(gone)
+
+    def price(self, per_token: float, per_pair: float) -> None:
+        """See `Shadow.price`."""
+        for contender in self.contenders:
+            contender.price(per_token, per_pair)
+
     def _feed(self, i: int, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> int:
         served = self.contenders[i].request(path, sizes, tokens, now)
         if i == self._leader:

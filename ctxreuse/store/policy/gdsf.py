@@ -93,6 +93,10 @@ class GDSF(Generic[K]):
             if alpha is not None:
                 self.alpha, self._trials = alpha, None
 
+    def price(self, per_token: float, per_pair: float) -> None:
+        """What computing takes on this device, as is known from now on: see `prefill_line`."""
+        self._rebuild = prefill_line(per_token, per_pair)
+
     def mark(self, tip: K, label: int, now: float) -> None:
         """Why a context paused changes nothing here."""
 

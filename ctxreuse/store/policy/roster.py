@@ -26,6 +26,13 @@ class Contender(Protocol[K]):
         """See `Shadow.request`."""
         ...
 
+    def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> Sequence[K]:
+        """See `Shadow.fill`."""
+        ...
+
+    def price(self, per_token: float, per_pair: float) -> None:
+        """See `Shadow.price`."""
+
     def mark(self, tip: K, label: int, now: float) -> None:
         """See `Policy.mark`."""
 

@@ -87,6 +87,19 @@ class Shadow(Generic[K]):
         evicted = self._fit(path, now) if self.nbytes > self.capacity else []
         return Served(blocks, found, fresh, evicted)
 
+    def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> Sequence[K]:
+        """Hold what another cache holds, parents first, used in the order of ``uses``; returns what had no room."""
+        for one in facts:
+            self._hold(one, now)
+        for path in uses:
+            self.policy.access(path, now)
+        return self._fit((), now)
+
+    def price(self, per_token: float, per_pair: float) -> None:
+        """Tell the policy, if it wants to know, what computing takes: see `prefill_line`."""
+        if hasattr(self.policy, "price"):
+            self.policy.price(per_token, per_pair)
+
     def _hold(self, facts: Facts[K], now: float) -> None:
         self._held[facts.key] = _Held(facts.parent, facts.nbytes)
         self.nbytes += facts.nbytes

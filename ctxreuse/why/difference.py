@@ -91,7 +91,7 @@ def parting(here: Tokens, there: Tokens) -> Parting:
     for skip in range(min(_REACH, len(here) - at - _ALIKE) + 1):
         probe = np.ascontiguousarray(here[at + skip : at + skip + _ALIKE], "<i4").tobytes()
         found = raw.find(probe)
-        while found % 4 > 0:  # bytes of two ids that look like those of one
+        while found > 0 and found % 4:  # bytes of two ids that look like those of one
             found = raw.find(probe, found + 1)
         if found >= 0 and (best is None or skip + found // 4 < sum(best)):
             best = skip, found // 4

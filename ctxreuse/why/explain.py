@@ -195,7 +195,7 @@ def _whose(entry: Entry, key: bytes, book: RequestBook) -> str:
 
 def _has(keys: bytes, key: bytes) -> bool:
     at = keys.find(key)
-    while at % SHORT > 0:
+    while at > 0 and at % SHORT:
         at = keys.find(key, at + 1)
     return at >= 0
 

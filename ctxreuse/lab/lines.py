@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+import msgspec
+
 from ctxreuse.errors import ConfigError, FormatError
 
-__all__ = ["MOST_LINE", "first_line", "read_lines"]
+__all__ = ["MOST_LINE", "UNREADABLE", "first_line", "read_lines"]
+
+#: What decoding a line may raise.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: Bytes of one line: a session of 900,000 tokens over hundreds of turns takes a hundredth of it.
 MOST_LINE = 32 << 20

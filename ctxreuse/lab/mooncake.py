@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import FormatError
-from ctxreuse.lab.lines import read_lines
+from ctxreuse.lab.lines import UNREADABLE, read_lines
 from ctxreuse.lab.trace import Request, Trace
 
 __all__ = ["BLOCK_TOKENS", "mooncake"]
@@ -42,7 +42,7 @@ def _read(path: Path, block_tokens: int) -> Iterator[Request]:
         try:
             row = decode(line)
             ids = np.array(row.hash_ids, np.int64)
-        except (msgspec.DecodeError, OverflowError) as error:
+        except (*UNREADABLE, OverflowError) as error:
             raise _bad(f"no row of a Mooncake trace: {error}", path, number) from None
         t = row.timestamp / 1000
         if not math.isfinite(t) or t < before:

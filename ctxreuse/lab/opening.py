@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from ctxreuse.errors import ConfigError, FormatError
-from ctxreuse.lab.lines import first_line
+from ctxreuse.lab.lines import UNREADABLE, first_line
 from ctxreuse.lab.mooncake import mooncake
 from ctxreuse.lab.recording import FORMAT, recording
 from ctxreuse.lab.sessions import agent_sessions
@@ -42,7 +42,7 @@ def open_trace(path: Path | str, format: str = "auto") -> Trace:
 def _sniff(line: bytes, path: Path) -> str:
     try:
         fields = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         fields = None
     if isinstance(fields, dict):
         if fields.get("format") == FORMAT:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import FormatError
-from ctxreuse.lab.lines import first_line, read_lines
+from ctxreuse.lab.lines import UNREADABLE, first_line, read_lines
 from ctxreuse.lab.trace import Request, Trace
 
 __all__ = ["DIGITS", "FORMAT", "VERSION", "Ended", "Head", "Prompted", "recording", "recording_head"]
@@ -95,7 +95,7 @@ def recording(path: Path) -> Trace:
 def _head(line: bytes, path: Path) -> Head:
     try:
         head = msgspec.json.decode(line, type=Head)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise FormatError(f"no recording: {error}", where=path.name, fix="Check the file") from None
     if head.format != FORMAT:
         raise FormatError(f"no recording but {head.format[:40]!r}", where=path.name)
@@ -137,7 +137,7 @@ class _Reading:
                     self._ended(line.end, line, waiting, done)
                 else:
                     raise ValueError("neither a request nor an end")
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            except (*UNREADABLE, ValueError) as error:
                 where = f"{self._path.name}, line {number}"
                 raise FormatError(
                     f"the recording is damaged: {error}", where=where, fix="Record anew, or cut the file there"

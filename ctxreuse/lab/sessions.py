@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.errors import FormatError
-from ctxreuse.lab.lines import read_lines
+from ctxreuse.lab.lines import UNREADABLE, read_lines
 from ctxreuse.lab.trace import Path as BlockPath
 from ctxreuse.lab.trace import Request, Trace, label_of
 
@@ -95,7 +95,7 @@ def _load(path: Path, most: int | None) -> list[_Session]:
             break
         try:
             session = decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise FormatError(f"no session: {error}", where=where, fix="Check the file, or name its --format") from None
         if session.block_size != _BLOCK_TOKENS:
             raise FormatError(f"blocks of {session.block_size} tokens", where=where, fix="Blocks must have 64 tokens")

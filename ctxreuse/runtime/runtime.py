@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime"]
 
+#: Every so many prompts the store's policy hears what computing takes.
+_PRICED = 32
 # Seconds to wait for a full queue of writes: at 0.1 GB/s the default queue of 256 MiB is empty in three.
 _PATIENCE = 10.0
 
@@ -87,6 +89,7 @@ class Runtime:
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
         self._arrivals = Arrivals()
+        self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
@@ -127,6 +130,7 @@ class Runtime:
         ids = self.checked(tokens)
         self.permit(lossy)
         recorded = -1 if self.recorder is None else self.recorder.prompt(self.keys(ids), len(ids))
+        self._tell(ids)
         fetching = None if self.remote is None else self._ask(self.remote, ids, lossy)
         try:
             if fetching is not None:
@@ -142,6 +146,21 @@ class Runtime:
         finally:
             if fetching is not None:
                 fetching.close()
+
+    def _tell(self, ids: Tokens) -> None:
+        """The store's policy hears of every prompt, and now and then what computing takes here."""
+        if self.store is None:
+            return
+        self.store.asked(self.keys(ids), self.engine.space.block_tokens)
+        self._prompts += 1
+        found = self.cost.prefill.coefficients if self.cost is not None and self._prompts % _PRICED == 1 else None
+        if found is not None:
+            self.store.price(found[1], found[2])
+
+    def mark(self, tokens: Sequence[int] | Tokens, label: int) -> None:
+        """The context ``tokens`` paused for the reason ``label`` (see `ctxreuse.pauses`); the store's policy learns."""
+        if self.store is not None:
+            self.store.mark(self.keys(tokens), label)
 
     def _note(self, done: Prefilled, prompt: Prompt, about: About | None, lossy: str | None) -> None:
         name, why = self.requests.note(

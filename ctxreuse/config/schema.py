@@ -140,6 +140,9 @@ class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record_bytes: Annotated[
         int, _about("Disk that recordings may take, older ones included", ge=1 << 20, unit="bytes")
     ] = 1_000_000_000
+    why: Annotated[
+        Literal["text", "hashes"], _about("Kept of recent requests, to explain misses: ids of their text, or hashes")
+    ] = "text"
     sync: Annotated[bool, _about("Give clouds the contexts that they lack while nothing else is to do")] = True
     sync_rate: Annotated[float, _about("Most that sync sends; 0 is no limit", ge=0, unit="bytes/s")] = 0.0
 

@@ -64,6 +64,7 @@ class RequestBook:
         self.texts, self._most, self._limit, self._clock = texts, most, limit, clock
         self._lock = threading.RLock()
         self._entries: deque[Entry] = deque()
+        self._sizes: dict[int, int] = {}
         self._nbytes = 0
         self._secret = os.urandom(16)
         self._spaces: dict[bytes, ModelSpace] = {}
@@ -175,18 +176,19 @@ class RequestBook:
             entry, beside = self._open.pop(live, (None, 0))
             if entry is None:
                 return
-            self._nbytes -= entry.nbytes
             entry.keys = b"".join([key[:SHORT] for key in keys])
             if entry.ids:
                 entry.ids = tokens.tobytes()
-            self._nbytes += entry.nbytes
             self._settle(entry, beside)
-            self._trim()
 
     def _settle(self, entry: Entry, beside: int) -> None:
         """Find out what it lacked and why, while the store still remembers; then let others find it."""
         self._making = {key: made for key, made in self._making.items() if made[1] is not entry}
         entry.lacks = lacks_of(entry, self._gone, self._seen, beside)
+        if id(entry) in self._sizes:
+            self._nbytes += entry.nbytes - self._sizes[id(entry)]
+            self._sizes[id(entry)] = entry.nbytes
+            self._trim()
         self._index(entry)
         if self._journal is not None:
             self._journal.append(encoded(entry))
@@ -219,7 +221,8 @@ class RequestBook:
 
     def _keep(self, kept: Iterable[Entry]) -> int:
         before, self._entries = len(self._entries), deque(kept)
-        self._nbytes = sum(entry.nbytes for entry in self._entries)
+        self._sizes = {id(entry): entry.nbytes for entry in self._entries}
+        self._nbytes = sum(self._sizes.values())
         if before != len(self._entries) and self._journal is not None:
             self._journal.rewrite([encoded(entry) for entry in self._entries])
         return before - len(self._entries)
@@ -287,12 +290,13 @@ class RequestBook:
 
     def _hold(self, entry: Entry) -> None:
         self._entries.append(entry)
+        self._sizes[id(entry)] = entry.nbytes
         self._nbytes += entry.nbytes
         self._trim()
 
     def _trim(self) -> None:
         while len(self._entries) > self._most or (self._nbytes > self._limit and len(self._entries) > 1):
-            self._nbytes -= self._entries.popleft().nbytes
+            self._nbytes -= self._sizes.pop(id(self._entries.popleft()))
 
     def _recall(self, record: Entry | Head) -> None:
         if isinstance(record, Entry):
@@ -315,7 +319,7 @@ class RequestBook:
         """Write what is under way as it is, and stop writing. A second call does nothing."""
         with self._lock:
             if self._journal is not None:
-                for entry in self._entries:
+                for entry in list(self._entries):
                     if any(not lack.reason for lack in entry.lacks):
                         self._settle(entry, 0)
                 self._open.clear()

@@ -17,6 +17,7 @@ from ctxreuse.errors import EngineError, SessionError, StoreError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.runtime import Runtime, Usage
 from ctxreuse.store import Ledger, NewTurn, Session, WholeStore
+from ctxreuse.why import About
 
 __all__ = ["Context", "Contexts"]
 
@@ -82,7 +83,7 @@ class Contexts:
         session = self._ledger.create(name)
         try:
             self._ledger.append(session.id, turns)
-            usage = self._runtime.warm(ids, branches=found.ends)
+            usage = self._runtime.warm(ids, branches=found.ends, about=About(session=session.id))
         except BaseException:
             self._ledger.delete(session.id)
             raise

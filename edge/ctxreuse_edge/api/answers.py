@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ctxreuse_edge.node import Node
     from ctxreuse_edge.worker import Running
 
-__all__ = ["Answer", "body_of", "finish_of", "json_answer", "known_model", "lossy_of", "sampling_of"]
+__all__ = ["Answer", "body_of", "finish_of", "id_of", "json_answer", "known_model", "lossy_of", "sampling_of"]
 
 _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 
@@ -35,6 +35,11 @@ async def body_of(request: Request, node: Node) -> bytes:
     from ctxreuse.daemon.front import read_body
 
     return await read_body(request, node.settings.edge.max_body)
+
+
+def id_of(request: Request) -> str:
+    """The request's id: what it came with in ``x-request-id``, or was given; the answer bears it too."""
+    return str(request.scope["state"]["request_id"])
 
 
 def json_answer(value: Any, status: int = 200) -> Response:

@@ -24,9 +24,10 @@ from ctxreuse.daemon.openai import (
     parse,
     usage_of,
 )
-from ctxreuse.engines.prompt import prompt
+from ctxreuse.engines.prompt import Prompted, prompt
 from ctxreuse.engines.text import Message
-from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, lossy_of, sampling_of
+from ctxreuse.why import About, Part
+from ctxreuse_edge.api.answers import Answer, body_of, finish_of, id_of, known_model, lossy_of, sampling_of
 
 if TYPE_CHECKING:
     import msgspec
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ctxreuse_edge.node import Node
     from ctxreuse_edge.worker import Running
 
-__all__ = ["EdgeChatRequest", "branches_of", "routes"]
+__all__ = ["EdgeChatRequest", "about_messages", "branches_of", "routes"]
 
 
 class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
@@ -51,6 +52,17 @@ def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({*ends[:1], *ends[-2:]}))
 
 
+def about_messages(messages: Sequence[Message], found: Prompted, request: str = "", alias: str = "") -> About:
+    """The parts of a conversation's prompt: its messages, as far as one can tell where each ends."""
+    # The template may refuse to end after some; those stand together with the next, and are named with it.
+    names = [message.role for message in messages]
+    if len(found.ends) == len(names):
+        parts = tuple(Part(name, end) for name, end in zip(names, found.ends))
+    else:
+        parts = tuple(Part("", end) for end in found.ends)
+    return About(request, alias, parts=parts, opening=messages[0].content if messages else "")
+
+
 def routes(node: Node) -> list[Route]:
     """The routes of this module."""
 
@@ -58,6 +70,8 @@ def routes(node: Node) -> list[Route]:
         asked = parse(await body_of(request, node), EdgeChatRequest)
         known_model(node, asked.model)
         _refuse_unsupported(asked)
+
+        name = new_id("chatcmpl")
 
         def make() -> Completion:
             before = node.contexts.messages(asked.context) if asked.context else []
@@ -69,9 +83,11 @@ def routes(node: Node) -> list[Route]:
             limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
             sampling = sampling_of(asked, len(found.ids), space.max_tokens, limit)
             lossy = lossy_of(node, asked.ctxreuse.lossy)
-            return node.runtime.complete(found.ids, sampling, branches=branches_of(found.ends), lossy=lossy)
+            about = about_messages([*before, *messages], found, id_of(request), name)
+            branches = branches_of(found.ends)
+            return node.runtime.complete(found.ids, sampling, branches=branches, lossy=lossy, about=about)
 
-        return _Chat(node, asked, node.worker.begin(make))
+        return _Chat(node, asked, node.worker.begin(make), name)
 
     return [Route("/v1/chat/completions", answer, methods=["POST"])]
 
@@ -86,9 +102,9 @@ def _refuse_unsupported(asked: ChatRequest) -> None:
 
 
 class _Chat(Answer):
-    def __init__(self, node: Node, asked: ChatRequest, running: Running) -> None:
+    def __init__(self, node: Node, asked: ChatRequest, running: Running, name: str) -> None:
         super().__init__(node, running, stream=bool(asked.stream))
-        self._id, self._created = new_id("chatcmpl"), int(time.time())
+        self._id, self._created = name, int(time.time())
         self._usage_wanted = bool(asked.stream_options and asked.stream_options.include_usage)
 
     def _chunk(

@@ -15,7 +15,8 @@ from ctxreuse.daemon.front import new_id
 from ctxreuse.daemon.openai import ApiError, CompletionChoice, CompletionRequest, Usage, parse, usage_of
 from ctxreuse.daemon.openai import Completion as TextCompletion
 from ctxreuse.keys import Tokens, as_tokens
-from ctxreuse_edge.api.answers import Answer, body_of, finish_of, known_model, lossy_of, sampling_of
+from ctxreuse.why import About
+from ctxreuse_edge.api.answers import Answer, body_of, finish_of, id_of, known_model, lossy_of, sampling_of
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import Piece
@@ -63,21 +64,24 @@ def routes(node: Node) -> list[Route]:
             if refused:
                 raise ApiError(400, f"{name} is not supported", param=name)
 
+        name = new_id("cmpl")
+
         def make() -> Completion:
             ids = prompt_ids(asked.prompt, node.runtime.text)
             limit = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
             sampling = sampling_of(asked, len(ids), node.runtime.engine.space.max_tokens, limit)
-            return node.runtime.complete(ids, sampling, lossy=lossy_of(node, asked.ctxreuse.lossy))
+            lossy, about = lossy_of(node, asked.ctxreuse.lossy), About(id_of(request), name)
+            return node.runtime.complete(ids, sampling, lossy=lossy, about=about)
 
-        return _Text(node, asked, node.worker.begin(make))
+        return _Text(node, asked, node.worker.begin(make), name)
 
     return [Route("/v1/completions", answer, methods=["POST"])]
 
 
 class _Text(Answer):
-    def __init__(self, node: Node, asked: CompletionRequest, running: Running) -> None:
+    def __init__(self, node: Node, asked: CompletionRequest, running: Running, name: str) -> None:
         super().__init__(node, running, stream=bool(asked.stream))
-        self._id, self._created = new_id("cmpl"), int(time.time())
+        self._id, self._created = name, int(time.time())
         self._usage_wanted = bool(asked.stream_options and asked.stream_options.include_usage)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> TextCompletion:

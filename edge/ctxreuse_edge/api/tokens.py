@@ -2,9 +2,9 @@
 
 ::
 
-    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "lossy"?}
+    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "lossy"?, "about"?}
                                                                      events {"text", "token", "finish"?}, then {"usage"}
-    POST /api/tokens/warm     {"tokens", "branches"?, "lossy"?}      {"usage"}
+    POST /api/tokens/warm     {"tokens", "branches"?, "lossy"?, "about"?}                    {"usage"}
     POST /api/tokens/forget   {"tokens"}                             {"blocks"}
     GET  /api/tokens/model                                           {"space", "digest", "model", "folder"}
 
@@ -21,29 +21,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ctxreuse.daemon.openai import parse
+from ctxreuse.daemon.openai import ApiError, parse
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.keys import as_tokens
-from ctxreuse_edge.api.answers import Answer, body_of, json_answer, lossy_of
+from ctxreuse.why import About
+from ctxreuse_edge.api.answers import Answer, body_of, id_of, json_answer, lossy_of
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import Piece
     from ctxreuse.runtime import Completion
     from ctxreuse_edge.node import Node
 
-__all__ = ["TokensRequest", "routes"]
+__all__ = ["TokensRequest", "about_of", "routes"]
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class TokensRequest(msgspec.Struct, frozen=True):
     """A prompt in ids, and where in it other contexts may go on differently (``branches``). ``lossy``: see
-    `ctxreuse.daemon.openai.Extra`."""
+    `ctxreuse.daemon.openai.Extra`; ``about``: session, parts and opening, see `ctxreuse.why.About`."""
 
     tokens: Annotated[list[_Id], msgspec.Meta(min_length=1)]
     sampling: Sampling = Sampling()
     branches: list[int] = []
     lossy: str | None = None
+    about: About = About()
 
 
 def routes(node: Node) -> list[Route]:
@@ -51,16 +53,18 @@ def routes(node: Node) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         asked = parse(await body_of(request, node), TokensRequest)
-        ids, lossy = as_tokens(asked.tokens), lossy_of(node, asked.lossy)
+        ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
         running = node.worker.begin(
-            lambda: node.runtime.complete(ids, asked.sampling, branches=asked.branches, lossy=lossy)
+            lambda: node.runtime.complete(ids, asked.sampling, branches=asked.branches, lossy=lossy, about=about)
         )
         return _Pieces(node, running, stream=True)
 
     async def warm(request: Request) -> Response:
         asked = parse(await body_of(request, node), TokensRequest)
-        ids, lossy = as_tokens(asked.tokens), lossy_of(node, asked.lossy)
-        usage = await node.worker.call(lambda: node.runtime.warm(ids, branches=asked.branches, lossy=lossy))
+        ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
+        usage = await node.worker.call(
+            lambda: node.runtime.warm(ids, branches=asked.branches, lossy=lossy, about=about)
+        )
         return json_answer({"usage": usage})
 
     async def forget(request: Request) -> Response:
@@ -79,6 +83,17 @@ def routes(node: Node) -> list[Route]:
         Route("/api/tokens/forget", forget, methods=["POST"]),
         Route("/api/tokens/model", model),
     ]
+
+
+def about_of(request: Request, asked: TokensRequest) -> About:
+    """What the caller says of its request, checked, under the id of the HTTP request. Raises ApiError."""
+    said = asked.about
+    ends = [0, *(part.end for part in said.parts)]
+    if len(ends) > 4096 or ends != sorted(set(ends)) or ends[-1] > len(asked.tokens):
+        raise ApiError(400, "parts must end one after the other within the prompt", param="about.parts")
+    if len(said.session) > 200 or any(len(part.name) > 200 for part in said.parts):
+        raise ApiError(400, "a name has more than 200 characters", param="about")
+    return msgspec.structs.replace(said, request=id_of(request), alias="")
 
 
 class _Pieces(Answer):

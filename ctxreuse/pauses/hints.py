@@ -6,8 +6,9 @@ import math
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from ctxreuse.errors import ConfigError
+from ctxreuse.pauses.kinds import FIRST_HINT
 
-__all__ = ["HINTS", "Hint", "HintName", "check_hint", "weight"]
+__all__ = ["HINTS", "Hint", "HintName", "check_hint", "hint_label", "hint_of", "weight"]
 
 HintName: TypeAlias = Literal["share", "prefetch", "demote", "pin", "retain"]
 
@@ -49,6 +50,17 @@ def check_hint(name: str) -> None:
     """Raises ConfigError, naming those there are, for an unknown hint."""
     if name not in HINTS:
         raise ConfigError(f"no hint {name[:40]!r}", fix=f"Choose one of: {', '.join(HINTS)}")
+
+
+def hint_label(name: str) -> int:
+    """The hint as a label, for policies that are told labels only. Raises ConfigError for an unknown one."""
+    check_hint(name)
+    return FIRST_HINT + HINTS.index(name)
+
+
+def hint_of(label: int) -> str:
+    """The hint that a label stands for; ``""`` if it is none."""
+    return HINTS[label - FIRST_HINT] if 0 <= label - FIRST_HINT < len(HINTS) else ""
 
 
 def weight(hints: dict[str, Hint], now: float) -> float:

@@ -11,6 +11,7 @@ from ctxreuse.errors import ConfigError
 __all__ = [
     "CLOSED",
     "END_OF_TURN",
+    "FIRST_HINT",
     "LABELS",
     "LENGTH",
     "REASONS",
@@ -52,6 +53,8 @@ REASONS: Final = (
     "tool:agent",
     "tool:human",
 )
+#: Numbers of labels that are no pauses but hints, in the order of `ctxreuse.pauses.hints.HINTS`.
+FIRST_HINT: Final = 24
 _NUMBERS = {name: number for number, name in enumerate(REASONS) if name}
 _BITS = 5
 #: Labels are below this: five bits of reason, three of shape.

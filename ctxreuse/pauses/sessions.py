@@ -100,6 +100,7 @@ class Sessions(Generic[S]):
 
     def begin(self, session: S, now: float, *, tenant: str = "") -> None:
         """A request of the session begins: it has returned, or is new."""
+        self._learn(now)
         held = self._sessions.get(session)
         if held is None:
             held = self._open(session, now, tenant)
@@ -118,6 +119,7 @@ class Sessions(Generic[S]):
 
         CLOSED and SUPERSEDED end it: nobody waits any more.
         """
+        self._learn(now)
         held = self._sessions.get(session)
         if held is None:
             held = self._open(session, now, tenant)
@@ -194,8 +196,8 @@ class Sessions(Generic[S]):
     def _later(held: _Session, now: float) -> float:
         return now + max(_SOON, (now - held.since) * (_GROWTH - 1))
 
-    def learn(self, now: float) -> None:
-        """Tell the estimator of pauses that go on, and take from it what they are worth since. Cheap when not due."""
+    def _learn(self, now: float) -> None:
+        """Tell the estimator of pauses that go on, and take from it what they are worth since."""
         while self._due and self._due[0][0] <= now:
             _, _, session = heapq.heappop(self._due)
             held = self._sessions.get(session)
@@ -223,8 +225,7 @@ class Sessions(Generic[S]):
         return value * weight(held.hints, now)
 
     def ranked(self, now: float) -> list[S]:
-        """All sessions, the least worth holding first; among equals the one whose state is oldest. O(n log n)."""
-        self.learn(now)
+        """All sessions, the least worth holding first; among equals the one whose state is oldest. Pure. O(n log n)."""
         sessions = list(self._sessions.values())
         if not sessions:
             return []

@@ -1,0 +1,229 @@
+"""Evicts by sessions: whose context is least likely to be needed soon goes first, from its end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from ctxreuse.pauses.estimator import Estimator
+from ctxreuse.pauses.hints import hint_of
+from ctxreuse.pauses.kinds import Kind
+from ctxreuse.pauses.sessions import Sessions
+from ctxreuse.store.policy.base import Facts, K
+
+__all__ = ["Pauses"]
+
+#: A path that is used again so soon after its pause is the end of the same request: its last blocks were just stored.
+_TAIL = 1.0
+#: Shares of a session's path whose blocks tell that it has returned, although its last blocks were written anew.
+_ANCHORS = (16, 15, 12)
+
+
+class _Block(Generic[K]):
+    __slots__ = ("children", "parent")
+
+    def __init__(self, parent: K | None) -> None:
+        self.parent, self.children = parent, 0
+
+
+class _Session(Generic[K]):
+    """``tip``: the last of its blocks that is held, None if none is; ``anchors``: keys by which it is known again."""
+
+    __slots__ = ("active", "anchors", "since", "tip")
+
+    def __init__(self) -> None:
+        self.tip: K | None = None
+        self.anchors: tuple[K, ...] = ()
+        self.active, self.since = False, float("-inf")
+
+
+class Pauses(Generic[K]):
+    """The order of eviction by sessions, see `ctxreuse.pauses.sessions`. Labels are those of `ctxreuse.pauses.kinds`.
+
+    Nobody names sessions: a path that goes on where one ended, or most of it, is that session's next turn; any other
+    begins a session. A block that several share is worth what the best of them is: it goes when all above it are gone.
+    What a session's next turn left behind goes before all else. At most ``most`` sessions are known; the blocks of a
+    forgotten one are what somebody left behind.
+
+    ``access`` and ``remove`` take O(1) a block; ``order`` sorts the sessions and is then O(1) a block.
+    """
+
+    name = "pauses"
+
+    def __init__(self, estimator: Estimator | None = None, *, most: int = 2048) -> None:
+        self._sessions: Sessions[int] = Sessions(estimator, most=most)
+        self._most = most
+        self._blocks: dict[K, _Block[K]] = {}
+        self._known: dict[int, _Session[K]] = {}
+        self._anchors: dict[K, int] = {}
+        #: Sessions that end at a block; with `_strays` they name each leaf.
+        self._tips: dict[K, dict[int, None]] = {}
+        self._strays: OrderedDict[K, None] = OrderedDict()
+        self._next = 0
+        self._now = 0.0
+        self._marked = False
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def insert(self, facts: Facts[K], now: float) -> None:
+        if facts.key in self._blocks:
+            return
+        self._blocks[facts.key] = _Block(facts.parent)
+        above = self._blocks.get(facts.parent) if facts.parent is not None else None
+        if above is not None:
+            above.children += 1
+        self._strays[facts.key] = None
+        if facts.parent is not None:
+            self._strays.pop(facts.parent, None)
+
+    def access(self, path: Sequence[K], now: float) -> None:
+        if not path:
+            return
+        self._now = now
+        number = self._find(path)
+        if number is None:
+            number = self._new(now)
+        session = self._known[number]
+        again = self._marked and (session.active or now - session.since < _TAIL)
+        if not again:
+            self._sessions.begin(number, now)
+            session.active, session.since = True, now
+        self._move(number, session, path)
+
+    def _find(self, path: Sequence[K]) -> int | None:
+        anchors = self._anchors
+        for key in reversed(path):
+            if key in anchors:
+                return anchors[key]
+        return None
+
+    def _new(self, now: float) -> int:
+        if len(self._known) >= self._most:
+            self._forget(self._sessions.ranked(now)[0])
+        self._next += 1
+        self._known[self._next] = _Session()
+        return self._next
+
+    def _forget(self, number: int) -> None:
+        session = self._known.pop(number)
+        self._sessions.forget(number)
+        self._leave(number, session)
+        self._name(number, session, ())
+
+    def _leave(self, number: int, session: _Session[K]) -> None:
+        """The session ends at its tip no more; a leaf that nobody ends at is a stray."""
+        tip, session.tip = session.tip, None
+        if tip is None:
+            return
+        there = self._tips[tip]
+        del there[number]
+        if not there:
+            del self._tips[tip]
+            if not self._blocks[tip].children:
+                self._strays[tip] = None
+
+    def _name(self, number: int, session: _Session[K], keys: tuple[K, ...]) -> None:
+        for key in session.anchors:
+            if self._anchors.get(key) == number:
+                del self._anchors[key]
+        session.anchors = keys
+        for key in keys:
+            self._anchors[key] = number
+
+    def _move(self, number: int, session: _Session[K], path: Sequence[K]) -> None:
+        tip = path[-1]
+        if session.tip != tip:
+            self._leave(number, session)
+            session.tip = tip
+            self._tips.setdefault(tip, {})[number] = None
+            self._strays.pop(tip, None)
+        self._name(number, session, tuple(path[(len(path) * share - 1) // 16] for share in _ANCHORS))
+
+    def mark(self, tip: K, label: int, now: float) -> None:
+        number = self._anchors.get(tip)
+        if number is None:
+            return
+        self._now = now
+        hint = hint_of(label)
+        if hint:
+            self._sessions.hint(number, hint, now)
+            return
+        session = self._known[number]
+        self._marked, session.active, session.since = True, False, now
+        self._sessions.pause(number, Kind.of(label), now)
+
+    def remove(self, key: K, now: float) -> None:
+        block = self._blocks.pop(key)
+        self._strays.pop(key, None)
+        parent = block.parent
+        above = self._blocks.get(parent) if parent is not None else None
+        if above is not None:
+            above.children -= 1
+        ended = self._tips.pop(key, {})
+        for number in ended:
+            self._known[number].tip = parent if above is not None else None
+        if above is None or parent is None:
+            return
+        if ended:
+            self._tips.setdefault(parent, {}).update(ended)
+            self._strays.pop(parent, None)
+        elif not above.children and parent not in self._tips:
+            self._strays[parent] = None
+
+    def order(self) -> Iterator[K]:
+        blocks, tips = self._blocks, self._tips
+        left: dict[K, int] = {}
+        # Sessions that share a tip go when the best of them does.
+        waiting = {tip: len(numbers) for tip, numbers in tips.items() if len(numbers) > 1}
+
+        def climb(key: K | None) -> Iterator[K]:
+            while key is not None and key in blocks and key not in done:
+                block = blocks[key]
+                if left.get(key, block.children) or (key in tips and key not in passed):
+                    return
+                done.add(key)
+                yield key
+                key = block.parent
+                if key is not None and key in blocks:
+                    left[key] = left.get(key, blocks[key].children) - 1
+
+        done: set[K] = set()
+        passed: set[K] = set()
+        for stray in self._strays:
+            yield from climb(stray)
+        for number in self._sessions.ranked(self._now):
+            tip = self._known[number].tip
+            if tip is None:
+                continue
+            if waiting.get(tip, 1) > 1:
+                waiting[tip] -= 1
+                continue
+            passed.add(tip)
+            yield from climb(tip)
+
+    def dump(self) -> bytes:
+        """What was learnt of pauses, see `Estimator.dump`."""
+        return self._sessions.estimator.dump()
+
+    def load(self, raw: bytes) -> bool:
+        """Go on from there; False if it is damaged."""
+        return self._sessions.estimator.load(raw)
+
+    def check(self) -> None:
+        """Raises AssertionError where blocks, tips and sessions disagree. O(blocks)."""
+        self._sessions.check()
+        children: dict[K, int] = {}
+        for block in self._blocks.values():
+            if block.parent is not None:
+                children[block.parent] = children.get(block.parent, 0) + 1
+        for key, block in self._blocks.items():
+            assert block.children == children.get(key, 0), f"children of {key!r} are counted wrongly"
+            named = (key in self._tips) + (key in self._strays)
+            assert named <= 1, f"{key!r} is a tip and a stray"
+            assert named or block.children, f"nobody ends at the leaf {key!r}"
+        for tip, numbers in self._tips.items():
+            assert numbers, f"nobody ends at {tip!r}"
+            assert all(self._known[number].tip == tip for number in numbers), f"another ends at {tip!r}"
+        assert set(self._known) == {number for number in self._known if number in self._sessions}, "unknown sessions"

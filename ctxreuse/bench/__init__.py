@@ -32,6 +32,7 @@ BENCHES = {
     "lossless": "ctxreuse.bench.lossless",
     "many": "ctxreuse.bench.many",
     "order": "ctxreuse.bench.order",
+    "pauses": "ctxreuse.bench.pauses",
     "pipeline": "ctxreuse.bench.pipeline",
     "proxy": "ctxreuse.bench.proxy",
     "rans": "ctxreuse.bench.rans",

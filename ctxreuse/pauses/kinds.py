@@ -23,6 +23,7 @@ __all__ = [
     "infer",
     "kind_of",
     "tool_class",
+    "tools_in",
 ]
 
 UNKNOWN: Final = 0
@@ -159,3 +160,22 @@ def infer(finish: str | None, tools: Iterable[str] = (), *, text: bool = False, 
     else:
         reason = _STOPS.get(finish or "", UNKNOWN)
     return Kind(reason, text, thinking, bool(names))
+
+
+#: How models write calls of tools into plain text: Hermes' and Qwen's tags, JSON with a name and arguments, ReAct.
+_CALLS = (
+    re.compile(r"<tool_call>\s*\{[^{}]{0,200}?\"name\"\s*:\s*\"([\w.\-]{1,64})\""),
+    re.compile(r"\{\s*\"name\"\s*:\s*\"([\w.\-]{1,64})\"\s*,\s*\"(?:arguments|parameters)\"\s*:"),
+    re.compile(r"<function=([\w.\-]{1,64})>"),
+    re.compile(r"^Action:\s*([\w.\-]{1,64})", re.MULTILINE),
+)
+_LOOKED_AT = 1 << 14
+
+
+def tools_in(text: str) -> list[str]:
+    """Names of tools that an answer's text calls, for models and servers that have no field for them.
+
+    Only the last 16 KiB are looked at.
+    """
+    tail = text[-_LOOKED_AT:]
+    return [name for pattern in _CALLS for name in pattern.findall(tail)]

@@ -98,14 +98,17 @@ class Sessions(Generic[S]):
     def __contains__(self, session: S) -> bool:
         return session in self._sessions
 
-    def begin(self, session: S, now: float, *, tenant: str = "") -> None:
-        """A request of the session begins: it has returned, or is new."""
+    def begin(self, session: S, now: float, *, tenant: str = "", was: Kind | None = None) -> None:
+        """A request of the session begins: it has returned, or is new.
+
+        ``was``: what it waited for, as the request tells afterwards (its last message is a tool's result).
+        """
         self._learn(now)
         held = self._sessions.get(session)
         if held is None:
             held = self._open(session, now, tenant)
         else:
-            self._came_back(held, now)
+            self._came_back(held, now, was)
         name = str(session) if self._personal else ""
         held.running = Pause(REASONS[RUNNING], "", held.tenant, name)
         held.began, held.told_run, held.known = now, 0.0, True
@@ -157,9 +160,12 @@ class Sessions(Generic[S]):
         self._owner[held.slot] = session
         return held
 
-    def _came_back(self, held: _Session, now: float) -> None:
+    def _came_back(self, held: _Session, now: float, was: Kind | None) -> None:
         if held.over:
             return
+        if held.paused and was is not None and was.stop != held.pause.stop:
+            # What it was told under the wrong name stays there: seconds in which nobody of that kind returned.
+            held.pause, held.told = held.pause._replace(stop=was.stop, tool=was.tool), 0.0
         self._tell(held, now)
         if held.paused:
             self.estimator.returned(held.pause, max(now - held.since, 0.0))

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import Turn
+from ctxreuse.why import Why
 from ctxreuse_agents.gate import Gate
 
 __all__ = ["Answer"]
@@ -82,6 +83,14 @@ class Answer:
         """
         self.piece(0)
         return self._completion.usage
+
+    def why(self, *, others: bool = False) -> Why:
+        """Why its prompt reused what it did and no more; computes the prompt first if that has not been done.
+
+        ``others``: the asker may know that another tenant has computed the same. See `ctxreuse.why.Why`.
+        """
+        self.piece(0)
+        return self._completion.why(others=others)
 
     @property
     def finish(self) -> str | None:

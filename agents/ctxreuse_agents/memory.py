@@ -17,6 +17,7 @@ from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import SessionError, StoreError, StoreOwnedError
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Hit, Ledger, LedgerStats, StoreStats, TieredStore, WholeStore, open_store
+from ctxreuse.why import FILE, RequestBook
 from ctxreuse_agents import transfer
 from ctxreuse_agents.session import Session
 from ctxreuse_agents.shared import Shared
@@ -89,7 +90,10 @@ class Memory:
                     settings = msgspec.structs.replace(settings, capacity=capacity)
                 store = _open_blocks(folder, settings, readonly)
                 opened.callback(store.close)
-                runtime = Runtime(runs, store, tenant=tenant)
+                kept = not readonly and store.disk is not None
+                requests = RequestBook(folder / FILE if kept else None).open()
+                opened.callback(requests.close)
+                runtime = Runtime(runs, store, tenant=tenant, requests=requests)
                 opened.callback(runtime.close)
             memory = cls(ledger, runtime, readonly=readonly, lossy=lossy)
             memory.shared.owned = opened.pop_all()
@@ -163,6 +167,8 @@ class Memory:
         session_id = session.id if isinstance(session, Session) else ledger.session(session).id
         with self._shared.gate(session_id).hold():
             ledger.delete(session_id)
+            if self._shared.runtime is not None:
+                self._shared.runtime.requests.forget_session(session_id)
 
     def export_json(self, session: Session | str) -> dict[str, Any]:
         """A session as a dict that JSON can hold: turns, their meta, times and token ids. See `transfer`."""
@@ -187,7 +193,12 @@ class Memory:
         return MemoryStats(self._shared.ledger.stats(), None if store is None else store.stats())
 
     def gc(self) -> int:
-        """Remove turns that no session can reach (rolled back or deleted); returns how many."""
+        """Remove turns that no session can reach (rolled back or deleted); returns how many.
+
+        The texts of requests, of which some may have been such turns, are forgotten too.
+        """
+        if self._shared.runtime is not None:
+            self._shared.runtime.requests.forget_texts()
         return self._shared.ledger.gc()
 
     def check(self) -> None:

@@ -30,6 +30,7 @@ from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.model import ModelSpace
 from ctxreuse.store import Ledger, Turn
+from ctxreuse.why import Part
 
 __all__ = ["Draft", "Prompt", "Segment", "Segments", "message_of", "unpack"]
 
@@ -74,7 +75,8 @@ class Prompt(NamedTuple):
     """What an answer starts from: ``ids`` = context and generation prompt, which is ``added`` at the end of it.
 
     ``draft`` is the segment of the draft turn, if there was one. ``base`` and ``text`` are the rendered text without
-    and with the generation prompt; ``whole``: the generation prompt does not simply follow the context.
+    and with the generation prompt; ``whole``: the generation prompt does not simply follow the context. ``parts``:
+    where each turn ends, by its role.
     """
 
     ids: Tokens
@@ -83,6 +85,7 @@ class Prompt(NamedTuple):
     base: str
     text: str
     whole: bool
+    parts: tuple[Part, ...] = ()
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
@@ -117,6 +120,9 @@ class Segments:
 
         A turn's id names its whole history, so a segment made once stays right. Raises StoreError from the ledger.
         """
+        return _join(self._segments(turns))
+
+    def _segments(self, turns: Sequence[Turn]) -> list[Segment]:
         found = [self._held(turn) for turn in turns]
         made: dict[int, bytes] = {}
         for i, segment in enumerate(found):
@@ -125,19 +131,25 @@ class Segments:
                 made[turns[i].id] = segment.pack()
         if made and not self._readonly:
             self._ledger.put_all_tokens(self.space, made)
-        return _join([segment for segment in found if segment is not None])
+        return [segment for segment in found if segment is not None]
 
     def prompt(self, turns: Sequence[Turn], draft: Draft | None = None) -> Prompt:
         """The context after ``turns`` and ``draft`` with the generation prompt behind it.
 
         Raises EngineError if the template refuses these turns.
         """
-        context = self.context(turns)
+        segments = self._segments(turns)
+        context = _join(segments)
+        parts = _parts(turns, segments)
         segment = None
         path: list[Turn | Draft] = list(turns)
         if draft is not None:
             segment = self._make(turns, draft)
             context = segment.ids if segment.whole else np.concatenate([context, segment.ids])
+            if segment.whole:
+                parts = ()
+            if len(context) > (parts[-1].end if parts else 0):
+                parts = (*parts, Part(draft.role, len(context)))
             path.append(draft)
         base = self._base(path)
         try:
@@ -151,7 +163,7 @@ class Segments:
         whole = not text.startswith(base)
         added = self._text.encode(text if whole else text[len(base) :])
         ids = added if whole else np.concatenate([context, added])
-        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole)
+        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole, () if whole else parts)
 
     def answer(
         self, turns: Sequence[Turn], prompt: Prompt, content: str, sampled: Sequence[int], *, cut: bool
@@ -243,3 +255,16 @@ def _join(segments: Sequence[Segment]) -> Tokens:
     start = max((i for i, segment in enumerate(segments) if segment.whole), default=0)
     parts = [segment.ids for segment in segments[start:]]
     return as_tokens(np.concatenate(parts)) if parts else as_tokens([])
+
+
+def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[Part, ...]:
+    """Where turns end in the joined segments; a turn without ids of its own belongs to the next."""
+    parts: list[Part] = []
+    end = 0
+    for turn, segment in zip(turns, segments):
+        if segment.whole:
+            parts, end = [], 0
+        if len(segment.ids):
+            end += len(segment.ids)
+            parts.append(Part(turn.role, end))
+    return tuple(parts)

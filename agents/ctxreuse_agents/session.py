@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -16,6 +16,7 @@ from ctxreuse.keys import Tokens
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
+from ctxreuse.why import About, Why
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
 from ctxreuse_agents.inputs import check_text, choose_sampling
@@ -170,7 +171,8 @@ class Session:
                 fix="Nothing was added. Fork from an earlier turn, roll back, or append a summary to a new session",
             )
         limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends, lossy=self.lossy)
+        about = About(session=session_id, parts=prompt.parts, opening=_opening(turns, draft))
+        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends, lossy=self.lossy, about=about)
         if draft is not None:
             ids = prompt.draft.pack() if prompt.draft is not None else None
             question = NewTurn(draft.role, draft.content, {}, ids, segments.space)
@@ -291,7 +293,7 @@ class Session:
         ids = self.tokens()
         if not len(ids):
             raise SessionError("there is nothing to warm: the session has no turns", where=self._id)
-        usage = runtime.warm(ids, lossy=self.lossy)
+        usage = runtime.warm(ids, lossy=self.lossy, about=About(session=self._id))
         if runtime.store is not None:
             try:
                 runtime.store.flush(_WARM_SECONDS)
@@ -304,6 +306,15 @@ class Session:
         ids = self.tokens()
         return self.shared.engine()[0].forget(ids) if len(ids) else 0
 
+    def why(self, request: str = "", *, others: bool = False) -> Why:
+        """Why its last request, or the one of that id (``Usage.request``), reused what it did and no more.
+
+        ``others``: the asker may know that another tenant has computed the same. Raises SessionError if it is not
+        known (any more): only the last requests are.
+        """
+        session = "" if request else self._id
+        return self.shared.engine()[0].why(request, session=session, others=others)
+
     def close(self) -> None:
         """End the unfinished answers that were begun through this handle; what they have so far is stored."""
         for answer in list(self._answers):
@@ -314,3 +325,7 @@ class Session:
 
     def _depth(self, turn_id: int) -> int:
         return self.shared.ledger.turn(turn_id).depth if turn_id else 0
+
+
+def _opening(turns: Sequence[Turn], draft: Draft | None) -> str:
+    return turns[0].content if turns else draft.content if draft is not None else ""

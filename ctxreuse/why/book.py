@@ -76,11 +76,14 @@ class RequestBook:
         self._journal = Journal(file, limit, lambda: [encoded(self._head())]) if file is not None else None
 
     def open(self) -> RequestBook:
-        """Read what is kept, and go on writing it; a file that is damaged is set aside."""
+        """Read what is kept, and go on writing it; a file that is damaged is set aside. Texts that were kept and shall
+        not be any more are removed from it."""
         if self._journal is not None:
             path = self._journal.path
             with self._lock:
                 self._journal.open(lambda raw: self._recall(decoded(raw, path)))
+                if not self.texts:
+                    self.forget_texts()
                 # The spaces of before are in the older half, which will go.
                 self._journal.append(encoded(self._head()))
         return self
@@ -219,25 +222,35 @@ class RequestBook:
         with self._lock:
             return self._keep([entry for entry in self._entries if entry.session != session])
 
-    def _keep(self, kept: Iterable[Entry]) -> int:
+    def forget_texts(self) -> None:
+        """Let go of the ids of all requests; their hashes stay."""
+        with self._lock:
+            if any(entry.ids for entry in self._entries):
+                for entry in self._entries:
+                    entry.ids = b""
+                self._keep(self._entries, anew=True)
+
+    def _keep(self, kept: Iterable[Entry], *, anew: bool = False) -> int:
         before, self._entries = len(self._entries), deque(kept)
         self._sizes = {id(entry): entry.nbytes for entry in self._entries}
         self._nbytes = sum(self._sizes.values())
-        if before != len(self._entries) and self._journal is not None:
+        if (anew or before != len(self._entries)) and self._journal is not None:
             self._journal.rewrite([encoded(entry) for entry in self._entries])
         return before - len(self._entries)
 
     # Reading
 
-    def get(self, request: str) -> Entry | None:
-        """The newest request of that id or alias; None if it is not known (any more)."""
-        with self._lock:
-            return next((entry for entry in reversed(self._entries) if entry.named(request)), None)
+    def get(self, request: str, tenant: bytes | None = None) -> Entry | None:
+        """The newest request of that id or alias, of a tenant (None: any); None if it is not known (any more)."""
+        return self._newest(tenant, lambda entry: entry.named(request))
 
-    def last(self, session: str = "") -> Entry | None:
+    def last(self, session: str = "", tenant: bytes | None = None) -> Entry | None:
         """The newest request, of a session if one is named."""
+        return self._newest(tenant, lambda entry: not session or entry.session == session)
+
+    def _newest(self, tenant: bytes | None, fits: Callable[[Entry], bool]) -> Entry | None:
         with self._lock:
-            found = (entry for entry in reversed(self._entries) if not session or entry.session == session)
+            found = (entry for entry in reversed(self._entries) if tenant in (None, entry.tenant) and fits(entry))
             return next(found, None)
 
     def tenant(self, salt: bytes) -> bytes:

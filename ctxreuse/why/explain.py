@@ -88,8 +88,8 @@ def explain(
     more than that is never said of it. ``emptied``: when the whole store was last lost, if it was. Takes a few
     milliseconds. Raises SessionError if there is no such request, or none that the asker may see.
     """
-    entry = book.get(request) if request else book.last(session)
-    if entry is None or (tenant is not None and entry.tenant != tenant):
+    entry = book.get(request, tenant) if request else book.last(session, tenant)
+    if entry is None:
         what = f"no request {request!r} is remembered" if request else "no request is remembered"
         raise SessionError(what, fix="Only the last ones are; `ctxreuse why --last` explains the newest")
     entry = book.settled(entry)

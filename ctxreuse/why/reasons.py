@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ctxreuse.why.explain import Field, Span
     from ctxreuse.why.records import Entry
 
-__all__ = ["REASONS", "advise", "because", "say", "when"]
+__all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 
 #: Why a block had to be computed. ``new`` to ``space`` are found by comparing with earlier requests and with what left
 #: the store, the rest are the store's and the link's own words.
@@ -116,11 +116,12 @@ def say(
         named = ", ".join(f"{field.name} ({field.here} here, {field.there} there)" for field in fields)
         lines.append(f"What differs: {named}.")
     if difference is not None and any(span.reason == "new" for span in spans):
-        lines += _differing(difference)
+        lines += differing(difference)
     return "\n".join(lines)
 
 
-def _differing(found: Difference) -> list[str]:
+def differing(found: Difference) -> list[str]:
+    """The first difference in sentences; lines that begin with blanks show the words."""
     who = f"the nearest earlier request, {found.request} ({_ago(found.seconds)} before)"
     if found.kind == "grown":
         return [f"Up to token {found.token:,} it equals {who}, answer included; what follows is new."]

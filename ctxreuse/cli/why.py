@@ -1,0 +1,184 @@
+"""The command ``ctxreuse why``: what a request reused, what it did not, and where it differs from an earlier one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from ctxreuse.config import Settings
+    from ctxreuse.why import Difference, Why
+    from ctxreuse.why.difference import Decode
+
+__all__ = ["EXAMPLES", "show_why", "why"]
+
+EXAMPLES = """[bold]Examples[/bold]
+
+ctxreuse why --last                     the newest request of this machine's store
+
+ctxreuse why chatcmpl-5f0c…             by the "id" of an answer, or its x-request-id
+
+ctxreuse why --last --session notes     the newest of one conversation
+
+ctxreuse why --last --json              for programs
+
+A running daemon is asked; else what it left in the store's folder is read.
+"""
+
+_WIDTH = 24
+
+
+def why(
+    ctx: typer.Context,
+    request: Annotated[str, typer.Argument(metavar="[REQUEST]", help="Its id; or say --last.")] = "",
+    last: Annotated[bool, typer.Option("--last", help="The newest request.")] = False,
+    session: Annotated[str, typer.Option("--session", help="With --last: the newest of this session.")] = "",
+    url: Annotated[str, typer.Option("--url", help="Address of a daemon, such as http://127.0.0.1:7351.")] = "",
+    path: Annotated[str | None, typer.Option("--path", metavar="DIR", help="The store's folder (store.path).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Explain why a request's tokens were computed and not reused."""
+    from ctxreuse.cli.config import loaded
+    from ctxreuse.errors import ConfigError
+
+    if bool(request) == last:
+        raise ConfigError("name one request, or say --last", fix="Its id is in the answer and its x-request-id header")
+    settings = loaded(ctx, store__path=path).settings
+    found = _ask(url, request, session) if url else _near(settings, request, session)
+    if json:
+        import msgspec
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        return
+    from rich.console import Console
+
+    show_why(found, Console())
+
+
+def _near(settings: Settings, request: str, session: str) -> Why:
+    """Ask the daemon that owns the store, if one does; else read what is kept there."""
+    from ctxreuse.daemon.life import read_address
+    from ctxreuse.errors import LinkDownError
+    from ctxreuse.keys import ROOT
+    from ctxreuse.store.gone import read_gone
+    from ctxreuse.why import explain, read_requests
+
+    folder = settings.store.folder()
+    address = read_address(folder / "edge.json")
+    if address is not None:
+        try:
+            return _ask(address.url, request, session)
+        except LinkDownError:
+            pass  # it died and left its address
+    book, gone = read_requests(folder), read_gone(folder)
+    entry = book.get(request) if request else book.last(session)
+    space = book.space(entry.space) if entry is not None else None
+    decode = _decode(settings, space.tokenizer) if space is not None else None
+    # Who may read the folder may know whose requests are in it.
+    return explain(book, request, session=session, decode=decode, others=True, emptied=gone.gone(ROOT))
+
+
+def _ask(url: str, request: str, session: str) -> Why:
+    from urllib.parse import quote
+
+    import msgspec
+
+    from ctxreuse.daemon.client import Client
+    from ctxreuse.errors import LinkDownError
+    from ctxreuse.why import Why
+
+    client = Client(url, timeout=30.0)
+    path = f"/api/why/{quote(request, safe='')}" if request else f"/api/why?session={quote(session, safe='')}"
+    try:
+        return msgspec.convert(client.call("GET", path), Why)
+    except msgspec.ValidationError:
+        raise LinkDownError("what answers there is no daemon of this version", where=client.url) from None
+
+
+def _decode(settings: Settings, digest: str) -> Decode | None:
+    """The tokenizer of a digest, if it is that of the settings' model."""
+    from ctxreuse import models
+    from ctxreuse.engines.text import HFText, tokenizer_digest
+    from ctxreuse.errors import CtxReuseError
+
+    name = settings.engine.model
+    try:
+        folder = models.path(name) if name in models.CATALOG else Path(name).expanduser()
+        text = HFText.open(folder) if folder is not None and tokenizer_digest(folder) == digest else None
+    except CtxReuseError:
+        return None
+    return text.decode if text is not None else None
+
+
+def show_why(found: Why, console: Console) -> None:
+    """Print an explanation: what was reused, each run that was computed, the first difference, advice."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from ctxreuse.why.reasons import when
+
+    share = found.cached_tokens / found.prompt_tokens if found.prompt_tokens else 0.0
+    title = Text.assemble(
+        (found.request, "bold"), f"  {when(found.at)}", f"  session {found.session}" * bool(found.session)
+    )
+    console.print(title)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for span in found.spans:
+        style = "green" if not span.reason else "dim" if span.reason == "tail" else "red"
+        name = "reused" if not span.reason else "rest" if span.reason == "tail" else span.reason
+        source = ", ".join(f"{n:,} from {tier}" for tier, n in found.by_source.items() if n)
+        tokens = f"{span.start:,}-{span.end - 1:,}"
+        table.add_row(
+            tokens, Text(name, style), Text(span.text if span.reason else source, "dim" if style == "dim" else "")
+        )
+    console.print(table)
+    console.print(Text(f"{found.cached_tokens:,} of {found.prompt_tokens:,} prompt tokens reused ({share:.0%})"))
+    for field in found.fields:
+        console.print(
+            Text.assemble(f"{field.name}: ", (field.here, "green"), " here, ", (field.there, "red"), " there")
+        )
+    if found.difference is not None and any(span.reason == "new" for span in found.spans):
+        console.print()
+        for line in _differing(found.difference):
+            console.print(line, soft_wrap=True)
+    if found.advice:
+        console.print(Text.assemble(("advice  ", "bold"), (found.advice, "green")))
+
+
+def _differing(found: Difference) -> list[Text]:
+    from rich.text import Text
+
+    from ctxreuse.why.reasons import differing
+
+    lines = [Text(line) for line in differing(found) if not line.startswith("  ")]
+    if found.here or found.there:
+        lines[1:1] = [_side("this", found.before, found.here, found.changed, "green")]
+        if found.kind == "changed":
+            lines[2:2] = [_side(found.request[:_WIDTH], found.before, found.there, found.other_changed, "red")]
+    return lines
+
+
+def _side(name: str, before: str, text: str, changed: int, color: str) -> Text:
+    from rich.text import Text
+
+    def plain(part: str) -> str:
+        return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in part)
+
+    mark, rest = text[:changed], text[changed:]
+    return Text.assemble(
+        (f"  {name:<{_WIDTH}}  ", "dim"),
+        "…",
+        plain(before),
+        (plain(mark) or "∅", f"bold reverse {color}"),
+        plain(rest),
+        "…",
+    )

@@ -24,6 +24,7 @@ BENCHES = {
     "bus": "ctxreuse.bench.bus",
     "codec": "ctxreuse.bench.codec",
     "cost": "ctxreuse.bench.cost",
+    "evict": "ctxreuse.bench.evict",
     "fetch": "ctxreuse.bench.fetch",
     "fork": "ctxreuse.bench.fork",
     "import": "ctxreuse.bench.importing",

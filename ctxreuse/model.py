@@ -12,7 +12,7 @@ from ctxreuse.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "LayerKind", "LayerSpec", "ModelSpace"]
 
-LayerKind = Literal["full", "sliding", "linear", "hybrid", "none"]
+LayerKind = Literal["full", "sliding", "linear", "hybrid", "hybrid_sliding", "none"]
 
 #: Bytes of one element of each numeric type that planes may hold.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1}
@@ -24,7 +24,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
     """What one layer keeps between tokens.
 
     ``full``: K and V of every token. ``sliding``: K and V of the last ``window - 1`` tokens. ``linear``: recurrent and
-    convolution states of fixed size. ``hybrid``: full attention and linear states side by side. ``none``: nothing.
+    convolution states of fixed size. ``hybrid``: full attention and linear states side by side. ``hybrid_sliding``: a
+    window and linear states side by side. ``none``: nothing.
     """
 
     kind: LayerKind
@@ -41,7 +42,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     @property
     def stateful(self) -> bool:
         """True if the layer has a part that is valid at one position only."""
-        return self.kind in ("sliding", "linear", "hybrid")
+        return self.kind in ("sliding", "linear", "hybrid", "hybrid_sliding")
 
 
 class ModelSpace(msgspec.Struct, frozen=True, dict=True):

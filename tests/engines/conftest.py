@@ -25,6 +25,14 @@ _MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 32,
 }
+_PURE = {"vocab_size": 512, "hidden_size": 64, "state_size": 16, "pad_token_id": 0}
+_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64}
 
 
@@ -121,6 +129,24 @@ def _tiny(name: str) -> hf.PreTrainedModel:
             mamba_d_conv=4,
         )
         return hf.JambaForCausalLM(config)
+    if name == "mamba2":
+        return hf.Mamba2ForCausalLM(
+            hf.Mamba2Config(**_PURE, num_heads=4, head_dim=32, n_groups=1, num_hidden_layers=2, chunk_size=32)
+        )
+    if name == "mamba":  # fed token by token after a context, as Jamba
+        return hf.MambaForCausalLM(hf.MambaConfig(**_PURE, num_hidden_layers=2))
+    if name == "olmohybrid":
+        return hf.OlmoHybridForCausalLM(hf.OlmoHybridConfig(**{**_BASE, "eos_token_id": 1}, **_DELTA))
+    if name == "zaya":  # windows and linear states in one layer, beside full attention and linear states in one
+        types = ["hybrid_sliding", "hybrid"] * 2
+        return hf.ZayaForCausalLM(
+            hf.ZayaConfig(**_BASE, num_hidden_layers=4, head_dim=16, sliding_window=24, layer_types=types)
+        )
+    if name == "recurrentgemma":
+        shared = {key: value for key, value in _BASE.items() if key != "max_position_embeddings"}
+        return hf.RecurrentGemmaForCausalLM(
+            hf.RecurrentGemmaConfig(**shared, num_hidden_layers=3, lru_width=64, attention_window_size=24, head_dim=16)
+        )
     if name == "gpt2":
         config = hf.GPT2Config(
             vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=1024, bos_token_id=0, eos_token_id=0

@@ -80,7 +80,7 @@ class TorchEngine:
         if reserve and shape:
             check_length(self.space, reserve)
             self._pool.reserve(reserve)
-        self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.kind == "sliding"}
+        self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.window}
         self._reach = max((window - 1 for window in self._windows.values()), default=0)
         self._probe = self._snapshot_probe()
 
@@ -222,7 +222,7 @@ class TorchEngine:
         for at, stop in pieces(start, end, self._chunk, cut, self._step):
             logits = self._run(live, ids[at - start : stop - start])
             if at < boundary <= stop:
-                live.snap(boundary)
+                live.snap(boundary, passing=len(ids) < size)
         return logits
 
     @inference

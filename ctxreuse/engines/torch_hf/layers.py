@@ -8,10 +8,11 @@ import torch
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
-__all__ = ["ArenaLayer", "HybridLayer", "WindowLayer"]
+__all__ = ["ArenaLayer", "HybridLayer", "HybridWindowLayer", "WindowLayer"]
 
 
 class ArenaLayer(DynamicLayer):  # type: ignore[misc]
@@ -176,10 +177,11 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         return sum(t.nbytes for t in (self._k, self._v) if t is not None)
 
 
-class HybridLayer(LinearAttentionLayer, ArenaLayer):  # type: ignore[misc]
-    """Full attention and linear states side by side in one layer (FalconH1, Zamba2)."""
+class HybridLayer(LinearAttentionAndFullAttentionLayer, ArenaLayer):  # type: ignore[misc]
+    """Full attention and linear states side by side in one layer (FalconH1, Zamba2).
 
-    is_compileable = False
+    transformers finds the layer whose length a causal mask must have by the class above.
+    """
 
     def __init__(self, number_of_states: int = 1) -> None:
         ArenaLayer.__init__(self)
@@ -194,3 +196,20 @@ class HybridLayer(LinearAttentionLayer, ArenaLayer):  # type: ignore[misc]
         dtype, device = self.dtype, self.device
         ArenaLayer.bind(self, k, v)
         self.dtype, self.device = dtype, device
+
+
+class HybridWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[misc]
+    """A window and linear states side by side in one layer (Zaya)."""
+
+    is_compileable = False
+
+    def __init__(self, sliding_window: int, number_of_states: int = 1) -> None:
+        WindowLayer.__init__(self, sliding_window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # transformers calls it by keyword for linear states.
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+        else:
+            WindowLayer.lazy_initialization(self, *args)

@@ -25,13 +25,15 @@ _LEAST = 256
 class TorchLive:
     """See `ctxreuse.engines.base.Live`. Made by the engine only; all its changes go through the engine."""
 
-    #: Newest snapshots kept; a generation of one block is then always inside two of them.
-    KEEP_STATES = 4
+    #: Newest snapshots kept, and how many of those taken in passing, by runs shorter than a block: a generation of one
+    #: block is then always inside two of them, and a long one does not cost those that were asked for.
+    KEEP_STATES, KEEP_PASSING = 12, 2
 
     def __init__(self, cache: DynamicCache, pool: Pool, limit: int, reserve: int) -> None:
         self.cache = cache
         self.broken = ""  # why the context cannot be used any more
         self.snapshots: dict[int, Snapshot] = {}
+        self._passing: set[int] = set()
         self.loading: Import | None = None
         self.provenance = Provenance()
         self._pool, self._limit = pool, limit
@@ -108,13 +110,19 @@ class TorchLive:
         for _, layer in self.arena_layers:
             layer.resize(min(n, layer.length))
 
-    def snap(self, position: int) -> None:
-        """Keep the states at ``position``, and of all snapshots only the newest few."""
-        self.hold(states.capture(self.cache, position, self.provenance.below(position)))
+    def snap(self, position: int, *, passing: bool = False) -> None:
+        """Keep the states at ``position``; ``passing``: nobody asked for them there."""
+        self.hold(states.capture(self.cache, position, self.provenance.below(position)), passing=passing)
 
-    def hold(self, snapshot: Snapshot) -> None:
+    def hold(self, snapshot: Snapshot, *, passing: bool = False) -> None:
         """Keep a snapshot, and of all only the newest few."""
         self.snapshots[snapshot.position] = snapshot
+        self._passing.discard(snapshot.position)
+        if passing:
+            self._passing.add(snapshot.position)
+        self._passing &= self.snapshots.keys()
+        for old in sorted(self._passing)[: -self.KEEP_PASSING]:
+            del self.snapshots[old]
         for old in sorted(self.snapshots)[: -self.KEEP_STATES]:
             del self.snapshots[old]
 

@@ -28,9 +28,11 @@ class Forward:
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
             raise EngineError(f"{type(model).__name__} is not a transformers model")
         names = inspect.signature(model.forward).parameters
-        if "past_key_values" not in names or "input_ids" not in names:
+        # Models of recurrent layers alone (Mamba) have another name for the same cache.
+        self._cache = next((name for name in ("past_key_values", "cache_params") if name in names), "")
+        if not self._cache or "input_ids" not in names:
             raise EngineError(
-                "the model does not take its context as past_key_values",
+                "the model does not take its context as past_key_values or cache_params",
                 where=type(model).__name__,
                 fix="Causal language models with transformers' Cache are supported",
             )
@@ -57,7 +59,8 @@ class Forward:
         options: dict[str, Any] = dict(self._last_only)
         if self._positions:
             options["position_ids"] = positions[None]
-        out = self._model(input_ids=ids[None], past_key_values=cache, use_cache=True, **options)
+        options[self._cache] = cache
+        out = self._model(input_ids=ids[None], use_cache=True, **options)
         logits: torch.Tensor = out.logits[0, -1].float()
         return logits
 
@@ -115,6 +118,8 @@ def continues(model: Any, forward: Forward, *, step: bool) -> bool:
     whole = forward.call(ids, 0, plain_cache(model))
     cache = plain_cache(model)
     part = forward.call(ids[:FILLED], 0, cache)
+    # Another context in between: RecurrentGemma keeps its states in the model itself, where they belong to nobody.
+    forward.call(ids[1:], 0, plain_cache(model))
     for at in range(FILLED, _TOKENS, 1 if step else _TOKENS):
         part = forward.call(ids[at : at + 1] if step else ids[at:], at, cache)
     return bool((whole - part).abs().max() <= _TOLERANCE * whole.abs().max())

@@ -14,11 +14,12 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
 from ctxreuse.engines.text import tokenizer_digest
-from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, WindowLayer
+from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, HybridWindowLayer, WindowLayer
 from ctxreuse.errors import EngineError
 from ctxreuse.model import LayerSpec, ModelSpace
 
@@ -47,6 +48,8 @@ def new_cache(model: Any) -> DynamicCache:
             cache.layers[index] = WindowLayer(layer.sliding_window)
         elif kind is LinearAttentionAndFullAttentionLayer:
             cache.layers[index] = HybridLayer(layer.number_of_states)
+        elif kind is LinearAttentionAndSlidingWindowAttentionLayer:
+            cache.layers[index] = HybridWindowLayer(layer.sliding_window, layer.number_of_states)
         elif kind not in (LinearAttentionLayer, DummyLayer):
             raise EngineError(
                 f"layer {index} keeps its context in a {kind.__name__}, which cannot be exported",
@@ -108,8 +111,9 @@ def layer_specs(model: Any, filled: DynamicCache) -> tuple[LayerSpec, ...]:
             continue
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise EngineError("K and V have different heads or types", where=type(model).__name__)
-        kind = "sliding" if isinstance(layer, DynamicSlidingWindowLayer) else "hybrid" if linear else "full"
-        window = layer.sliding_window if kind == "sliding" else 0
+        slides = isinstance(layer, DynamicSlidingWindowLayer)
+        kind = ("hybrid_sliding" if linear else "sliding") if slides else "hybrid" if linear else "full"
+        window = layer.sliding_window if slides else 0
         specs.append(LayerSpec(kind, keys.shape[1], keys.shape[3], values.shape[3], window))  # type: ignore[arg-type]
     return tuple(specs)
 

@@ -56,7 +56,7 @@ def capture(cache: DynamicCache, position: int, level: str = EXACT) -> Snapshot:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, WindowLayer):
             planes[index, "k"], planes[index, "v"] = layer.window(position)
-        elif _linear(layer):
+        if _linear(layer):
             for s in range(layer.number_of_states):
                 if layer.is_conv_states_initialized[s]:
                     planes[index, f"conv{s}"] = layer.conv_states[s].clone()
@@ -71,7 +71,7 @@ def clear_states(cache: DynamicCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, WindowLayer):
             layer.clear()
-        elif _linear(layer):
+        if _linear(layer):
             LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
 
 
@@ -81,7 +81,7 @@ def restore(cache: DynamicCache, snapshot: Snapshot) -> None:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, WindowLayer):
             layer.restore(snapshot.planes[index, "k"], snapshot.planes[index, "v"], snapshot.position)
-        elif _linear(layer):
+        if _linear(layer):
             for s in range(layer.number_of_states):
                 conv, recurrent = (snapshot.planes.get((index, f"{name}{s}")) for name in ("conv", "recurrent"))
                 if conv is not None:

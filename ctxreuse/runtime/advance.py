@@ -1,4 +1,4 @@
-"""Computing tokens with stops where another context may branch off."""
+"""Computing tokens with stops where states are taken."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 __all__ = ["advance"]
 
 
-def advance(engine: Engine, live: Live, tokens: Tokens, branches: Sequence[int]) -> Logits:
+def advance(engine: Engine, live: Live, tokens: Tokens, stops: Sequence[int]) -> Logits:
     """Append ``tokens`` to ``live`` and return the logits after the last one.
 
-    A model with states can be resumed only where they were kept, and the engine keeps them at the last block boundary
-    of each run. So the run is cut at each of ``branches`` (positions in the context, such as the ends of turns) that
-    has a boundary of its own: a fork from there then finds one, and not only the end of this prompt does.
+    A model with states can be resumed only where they were taken, and the engine takes them at the last block boundary
+    of each run. So the run is cut at each of ``stops`` (positions in the context) that has a boundary of its own.
     """
     start, end, size = live.n, live.n + len(tokens), engine.space.block_tokens
     if engine.space.needs_state:
-        for at in sorted(set(branches)):
+        for at in sorted(set(stops)):
             if at < end and at // size > live.n // size:
                 engine.prefill(live, tokens[live.n - start : at - start])
     return engine.prefill(live, tokens[live.n - start :])

@@ -62,6 +62,7 @@ class Prompt:
         self.ids = self._ids = ids
         self._fetching, self._clock = fetching, runtime.clock
         self._observe = True
+        self._points: Sequence[int] = ()
         #: Of its whole blocks.
         self.keys = runtime.keys(ids)
 
@@ -87,9 +88,13 @@ class Prompt:
         usable = self.keys[: min(limit, (len(ids) - 1) // size)]
         started = loaded = self._clock()
         waited = self._fetching.waited if self._fetching is not None else 0.0
-        stored = runtime.stored(store, usable, self._lossy) if store is not None else 0
-        if cost is not None and stored and not cost.loads(stored, stored * space.token_nbytes):
-            stored, missed = 0, missed or "slow"
+        keeping = runtime.keeping
+        stored = most = 0
+        if store is not None:
+            stored, most = keeping.resume(store, usable, len(ids), cost, self._lossy)
+        if stored < most:
+            missed = missed or "slow"
+        self._points = keeping.points(store, self.keys, self._lossy)
 
         taken = runtime.pool.take(engine, ids, stored, self._lossy)
         self._observe = True
@@ -100,7 +105,7 @@ class Prompt:
             missed = missed or (_ABSENT if len(ids) - reused > size else "")
         else:
             live = engine.start(len(ids) + self._reserve)
-            price = self._price("load" if stored else "recompute", stored, stored * space.token_nbytes)
+            price = self._price("load" if stored else "recompute", stored, keeping.nbytes(stored))
             missed = missed or self._lacking(store, usable[stored // size :])
             if store is not None and stored:
                 overlap = self._fetching is None and len(ids) - stored <= OVERLAP_TOKENS
@@ -112,7 +117,7 @@ class Prompt:
                 loaded, sources, logits = done.at, done.sources, done.logits
                 missed = missed or done.missed
                 if cost is not None and not overlap:
-                    cost.disk.observe(sum(sources.values()) * space.token_nbytes, loaded - started)
+                    cost.disk.observe(keeping.nbytes(sum(sources.values())), loaded - started)
             else:
                 logits, sources = self._finish(live), {}
         return self._result(live, logits, sources, missed, Times(began, started, loaded, waited), price)
@@ -138,7 +143,8 @@ class Prompt:
 
     def _compute(self, live: Live, stop: int, *, observe: bool = True) -> Logits:
         runtime, start, at = self._runtime, live.n, self._clock()
-        logits = advance(runtime.engine, live, self._ids[start:stop], self._branches)
+        stops = runtime.keeping.stops(live, self._points, self._branches)
+        logits = advance(runtime.engine, live, self._ids[start:stop], stops)
         if runtime.cost is not None and observe and self._observe:
             runtime.cost.prefill.observe(stop - start, start, self._clock() - at)
         return logits

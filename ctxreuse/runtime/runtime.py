@@ -24,9 +24,11 @@ from ctxreuse.levels import check_lossy
 from ctxreuse.runtime.arrivals import Arrivals, sealed
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
+from ctxreuse.runtime.keeping import Keeping
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
 from ctxreuse.runtime.usage import Prefilled, Usage
+from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import About, RequestBook, Why, explain
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Runtime:
     nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
     learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
     seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
+    ``states``: where states of contexts are kept, and how much is rather replayed.
     ``requests``: where requests are remembered, so that they can explain their misses; it stays the caller's to close
     (default: in memory). ``recorder``: where requests are recorded as hashes and counts; it stays the caller's to close
     (default: nowhere).
@@ -81,6 +84,7 @@ class Runtime:
         clock: Callable[[], float] = time.perf_counter,
         requests: RequestBook | None = None,
         recorder: Recorder | None = None,
+        states: StatePolicy | None = None,
     ) -> None:
         self.requests = requests if requests is not None else RequestBook()
         self.engine, self.store, self.tenant = engine, store, tenant
@@ -88,6 +92,7 @@ class Runtime:
         self.metrics, self.remote, self.recorder = metrics, remote, recorder
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
+        self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
         self._arrivals = Arrivals()
         self._prompts = 0
         self.compute = threading.Lock()
@@ -123,7 +128,8 @@ class Runtime:
 
         The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
         ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
-        differently, such as the ends of turns; models with states can be resumed there (see ``advance``). ``about``:
+        differently, such as the ends of turns. A model with states can be resumed there while the context is in memory,
+        and from the store once a second context has parted there (see `StatePolicy`). ``about``:
         whose request it is, and its parts, for those who ask why it missed. Raises EngineError for an empty prompt,
         ContextTooLongError, TokenRangeError, ConfigError (see `permit`).
         """
@@ -304,6 +310,7 @@ class Runtime:
         if store is None:
             return keys
         arrived = self._arrivals.take(live)
+        admitted = self.keeping.admitted(store, live, keys, lossy)
         held = store.match(keys, lossy).blocks
         fresh = keys[held:]
         if fresh:
@@ -311,12 +318,11 @@ class Runtime:
             for key, data in sealed(self.engine, live, fresh, parent, held, arrived):
                 if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
                     return keys
-        for position in live.states:
+        for position in admitted:
             n = position // space.block_tokens
-            if 0 < n <= len(keys) and store.match(keys[:n], lossy).state_tokens < position:
-                parent = keys[n - 2] if n > 1 else ROOT
-                data = self.engine.export_state(live, keys[n - 1], parent, position)
-                store.put(keys[n - 1], data, kind="state", lossy=lossy)
+            data = self.engine.export_state(live, keys[n - 1], keys[n - 2] if n > 1 else ROOT, position)
+            self.keeping.learn(data.nbytes)
+            store.put(keys[n - 1], data, kind="state", lossy=lossy)
         return keys
 
 

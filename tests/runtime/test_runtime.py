@@ -208,27 +208,41 @@ def test_a_store_that_refuses_or_is_closed_costs_time_only(llama: TorchEngine, t
     runtime.release(done.live)
 
 
-def test_a_fork_from_the_end_of_a_turn_is_resumed(gemma: TorchEngine, store: BlockStore) -> None:
-    """Two long questions over one document: without a state where the document ends, the second would start anew."""
-    document, size = tokens(100), BLOCK
-    first, second = (np.concatenate([document, tokens(40, seed)]) for seed in (1, 2))
-    for branches, cached in (((), 0), ((100,), 100 // size * size)):
-        runtime = Runtime(gemma, store, live_bytes=0)
-        runtime.forget(first)
-        runtime.forget(second)
-        done = runtime.prefill(first, branches=branches)
-        np.testing.assert_allclose(done.logits, plain(gemma, first), atol=1e-5)
+def test_a_prefix_that_a_second_context_shares_has_its_state_from_then_on(
+    gemma: TorchEngine, store: BlockStore
+) -> None:
+    """Three long questions over one document: the second pays for the state where they part, all later ones gain."""
+    runtime = Runtime(gemma, store, live_bytes=0)
+    document, end = tokens(100), 100 // BLOCK * BLOCK
+    for seed, cached in ((1, 0), (2, 0), (3, end), (4, end)):
+        asked = np.concatenate([document, tokens(40, seed)])
+        done = runtime.prefill(asked, branches=(100,))
+        assert done.usage.cached_tokens == cached
+        np.testing.assert_allclose(done.logits, plain(gemma, asked), atol=1e-5)
         runtime.release(done.live)
         store.flush()
-        forked = runtime.prefill(second, branches=branches)
-        assert forked.usage.cached_tokens == cached
-        np.testing.assert_allclose(forked.logits, plain(gemma, second), atol=1e-5)
-    # In memory as well: the context is cropped to the state.
-    runtime = Runtime(gemma, None)
+    # The end of each, and where they part: nothing else, whatever turns end there.
+    assert store.stats().states == 5
+    store.check()
+
+
+def test_a_state_in_memory_is_stored_once_its_place_is_proven(gemma: TorchEngine, store: BlockStore) -> None:
+    """The first question left one at the end of the turn; the second is resumed there and has the store keep it."""
+    runtime = Runtime(gemma, store)
+    document, end = tokens(100), 100 // BLOCK * BLOCK
+    first, second, third = (np.concatenate([document, tokens(40, seed)]) for seed in (1, 2, 3))
     runtime.release(runtime.prefill(first, branches=(100, 100, 3, 999)).live)
+    store.flush()
+    assert store.stats().states == 1
     again = runtime.prefill(second)
-    assert again.usage.by_source == {"device": 96}
+    assert again.usage.by_source == {"device": end}
     np.testing.assert_allclose(again.logits, plain(gemma, second), atol=1e-5)
+    runtime.release(again.live)
+    store.flush()
+    runtime.pool.clear()
+    last = runtime.prefill(third)
+    assert last.usage.by_source == {"disk": end}
+    np.testing.assert_allclose(last.logits, plain(gemma, third), atol=1e-5)
 
 
 def test_closing_from_another_thread_while_a_token_is_made(llama: TorchEngine) -> None:

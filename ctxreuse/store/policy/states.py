@@ -51,7 +51,7 @@ class StatePolicy(msgspec.Struct, frozen=True):
     and V a state weighs (0: unknown, or K and V weigh nothing); rungs stand where they cost little beside these.
     """
 
-    replay: int = 128
+    replay: int = 0
     worth: int = 0
 
     def points(self, path: Path[K], tree: Held[K], *, branches: Iterable[int] = ()) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class Packs(Protocol):
     ) -> Supply:
         """The items of ``source`` at levels that ``wish`` allows, and after them a refinement of each block if it asks
         for those. Closes ``source`` with itself. A method ``told(bandwidth)``, if it has one, hears what the receiver
-        sees."""
+        sees; ``pace()`` is asked with each payload for its `Payload.pace`."""
         ...
 
 

@@ -33,12 +33,15 @@ _HEAD = 4096
 
 
 class Speed(Protocol):
-    """A link's estimates (`ctxreuse.cost.LinkEstimate`): bytes/s (0 while unknown) and seconds."""
+    """A link's estimates (`ctxreuse.cost.LinkEstimate`): bytes/s (0 while unknown), seconds, and how fast the peer
+    encodes."""
 
     @property
     def bandwidth(self) -> float: ...
     @property
     def rtt(self) -> float: ...
+    @property
+    def encoding(self) -> tuple[float, float]: ...
 
 
 class _Peer(NamedTuple):
@@ -146,7 +149,9 @@ class Clouds:
 
     def _sendable(self, peer: _Peer, space: ModelSpace) -> tuple[Level, ...]:
         greeting = peer.link.welcome
-        return () if self._levels is None or greeting is None else self._levels.of(space, greeting)
+        if self._levels is None or greeting is None:
+            return ()
+        return self._levels.of(space, greeting, peer.speed.encoding)
 
     def _gain(self, offer: Offer, space: ModelSpace, after: int, known: bool) -> tuple[float, float]:
         """What is compared between offers: seconds saved, or while that is not known blocks, then seconds."""

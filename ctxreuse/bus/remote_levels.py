@@ -27,13 +27,15 @@ class Levels:
         self._lock = threading.Lock()
         self._codecs: OrderedDict[tuple[bytes, str], Codec] = OrderedDict()
 
-    def of(self, space: ModelSpace, greeting: Greeting) -> tuple[Level, ...]:
-        """The levels of ``space`` at which a cloud with this greeting can send, least damage first."""
+    def of(self, space: ModelSpace, greeting: Greeting, encoding: tuple[float, float]) -> tuple[Level, ...]:
+        """The levels of ``space`` at which a cloud with this greeting can send, least damage first. ``encoding``:
+        seconds in which it encodes a byte of raw planes, packed and lossy."""
         found = []
+        packed, lossy = (each * space.token_nbytes * space.block_tokens for each in encoding)
         if PACKED in greeting.packs:
             codec = self._codec(space, "")
             if codec is not None:
-                found.append(Level(PACKED, codec.nbytes(PACKED) + _HEAD))
+                found.append(Level(PACKED, codec.nbytes(PACKED) + _HEAD, packed))
         for theirs, digest in greeting.cards:
             card16 = digest.hex()[:16]
             codec = self._codec(space, card16) if theirs == space.digest else None
@@ -41,7 +43,8 @@ class Levels:
                 continue
             for info in reversed(codec.levels):
                 if info.lossy:
-                    found.append(Level(str(LevelName(info.name, card16)), codec.nbytes(info.name) + _HEAD))
+                    name = str(LevelName(info.name, card16))
+                    found.append(Level(name, codec.nbytes(info.name) + _HEAD, lossy))
         return tuple(found)
 
     def _codec(self, space: ModelSpace, card16: str) -> Codec | None:

@@ -10,7 +10,7 @@ from ctxreuse.block import parse
 from ctxreuse.bus.base import Encodable
 from ctxreuse.bus.pick import Picker
 from ctxreuse.bus.transfer import part_offsets
-from ctxreuse.bus.wire import Have, Wish
+from ctxreuse.bus.wire import Have, Pace, Wish
 from ctxreuse.codec import Codec, LevelName, parse_level
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.levels import EXACT
@@ -65,7 +65,8 @@ class CodedSupply:
         self._layers = order == "layers"
         run, more = range(self._main), range(self._main, self.count)
         self._sequence = [*run, *more] if order != "tail" else [*reversed(run), *reversed(more)]
-        self._next = self._picked = self._held = 0
+        self._next = self._picked = self._held = self._gone = 0
+        self._waits, self._since = 0.0, 0.0  # seconds in which nothing was ready, and since when nothing is (0: it is)
         self._open: set[int] = set()
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
@@ -88,10 +89,19 @@ class CodedSupply:
     def parts(self, item: int) -> tuple[int, ...] | None:
         """See `Supply.parts`; () for the refinement of a block that has none."""
         self._ahead()
-        found = self._items[item]
+        found, now = self._items[item], self._packer.clock()
+        if found.offsets is None and found.gone is None:
+            self._since = self._since or now
+        elif self._since:
+            self._waits, self._since = self._waits + now - self._since, 0.0
         if found.gone is not None:
             raise found.gone
         return found.offsets
+
+    def pace(self) -> Pace:
+        """See `Packs.supply`."""
+        waits, self._waits = self._waits, 0.0
+        return int(waits * 1e6), *self._packer.pace
 
     def read(self, item: int, start: int, stop: int) -> memoryview | bytes:
         """See `Supply.read`."""
@@ -122,6 +132,7 @@ class CodedSupply:
         size = found.offsets[-1] if found.offsets else 0
         self._packer.sent(found.level, size, found.raw)
         with self._lock:
+            self._gone += item < self._main
             self._open.discard(item)
             freed = size if found.data is not None and not self._closed else 0
             self._held -= freed
@@ -155,11 +166,8 @@ class CodedSupply:
             return sum(not self._layers or found.offsets is None for found in open_) >= 2 * self._packer.threads
 
     def _ready(self, item: int) -> bool:
-        """False while a block is still computed, or what is to be refined still made."""
-        if item < self._main:
-            return self._source.parts(item) is not None
-        base = self._items[item - self._main]
-        return base.offsets is not None or base.gone is not None
+        """False while a block is still computed, and for refinements until all else has gone: nobody waits for them."""
+        return self._gone >= self._main if item >= self._main else self._source.parts(item) is not None
 
     def _level(self, item: int) -> str:
         if item >= self._main:

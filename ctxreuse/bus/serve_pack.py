@@ -113,7 +113,10 @@ class Packer:
             for level in dict.fromkeys(levels)
         ]
         source.allow(frozenset(levels))
-        picker = Picker(candidates, bandwidth=float(wish.bandwidth), deadline=wish.deadline_ms / 1000, now=self.clock())
+        picker = Picker(
+            candidates, bandwidth=float(wish.bandwidth), deadline=wish.deadline_ms / 1000, now=self.clock(),
+            serial=order == "layers",
+        )  # fmt: skip
         return CodedSupply(self, source, codec, picker, wish, order=order, state=state, have=have)
 
     # ---- any thread ----
@@ -131,6 +134,12 @@ class Packer:
     def threads(self) -> int:
         """How many items are encoded at a time."""
         return self._threads
+
+    @property
+    def pace(self) -> tuple[int, int]:
+        """Microseconds that encoding a MiB of raw planes takes all threads, packed and lossy."""
+        packed, lossy = (int(self._rates.get(way, _GUESS) * 1e6 * (1 << 20)) // self._threads for way in (True, False))
+        return packed, lossy
 
     def encode(self, codec: Codec, view: BlockView, level: str) -> Coded:
         """``view`` at ``level``; without data if it is held at that level. Raises CtxReuseError."""

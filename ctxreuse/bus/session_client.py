@@ -288,7 +288,7 @@ class ClientSession(Session):
         if not isinstance(live, Getting) or message.round != live.round or not live.open:
             self.counts["ignored"] += 1
             return
-        live.arrived(len(payload), self.limits.terms.max_payload)
+        live.arrived(len(payload), self.limits.terms.max_payload, message.pace)
         try:
             fresh = live.assembly.write(message.pieces, payload)
         except ProtocolError:

@@ -26,10 +26,12 @@ class Asking(msgspec.Struct, eq=False):
 
 class Allow(msgspec.Struct, frozen=True):
     """At which levels blocks may come: the ``wish`` as it is told, and ``speed()``, bytes/s that the link brings now
-    (0: not known), which go with each credit; called in the link's thread."""
+    (0: not known), which go with each credit, and ``heard``, which is told each payload's pace; both are called in the
+    link's thread."""
 
     wish: wire.Wish = wire.Wish()
     speed: Callable[[], float] = lambda: 0.0
+    heard: Callable[[wire.Pace], None] = lambda _: None
 
 
 class Getting:
@@ -76,9 +78,10 @@ class Getting:
         ids, first = self._tokens, assembly.first
         return wire.Prefill(number, self.round, space, ids, first, state, payload, have, self.upto, wish)
 
-    def arrived(self, nbytes: int, most: int) -> None:
+    def arrived(self, nbytes: int, most: int, pace: wire.Pace = ()) -> None:
         """Another payload is here; ProtocolError if it was not granted or has more than ``most`` bytes."""
         self.got += 1
+        self._allow.heard(pace)
         if self.got > self.upto or nbytes > most:
             raise ProtocolError(f"payload {self.got} of {nbytes} bytes with credit for {self.upto}", where="fetch")
 

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias, TypeVar
 from ctxreuse.bus.base import Gather, Supply
 from ctxreuse.bus.transfer_assembly import Assembly, part_offsets
 from ctxreuse.bus.transfer_memory import PayloadMemory
-from ctxreuse.bus.wire import MAX_PIECES, Frame, Have, Payload, Piece, encode
+from ctxreuse.bus.wire import MAX_PIECES, Frame, Have, Pace, Payload, Piece, encode
 
 __all__ = ["SHARE", "Assembly", "ChangedError", "Outgoing", "Outlet", "SendOrder", "part_offsets"]
 
@@ -81,6 +81,7 @@ class Outgoing:
         self.remaining = self._size = 0  # of all items, and of one, once known
         self._memory = memory or PayloadMemory()
         self._gather: Gather = getattr(supply, "gather", self._join)
+        self._pace: Callable[[], Pace] = getattr(supply, "pace", tuple)
         self._wake = wake
         self._woken, self._waits = False, False
         self._failed: LookupError | None = None  # found out ahead, told when what was good is sent
@@ -146,7 +147,7 @@ class Outgoing:
         if self._next is None:  # so that the end is known with the last payload
             self._next = self._ahead()
         self._count()
-        return encode(Payload(self.id, self.round, tuple(pieces)), data)
+        return encode(Payload(self.id, self.round, tuple(pieces), self._pace()), data)
 
     def close(self) -> None:
         """Give up the supply."""

@@ -38,7 +38,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     7     matched   C   id, blocks, state_blocks, nbytes
     8     fetch     E   id, round, space[32], keys, state, order, payload (bytes wanted a payload; 0: max_payload),
                         have [(item, bytes, check)], credit, wish: levels, bandwidth, deadline_ms, expect, refine
-    9     payload   EC  id, round, pieces [(item, start, bytes)]; the second frame has these bytes in a row
+    9     payload   EC  id, round, pieces [(item, start, bytes)], pace (of what is encoded: microseconds in which
+                        nothing was ready, and a MiB takes packed and lossy); the second frame has these bytes in a row
     10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all), bandwidth (that the
                         receiver sees now, bytes/s; 0: not known)
     11    done      C   id, round, payloads: all was sent, in so many payloads (fetch, prefill), or all was taken or
@@ -78,6 +79,9 @@ whole context before layer 0 goes out; in ``tail`` each block may have its own l
     receiver  --- credit upto=12, 12 MB/s --------------------->  sender: now 18 of 250 kB fit: kl-0.01
     receiver  <-- block 29 kl-0.01, ... -----------------------
     receiver  <-- refinement of block 31, of block 30 ... -----   with ``refine``, when nothing else is left to send
+
+What comes slowly may be made slowly or sent slowly: ``pace`` tells the receiver which, so that it neither takes the
+link for slower than it is nor gives up a fetch that is being encoded, and knows what encoding costs at that peer.
 
 **Refinements.** With ``refine`` one more item for each block follows the last (state or block): its refinement, sent in
 the same order after all of those. A block that was sent at a level that nothing refines has none; ``done`` says when
@@ -192,6 +196,7 @@ from ctxreuse.bus.wire_messages import (
     Match,
     Matched,
     Message,
+    Pace,
     Payload,
     Piece,
     Ping,
@@ -236,6 +241,7 @@ __all__ = [
     "Match",
     "Matched",
     "Message",
+    "Pace",
     "Payload",
     "Piece",
     "Ping",

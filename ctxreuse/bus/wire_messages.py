@@ -37,6 +37,7 @@ __all__ = [
     "Match",
     "Matched",
     "Message",
+    "Pace",
     "Payload",
     "Piece",
     "Ping",
@@ -89,6 +90,8 @@ Piece: TypeAlias = tuple[_Sent, _Number, Annotated[int, Meta(ge=1, le=MAX_PAYLOA
 #: Item, how many of its bytes are here already, and the checksum of its header.
 Have: TypeAlias = tuple[_Sent, _Size, Annotated[bytes, Meta(min_length=8, max_length=8)]]
 _Haves = Annotated[tuple[Have, ...], Meta(max_length=2 * MAX_KEYS + 1)]
+#: See `Payload`.
+Pace: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=3)]
 _Window = Annotated[int, Meta(ge=1, le=1 << 16)]
 #: Digests of a model space and of a card for its model.
 CardName: TypeAlias = tuple[_Digest, _Digest]
@@ -224,12 +227,17 @@ class Fetch(Body, frozen=True, array_like=True):
 
 
 class Payload(Body, frozen=True, array_like=True):
-    """Bytes of one or more items; they are in the second frame, in a row."""
+    """Bytes of one or more items; they are in the second frame, in a row.
+
+    ``pace`` of what is encoded on the way (else empty): microseconds since the last payload in which nothing was ready
+    to be sent, and those that encoding a MiB of raw planes takes this sender, packed and lossy.
+    """
 
     TYPE: ClassVar[int] = 9
     id: _Id
     round: _Id
     pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+    pace: Pace = ()
 
 
 class Credit(Body, frozen=True, array_like=True):

@@ -283,7 +283,8 @@ class BusClient:
         self.close()
 
     def _allow(self, wish: Wish | None) -> Allow:
-        return Allow(wish or Wish(), lambda: float(getattr(self._estimate, "bandwidth", 0.0)))
+        speed = lambda: float(getattr(self._estimate, "bandwidth", 0.0))  # noqa: E731
+        return Allow(wish or Wish(), speed, self._dialer.paced)
 
     def _assembly(
         self,

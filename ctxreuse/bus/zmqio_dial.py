@@ -15,7 +15,7 @@ from zmq import zmq_poll
 
 from ctxreuse.bus.auth import KeyPair
 from ctxreuse.bus.session_client import ClientSession
-from ctxreuse.bus.wire import Frame, Terms
+from ctxreuse.bus.wire import Frame, Pace, Terms
 from ctxreuse.bus.zmqio_socket import Bell, Monitor, keep_freed, receive, send, tune
 from ctxreuse.errors import LinkError, LinkRefusedError, ProtocolError
 
@@ -58,6 +58,9 @@ class Estimate(Protocol):
 
     def rtt_seen(self, seconds: float) -> object:
         """One measured round trip."""
+
+    def encoding_seen(self, packed: float, lossy: float) -> object:
+        """Seconds that the peer takes to encode a byte of raw planes."""
 
 
 class _Over(Exception):
@@ -104,6 +107,7 @@ class Dialer:
         self._leaves: float | None = None  # when to go at the latest
         self._meter_at: float | None = None
         self._metered, self._busy = 0, 0.0
+        self._paused = 0.0  # seconds in which the peer had nothing ready, of what arrived last
         self._rtt: float | None = None
         self._own_context = context is None
         self._context = context or zmq.Context()
@@ -321,6 +325,12 @@ class Dialer:
                 self._measure(now, session.counts["bytes_in"] - before)
         return True
 
+    def paced(self, pace: Pace) -> None:
+        """What the payload that arrives says of its making. The link's thread calls."""
+        if len(pace) == 3 and self._estimate is not None:
+            self._paused += pace[0] / 1e6
+            self._estimate.encoding_seen(pace[1] / 1e6 / (1 << 20), pace[2] / 1e6 / (1 << 20))
+
     def _measure(self, now: float, nbytes: int) -> None:
         """Bytes over the time between payloads of transfers that run: what the link gave while it was busy."""
         assert self._estimate is not None
@@ -330,10 +340,11 @@ class Dialer:
             self._estimate.rtt_seen(session.rtt)
         if not nbytes:
             return
-        if self._meter_at is not None:
+        # A payload that mostly waited for its encoder says nothing of the link.
+        if self._meter_at is not None and not 0 < now - self._meter_at < 2 * self._paused:
             self._metered += nbytes
             self._busy += now - self._meter_at
-        self._meter_at = now
+        self._meter_at, self._paused = now, 0.0
         if self._metered >= 256 << 10 and self._busy > 0:
             self._estimate.bytes_seen(self._metered, self._busy)
             self._metered, self._busy = 0, 0.0

@@ -16,10 +16,12 @@ _GUESS = 1e9
 
 
 class Level(msgspec.Struct, frozen=True):
-    """A level at which blocks can come: its name as heads spell it, and the expected bytes of one block."""
+    """A level at which blocks can come: its name as heads spell it, the expected bytes of one block, and the seconds in
+    which the sender encodes one."""
 
     name: str
     block_nbytes: int
+    seconds: float = 0.0
 
 
 class Unpacking:

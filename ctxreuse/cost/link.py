@@ -12,6 +12,8 @@ __all__ = ["LinkEstimate"]
 _MEMORY = 1.0
 #: The same once a link gives less than half of what it gave: to believe in a drop too late costs a stalled request.
 _DROP_MEMORY = 0.25
+#: Seconds a byte of raw planes that a peer is taken to encode in, packed and lossy, before it has said.
+_ENCODING = (1e-9, 2e-9)
 #: The smallest of the last so many round trips: queues only ever add to it.
 _ROUND_TRIPS = 16
 
@@ -29,6 +31,7 @@ class LinkEstimate:
         self._seconds = _MEMORY / 4 if bandwidth > 0 else 0.0
         self._nbytes = bandwidth * self._seconds
         self._trips: deque[float] = deque([rtt] if rtt > 0 else [], maxlen=_ROUND_TRIPS)
+        self._encoding = _ENCODING
 
     def bytes_seen(self, nbytes: int, seconds: float) -> None:
         """``nbytes`` arrived in ``seconds`` during which the link was all that they waited for; 0 bytes: it stalled."""
@@ -45,6 +48,18 @@ class LinkEstimate:
         if math.isfinite(seconds) and seconds > 0:
             with self._lock:
                 self._trips.append(seconds)
+
+    def encoding_seen(self, packed: float, lossy: float) -> None:
+        """The peer says that it encodes a byte of raw planes in so many seconds."""
+        if packed >= 0 <= lossy and math.isfinite(packed + lossy):
+            with self._lock:
+                self._encoding = packed, lossy
+
+    @property
+    def encoding(self) -> tuple[float, float]:
+        """Seconds the peer takes to encode a byte of raw planes, packed and lossy; a guess before it has said."""
+        with self._lock:
+            return self._encoding
 
     def _rate(self) -> float:
         return self._nbytes / self._seconds if self._seconds else 0.0

@@ -44,7 +44,7 @@ class Path(msgspec.Struct, frozen=True):
 
     ``token_nbytes``: bytes of one token on the wire; ``bandwidth`` (bytes/s) and ``rtt`` (s) 0 if unknown; ``delay``:
     seconds until the first bytes come, beyond the RTT; ``computes``: the peer makes the blocks now, front to end.
-    ``levels``: at which else it may send them, and their bytes a token.
+    ``levels``: at which else it may send them, their bytes a token, and the seconds in which it encodes a token.
     """
 
     token_nbytes: float
@@ -52,7 +52,7 @@ class Path(msgspec.Struct, frozen=True):
     rtt: float = 0.0
     delay: float = 0.0
     computes: bool = False
-    levels: tuple[tuple[str, float], ...] = ()
+    levels: tuple[tuple[str, float, float], ...] = ()
 
 
 class _Priced(NamedTuple):
@@ -162,11 +162,11 @@ class CostModel:
         rest = self.prefill.seconds(total - reach, reach)
         if compute is None or rest is None or path.bandwidth <= 0:
             # Of an unknown link it is only known that fewer bytes come sooner.
-            level = min(path.levels, key=lambda one: one[1], default=(EXACT, 0.0))[0]
+            level = min(path.levels, key=lambda one: one[1], default=(EXACT, 0.0, 0.0))[0]
             return Decision("recompute" if path.computes else "tail", None, {}, compute, level)
         priced = {
-            level: self._priced(level, nbytes, held, reach, total, path, layers)
-            for level, nbytes in ((EXACT, path.token_nbytes), *path.levels)
+            level: self._priced(level, nbytes, making, held, reach, total, path, layers)
+            for level, nbytes, making in ((EXACT, path.token_nbytes, 0.0), *path.levels)
         }
         ways: dict[str, float] = {"recompute": compute}
         for of in priced.values():
@@ -186,9 +186,9 @@ class CostModel:
         return Decision(way, chosen.seconds, ways, compute, level, within, chosen.tokens)  # type: ignore[arg-type]
 
     def _priced(
-        self, level: str, token_nbytes: float, held: int, reach: int, total: int, path: Path, layers: int
+        self, level: str, token_nbytes: float, making: float, held: int, reach: int, total: int, path: Path, layers: int
     ) -> dict[str, _Priced]:
-        """Every way to fetch at a level."""
+        """Every way to fetch at a level whose tokens take the peer ``making`` seconds each to encode."""
         rest = self.prefill.seconds(total - reach, reach) or 0.0
         exact, n = level == EXACT, reach - held
         nbytes = n * token_nbytes
@@ -196,21 +196,23 @@ class CostModel:
         # Decoding goes on beside the link as copying does, and is counted in its place.
         copy = n * path.token_nbytes / _COPY if exact else self.unpack.seconds(level, int(n * path.token_nbytes))
         lead = _SETUP + path.rtt + path.delay
+        made = lead + n * making  # all is encoded before the first layer goes
         first = (self.prefill.seconds(min(total - reach, _TOGETHER), reach) or 0.0) if total > reach else 0.0
         slices = max(layers, 1)
         if exact:
             arrived = wire + copy
         else:
             arrived = max(wire, copy) + min(wire, copy) / slices
-        seconds = lead + max(arrived + first / slices, max(wire, 0 if exact else copy) / slices + first) + rest - first
-        ways = {"layers": _Priced(seconds, seconds + _RISK * wire, lead + wire, n)}
+        seconds = made + max(arrived + first / slices, max(wire, 0 if exact else copy) / slices + first) + rest - first
+        ways = {"layers": _Priced(seconds, seconds + _RISK * wire, made + wire, n)}
         if not path.computes:
-            x = self.meet(held, reach, path.bandwidth / token_nbytes, lead) or 0
+            each = max(token_nbytes / path.bandwidth, making)  # encoded beside the link
+            x = self.meet(held, reach, 1 / each, lead) or 0
             fetched = n - x
             computed = (1 + _SHARED) * (self.prefill.seconds(x, held) or 0.0) + fetched * token_nbytes / _TAKE
             load = 2 * fetched * path.token_nbytes / _COPY
             if not exact:
                 load = self.unpack.seconds(level, int(fetched * path.token_nbytes)) if fetched else 0.0
-            seconds = max(computed, lead + fetched * token_nbytes / path.bandwidth) + load + rest
-            ways["tail"] = _Priced(seconds, seconds, lead + fetched * token_nbytes / path.bandwidth, fetched)
+            seconds = max(computed, lead + fetched * each) + load + rest
+            ways["tail"] = _Priced(seconds, seconds, lead + fetched * each, fetched)
         return ways

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,17 @@ from ctxreuse.levels import is_raw
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Engine, Live
+    from ctxreuse.runtime.remote import Fetch
 
-__all__ = ["Arrivals", "sealed"]
+__all__ = ["Arrivals", "Arrived", "sealed"]
+
+
+class Arrived(NamedTuple):
+    """Encoded blocks by their number in the context, and the fetch that may still bring refinements of the last ones:
+    whoever takes it stops it."""
+
+    blocks: Mapping[int, BlockView]
+    late: Fetch | None = None
 
 
 class Arrivals:
@@ -25,19 +34,27 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: WeakKeyDictionary[Live, dict[int, BlockView]] = WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Live, Arrived] = weakref.WeakKeyDictionary()
+        self._stops: weakref.WeakKeyDictionary[Live, weakref.finalize[[], Live]] = weakref.WeakKeyDictionary()
 
-    def note(self, live: Live, views: Sequence[BlockView]) -> None:
-        """These were loaded into ``live``."""
+    def note(self, live: Live, views: Sequence[BlockView], late: Fetch | None = None) -> None:
+        """These were loaded into ``live``; ``late`` is stopped if the context dies before it is released."""
         coded = {v.header.end // len(v.tokens) - 1: v for v in views if not is_raw(v.header.level)}
         if coded:
             with self._lock:
-                self._held[live] = coded
+                self._held[live] = Arrived(coded, late)
+                if late is not None:
+                    self._stops[live] = weakref.finalize(live, late.stop)
+        elif late is not None:
+            late.stop()
 
-    def take(self, live: Live) -> Mapping[int, BlockView]:
-        """The encoded blocks of ``live`` by their number in the context; they are forgotten here."""
+    def take(self, live: Live) -> Arrived:
+        """What arrived for ``live``; it is forgotten here."""
         with self._lock:
-            return self._held.pop(live, {})
+            stop = self._stops.pop(live, None)
+            if stop is not None:
+                stop.detach()
+            return self._held.pop(live, Arrived({}))
 
 
 def sealed(

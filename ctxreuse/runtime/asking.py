@@ -1,25 +1,67 @@
-"""At which levels a fetch asks for blocks, and what it makes of those that came."""
+"""At which levels a fetch can ask for blocks, and what it says of its wishes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
-from ctxreuse.block import BlockView, parse
-from ctxreuse.levels import fits
+import msgspec
+
+from ctxreuse.cost import Path
+from ctxreuse.levels import EXACT, fits
 from ctxreuse.runtime.remote import Ask
+from ctxreuse.runtime.watch import Expected
 
 if TYPE_CHECKING:
     from ctxreuse.cost import Decision, Level
     from ctxreuse.engines.base import Engine
-    from ctxreuse.runtime.remote import Fetch, Offer
+    from ctxreuse.runtime.remote import Offer, Order
 
-__all__ = ["Asked", "finest", "usable_levels", "wish"]
+__all__ = ["Asked", "Menu", "usable_levels", "wish"]
 
 
 class Asked(TypedDict, total=False):
     """What `Remote.fetch` is told of levels, if anything is to be told."""
 
     ask: Ask
+
+
+#: Bytes of a block's head at most, in most models.
+_HEAD = 4096
+
+
+class Menu(NamedTuple):
+    """At which levels blocks of ``tokens`` tokens can come from a peer; at ``exact`` one has ``raw`` bytes."""
+
+    levels: tuple[Level, ...]
+    tokens: int
+    raw: float
+
+    @classmethod
+    def of(cls, engine: Engine, offer: Offer, lossy: str | None) -> Menu:
+        """What the offer's peer can send and ``lossy`` allows."""
+        space = engine.space
+        raw = offer.block_nbytes or space.token_nbytes * space.block_tokens
+        return cls(usable_levels(engine, offer, lossy), space.block_tokens, raw)
+
+    def nbytes(self, level: str) -> float:
+        """Expected bytes of a block."""
+        return next((one.block_nbytes for one in self.levels if one.name == level), self.raw)
+
+    def expected(self, offer: Offer, level: str, blocks: int, order: Order) -> Expected:
+        """How ``blocks`` blocks at ``level`` should come."""
+        each = self.nbytes(level)
+        making = next((one.seconds for one in self.levels if one.name == level), 0.0)
+        if order == "layers" and making:  # all is encoded, and only heads come, before the first layer goes
+            return Expected(offer, blocks, int(blocks * each), blocks * making, blocks * _HEAD)
+        if making and offer.bandwidth > 0:
+            offer = msgspec.structs.replace(offer, bandwidth=min(offer.bandwidth, each / making))
+        return Expected(offer, blocks, int(blocks * each), making)
+
+    def path(self, offer: Offer, bandwidth: float) -> Path:
+        """What fetching looks like over a link of so many bytes/s."""
+        n = self.tokens
+        levels = tuple((one.name, one.block_nbytes / n, one.seconds / n) for one in self.levels)
+        return Path(self.nbytes(EXACT) / n, bandwidth, offer.rtt, offer.delay, offer.computes, levels)
 
 
 def usable_levels(engine: Engine, offer: Offer, lossy: str | None) -> tuple[Level, ...]:
@@ -30,23 +72,15 @@ def usable_levels(engine: Engine, offer: Offer, lossy: str | None) -> tuple[Leve
     return tuple(level for level in offer.levels if fits(level.name, lossy) and codec.knows(level.name))
 
 
-def wish(levels: tuple[Level, ...], decision: Decision, block_tokens: int) -> Asked:
+def wish(levels: tuple[Level, ...], decision: Decision, block_tokens: int, order: Order) -> Asked:
     """Everything that is allowed, by when it has to be here, and how much of it will be used.
 
-    A refinement is worth asking for where the decision is for a lossy level: whoever uses the context next has the
-    finer numbers.
+    Refinements are asked for where all of a lossy level is fetched: they come when nothing else is left to send, and
+    whoever uses the context next has the finer numbers.
     """
     if not levels:
         return {}
     names = tuple(level.name for level in levels)
-    lossy = not fits(decision.level, None)
-    return {"ask": Ask(names, decision.within, -(-decision.tokens // block_tokens), lossy)}
-
-
-def finest(engine: Engine, fetch: Fetch, count: int) -> list[BlockView]:
-    """The last ``count`` blocks of a fetch, merged with the refinements that are here. Raises FormatError."""
-    views, codec = list(fetch.views(count)), engine.codec
-    for i, more in enumerate(fetch.refinements(count)):
-        if more is not None and codec is not None:
-            views[i] = parse(codec.merge(views[i], more))
-    return views
+    # A tail is used as soon as both ends meet, and what would be sent after it never is.
+    refine = order == "layers" and not fits(decision.level, None)
+    return {"ask": Ask(names, decision.within, -(-decision.tokens // block_tokens), refine)}

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ctxreuse.cost import CostModel, Decision, Path, Way
+from ctxreuse.cost import CostModel, Decision, Way
 from ctxreuse.errors import ConfigError, FormatError, LinkDownError, LinkError
 from ctxreuse.keys import Tokens
-from ctxreuse.runtime.asking import finest, usable_levels, wish
+from ctxreuse.levels import fits
+from ctxreuse.runtime.asking import Menu, wish
 from ctxreuse.runtime.audit import first_k_matches
 from ctxreuse.runtime.watch import Watch
 
@@ -116,11 +117,12 @@ class Fetching:
         self._size = engine.space.block_tokens
         self._layers = [i for i, spec in enumerate(engine.space.layers) if spec.blocked]
         self._clock, self._rng, self.asked = clock, rng, asked
-        self._levels, self.lossy = usable_levels(engine, offer, lossy), lossy
+        self._menu, self.lossy = Menu.of(engine, offer, lossy), lossy
         self.views: Sequence[BlockView] = ()
         self.began = clock()
         self.prepared = 0.0
         self.missed, self.tokens = "", 0
+        self._late: Fetch | None = None
         self._watches: list[Watch] = []
         self.decision = self._choose(offer.bandwidth)
         self.way: Way = self.decision.way
@@ -141,10 +143,18 @@ class Fetching:
         """Payload bytes so far."""
         return sum(watch.fetch.received for watch in self._watches)
 
+    def late(self) -> Fetch | None:
+        """The fetch, if what it brought may still become finer: it is then the caller's to stop."""
+        if self.way != "layers" or not self.tokens or self._watch.fetch.ended not in (None, ""):
+            return None
+        self._late = self._watch.fetch if any(not fits(view.header.level, None) for view in self.views) else None
+        return self._late
+
     def close(self) -> None:
         """Want nothing more of the peer, and tell on it if it sent what was not asked for. Idempotent."""
         for watch in self._watches:
-            watch.fetch.stop()
+            if watch.fetch is not self._late:
+                watch.fetch.stop()
             if watch.fetch.ended in ("foreign", "level"):
                 self._remote.reject(self.offer, watch.fetch.ended)
 
@@ -176,22 +186,14 @@ class Fetching:
         return self._watches[-1]
 
     def _choose(self, bandwidth: float) -> Decision:
-        offer = self.offer
-        levels = tuple((level.name, level.block_nbytes / self._size) for level in self._levels)
-        path = Path(self._nbytes("exact") / self._size, bandwidth, offer.rtt, offer.delay, offer.computes, levels)
+        path = self._menu.path(self.offer, bandwidth)
         return self._cost.choose(self._held, self.end, len(self._ids), path, len(self._layers))
-
-    def _nbytes(self, level: str) -> float:
-        """Expected bytes of a block."""
-        exact = self.offer.block_nbytes or self._engine.space.token_nbytes * self._size
-        return next((one.block_nbytes for one in self._levels if one.name == level), exact)
 
     def _begin(self) -> None:
         if self.way not in ("layers", "tail"):
             return
         order: Order = "layers" if self.way == "layers" else "tail"
-        space = self._engine.space
-        decision = self.decision
+        space, decision = self._engine.space, self.decision
         fetch = self._remote.fetch(
             self.offer,
             space,
@@ -200,11 +202,10 @@ class Fetching:
             last=self._last,
             order=order,
             state=space.needs_state,
-            **wish(self._levels, decision, self._size),
+            **wish(self._menu.levels, decision, self._size, order),
         )
-        nbytes = int((self._last - self._first) * self._nbytes(decision.level))
-        deadline = decision.deadline
-        self._watches.append(Watch(fetch, self.offer, nbytes, deadline, self._otherwise, self._clock))
+        expected = self._menu.expected(self.offer, decision.level, self._last - self._first, order)
+        self._watches.append(Watch(fetch, expected, decision.deadline, self._otherwise, self._clock))
 
     def _otherwise(self, bandwidth: float) -> float:
         ways = self._choose(bandwidth).ways
@@ -312,7 +313,7 @@ class Fetching:
     def _step(self, at: int, front: int) -> int:
         """Where to compute to next; ``at`` itself if waiting for the next block is predicted to be quicker."""
         size, watch, line = self._size, self._watch, self._cost.prefill
-        rate = watch.bandwidth / (watch.nbytes / (self.end - self._first * size))
+        rate = watch.blocks * size
         stride = (at // _STRIDE + 1) * _STRIDE
         if watch.fetch.ended is not None:
             return min(front, stride)
@@ -345,7 +346,7 @@ class Fetching:
         Raises FetchFailedError where that was wrong: streams can lie under right checksums."""
         fetch = self._watch.fetch
         try:
-            views = finest(self._engine, fetch, count)
+            views = list(fetch.views(count))
             state = fetch.state(0.0) if self._engine.space.needs_state else None
             # Twice checked: a context that is spoiled while it is filled would lose what was computed for its front.
             for view in [*views, *([state] if state is not None else [])]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.keeping import Keeping
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
+from ctxreuse.runtime.refining import Refining
 from ctxreuse.runtime.usage import Prefilled, Usage
 from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import About, RequestBook, Why, explain
@@ -34,12 +36,13 @@ from ctxreuse.why import About, RequestBook, Why, explain
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from ctxreuse.block import BlockView
     from ctxreuse.engines.base import Engine, Live
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
     from ctxreuse.runtime.recording import Recorder
-    from ctxreuse.runtime.remote import Remote
+    from ctxreuse.runtime.remote import Fetch, Remote
     from ctxreuse.store.base import WholeStore
 
 __all__ = ["Runtime"]
@@ -93,7 +96,7 @@ class Runtime:
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
-        self._arrivals = Arrivals()
+        self._arrivals, self._refining = Arrivals(), Refining()
         self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
@@ -145,7 +148,8 @@ class Runtime:
                 prompt = Prompt(self, ids, reserve, branches, fetching, lossy)
                 done = prompt.bring()
             if fetching is not None and fetching.tokens:
-                self._arrivals.note(done.live, fetching.views)
+                late = fetching.late() if self.store is not None else None
+                self._arrivals.note(done.live, fetching.views, late)
             self._note(done, prompt, about, lossy)
             done.recorded = recorded
             return done
@@ -247,6 +251,7 @@ class Runtime:
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
+        self._refining.close()
         self.pool.clear()
 
     def calibrate(self) -> None:
@@ -302,6 +307,18 @@ class Runtime:
             return False
         return store.put(key, data, lossy=lossy)
 
+    def _refine(
+        self, store: WholeStore, late: Fetch, blocks: Mapping[int, BlockView], keys: Sequence[bytes], lossy: str | None
+    ) -> None:
+        """Have blocks that came coarse kept finer when their refinements are here."""
+        codec = self.engine.codec
+        last = max(blocks)
+        run = [(keys[i], keys[i - 1] if i else ROOT, blocks[i]) for i in range(last, -1, -1) if i in blocks][::-1]
+        if codec is None or last >= len(keys) or len(run) != last - min(blocks) + 1:
+            late.stop()
+            return
+        self._refining.add(codec, late, run, partial(store.put, lossy=lossy))
+
     def _keep(self, live: Live, lossy: str | None) -> list[bytes]:
         """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal. Returns the
         keys of all of them."""
@@ -310,12 +327,14 @@ class Runtime:
         if store is None:
             return keys
         arrived = self._arrivals.take(live)
+        if arrived.late is not None:
+            self._refine(store, arrived.late, arrived.blocks, keys, lossy)
         admitted = self.keeping.admitted(store, live, keys, lossy)
         held = store.match(keys, lossy).blocks
         fresh = keys[held:]
         if fresh:
             parent = keys[held - 1] if held else ROOT
-            for key, data in sealed(self.engine, live, fresh, parent, held, arrived):
+            for key, data in sealed(self.engine, live, fresh, parent, held, arrived.blocks):
                 if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
                     return keys
         for position in admitted:

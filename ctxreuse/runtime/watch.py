@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ctxreuse.errors import LinkDownError, LinkError
 
 if TYPE_CHECKING:
     from ctxreuse.runtime.remote import Fetch, Offer
 
-__all__ = ["Watch"]
+__all__ = ["Expected", "Watch"]
 
 T = TypeVar("T")
 
@@ -25,12 +25,25 @@ _WINDOW, _PAYLOADS = 0.3, 3 << 20
 _PAYLOAD = 1 << 20
 #: Seconds beyond two round trips that a peer may take to begin.
 _GRACE = 0.05
+#: Encoding may take so many times what was expected: the peer serves others too.
+_PATIENT = 2.0
 #: Past the soft deadline waiting goes on only for the last so much of what recomputing would take.
 _NEARLY = 0.1
 
 
+class Expected(NamedTuple):
+    """How a fetch of ``blocks`` blocks and ``nbytes`` bytes from the peer of ``offer`` should come: it encodes for
+    ``making`` seconds before more than the first ``heads`` bytes is here."""
+
+    offer: Offer
+    blocks: int
+    nbytes: int
+    making: float = 0.0
+    heads: int = 0
+
+
 class Watch:
-    """One fetch of ``nbytes`` that began now. ``deadline``: seconds that doing without it takes (None: unknown);
+    """One fetch that began now. ``deadline``: seconds that doing without it takes (None: unknown);
     ``otherwise(bandwidth)``: seconds that the best other way would take from now on if the link is as fast as that.
 
     Two threads of one request may wait at a time: who computes and who copies.
@@ -39,18 +52,18 @@ class Watch:
     def __init__(
         self,
         fetch: Fetch,
-        offer: Offer,
-        nbytes: int,
+        expected: Expected,
         deadline: float | None,
         otherwise: Callable[[float], float],
         clock: Callable[[], float],
     ) -> None:
-        self.fetch, self.offer, self.nbytes, self.deadline = fetch, offer, nbytes, deadline
+        self.fetch, self.deadline, self._expected = fetch, deadline, expected
+        self.offer, self.nbytes = offer, nbytes = expected.offer, expected.nbytes
         self.waited = 0.0
         self._otherwise, self._clock = otherwise, clock
         self._lock = threading.Lock()
         worth = deadline if deadline is not None else 1.0
-        self._grace = 2 * offer.rtt + offer.delay + min(_GRACE, worth / 10)
+        self._grace = 2 * offer.rtt + offer.delay + _PATIENT * expected.making + min(_GRACE, worth / 10)
         self._window = max(min(_WINDOW, worth / 4), 4 * offer.rtt)
         if offer.bandwidth > 0:
             self._window = max(self._window, min(_PAYLOADS, nbytes / 8) / offer.bandwidth)
@@ -67,8 +80,15 @@ class Watch:
     @property
     def lead(self) -> float:
         """Seconds until the first bytes can be here; 0 once they are."""
-        begun = self._clock() - self._began
-        return 0.0 if self.fetch.received else max(0.0, self.offer.rtt + self.offer.delay - begun)
+        begun, offer = self._clock() - self._began, self.offer
+        return 0.0 if self.fetch.received else max(0.0, offer.rtt + offer.delay + self._expected.making - begun)
+
+    @property
+    def blocks(self) -> float:
+        """Whole blocks that come in a second, the last first: each may have its own level."""
+        whole = self.fetch.tail()
+        each = self.fetch.received / whole if whole > 1 else self.nbytes / self._expected.blocks
+        return self.bandwidth / each
 
     def wait(self, call: Callable[[float], T]) -> T:
         """``call(timeout)`` again and again until it returns; raises its LinkError when the fetch has ended, or
@@ -97,7 +117,7 @@ class Watch:
 
     def _look(self, now: float) -> None:
         received = self.fetch.received
-        if not self._seen and not received and now - self._began <= self._grace:
+        if not self._seen and received <= self._expected.heads and now - self._began <= self._grace:
             return
         if received != (self._seen[-1][1] if self._seen else 0):
             self._moved = now

@@ -6,7 +6,7 @@ import hashlib
 import runpy
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,16 @@ from ctxreuse.bus.serve_pack import Packer
 from ctxreuse.bus.wire import Wish
 from ctxreuse.bus.zmqio import BusClient, BusServer
 from ctxreuse.codec import Codec, Shelf, card_digest, write_card
-from ctxreuse.cost import LinkEstimate
+from ctxreuse.cost import CostModel, LinkEstimate
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import prefix_keys
 from ctxreuse.levels import damage
+from ctxreuse.runtime import Runtime
 from ctxreuse.runtime.remote import Ask
 from ctxreuse.store import TieredStore
 from ctxreuse.testing.plain_cards import plain_card
+from ctxreuse.testing.relay import Relay
 
 BLOCK, BLOCKS = 64, 8
 tiny_llama = runpy.run_path(str(Path(__file__).with_name("tiny_llama.py")))["tiny_llama"]
@@ -82,7 +84,8 @@ def client(server: Any, given: Any, **options: Any) -> Iterator[BusClient]:
 
 
 def fetch(link: BusClient, node: Any, given: Any, order: str = "tail", **wish: Any) -> Any:
-    found = link.fetch(given.space, node.keys, given.ids, order=order, wish=Wish(**wish))  # type: ignore[arg-type]
+    payload = wish.pop("payload", 0)
+    found = link.fetch(given.space, node.keys, given.ids, order=order, payload=payload, wish=Wish(**wish))  # type: ignore[arg-type]
     until(lambda: found.ended is not None)
     found.check()
     return found
@@ -154,6 +157,69 @@ def test_refinements_follow_and_lead_to_the_finer_level(tmp_path: Path, given: A
         exact = fetch(link, node, given, order, levels=(fine, base), bandwidth=1 << 60, refine=True)
         assert exact.ended == ""
         assert exact.refinements(BLOCKS) == [None] * BLOCKS
+
+
+class Slow(Packer):
+    """An encoder that takes its time."""
+
+    def encode(self, codec: Any, view: Any, level: str) -> Any:
+        time.sleep(0.05)
+        return super().encode(codec, view, level)
+
+
+def test_a_slow_encoder_is_no_slow_link(tmp_path: Path, given: Any) -> None:
+    with cloud(tmp_path, given) as node, client(node.server, given, estimate=(estimate := LinkEstimate())) as link:
+        fetch(link, node, given, payload=64 << 10, levels=(), bandwidth=1 << 40)  # as they are held
+        quick, guessed = estimate.bandwidth, estimate.encoding
+        assert quick > 0
+        node.service.packer = slow = Slow(node.packer.shelf)
+        at = time.monotonic()
+        found = fetch(link, node, given, levels=(f"kl-0.05@{given.name}",), bandwidth=1000, deadline_ms=1)
+        seconds = time.monotonic() - at
+        assert seconds > BLOCKS * 0.05
+        # Bytes over those seconds would be far below what the link gives.
+        assert estimate.bandwidth > found.received / seconds * 5
+        assert estimate.encoding != guessed
+        slow.close()
+
+
+def test_refinements_that_come_after_the_answer_are_kept(tmp_path: Path, given: Any) -> None:
+    shelf = Shelf(tmp_path / "mine")
+    shelf.add(given.card)
+    engine = TorchEngine(tiny_llama().model, block_tokens=BLOCK)
+    engine.codec = Codec.open(engine.space, shelf)
+    cost = CostModel()
+    for n in (1, 16, 64, 256):
+        cost.prefill.observe(n, 0, n * 0.05)
+    with ExitStack() as stack:
+        node = stack.enter_context(cloud(tmp_path, given))
+        port = int(node.server.endpoint.rpartition(":")[2])
+        relay = stack.enter_context(Relay(("127.0.0.1", port), rate=200e3))
+        estimate = LinkEstimate(200e3, 0.001)
+        link = stack.enter_context(client(relay, given, estimate=estimate))
+        store = stack.enter_context(TieredStore(64 << 20))
+        remote = Clouds([(link, estimate)], shelf=shelf, seconds=cost.prefill.seconds)
+        runtime = Runtime(engine, store, remote=remote, cost=cost)
+        stack.callback(runtime.close)
+        ids = np.append(given.ids, np.arange(3, 8, dtype="<i4"))
+        until(lambda: link.announced(prefix_keys(given.space.digest, link.welcome.salt, given.ids, BLOCK)) == BLOCKS)
+        usage = runtime.warm(ids, lossy="kl-0.05")
+        assert usage.by_source == {"cloud": BLOCKS * BLOCK}
+        came = {name for name in usage.by_level if damage(name)}
+        assert came, "something lossy"
+
+        def kept() -> list[str]:
+            store.flush()
+            entries = store.entries(runtime.keys(given.ids))
+            return [entry.level.partition("@")[0] for entry in entries if entry is not None]
+
+        finer = {"kl-0.05": "kl-0.008"}
+        assert set(kept()) <= came | {finer.get(name, name) for name in came}
+        until(lambda: not {"kl-0.05"} & set(kept()))
+        runtime.remote = None
+        runtime.pool.clear()
+        again = runtime.prefill(ids, lossy="kl-0.008")
+        assert again.usage.cached_tokens == BLOCKS * BLOCK
 
 
 def test_a_peer_without_the_extension_is_served_as_before(tmp_path: Path, given: Any) -> None:

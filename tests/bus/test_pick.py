@@ -121,3 +121,20 @@ def test_what_blocks_really_take_counts() -> None:
 def test_there_must_be_something_to_pick_from() -> None:
     with pytest.raises(ValueError, match="no level"):
         Picker([], bandwidth=1.0, deadline=1.0, now=0.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(bandwidth=links, deadline=deadlines, blocks=st.integers(1, 64), coder=st.floats(1e-5, 0.1))
+def test_where_all_is_encoded_first_the_deadline_holds_encoding_and_link_one_after_the_other(
+    bandwidth: float, deadline: float, blocks: int, coder: float
+) -> None:
+    picker = Picker(candidates(coder), bandwidth=bandwidth, deadline=deadline, now=0.0, serial=True)
+    encoded = nbytes = 0.0
+    for i in range(blocks):
+        level = picker.pick(blocks - i, encoded)
+        picker.check()
+        encoded += 0.0 if level == EXACT else coder
+        nbytes += SIZES[level]
+    fixed = {name: blocks * ((name != EXACT) * coder + size / bandwidth) for name, size in SIZES.items()}
+    if min(fixed.values()) <= deadline:
+        assert encoded + nbytes / bandwidth <= deadline * (1 + 1e-9)

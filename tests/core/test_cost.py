@@ -114,6 +114,16 @@ def test_bandwidth_follows_a_link_and_drops_at_once() -> None:
     assert link.bandwidth == pytest.approx(1e7, rel=0.1)
 
 
+def test_how_a_peer_encodes_is_what_it_said_last() -> None:
+    link = LinkEstimate()
+    packed, lossy = link.encoding
+    assert 0 < packed < lossy < 1e-7, "a guess"
+    link.encoding_seen(2e-9, 5e-9)
+    for bad in ((-1.0, 1.0), (1.0, math.inf), (math.nan, 0.0)):
+        link.encoding_seen(*bad)
+    assert link.encoding == (2e-9, 5e-9)
+
+
 def test_rtt_is_the_smallest_of_late() -> None:
     link = LinkEstimate(rtt=0.001)
     for seconds in (0.040, 0.300, 0.045):

@@ -12,10 +12,10 @@ from ctxreuse.levels import EXACT, PACKED, damage
 CARD = "@0123456789abcdef"
 RAW = 23_040.0
 LEVELS = (
-    (PACKED, 0.68 * RAW),
-    (f"kl-0.002{CARD}", 0.19 * RAW),
-    (f"kl-0.01{CARD}", 0.13 * RAW),
-    (f"kl-0.05{CARD}", 0.07 * RAW),
+    (PACKED, 0.68 * RAW, 0.0),
+    (f"kl-0.002{CARD}", 0.19 * RAW, 0.0),
+    (f"kl-0.01{CARD}", 0.13 * RAW, 0.0),
+    (f"kl-0.05{CARD}", 0.07 * RAW, 0.0),
 )
 
 
@@ -24,14 +24,14 @@ def taught(decode: float = 2e9) -> CostModel:
     model = CostModel()
     for n in (16, 64, 256, 512, 2048):
         model.prefill.observe(n, 0, 0.004 + n / 550)
-    for name, _ in LEVELS:
+    for name, *_ in LEVELS:
         for nbytes in (1_000_000, 20_000_000):
             model.unpack.observe(name, nbytes, nbytes / decode)
     return model
 
 
 def choose(
-    model: CostModel, bandwidth: float, levels: tuple[tuple[str, float], ...] = LEVELS, **more: float
+    model: CostModel, bandwidth: float, levels: tuple[tuple[str, float, float], ...] = LEVELS, **more: float
 ) -> Decision:
     path = Path(RAW, bandwidth, more.pop("rtt", 0.02), more.pop("delay", 0.0), levels=levels)
     return model.choose(0, 2048, 2080, path, 30)
@@ -52,7 +52,7 @@ def test_more_levels_never_make_it_slower_and_fixed_ones_are_hardly_quicker(
     # What a level is taken to risk (a tenth of its transfer) is not predicted seconds; no other difference may be.
     assert free.predicted <= min(one.predicted or 0.0 for one in fixed) * 1.05 + 0.1 * free.within
     assert free.predicted <= choose(MODEL, bandwidth, (), rtt=rtt).ways["recompute"] * 1.0001
-    assert free.level in {EXACT, *(name for name, _ in allowed)}
+    assert free.level in {EXACT, *(name for name, *_ in allowed)}
     assert free.tokens <= 2048
     if free.way != "recompute":
         assert 0 < free.within <= free.predicted * 1.04
@@ -78,6 +78,17 @@ def test_a_level_that_takes_long_to_decode_is_not_chosen() -> None:
     slow = taught(decode=1e6)
     assert choose(slow, 1.25e8).level == EXACT
     assert choose(slow, 1e4).way == "recompute"
+
+
+def test_a_level_that_takes_the_peer_long_to_encode_is_not_chosen() -> None:
+    slow = tuple((name, nbytes, 0.01) for name, nbytes, _ in LEVELS)
+    assert choose(MODEL, 1.25e8, slow).level == EXACT
+    hidden = tuple((name, nbytes, nbytes / 3e6) for name, nbytes, _ in LEVELS)
+    assert choose(MODEL, 2.5e6, hidden).predicted == pytest.approx(choose(MODEL, 2.5e6).predicted or 0.0, rel=0.2)
+    quick = tuple((name, nbytes, 1e-5) for name, nbytes, _ in LEVELS)
+    assert choose(MODEL, 1.25e8, quick).predicted == pytest.approx(
+        choose(MODEL, 1.25e8).predicted or 0.0, abs=2048 * 1e-5 + 0.01
+    )
 
 
 def test_of_an_unknown_link_the_smallest_level_is_tried() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, replay, store
+from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, replay, store, why
 from ctxreuse.cli.errors import EXIT_ERROR, EXIT_USAGE, run
 from ctxreuse.models.commands import app as models
 
@@ -24,6 +24,8 @@ ctxreuse model get smollm2    fetch the default model (once, about 100 MB)
 ctxreuse store stat           what is kept, and how much of it
 
 ctxreuse replay traffic.jsonl --plot hits.svg   which policy and capacity suit one's own traffic
+
+ctxreuse why --last           what the newest request did not reuse, and why
 
 ctxreuse bench tree --quick   measure a part against baseline and bound
 
@@ -51,6 +53,7 @@ app.add_typer(store.app, name="store")
 app.command("demo")(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("why", epilog=why.EXAMPLES)(why.why)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from ctxreuse_agents import Memory
 
+from ctxreuse.engines import open_engine
 from ctxreuse.why import Why
 
 SYSTEM = "You are a careful clerk of the harbour office. Today is Monday and the tide is high. " + (
@@ -121,22 +122,18 @@ def test_another_tenant_is_named_to_the_devices_user_only(serve: Any, engine: An
     assert explained(closed.http, ask(closed.http, SYSTEM + "!").json()["id"]).reason != "tenant"
 
 
-def test_another_model_names_the_fields(serve: Any, engine: Any) -> None:
-    edge = serve()
+def test_another_model_names_the_fields(edge: Any, folder: Path) -> None:
     ask(edge.http)
     edge.close()
-    from ctxreuse.engines.torch_hf import TorchEngine
-
-    other = TorchEngine(engine._model, engine.text, block_tokens=32)
-    again = serve_with(serve, other, edge)
-    found = explained(again.http, ask(again.http).json()["id"])
+    again = type(edge)(edge.settings, open_engine(str(folder), dtype="bfloat16"))
+    try:
+        found = explained(again.http, ask(again.http).json()["id"])
+        assert again.node.metrics.read("ctxreuse_misses_total", "space") == 1
+    finally:
+        again.close()
     assert found.reason == "space"
-    assert [field.name for field in found.fields] == ["page length"]
-    assert (found.fields[0].here, found.fields[0].there) == ("32", "64")
-
-
-def serve_with(serve: Any, engine: Any, before: Any) -> Any:
-    return type(before)(before.settings, engine)
+    assert [(field.name, field.here, field.there) for field in found.fields] == [("KV type", "bfloat16", "float32")]
+    assert "KV type (bfloat16 here, float32 there)" in found.text
 
 
 def test_hashes_only_and_texts_that_shall_go(serve: Any, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ Known are also Mooncake's traces and sessions of kv-cache-tester, packed (.xz, .
 
 #: KV of one token where neither the trace nor a flag says: 32 layers, 8 KV heads of 128, 16 bits.
 _TOKEN_BYTES = 128 << 10
+#: Blocks of all replays together from which processes of their own are started.
+_WORTH = 2_000_000
 
 
 def replay(
@@ -63,6 +65,9 @@ def replay(
     ] = None,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Of --generate: how many.")] = 10_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of --generate.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Replays side by side; default: one a core.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates, as .svg or .png.")
     ] = None,
@@ -77,7 +82,7 @@ def replay(
         return
     from rich.console import Console
 
-    from ctxreuse.cli.replaying import Bars, line_of, size_of, source
+    from ctxreuse.cli.replaying import Bars, cores, line_of, size_of, source
     from ctxreuse.lab import show
     from ctxreuse.lab.packed import pack
     from ctxreuse.lab.plot import check_plot, draw
@@ -99,7 +104,9 @@ def replay(
         study = Study(packed, block_bytes=each, line=line, window=(int(len(packed) * warm_up), len(packed)))
         sizes = sorted(set(wanted)) or default_capacities(packed, each)
         bars.replaying(len(packed), len(names) * len(sizes))
-        outcomes = [bars.done(outcome) for outcome in study.run(names, sizes, bars.at)]
+        # Starting processes takes a second: less than that is not worth them.
+        many = jobs or cores() if int(packed.length.sum()) * len(names) * len(sizes) >= _WORTH else 1
+        outcomes = list(study.run(names, sizes, bars.at, jobs=many))
     if plot is not None:
         draw(outcomes, f"{packed.name}: {len(packed):,} requests (simulation)", plot)
     if json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +16,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from ctxreuse.lab.replay import Line, Outcome
+    from ctxreuse.lab.replay import Line
     from ctxreuse.lab.trace import Trace
 
-__all__ = ["Bars", "line_of", "size_of", "source"]
+__all__ = ["Bars", "cores", "line_of", "size_of", "source"]
 
 _COST_FILE = "cost.bin"
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def source(path: Path | None, format: str, kind: str | None, requests: int, seed: int) -> Trace:
@@ -137,7 +143,6 @@ class Bars:
         columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._bar: Progress = Progress(*columns, console=console, transient=True, disable=quiet)
         self._task: TaskID | None = None
-        self._requests = self._finished = 0
 
     def __enter__(self) -> Bars:
         self._bar.start()
@@ -157,22 +162,11 @@ class Bars:
         """Reading is done; so many replays follow."""
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._requests = requests
         self._task = self._bar.add_task("bounds", total=requests * replays)
 
     def at(self, name: str, capacity: int, done: int) -> None:
-        """A replay has come to request ``done``."""
+        """``done`` requests of all replays together are behind, and this one is under way."""
         from ctxreuse.units import rounded_bytes
 
         assert self._task is not None
-        self._bar.update(
-            self._task, completed=self._finished + done, description=f"{name} at {rounded_bytes(capacity)}"
-        )
-
-    def done(self, outcome: Outcome) -> Outcome:
-        """A replay has ended."""
-        from ctxreuse.lab.replay import BOUNDS
-
-        if outcome.policy not in BOUNDS:
-            self._finished += self._requests
-        return outcome
+        self._bar.update(self._task, completed=done, description=f"{name} at {rounded_bytes(capacity)}")

@@ -6,7 +6,9 @@ parent is kept. Blocks are numbered in the order of their coming, so a prompt's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ __all__ = ["Ints", "Packed", "pack"]
 Ints = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
+
+_COLUMNS = ("t", "tokens", "session", "label", "stop", "busy")
 
 #: Blocks and requests packed by one round of array work.
 _ROUND_BLOCKS = 1 << 19
@@ -38,7 +42,7 @@ class Packed:
         self,
         name: str,
         block_tokens: int,
-        columns: dict[str, npt.NDArray[np.float64]],
+        columns: Mapping[str, npt.NDArray[Any]],
         known: Small,
         length: Small,
         tip: Small,
@@ -46,10 +50,10 @@ class Packed:
     ) -> None:
         self.name, self.block_tokens = name, block_tokens
         self.t: Floats = columns["t"]
-        self.tokens: Ints = columns["tokens"].astype(np.int64)
-        self.session: Ints = columns["session"].astype(np.int64)
-        self.label: Small = columns["label"].astype(np.int32)
-        self.stop: Small = columns["stop"].astype(np.int32)
+        self.tokens: Ints = columns["tokens"].astype(np.int64, copy=False)
+        self.session: Ints = columns["session"].astype(np.int64, copy=False)
+        self.label: Small = columns["label"].astype(np.int32, copy=False)
+        self.stop: Small = columns["stop"].astype(np.int32, copy=False)
         self.busy: Floats = columns["busy"]
         self.known, self.length, self.tip, self.parent = known, length, tip, parent
         number = np.arange(len(parent), dtype=np.int32)
@@ -87,6 +91,21 @@ class Packed:
         """The path of a request, root first, as int64 [blocks]."""
         runs = [np.arange(run.start, run.stop) for run in self.runs(request)]
         return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+    def save(self, folder: Path) -> None:
+        """Write the columns into a folder, for `load` in another process."""
+        np.save(folder / "name.npy", np.array([self.name]))
+        np.save(folder / "block_tokens.npy", np.array(self.block_tokens))
+        for name in (*_COLUMNS, "known", "length", "tip", "parent"):
+            np.save(folder / f"{name}.npy", getattr(self, name))
+
+    @classmethod
+    def load(cls, folder: Path) -> Packed:
+        """What `save` wrote, mapped: processes on one machine share the memory."""
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS}
+        rest = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("known", "length", "tip", "parent")]
+        name = str(np.load(folder / "name.npy")[0])
+        return cls(name, int(np.load(folder / "block_tokens.npy")), columns, *rest)
 
     def hit_tokens(self, hits: npt.NDArray[np.integer]) -> Ints:
         """Tokens in the first ``hits`` blocks of each request: the last block may be filled in part."""
@@ -131,9 +150,7 @@ class _Packing:
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._table, self.done = trace, IdTable(), 0
-        self._columns: dict[str, list[Floats]] = {
-            name: [] for name in ("t", "tokens", "session", "label", "stop", "busy")
-        }
+        self._columns: dict[str, list[Floats]] = {name: [] for name in _COLUMNS}
         self._known: list[Small] = []
         self._length: list[Small] = []
         self._tip: list[Small] = []

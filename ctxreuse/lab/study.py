@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,6 +14,8 @@ import msgspec
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.bounds import Future
 from ctxreuse.lab.packed import Packed
+from ctxreuse.lab.parallel import Task, Timed
+from ctxreuse.lab.parallel import served as replayed
 from ctxreuse.lab.replay import BOUNDS, Line, Outcome, Served, bound, count, serve
 from ctxreuse.store.policy import make_policy
 
@@ -20,7 +23,7 @@ __all__ = ["About", "Study", "default_capacities", "parse_capacity"]
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
-#: Told of (policy, capacity in bytes, requests done).
+#: Told of a policy and a capacity (bytes) under way, and of the requests done so far in all replays together.
 Progress = Callable[[str, int, int], None]
 
 
@@ -76,11 +79,17 @@ class Study:
         )
 
     def run(
-        self, policies: Sequence[str], capacities: Sequence[int], progress: Progress = lambda name, capacity, done: None
+        self,
+        policies: Sequence[str],
+        capacities: Sequence[int],
+        progress: Progress = lambda name, capacity, done: None,
+        *,
+        jobs: int = 1,
     ) -> Iterator[Outcome]:
         """The infinite cache, then at each capacity (bytes) Belady and the policies, each as it is done.
 
-        Raises ConfigError for an unknown policy or a capacity below one block, before anything runs.
+        ``progress``: see `Progress`. ``jobs``: processes that replay side by side. Raises ConfigError for an unknown
+        policy or a capacity below one block, before anything runs.
         """
         for capacity in capacities:
             if capacity < self.block_bytes:
@@ -90,21 +99,39 @@ class Study:
                 )
             for name in policies:
                 self._make(name, capacity, self.line)
-        yield self._outcome("infinite", 0, bound(self.trace, "infinite", self.future, 0))
-        for capacity in capacities:
-            yield self._outcome(
-                "belady", capacity, bound(self.trace, "belady", self.future, capacity // self.block_bytes)
-            )
-            for name in policies:
-                yield self.replay(name, capacity, partial(progress, name, capacity))
+        tasks = [Task(name, capacity) for capacity in capacities for name in policies]
+        found = (
+            self._side_by_side(tasks, progress, jobs) if jobs > 1 and len(tasks) > 1 else self._each(tasks, progress)
+        )
+        with closing(found):
+            yield self._outcome("infinite", 0, bound(self.trace, "infinite", self.future, 0))
+            for capacity in capacities:
+                blocks = capacity // self.block_bytes
+                yield self._outcome("belady", capacity, bound(self.trace, "belady", self.future, blocks))
+                for name in policies:
+                    served, took = next(found)
+                    yield self._outcome(name, capacity, served, took)
+
+    def _side_by_side(self, tasks: Sequence[Task], progress: Progress, jobs: int) -> Generator[Timed]:
+        def told(task: Task, done: int) -> None:
+            progress(*task, done)
+
+        yield from replayed(self.trace, tasks, self._make, self.line, self.block_bytes, jobs=jobs, progress=told)
+
+    def _each(self, tasks: Sequence[Task], progress: Progress) -> Generator[Timed]:
+        for number, (name, capacity) in enumerate(tasks):
+            yield self._replay(name, capacity, partial(_after, progress, name, capacity, number * len(self.trace)))
 
     def replay(self, name: str, capacity: int, progress: Callable[[int], None] = lambda done: None) -> Outcome:
         """One policy at one capacity."""
+        return self._outcome(name, capacity, *self._replay(name, capacity, progress))
+
+    def _replay(self, name: str, capacity: int, progress: Callable[[int], None]) -> Timed:
         began = time.perf_counter()
         policy = self._make(name, capacity, self.line)
         blocks = capacity // self.block_bytes
         served = serve(self.trace, policy, blocks, block_bytes=self.block_bytes, progress=progress)
-        return self._outcome(name, capacity, served, time.perf_counter() - began)
+        return Timed(served, time.perf_counter() - began)
 
     def _outcome(self, name: str, capacity: int, served: Served, took: float = 0.0) -> Outcome:
         return count(
@@ -118,6 +145,10 @@ class Study:
             window=self.window,
             took=took,
         )
+
+
+def _after(progress: Progress, name: str, capacity: int, before: int, done: int) -> None:
+    progress(name, capacity, before + done)
 
 
 def _make(name: str, capacity: int, line: Line) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import runpy
 from collections.abc import Sequence
 from itertools import takewhile
@@ -14,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ctxreuse.errors import ConfigError
+from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.lab.replay import Line, bound, count, serve
 from ctxreuse.lab.show import sentence
 from ctxreuse.lab.study import Study, default_capacities, parse_capacity
@@ -176,3 +178,45 @@ def test_the_price_of_policies_is_that_of_the_figures() -> None:
     line = Line(0.5, 0.25)
     assert line.rebuild(0, 8) == line.saved(np.array([8]))[0]
     assert line.rebuild(8, 4) == pytest.approx(line.rebuild(0, 12) - line.rebuild(0, 8))
+
+
+def test_side_by_side_is_the_same() -> None:
+    rng = np.random.default_rng(5)
+    paths = [list(range(k * 10, k * 10 + 6)) for k in rng.zipf(1.4, 700) % 40]
+    study = Study(G.packed(paths, stop=[1] * 700, busy=[0.5] * 700), block_bytes=10)
+    told: list[tuple[str, int, int]] = []
+    ask = (["lru", "duel"], [300, 900])
+    alone = list(study.run(*ask, lambda *at: told.append(at)))
+    assert told[-1] == ("duel", 900, 4 * 700)
+    assert [at[2] for at in told] == sorted(at[2] for at in told)
+    together = list(study.run(*ask, lambda *at: told.append(at), jobs=2))
+    assert told[-1] == ("duel", 900, 4 * 700)
+    same = [(o.policy, o.capacity, o.token_hit, o.waste_gbs) for o in alone]
+    assert [(o.policy, o.capacity, o.token_hit, o.waste_gbs) for o in together] == same
+
+
+def test_who_leaves_early_leaves_no_process_behind() -> None:
+    before = set(multiprocessing.active_children())
+    rows = [list(range(n % 50 * 100, n % 50 * 100 + 100)) for n in range(4000)]
+    found = Study(G.packed(rows), block_bytes=1).run(["lru"], [1000, 2000, 3000], jobs=2)
+    assert next(found).policy == "infinite"
+    assert next(found).policy == "belady"
+    assert next(found).policy == "lru"
+    found.close()  # type: ignore[attr-defined]
+    assert set(multiprocessing.active_children()) <= before
+
+
+def ends_its_process(name: str, capacity: int, line: Line) -> Any:
+    if multiprocessing.parent_process() is not None:
+        os._exit(9)
+    return LRU()
+
+
+def test_a_process_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Found by its module's name in the processes, too.
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import test_study
+
+    study = Study(G.packed([[1], [2]]), block_bytes=1, make=test_study.ends_its_process)
+    with pytest.raises(CtxReuseError, match=r"died.*fewer --jobs"):
+        list(study.run(["a", "b"], [10], jobs=2))

@@ -28,7 +28,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("capacity", "policy"):
         made.add_column(column, no_wrap=True)
-    for column in ("tokens", "blocks", "saved", "of all", "moved", "waste GB·s"):
+    for column in ("tokens", "blocks", "saved", "of all", "read", "written", "waste GB·s"):
         made.add_column(column, justify="right", no_wrap=True)
     best = {o.capacity: o.policy for o in sorted(_policies(outcomes), key=lambda o: o.token_hit)}
     before = -1
@@ -41,7 +41,8 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             f"{o.block_hit:.1%}",
             rounded_duration(o.seconds_saved),
             f"{o.seconds_saved / o.seconds:.1%}" if o.seconds else "",
-            "" if o.bytes_written is None else rounded_bytes(o.bytes_read + o.bytes_written),
+            rounded_bytes(o.bytes_read),
+            "" if o.bytes_written is None else rounded_bytes(o.bytes_written),
             "" if o.waste_gbs is None else f"{o.waste_gbs:,.0f}",
             style=style,
         )

@@ -23,7 +23,13 @@ Ints = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
-_COLUMNS = ("t", "tokens", "session", "label", "stop", "busy")
+_COLUMNS: dict[str, Callable[[Request], float]] = {
+    "t": lambda request: request.t,
+    "tokens": lambda request: request.tokens,
+    "session": lambda request: request.session,
+    "mark": lambda request: request.kind.label,
+    "busy": lambda request: request.busy,
+}
 
 #: Blocks and requests packed by one round of array work.
 _ROUND_BLOCKS = 1 << 19
@@ -33,9 +39,9 @@ _ROUND_REQUESTS = 1 << 13
 class Packed:
     """All requests of a trace, by number; about 60 bytes a request and 12 a block. Frozen once made.
 
-    ``t`` seconds, ``tokens``, ``session``, ``label``, ``stop``, ``busy`` as in `Request`; ``length``: blocks of the
-    path; ``tip``: the last of them, -1 for an empty path; ``known``: how many leading blocks came in an earlier
-    request. ``parent`` of each block, -1 for a first one.
+    ``t`` seconds, ``tokens``, ``session``, ``busy`` as in `Request`; ``mark``: the label that policies are told when
+    the turn has been answered; ``length``: blocks of the path; ``tip``: the last of them, -1 for an empty path;
+    ``known``: how many leading blocks came in an earlier request. ``parent`` of each block, -1 for a first one.
     """
 
     def __init__(
@@ -52,8 +58,7 @@ class Packed:
         self.t: Floats = columns["t"]
         self.tokens: Ints = columns["tokens"].astype(np.int64, copy=False)
         self.session: Ints = columns["session"].astype(np.int64, copy=False)
-        self.label: Small = columns["label"].astype(np.int32, copy=False)
-        self.stop: Small = columns["stop"].astype(np.int32, copy=False)
+        self.mark: Small = columns["mark"].astype(np.int32, copy=False)
         self.busy: Floats = columns["busy"]
         self.known, self.length, self.tip, self.parent = known, length, tip, parent
         number = np.arange(len(parent), dtype=np.int32)
@@ -158,7 +163,8 @@ class _Packing:
 
     def take(self, requests: Sequence[Request]) -> None:
         for name, parts in self._columns.items():
-            parts.append(np.array([getattr(request, name) for request in requests], np.float64))
+            read = _COLUMNS[name]
+            parts.append(np.array([read(request) for request in requests], np.float64))
         length = np.array([len(request.path) for request in requests], np.int64)
         ids = np.concatenate([request.path for request in requests]) if len(requests) else np.zeros(0, np.int64)
         before = len(self._table)

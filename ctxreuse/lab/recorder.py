@@ -17,7 +17,7 @@ import msgspec
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
-from ctxreuse.lab.trace import label_of
+from ctxreuse.pauses.kinds import infer
 
 __all__ = ["Recorded", "Recorder", "open_recorder"]
 
@@ -76,7 +76,7 @@ class Recorder:
         self._path, self._limit, self._files, self._clock = path, limit, max(files, 1), clock
         self._head = Head(FORMAT, VERSION, block_tokens, token_bytes, unit)
         self._encode = msgspec.json.Encoder().encode
-        self._queue: queue.Queue[_Prompt | _End | None] = queue.Queue(_QUEUE)
+        self._queue: queue.Queue[_Prompt | _End | _Mark | None] = queue.Queue(_QUEUE)
         self._lock = threading.Lock()
         self._numbers = self._refused = self._written = self._oversize = self._errors = 0
         self._file: IO[bytes] | None = None
@@ -102,10 +102,14 @@ class Recorder:
         size = sum(memoryview(part).nbytes for part in parts)
         return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts, scope=scope)
 
+    def mark(self, keys: Sequence[bytes], label: int) -> None:
+        """The context of these keys paused for the reason ``label`` (`ctxreuse.pauses`): told of its last prompt."""
+        self._offer(_Mark(keys, label))
+
     def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
         """The prompt ``number`` was answered: why it stopped (as APIs write it), tokens of the answer, seconds."""
         if number >= 0:
-            self._offer(_End(number, label_of(finish), output, busy))
+            self._offer(_End(number, infer(finish).label, output, busy))
 
     @property
     def figures(self) -> Recorded:
@@ -134,7 +138,7 @@ class Recorder:
             self._refused += 1
         return -1
 
-    def _offer(self, item: _Prompt | _End) -> bool:
+    def _offer(self, item: _Prompt | _End | _Mark) -> bool:
         try:
             if not self._closed:
                 self._queue.put_nowait(item)
@@ -182,19 +186,27 @@ class Recorder:
         self._file.flush()
         self._size, self._secret = len(head), os.urandom(16)
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        # Of the last requests: their place in this file, by number and by their last block.
         self._places: OrderedDict[int, int] = OrderedDict()
+        self._tips: OrderedDict[bytes, int] = OrderedDict()
         self._rows, self._began, self._last = 0, None, 0.0
 
     def _numbered(self, n: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{n}")
 
-    def _write(self, item: _Prompt | _End) -> None:
+    def _write(self, item: _Prompt | _End | _Mark) -> None:
         if self._file is None or (self._size >= self._limit and isinstance(item, _Prompt)):
             self._begin()
         if isinstance(item, _End):
             place = self._places.pop(item.number, None)
             if place is not None:
                 self._line(Ended(place, item.stop, item.output, round(max(item.busy, 0.0), 4)))
+            return
+        if isinstance(item, _Mark):
+            hashes = [_hash(key, self._secret) for key in item.keys]
+            place = next((self._tips[name] for name in reversed(hashes) if name in self._tips), None)
+            if place is not None:
+                self._line(Ended(place, item.label))
             return
         hashes = self._hashes(item)
         line = self._prompted(item, hashes)
@@ -214,6 +226,11 @@ class Recorder:
         self._places[item.number] = self._rows
         while len(self._places) > _QUEUE:
             self._places.popitem(last=False)
+        if hashes:
+            self._tips[hashes[-1]] = self._rows
+            self._tips.move_to_end(hashes[-1])
+            while len(self._tips) > _QUEUE:
+                self._tips.popitem(last=False)
         self._rows += 1
         self._written += 1
 
@@ -262,6 +279,11 @@ class _Prompt(NamedTuple):
     keys: Sequence[bytes]
     parts: Sequence[Buffer]
     scope: bytes
+
+
+class _Mark(NamedTuple):
+    keys: Sequence[bytes]
+    label: int
 
 
 class _End(NamedTuple):

@@ -27,6 +27,7 @@ import numpy as np
 from ctxreuse.errors import FormatError
 from ctxreuse.lab.lines import UNREADABLE, first_line, read_lines
 from ctxreuse.lab.trace import Request, Trace
+from ctxreuse.pauses.kinds import LABELS
 
 __all__ = ["DIGITS", "FORMAT", "VERSION", "Ended", "Head", "Prompted", "recording", "recording_head"]
 
@@ -62,7 +63,8 @@ class Prompted(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ended(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Request number ``end`` was answered after ``busy`` seconds with ``out`` tokens and stopped for ``stop``."""
+    """Request number ``end`` was answered after ``busy`` seconds with ``out`` tokens and stopped for ``stop``, a label
+    of `ctxreuse.pauses`. A second line on a request adds what it says."""
 
     end: int
     stop: int = 0
@@ -200,13 +202,19 @@ class _Reading:
         return path
 
     def _ended(self, number: int, line: _Line, waiting: deque[Request], done: int) -> None:
-        if not (math.isfinite(line.busy) and line.busy >= 0 and line.out >= 0 and 0 <= line.stop < 1 << 31):
+        if not (math.isfinite(line.busy) and line.busy >= 0 and line.out >= 0 and 0 <= line.stop < LABELS):
             raise ValueError("an end with an impossible count")
         if not 0 <= number < self._count:
             raise ValueError("the end of a request that has not come")
         if number >= done:
             place = number - done
-            waiting[place] = waiting[place]._replace(stop=line.stop, output=line.out, busy=line.busy)
+            known = waiting[place]
+            # What a pause was told as knows more than how an answer ended.
+            told = line.stop and not (known.stop and line.busy)
+            stop, shape = (line.stop & 31, line.stop >> 5) if told else (known.stop, known.shape)
+            waiting[place] = known._replace(
+                stop=stop, shape=shape, output=line.out or known.output, busy=line.busy or known.busy
+            )
 
     def _out(self, request: Request) -> Request:
         """With what is known of the session's turn before."""

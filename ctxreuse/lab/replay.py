@@ -88,7 +88,7 @@ def serve(
     hits, held = np.zeros(len(trace), np.int32), np.zeros(len(trace), np.int32)
     size = trace.block_tokens
     times, tokens, lengths = trace.t.tolist(), trace.tokens.tolist(), trace.length.tolist()
-    marking = bool(trace.stop.any())
+    marking = bool(trace.mark.any())
     marks: list[tuple[float, int, int]] = []
     for request in range(len(trace)):
         now = times[request]
@@ -104,7 +104,7 @@ def serve(
         hits[request] = cache.request(path, block_bytes, counts, now)[0]
         held[request] = cache.nbytes // block_bytes
         if marking and path:
-            heapq.heappush(marks, (now + float(trace.busy[request]), path[-1], int(trace.stop[request])))
+            heapq.heappush(marks, (now + float(trace.busy[request]), path[-1], int(trace.mark[request])))
         if request % _REPORT == 0:
             progress(request)
     progress(len(trace))

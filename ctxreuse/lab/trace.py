@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ctxreuse.pauses.kinds import END_OF_TURN, TOOL_CALL, UNKNOWN, Kind, infer
 
 __all__ = ["END_OF_TURN", "TOOL_CALL", "UNKNOWN", "Path", "Request", "Trace", "label_of"]
 
 #: Block ids, root first: int64 [blocks].
 Path: TypeAlias = npt.NDArray[np.int64]
 
-#: Why a turn stopped, as the policies' labels. Traces tell no more than these.
-UNKNOWN: Final = 0
-TOOL_CALL: Final = 1
-END_OF_TURN: Final = 2
-
-_LABELS = {"tool_use": TOOL_CALL, "tool_calls": TOOL_CALL, "end_turn": END_OF_TURN, "stop": END_OF_TURN}
-
 
 def label_of(stop: str) -> int:
-    """The label of a stop reason as APIs write it; UNKNOWN for what traces do not say."""
-    return _LABELS.get(stop, UNKNOWN)
+    """The reason (see `ctxreuse.pauses.kinds`) that APIs write so; UNKNOWN for what traces do not say."""
+    return infer(stop).reason
 
 
 class Request(NamedTuple):
@@ -32,7 +27,8 @@ class Request(NamedTuple):
     ``t``: seconds since the trace began. ``path``: its blocks; an id stands for everything from the prompt's beginning
     to the end of that block, so equal ids mean equal prefixes. ``tokens``: of the prompt; the last block may be filled
     in part, and tokens behind the last block belong to none. ``session``: the conversation, -1 where unknown.
-    ``label``: why the session's turn before this one stopped; ``stop``: why this one did. ``output``: tokens answered;
+    ``label``: why the session's turn before this one stopped; ``stop``: why this one did (reasons of
+    `ctxreuse.pauses.kinds`). ``output``: tokens answered;
     ``busy``: seconds that the answer took; ``pause``: seconds between the session's last answer and this request.
     ``shape``: what the answer had: 1 for text, 2 for thinking, 4 for calls of tools, added up.
     """
@@ -47,6 +43,11 @@ class Request(NamedTuple):
     busy: float = 0.0
     pause: float = 0.0
     shape: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        """Why this turn stopped and what its answer had, as policies are told."""
+        return Kind(self.stop, bool(self.shape & 1), bool(self.shape & 2), bool(self.shape & 4))
 
 
 class Trace:

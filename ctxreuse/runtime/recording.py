@@ -15,6 +15,10 @@ class Recorder(Protocol):
         """A prompt of ``tokens`` tokens came; ``keys``: of its whole blocks. Its number, below 0 if it is left out."""
         ...
 
+    def mark(self, keys: Sequence[bytes], label: int) -> None:
+        """The context of ``keys``, which goes on from a recorded prompt, paused for the reason ``label``."""
+        ...
+
     def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
         """The prompt ``number`` was answered: why it stopped, tokens of the answer, seconds since it came."""
         ...

@@ -24,6 +24,7 @@ from ctxreuse.lab.packed import pack
 from ctxreuse.lab.recorder import Recorder
 from ctxreuse.lab.recording import recording, recording_head
 from ctxreuse.lab.trace import END_OF_TURN, TOOL_CALL
+from ctxreuse.pauses import Kind
 
 G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
 HEAD = '{"format":"ctxreuse-trace","version":1,"block_tokens":4}'
@@ -121,6 +122,21 @@ def test_nothing_of_the_traffic_is_in_the_file(open_recorder: Any, tmp_path: Pat
     hashes = [set(r.path.tolist()) for name in ("a", "b") for r in recording(tmp_path / name)]
     assert not (hashes[0] | hashes[1]) & (hashes[2] | hashes[3])
     assert (tmp_path / "a").stat().st_mode & 0o077 == 0
+
+
+def test_pauses_are_told_of_the_prompt_they_follow(open_recorder: Any, tmp_path: Path) -> None:
+    recorder = open_recorder()
+    first = recorder.prompt([key(1), key(2)], 8)
+    recorder.prompt([key(1)], 4)
+    recorder.mark([key(1), key(2), key(3), key(4)], Kind(TOOL_CALL, text=True, calls=True).label)
+    recorder.mark([key(8), key(9)], 1)
+    recorder.ended(first, "stop", output=7, busy=2.0)
+    recorder.close()
+    one, two = recording(tmp_path / "r.jsonl")
+    assert (one.stop, one.shape, one.output, one.busy) == (TOOL_CALL, 5, 7, 2.0)
+    assert one.kind == Kind(TOOL_CALL, text=True, calls=True)
+    assert (two.stop, two.shape) == (0, 0)
+    assert pack(recording(tmp_path / "r.jsonl")).mark.tolist() == [one.kind.label, 0]
 
 
 def test_texts_share_their_beginnings(open_recorder: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +32,9 @@ ctxreuse why --last --json              for programs
 A running daemon is asked; else what it left in the store's folder is read.
 """
 
-_WIDTH = 24
+_WIDTH = 28
+# Characters of text shown before a difference, and behind what changed.
+_BEFORE, _BEHIND = 32, 32
 
 
 def why(
@@ -148,37 +151,38 @@ def show_why(found: Why, console: Console) -> None:
         )
     if found.difference is not None and any(span.reason == "new" for span in found.spans):
         console.print()
-        for line in _differing(found.difference):
+        for line in _differing(found.difference, colored=console.color_system is not None):
             console.print(line, soft_wrap=True)
     if found.advice:
         console.print(Text.assemble(("advice  ", "bold"), (found.advice, "green")))
 
 
-def _differing(found: Difference) -> list[Text]:
+def _differing(found: Difference, *, colored: bool) -> list[Text]:
     from rich.text import Text
 
     from ctxreuse.why.reasons import differing
 
     lines = [Text(line) for line in differing(found) if not line.startswith("  ")]
     if found.here or found.there:
-        lines[1:1] = [_side("this", found.before, found.here, found.changed, "green")]
+        lines[1:1] = [_side("this", found.before, found.here, found.changed, "green" * colored)]
         if found.kind == "changed":
-            lines[2:2] = [_side(found.request[:_WIDTH], found.before, found.there, found.other_changed, "red")]
+            other = found.before, found.there, found.other_changed, "red" * colored
+            lines[2:2] = [_side(found.request[:_WIDTH], *other)]
     return lines
 
 
 def _side(name: str, before: str, text: str, changed: int, color: str) -> Text:
+    """One line of the words; what differs stands in ``color``, or without one in brackets."""
     from rich.text import Text
 
     def plain(part: str) -> str:
         return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in part)
 
-    mark, rest = text[:changed], text[changed:]
-    return Text.assemble(
-        (f"  {name:<{_WIDTH}}  ", "dim"),
-        "…",
-        plain(before),
-        (plain(mark) or "∅", f"bold reverse {color}"),
-        plain(rest),
-        "…",
-    )
+    # Whole words are marked, whatever tokens they were made of.
+    start = re.search(r"\w*$", before)
+    end = re.match(r"\w*", text[changed:])
+    before, begun = (before[: start.start()], start[0]) if start is not None else (before, "")
+    changed += len(end[0]) if end is not None and (begun or changed) else 0
+    mark, rest = plain(begun + text[:changed]) or "∅", plain(text[changed : changed + _BEHIND])
+    marked = (mark, f"bold reverse {color}") if color else (f"[{mark}]", "")
+    return Text.assemble((f"  {name:<{_WIDTH}}  ", "dim"), "…", plain(before[-_BEFORE:]), marked, rest, "…")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ctxreuse.store.index import Plan, Put
     from ctxreuse.tree import ContextTree
 
-__all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone"]
+__all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone", "rule_of"]
 
 #: In the store's folder.
 FILE = "gone.journal"
@@ -140,6 +140,12 @@ class GoneBook:
         with self._lock:
             if self._journal is not None:
                 self._journal.close()
+
+
+def rule_of(policy: object) -> str:
+    """The name of a policy; of one that follows others, with whom it follows now."""
+    name, leader = str(getattr(policy, "name", "")), getattr(getattr(policy, "leader", None), "name", "")
+    return f"{name} ({leader} led)" if leader else name
 
 
 def _event(raw: bytes, path: Path) -> _Event:

@@ -16,7 +16,7 @@ __all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 #: Why a block had to be computed. ``new`` to ``space`` are found by comparing with earlier requests and with what left
 #: the store, the rest are the store's and the link's own words.
 REASONS = {
-    "new": "nobody has asked for these tokens after this beginning before",
+    "new": "no earlier request had these tokens after the same beginning",
     "evicted": "they were held and were evicted to make room",
     "dropped": "they were held and were dropped",
     "refused": "they were computed before, and the store did not take them",

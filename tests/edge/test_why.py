@@ -166,8 +166,8 @@ def test_the_command_asks_the_daemon_and_reads_what_it_left(edge: Any, command: 
     name = ask(edge.http, SYSTEM.replace("Monday", "Tuesday")).json()["id"]
     live = command("--last")
     assert live.returncode == 0, live.stderr
-    assert "Tuesday and the tide" in live.stdout
-    assert "Monday and the tide" in live.stdout
+    assert "Today is [Tuesday] and the tide" in live.stdout
+    assert "Today is [Monday] and the tide" in live.stdout
     edge.close()
     left = command(name)
     assert left.stdout == live.stdout

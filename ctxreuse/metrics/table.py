@@ -102,6 +102,11 @@ METRICS = (
     Metric("ctxreuse_http_requests_total", "counter", "HTTP requests by route and class of status.", (_ROUTE, _CLASS)),
     Metric("ctxreuse_http_waiting_requests", "gauge", "Requests that wait or run."),
     Metric("ctxreuse_first_token_seconds", "histogram", "From a request's arrival to its first token."),
+    # pauses
+    Metric("ctxreuse_paused_contexts", "gauge", "Contexts known between requests."),
+    Metric("ctxreuse_demoted_bytes_total", "counter", "KV let go of in memory while its context waits."),
+    Metric("ctxreuse_prefetched_bytes_total", "counter", "KV read from the disk before its context returned."),
+    Metric("ctxreuse_prefetched_returns_total", "counter", "Contexts that returned after they had been read ahead."),
     # the link
     Metric("ctxreuse_links", "gauge", "Links to other nodes, by state.", (_STATE,)),
     Metric("ctxreuse_link_rtt_seconds", "gauge", "Round trip of the best link that is up."),

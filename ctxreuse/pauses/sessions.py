@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.pauses.estimator import Estimator, Pause
-from ctxreuse.pauses.hazard import AGES, BUCKETS, Rates, bucket
+from ctxreuse.pauses.hazard import AGES, BUCKETS, Rates, bucket, worth
 from ctxreuse.pauses.hints import Hint, weight
 from ctxreuse.pauses.kinds import CLOSED, REASONS, RUNNING, SUPERSEDED, Kind
 
@@ -24,8 +24,8 @@ S = TypeVar("S", bound=Hashable)
 _GROWTH, _SOON = 1.3, 20.0
 #: What a session is worth that was closed: as much as one that returns after a year.
 _OVER = 1 / (365 * 86400.0)
-#: Who is expected at a time, and is late by this share of the pause, is expected no more.
-_LATE = 0.5
+#: Who is expected at a time returns around it: between these shares of it most likely, hardly ever before.
+_EARLY, _LATE, _BEFORE = 0.75, 1.5, 0.02
 
 
 class State(NamedTuple):
@@ -115,7 +115,7 @@ class Sessions(Generic[S]):
         held.expect, held.active, held.over = None, True, False
         held.hints.pop("demote", None)
         held.hints.pop("prefetch", None)
-        self._state(session, held, held.running, now)
+        self._state(session, held, now)
 
     def pause(self, session: S, kind: Kind, now: float, *, expect: float | None = None, tenant: str = "") -> None:
         """The session's answer is done, it waits now. ``expect``: seconds until its next request, if that is known.
@@ -134,7 +134,7 @@ class Sessions(Generic[S]):
         held.pause = Pause(kind.stop, kind.tool, held.tenant, name)
         held.told = 0.0
         held.expect = expect if expect is not None and math.isfinite(expect) and expect >= 0 else None
-        self._state(session, held, held.pause, now)
+        self._state(session, held, now)
 
     def hint(self, session: S, name: str, now: float, *, until: float | None = None) -> bool:
         """Take a hint, see `ctxreuse.pauses.hints`; False for an unknown session. Raises ConfigError."""
@@ -183,11 +183,11 @@ class Sessions(Generic[S]):
             self.estimator.away(held.running, held.told_run, now - held.began)
             held.told_run = now - held.began
 
-    def _state(self, session: S, held: _Session, pause: Pause, now: float) -> None:
+    def _state(self, session: S, held: _Session, now: float) -> None:
         held.since = now
         self._since[held.slot] = now
-        self._tables[held.slot] = self.estimator.worth(pause)
-        if held.over or held.expect is not None or held.hints:
+        self._tables[held.slot] = self._worth(held)
+        if held.over or held.hints:
             self._special.add(session)
         else:
             self._special.discard(session)
@@ -210,7 +210,7 @@ class Sessions(Generic[S]):
             if held is None or held.over or now - held.since < _SOON:
                 continue
             self._tell(held, now)
-            self._tables[held.slot] = self.estimator.worth(held.running if held.active else held.pause)
+            self._tables[held.slot] = self._worth(held)
             self._tick += 1
             heapq.heappush(self._due, (self._later(held, now), self._tick, session))
 
@@ -221,13 +221,36 @@ class Sessions(Generic[S]):
             return 0.0
         age = max(now - held.since, 0.0)
         value = float(self._tables[held.slot, bucket(age)])
-        return self._adjusted(held, value, age, now) if session in self._special else value
+        return self._adjusted(held, value, now) if session in self._special else value
 
-    def _adjusted(self, held: _Session, value: float, age: float, now: float) -> float:
+    def rates(self, session: S, now: float) -> Rates:
+        """Returns per second by bucket of age of a session's state, with what was expected; zeros for an unknown one.
+
+        Hints that raise its worth raise them as well.
+        """
+        held = self._sessions.get(session)
+        if held is None or held.over:
+            return np.zeros(BUCKETS)
+        return self._rates(held) * max(weight(held.hints, now), 1.0)
+
+    def _rates(self, held: _Session) -> Rates:
+        rates = self.estimator.rates(held.running if held.active else held.pause)
+        if held.active or held.expect is None:
+            return rates
+        early, late = bucket(_EARLY * held.expect), bucket(_LATE * held.expect + 1.0)
+        expected = rates.copy()
+        expected[:early] *= _BEFORE
+        expected[early : late + 1] = np.maximum(rates[early : late + 1], 2.0 / (AGES[late + 1] - AGES[early]))
+        return expected
+
+    def _worth(self, held: _Session) -> Rates:
+        if held.active or held.expect is None:
+            return self.estimator.worth(held.running if held.active else held.pause)
+        return worth(self._rates(held))
+
+    def _adjusted(self, held: _Session, value: float, now: float) -> float:
         if held.over:
             value = _OVER
-        elif held.expect is not None and age <= held.expect * (1 + _LATE) + 1.0:
-            value = 1.0 / max(held.expect - age, 0.25 * held.expect, 0.5)
         return value * weight(held.hints, now)
 
     def ranked(self, now: float) -> list[S]:
@@ -251,7 +274,7 @@ class Sessions(Generic[S]):
                 held = self._sessions[session]
                 i = place.get(held.slot)
                 if i is not None:
-                    values[i] = self._adjusted(held, float(values[i]), float(ages[i]), now)
+                    values[i] = self._adjusted(held, float(values[i]), now)
         return values
 
     def state(self, session: S, now: float) -> State | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens
+from ctxreuse.pauses import infer, tools_in
 from ctxreuse.runtime.usage import Usage
 from ctxreuse.why import Why
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Live
     from ctxreuse.engines.generate import Piece
     from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.pauses import Kind
     from ctxreuse.runtime.runtime import Runtime
     from ctxreuse.why import About
 
@@ -40,11 +42,12 @@ class Completion:
         branches: Sequence[int],
         lossy: str | None = None,
         about: About | None = None,
+        was: Kind | None = None,
     ) -> None:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
-        self._lossy, self._about = lossy, about
+        self._lossy, self._about, self._was = lossy, about, was
         self._text = runtime.text
         # Re-entrant, as the last piece closes. The context goes to the pool then: nobody may be inside it any more.
         self._lock = threading.RLock()
@@ -100,6 +103,7 @@ class Completion:
 
         runtime, sampling = self._runtime, self._sampling
         self._began = runtime.clock()
+        runtime.waiting.begun(self._prompt, self._was)
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
         reserve = min(sampling.max_tokens, room)
         done = runtime.prefill(
@@ -124,7 +128,10 @@ class Completion:
         self.finish = finish
         live, self._live, self._pieces = self._live, None, None
         if live is not None and finish != "error":
+            ids, nbytes = live.tokens.copy(), live.nbytes  # released, it may be another request's at once
             self._runtime.release(live, lossy=self._lossy)
+            kind = infer(finish, tools_in(self.text), text=bool(self.text))
+            self._runtime.waiting.paused(ids, kind, nbytes=nbytes, lossy=self._lossy)
         if self._runtime.recorder is not None and self._recorded >= 0:
             busy = self._runtime.clock() - self._began
             self._runtime.recorder.ended(self._recorded, finish, output=len(self.tokens), busy=busy)

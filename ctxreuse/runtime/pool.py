@@ -23,6 +23,10 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+def _within(held: Tokens, tokens: Tokens) -> bool:
+    return 0 < len(held) <= len(tokens) and bool((held == tokens[: len(held)]).all())
+
+
 class LivePool:
     """Finished contexts, least recently used first, within ``capacity`` bytes. Any thread may call."""
 
@@ -86,6 +90,18 @@ class LivePool:
             gone = len(self._held) - len(kept)
             self._held = kept
         return gone
+
+    def holds(self, tokens: Tokens) -> int:
+        """Bytes of the contexts that ``tokens`` go on from or are: what `let_go` would free. Pure."""
+        with self._lock:
+            return sum(live.nbytes for live in self._held if _within(live.tokens, tokens))
+
+    def let_go(self, tokens: Tokens) -> int:
+        """Forget the contexts that ``tokens`` go on from or are; returns their bytes."""
+        with self._lock:
+            gone = [live for live in self._held if _within(live.tokens, tokens)]
+            self._held = [live for live in self._held if not _within(live.tokens, tokens)]
+        return sum(live.nbytes for live in gone)
 
     def clear(self) -> None:
         """Forget all contexts."""

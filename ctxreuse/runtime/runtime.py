@@ -30,6 +30,7 @@ from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
 from ctxreuse.runtime.refining import Refining
 from ctxreuse.runtime.usage import Prefilled, Usage
+from ctxreuse.runtime.waiting import Waiting
 from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import About, RequestBook, Why, explain
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
+    from ctxreuse.pauses import Kind
     from ctxreuse.runtime.recording import Recorder
     from ctxreuse.runtime.remote import Fetch, Remote
     from ctxreuse.store.base import WholeStore
@@ -95,6 +97,7 @@ class Runtime:
         self.metrics, self.remote, self.recorder = metrics, remote, recorder
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
+        self.waiting = Waiting(self.pool, store, self.keys, clock)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
         self._arrivals, self._refining = Arrivals(), Refining()
         self._prompts = 0
@@ -208,13 +211,15 @@ class Runtime:
         branches: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
+        was: Kind | None = None,
     ) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
         ``branches``, ``about``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
+        ``was``: what its session waited for since the last answer, if the prompt tells.
         """
         self.permit(lossy)
-        return Completion(self, self.checked(tokens), sampling, branches, lossy, about)
+        return Completion(self, self.checked(tokens), sampling, branches, lossy, about, was)
 
     def warm(
         self,

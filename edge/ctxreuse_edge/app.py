@@ -29,6 +29,7 @@ from ctxreuse.store import Ledger, TieredStore, open_store
 from ctxreuse.why import FILE, RequestBook
 from ctxreuse_edge.api import routes
 from ctxreuse_edge.contexts import Contexts
+from ctxreuse_edge.keeper import Keeper
 from ctxreuse_edge.links import Links
 from ctxreuse_edge.node import ModelName, Node
 from ctxreuse_edge.worker import Worker
@@ -125,6 +126,9 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     if settings.edge.sync:
         links.give(store, rate=settings.edge.sync_rate, busy=lambda: worker.held > 0)
     contexts = Contexts(ledger, runtime, store, folder / "pins.json")
+    keeper = Keeper(runtime, lambda: worker.held > 0, folder / "pauses.bin")
+    stack.callback(keeper.close)
+    keeper.watch(node.metrics)
     disk = store.disk
     watch_store(node.metrics, store.stats, disk.stats if disk is not None else None, lambda: runtime.pool.nbytes)
     node.metrics.watch(lambda: node.metrics.set("ctxreuse_http_waiting_requests", worker.held))

@@ -26,6 +26,8 @@ from ctxreuse.daemon.openai import (
 )
 from ctxreuse.engines.prompt import Prompted, prompt
 from ctxreuse.engines.text import Message
+from ctxreuse.pauses import Kind
+from ctxreuse.pauses.kinds import TOOL_CALL
 from ctxreuse.why import About, Part
 from ctxreuse_edge.api.answers import Answer, body_of, finish_of, id_of, known_model, lossy_of, sampling_of
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from ctxreuse.runtime import Completion
     from ctxreuse_edge.node import Node
     from ctxreuse_edge.worker import Running
+
+#: Roles of messages that bring a tool's result: the session waited for it, whatever its answer had said.
+_TOOL_ROLES = frozenset(("tool", "function"))
 
 __all__ = ["EdgeChatRequest", "about_messages", "branches_of", "routes"]
 
@@ -85,7 +90,8 @@ def routes(node: Node) -> list[Route]:
             lossy = lossy_of(node, asked.ctxreuse.lossy)
             about = about_messages([*before, *messages], found, id_of(request), name)
             branches = branches_of(found.ends)
-            return node.runtime.complete(found.ids, sampling, branches=branches, lossy=lossy, about=about)
+            was = Kind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
+            return node.runtime.complete(found.ids, sampling, branches=branches, lossy=lossy, about=about, was=was)
 
         return _Chat(node, asked, node.worker.begin(make), name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,8 +23,51 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 #: Bytes of one line: a session of 900,000 tokens over hundreds of turns takes a hundredth of it.
 MOST_LINE = 32 << 20
 
+#: Memory that unpacking an .xz may take: the strongest setting of the program needs 65 MiB, a bomb asks for gigabytes.
+_MOST_XZ = 256 << 20
+_CHUNK = 1 << 16
+
+
+class _Xz(io.RawIOBase):
+    """An .xz file unpacked as it is read. `lzma.open` would give it all the memory that its header asks for."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._rest = b""
+        # None between two streams: several may follow each other, with zeros between them.
+        self._stream: lzma.LZMADecompressor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        while True:
+            if self._stream is None:
+                self._rest = self._rest or self._file.read(_CHUNK)
+                if not self._rest:
+                    return 0
+                self._rest = self._rest.lstrip(b"\0")
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_XZ) if self._rest else None
+                continue
+            packed, self._rest = self._rest, b""
+            if not packed and self._stream.needs_input:
+                packed = self._file.read(_CHUNK)
+                if not packed:
+                    raise EOFError("it ends too early")
+            data = self._stream.decompress(packed, len(room))
+            if self._stream.eof:
+                self._rest, self._stream = self._stream.unused_data, None
+            if data:
+                room[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 _OPENERS: dict[bytes, Callable[[Path], Any]] = {
-    b"\xfd7zXZ": lzma.LZMAFile,
+    b"\xfd7zXZ": lambda path: io.BufferedReader(_Xz(path), _CHUNK),
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
 }

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import runpy
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,40 @@ def test_files_that_are_no_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * 5000 + b"{}"))
     with pytest.raises(FormatError, match="longer than"):
         open_trace(tmp_path / "bomb.gz")
+
+
+def test_packed_streams_may_follow_each_other(tmp_path: Path) -> None:
+    first, second = (json.dumps(row).encode() + b"\n" for row in ROWS)
+    file = tmp_path / "t.xz"
+    for data in (
+        lzma.compress(first) + lzma.compress(second),
+        lzma.compress(first) + b"\0" * 200_000 + lzma.compress(b"") + lzma.compress(second) + b"\0" * 8,
+        lzma.compress(first + second + b"\n" * 300_000),
+    ):
+        file.write_bytes(data)
+        assert [r.path.tolist() for r in mooncake(file)] == [[0, 1], [0, 1, 2]]
+    file.write_bytes(lzma.compress(first) + b"x")
+    with pytest.raises(FormatError, match="damaged"):
+        list(mooncake(file))
+
+
+def test_unpacking_takes_no_more_memory_than_it_may(tmp_path: Path) -> None:
+    # 768 MiB of window for a few bytes.
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 768 << 20}]
+    data = lzma.compress(json.dumps(ROWS[0]).encode(), filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20}])
+    file = tmp_path / "bomb.xz"
+    file.write_bytes(data)
+    assert len(list(mooncake(file))) == 1
+    # The window's size is one byte of the block's header, which has a checksum of its own.
+    size = lzma._encode_filter_properties(filters[0])  # type: ignore[attr-defined]
+    old = lzma._encode_filter_properties({"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20})  # type: ignore[attr-defined]
+    start = 12
+    length = (data[start] + 1) * 4
+    header = bytearray(data[start : start + length - 4])
+    header[header.index(b"\x21\x01" + old) + 2] = size[0]
+    file.write_bytes(data[:start] + bytes(header) + zlib.crc32(header).to_bytes(4, "little") + data[start + length :])
+    with pytest.raises(FormatError, match=r"damaged: Memory usage limit"):
+        list(mooncake(file))
 
 
 def test_sessions_run_side_by_side(tmp_path: Path) -> None:

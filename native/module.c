@@ -5,6 +5,7 @@
  */
 #include "arguments.h"
 #include "module_lossless.h"
+#include "module_policy.h"
 #include "module_klt.h"
 #include "module_rans.h"
 
@@ -338,7 +339,7 @@ static PyObject *use(PyObject *module, PyObject *name) {
 }
 
 static int start(PyObject *module) {
-    (void)module;
+    if (PyModule_AddFunctions(module, policy_methods) < 0) return -1;
     if (ctx_active()) return 0;
     const ctx_kernels *const *tables;
     size_t count = ctx_usable(&tables);

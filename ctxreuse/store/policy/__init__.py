@@ -12,6 +12,7 @@ from ctxreuse.store.policy.duel import Duel, Standing
 from ctxreuse.store.policy.gdsf import GDSF
 from ctxreuse.store.policy.lfu import LFU
 from ctxreuse.store.policy.lru import LRU
+from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow
 from ctxreuse.store.policy.s3fifo import S3FIFO
 from ctxreuse.store.policy.shadow import Served, Shadow
 
@@ -22,10 +23,13 @@ __all__ = [
     "LFU",
     "LRU",
     "NAMES",
+    "NATIVE",
     "S3FIFO",
     "Duel",
     "Facts",
     "Learner",
+    "NativeRoster",
+    "NativeShadow",
     "Policy",
     "Rebuild",
     "Served",
@@ -75,5 +79,7 @@ def make_policy(
             raise ConfigError(f"no eviction policy {policy!r}", fix=fix)
         return single_policy(policy, rebuild)
     names = named.split(",") if named else CONTENDERS
-    shadows = [Shadow[K](single_policy(name, rebuild), capacity) for name in names]
-    return Duel(shadows, capacity, rng if rng is not None else SystemRandom())
+    coins = rng if rng is not None else SystemRandom()
+    if rebuild is None and set(names) <= set(NATIVE):
+        return Duel([NativeShadow[K](name, capacity) for name in names], capacity, coins, NativeRoster())
+    return Duel([Shadow[K](single_policy(name, rebuild), capacity) for name in names], capacity, coins)

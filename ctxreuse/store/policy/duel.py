@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import Generic
+from typing import Any, Generic
 
 import msgspec
 
 from ctxreuse.store.policy.base import Facts, K
 from ctxreuse.store.policy.guard import Guard
+from ctxreuse.store.policy.native import NativeRoster
 from ctxreuse.store.policy.roster import Contender, Roster
 
 __all__ = ["Duel", "Standing"]
@@ -64,13 +65,13 @@ class Duel(Generic[K]):
         contenders: Sequence[Contender[K]],
         capacity: int,
         rng: Random,
-        roster: Roster[K] | None = None,
+        roster: Roster[K] | NativeRoster[K] | None = None,
         worth: Callable[[int, int], float] | None = None,
     ) -> None:
         """``contenders`` are fresh shadows of ``capacity``. ``worth(start, tokens)`` is that of tokens of a context
-        after its first ``start`` (default: their number)."""
+        after its first ``start`` (default: their number). ``roster``: that of the contenders' kind."""
         self.contenders, self.capacity = tuple(contenders), capacity
-        self._roster: Roster[K] = roster if roster is not None else Roster()
+        self._roster: Any = roster if roster is not None else Roster()
         self._worth = worth
         self._guard = Guard(len(self.contenders), rng)
         self._scores = [0.0] * len(self.contenders)
@@ -177,7 +178,8 @@ class Duel(Generic[K]):
         self._roster.drop(key)
 
     def order(self) -> Iterator[K]:
-        return self._roster.order(self.leader)
+        order: Iterator[K] = self._roster.order(self.leader)
+        return order
 
     @property
     def standing(self) -> Standing:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple
 
 from ctxreuse.store.policy.base import Facts, K, Rebuild, prefill_line
+from ctxreuse.store.policy.shadow import Shadow
 from ctxreuse.store.policy.trials import Trials
 
 __all__ = ["GDSF", "MOST_CLASSES", "efficiency_class"]
@@ -54,7 +55,7 @@ class GDSF(Generic[K]):
         self.alpha = alpha if alpha is not None else 0.0
         self._trials: Trials[K] | None = None
         if alpha is None:
-            self._trials = Trials(lambda alpha: GDSF(self._rebuild, alpha), self._rebuild)
+            self._trials = Trials(lambda alpha, capacity: Shadow(GDSF(self._rebuild, alpha), capacity), self._rebuild)
         self._held: dict[K, _Held[K]] = {}
         self._children: dict[K, int] = {}
         self._used: dict[K, int] = {}
@@ -65,6 +66,11 @@ class GDSF(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def tuned(self) -> bool:
+        """False while trials for ``alpha`` are still to come or running."""
+        return self._trials is None
 
     def insert(self, facts: Facts[K], now: float) -> None:
         key = facts.key

@@ -77,9 +77,14 @@ class Shadow(Generic[K]):
             self._asked(path, size, count, now)
         blocks = self.match(path)
         found = sum(count[:blocks])
-        fresh = list(path[blocks:])
+        fresh: list[K] = []
         depth, parent = found, path[blocks - 1] if blocks else None
-        for key, nbytes, more in zip(fresh, size[blocks:], count[blocks:]):
+        for key, nbytes, more in zip(path[blocks:], size[blocks:], count[blocks:]):
+            if key in self._held:
+                # Held, but not behind this: keys that were made up. The rest cannot be placed.
+                path = path[: blocks + len(fresh)]
+                break
+            fresh.append(key)
             depth += more
             self._hold(Facts(key, parent, more, depth, nbytes), now)
             parent = key
@@ -118,8 +123,10 @@ class Shadow(Generic[K]):
             if not victims:
                 break
         for key in reversed(path):
-            if self.nbytes <= self.capacity or self._children.get(key):
+            if self.nbytes <= self.capacity or key in self._children:
                 break
+            if key not in self._held:
+                continue
             self.remove(key, now)
             gone.append(key)
         return gone

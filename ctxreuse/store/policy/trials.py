@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Generic, Protocol
 
-from ctxreuse.store.policy.base import K, Policy, Rebuild
-from ctxreuse.store.policy.shadow import Shadow
+from ctxreuse.store.policy.base import K, Rebuild
+from ctxreuse.store.policy.shadow import Served
 
 __all__ = ["ALPHAS", "Trials"]
 
@@ -19,6 +19,10 @@ _WINDOW, _LONGEST = 5, 5_000
 _BLOCKS = 512
 
 
+class _Cache(Protocol[K]):
+    def request(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> Served[K]: ...
+
+
 class Trials(Generic[K]):
     """One caches for each of ``ALPHAS``, started at the first eviction and judged by seconds of prefill saved.
 
@@ -27,11 +31,12 @@ class Trials(Generic[K]):
     the window counts.
     """
 
-    def __init__(self, make: Callable[[float], Policy[K]], rebuild: Rebuild) -> None:
+    def __init__(self, make: Callable[[float, int], _Cache[K]], rebuild: Rebuild) -> None:
+        """``make(alpha, capacity)``: an empty shadow of that policy."""
         self._make, self._rebuild = make, rebuild
         self._seen = self._blocks = self._window = 0
         self._share = 1
-        self._caches: list[Shadow[K]] = []
+        self._caches: list[_Cache[K]] = []
         self._saved: list[float] = []
 
     def full(self, capacity: Callable[[], int], blocks: int) -> None:
@@ -40,7 +45,7 @@ class Trials(Generic[K]):
             return
         self._share = max(1, round(blocks / _BLOCKS))
         self._window = min(_WINDOW * max(self._seen, 1), _LONGEST)
-        self._caches = [Shadow(self._make(alpha), max(1, capacity() // self._share)) for alpha in ALPHAS]
+        self._caches = [self._make(alpha, max(1, capacity() // self._share)) for alpha in ALPHAS]
         self._saved = [0.0] * len(ALPHAS)
         self._seen = 0
 

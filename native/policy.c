@@ -1,0 +1,244 @@
+/* policy.c - shadows: serving paths, evicting, listing. */
+#include "policy.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static uint64_t block_id(const void *owner, uint32_t place) {
+    return policy_id(((const policy_shadow *)owner)->blocks + place);
+}
+
+static uint32_t find(const policy_shadow *shadow, uint64_t id) {
+    uint32_t at = policy_hash_start(&shadow->hash, id);
+    return policy_hash_next(&shadow->hash, id, &at, shadow, block_id);
+}
+
+policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token, double per_pair, double alpha) {
+    policy_shadow *shadow = calloc(1, sizeof *shadow);
+    if (!shadow) return NULL;
+    shadow->kind = kind;
+    shadow->capacity = capacity;
+    shadow->per_token = per_token;
+    shadow->per_pair = per_pair;
+    shadow->alpha = alpha;
+    shadow->free = shadow->bucket_free = shadow->bucket_first = POLICY_NONE;
+    for (int i = 0; i < POLICY_CLASSES; i++) {
+        shadow->queues[i] = (policy_queue){POLICY_NONE, POLICY_NONE, 0};
+        shadow->worth[i] = pow(2.0, i / 4.0);
+    }
+    return shadow;
+}
+
+void policy_free(policy_shadow *shadow) {
+    if (!shadow) return;
+    free(shadow->blocks);
+    free(shadow->buckets);
+    free(shadow->hash.slots);
+    policy_ghosts_free(&shadow->ghosts);
+    free(shadow);
+}
+
+size_t policy_bytes(const policy_shadow *shadow) {
+    return sizeof *shadow + (size_t)shadow->room * sizeof(policy_block) + (size_t)shadow->hash.size * sizeof(uint32_t) +
+           (size_t)shadow->bucket_room * sizeof(policy_bucket) + policy_ghosts_bytes(&shadow->ghosts);
+}
+
+static int reserve(policy_shadow *shadow, size_t more) {
+    if (more >= POLICY_NONE / 2) return -1;
+    if (policy_hash_reserve(&shadow->hash, (uint32_t)more, shadow, block_id) < 0) return -1;
+    if (policy_kind_reserve(shadow, (uint32_t)more) < 0) return -1;
+    uint64_t need = (uint64_t)shadow->count + more;
+    if (need <= shadow->room) return 0;
+    need += need / 8;
+    if (need >= POLICY_NONE) return -1;
+    policy_block *blocks = realloc(shadow->blocks, (size_t)need * sizeof *blocks);
+    if (!blocks) return -1;
+    shadow->blocks = blocks;
+    shadow->room = (uint32_t)need;
+    return 0;
+}
+
+static uint32_t add(policy_shadow *shadow, uint64_t id, uint32_t parent, uint32_t nbytes, uint32_t start, uint32_t tokens) {
+    uint32_t place = shadow->free;
+    if (place != POLICY_NONE) shadow->free = shadow->blocks[place].next;
+    else place = shadow->used++;
+    shadow->blocks[place] = (policy_block){
+        (uint32_t)id, (uint32_t)(id >> 32), parent, nbytes, POLICY_NONE, POLICY_NONE, 0, shadow->step, 0};
+    if (parent != POLICY_NONE) shadow->blocks[parent].children++;
+    shadow->nbytes += nbytes;
+    shadow->count++;
+    policy_hash_add(&shadow->hash, id, place);
+    policy_kind_start(shadow, place, start, tokens);
+    return place;
+}
+
+static uint64_t take_out(policy_shadow *shadow, uint32_t place) {
+    policy_kind_remove(shadow, place);
+    policy_block *block = shadow->blocks + place;
+    uint64_t id = policy_id(block);
+    uint32_t parent = block->parent, data = block->data;
+    policy_hash_remove(&shadow->hash, id, place, shadow, block_id);
+    shadow->nbytes -= block->nbytes;
+    shadow->count--;
+    block->next = shadow->free;
+    shadow->free = place;
+    policy_kind_gone(shadow, data, id);
+    if (parent != POLICY_NONE && !--shadow->blocks[parent].children) policy_kind_leaf(shadow, parent);
+    return id;
+}
+
+size_t policy_match(const policy_shadow *shadow, const uint64_t *ids, size_t n) {
+    size_t held = 0;
+    while (held < n && find(shadow, ids[held]) != POLICY_NONE) held++;
+    return held;
+}
+
+int policy_holds(const policy_shadow *shadow, uint64_t id) { return find(shadow, id) != POLICY_NONE; }
+
+static void use(policy_shadow *shadow, const uint64_t *ids, size_t n) {
+    shadow->step++;
+    while (n--) {
+        uint32_t place = find(shadow, ids[n]);
+        if (place == POLICY_NONE) continue;
+        shadow->blocks[place].used = shadow->step;
+        policy_kind_use(shadow, place);
+    }
+}
+
+int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n) {
+    if (n >= POLICY_NONE / 2 || policy_kind_reserve(shadow, (uint32_t)n) < 0) return -1;
+    use(shadow, ids, n);
+    return 0;
+}
+
+static void evict(policy_shadow *shadow, policy_gone_fn gone, void *context) {
+    if (policy_kind_restless(shadow)) {
+        while (shadow->nbytes > shadow->capacity) {
+            uint32_t place = policy_kind_victim(shadow);
+            if (place == POLICY_NONE) return;
+            gone(context, take_out(shadow, place));
+        }
+        return;
+    }
+    for (int found = 1; found && shadow->nbytes > shadow->capacity;) {
+        found = 0;
+        for (uint32_t place = policy_kind_after(shadow, POLICY_NONE), next;
+             place != POLICY_NONE && shadow->nbytes > shadow->capacity; place = next) {
+            const policy_block *block = shadow->blocks + place;
+            next = policy_kind_after(shadow, place);
+            if (block->children || block->used == shadow->step) continue;
+            gone(context, take_out(shadow, place));
+            found = 1;
+        }
+    }
+}
+
+int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *sizes, const uint32_t *tokens, size_t n,
+                   size_t *hit, policy_gone_fn gone, void *context) {
+    if (reserve(shadow, n) < 0) return -1;
+    size_t held = policy_match(shadow, ids, n);
+    uint32_t parent = held ? find(shadow, ids[held - 1]) : POLICY_NONE, start = 0;
+    *hit = held;
+    for (size_t i = 0; i < held; i++) start += tokens[i];
+    for (size_t i = held; i < n; i++) {
+        /* What is held, but not behind this, belongs to another path: keys that were made up. */
+        if (find(shadow, ids[i]) != POLICY_NONE) {
+            n = i;
+            break;
+        }
+        parent = add(shadow, ids[i], parent, sizes[i], start, tokens[i]);
+        start += tokens[i];
+    }
+    use(shadow, ids, n);
+    evict(shadow, gone, context);
+    while (n-- && shadow->nbytes > shadow->capacity) {
+        uint32_t place = find(shadow, ids[n]);
+        if (place == POLICY_NONE) continue;
+        if (shadow->blocks[place].children) break;
+        gone(context, take_out(shadow, place));
+    }
+    return 0;
+}
+
+int policy_hold(policy_shadow *shadow, uint64_t id, int has_parent, uint64_t parent, uint32_t nbytes, uint32_t start,
+                uint32_t tokens) {
+    uint32_t above = has_parent ? find(shadow, parent) : POLICY_NONE;
+    if ((has_parent && above == POLICY_NONE) || policy_holds(shadow, id)) return 0;
+    if (reserve(shadow, 1) < 0) return -1;
+    add(shadow, id, above, nbytes, start, tokens);
+    return 0;
+}
+
+int policy_fit(policy_shadow *shadow, policy_gone_fn gone, void *context) {
+    shadow->step++;
+    evict(shadow, gone, context);
+    return 0;
+}
+
+int policy_drop(policy_shadow *shadow, uint64_t id) {
+    uint32_t place = find(shadow, id);
+    if (place == POLICY_NONE || shadow->blocks[place].children) return 0;
+    take_out(shadow, place);
+    return 1;
+}
+
+/* Behind the leaves: blocks with children, each as soon as the last of these is named. */
+static size_t peel(const policy_shadow *shadow, uint32_t *places, size_t found, uint32_t *lost) {
+    memset(lost, 0, (size_t)shadow->used * sizeof *lost);
+    for (size_t i = 0; i < found; i++) {
+        uint32_t parent = shadow->blocks[places[i]].parent;
+        if (parent != POLICY_NONE && ++lost[parent] == shadow->blocks[parent].children) places[found++] = parent;
+    }
+    return found;
+}
+
+ptrdiff_t policy_order(const policy_shadow *shadow, uint64_t *out, size_t limit) {
+    size_t found = 0;
+    if (limit > shadow->count) limit = shadow->count;
+    if (!policy_kind_restless(shadow)) {
+        for (uint32_t place = POLICY_NONE; found < limit; found++) {
+            place = policy_kind_after(shadow, place);
+            out[found] = policy_id(shadow->blocks + place);
+        }
+        return (ptrdiff_t)found;
+    }
+    uint32_t *places = malloc(((size_t)shadow->count + shadow->used + 1) * sizeof *places);
+    if (!places) return -1;
+    found = policy_kind_leaves(shadow, places, limit);
+    if (found < limit) found = peel(shadow, places, found, places + shadow->count);
+    if (found > limit) found = limit;
+    for (size_t i = 0; i < found; i++) out[i] = policy_id(shadow->blocks + places[i]);
+    free(places);
+    return (ptrdiff_t)found;
+}
+
+uint64_t policy_beyond(const policy_shadow *shadow, const policy_shadow *other) {
+    uint64_t nbytes = 0;
+    for (uint32_t at = 0; at < shadow->hash.size; at++) {
+        uint32_t place = shadow->hash.slots[at];
+        if (place != POLICY_NONE && !policy_holds(other, block_id(shadow, place))) nbytes += shadow->blocks[place].nbytes;
+    }
+    return nbytes;
+}
+
+const char *policy_check(const policy_shadow *shadow) {
+    uint64_t nbytes = 0, children = 0, inner = 0, count = 0;
+    for (uint32_t at = 0; at < shadow->hash.size; at++) {
+        uint32_t place = shadow->hash.slots[at];
+        if (place == POLICY_NONE) continue;
+        if (place >= shadow->used) return "a place is outside the arena";
+        const policy_block *block = shadow->blocks + place;
+        if (find(shadow, policy_id(block)) != place) return "a block is filed twice";
+        if (block->parent != POLICY_NONE && find(shadow, block_id(shadow, block->parent)) != block->parent)
+            return "the parent of a block is not held";
+        nbytes += block->nbytes;
+        children += block->children;
+        inner += block->parent != POLICY_NONE;
+        count++;
+    }
+    if (count != shadow->count || count != shadow->hash.count) return "blocks are counted wrongly";
+    if (nbytes != shadow->nbytes) return "bytes are counted wrongly";
+    if (children != inner) return "children are counted wrongly";
+    return shadow->nbytes > shadow->capacity ? "more is held than the capacity" : NULL;
+}

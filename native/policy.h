@@ -1,0 +1,187 @@
+/* policy.h - caches without contents: what an eviction policy would hold, from 8-byte ids, in an arena.
+ *
+ * The twins of ctxreuse/store/policy/{shadow,lru,lfu,s3fifo,arc,gdsf,roster}.py, which are the reference: the same
+ * requests give the same victims. Not thread-safe. A call that has no memory for what it might have to hold fails before
+ * it has changed anything.
+ *
+ * Words
+ *   id        the first 8 bytes of a block's key, little-endian (or the number that the key is)
+ *   place     index of a block in the arena; POLICY_NONE: none
+ *   keep      blocks of the request that is being served: they go last
+ */
+#ifndef CTXREUSE_POLICY_H
+#define CTXREUSE_POLICY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define POLICY_NONE UINT32_MAX
+
+/* ---- An open hash from 64 bits to places, whose entries lie elsewhere. ------------------------------------------ */
+
+typedef struct policy_hash {
+    uint32_t *slots;
+    uint32_t size, count; /* slots and entries; at most 4 in 5 are taken */
+} policy_hash;
+
+typedef uint64_t (*policy_id_fn)(const void *owner, uint32_t place);
+
+/* Room for `more` entries; -1 without memory. */
+int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, policy_id_fn id_of);
+/* The first entry of that id at or after *at (start with policy_hash_start), or POLICY_NONE; *at is then behind it. */
+uint32_t policy_hash_start(const policy_hash *hash, uint64_t id);
+uint32_t policy_hash_next(const policy_hash *hash, uint64_t id, uint32_t *at, const void *owner, policy_id_fn id_of);
+void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place);
+void policy_hash_remove(policy_hash *hash, uint64_t id, uint32_t place, const void *owner, policy_id_fn id_of);
+
+/* ---- Ghosts: ids of what went, in two queues. ------------------------------------------------------------------- */
+
+typedef struct policy_ghost {
+    uint32_t low, high, prev, next;
+} policy_ghost;
+
+typedef struct policy_ghosts {
+    policy_ghost *all;
+    uint8_t *queue_of;
+    uint32_t room, used, free;
+    uint32_t head[2], tail[2], count[2];
+    policy_hash hash;
+} policy_ghosts;
+
+int policy_ghosts_reserve(policy_ghosts *ghosts, uint32_t more);
+uint32_t policy_ghosts_find(const policy_ghosts *ghosts, uint64_t id);
+void policy_ghosts_push(policy_ghosts *ghosts, uint64_t id, int queue); /* an id that is there already moves */
+void policy_ghosts_take(policy_ghosts *ghosts, uint32_t place);
+void policy_ghosts_pop(policy_ghosts *ghosts, int queue);
+size_t policy_ghosts_bytes(const policy_ghosts *ghosts);
+void policy_ghosts_free(policy_ghosts *ghosts);
+
+/* ---- Shadows ---------------------------------------------------------------------------------------------------- */
+
+typedef enum policy_kind { POLICY_LRU, POLICY_LFU, POLICY_S3FIFO, POLICY_ARC, POLICY_GDSF, POLICY_KINDS } policy_kind;
+
+enum { POLICY_CLASSES = 64 };
+
+typedef struct policy_block {
+    uint32_t low, high;  /* the id: two halves keep a block at 36 bytes */
+    uint32_t parent;     /* place */
+    uint32_t nbytes;
+    uint32_t prev, next; /* in its queue; next alone where it is free */
+    uint32_t children;
+    uint32_t used;       /* number of the request that used it last */
+    uint32_t data;       /* the kind's own: see policy_kinds.c */
+} policy_block;
+
+typedef struct policy_queue {
+    uint32_t head, tail, count;
+} policy_queue;
+
+/* LFU: the blocks of one count of uses, in a list by count. */
+typedef struct policy_bucket {
+    policy_queue queue;
+    uint32_t uses, prev, next;
+} policy_bucket;
+
+typedef struct policy_shadow {
+    policy_kind kind;
+    uint64_t capacity, nbytes;
+    policy_block *blocks;
+    uint32_t room, used, free, count, step;
+    policy_hash hash;
+    policy_queue queues[POLICY_CLASSES]; /* LRU: the first; S3-FIFO, ARC: two; GDSF: by class */
+    uint64_t filled;                     /* GDSF: bit of each class that has a queue */
+    policy_bucket *buckets;              /* LFU */
+    uint32_t bucket_room, bucket_used, bucket_free, bucket_first;
+    policy_ghosts ghosts;
+    uint32_t wanted;                     /* ARC */
+    double per_token, per_pair, alpha;   /* GDSF */
+    double worth[POLICY_CLASSES];
+} policy_shadow;
+
+/* What `policy_request` calls with each block that went. */
+typedef void (*policy_gone_fn)(void *context, uint64_t id);
+
+policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token, double per_pair, double alpha);
+void policy_free(policy_shadow *shadow);
+size_t policy_bytes(const policy_shadow *shadow);
+
+/* Leading ids that are held. */
+size_t policy_match(const policy_shadow *shadow, const uint64_t *ids, size_t n);
+int policy_holds(const policy_shadow *shadow, uint64_t id);
+
+/* Serve a path and hold all of it, as far as there is room. `*hit` blocks were held; -1 without memory. */
+int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *sizes, const uint32_t *tokens, size_t n,
+                   size_t *hit, policy_gone_fn gone, void *context);
+
+/* Hold one more block behind `parent` (has_parent: which is held, else nothing is done), after `start` tokens. */
+int policy_hold(policy_shadow *shadow, uint64_t id, int has_parent, uint64_t parent, uint32_t nbytes, uint32_t start,
+                uint32_t tokens);
+/* One use of a path, of which what is not held is passed over; -1 without memory. */
+int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n);
+/* Evict until the rest fits; nothing is kept. */
+int policy_fit(policy_shadow *shadow, policy_gone_fn gone, void *context);
+/* Remove a leaf; 0 if it is not held or no leaf. */
+int policy_drop(policy_shadow *shadow, uint64_t id);
+
+/* Up to `limit` ids in the order of eviction; -1 without memory, else how many. */
+ptrdiff_t policy_order(const policy_shadow *shadow, uint64_t *out, size_t limit);
+/* Bytes of what `shadow` holds and `other` does not. */
+uint64_t policy_beyond(const policy_shadow *shadow, const policy_shadow *other);
+/* NULL, or what is wrong inside. */
+const char *policy_check(const policy_shadow *shadow);
+
+/* ---- The kinds (policy_kinds.c), for policy.c ------------------------------------------------------------------- */
+
+static inline uint64_t policy_id(const policy_block *block) { return (uint64_t)block->high << 32 | block->low; }
+
+void policy_queue_push(policy_shadow *shadow, policy_queue *queue, uint32_t place);
+void policy_queue_push_head(policy_shadow *shadow, policy_queue *queue, uint32_t place);
+void policy_queue_take(policy_shadow *shadow, policy_queue *queue, uint32_t place);
+
+/* Room for what `more` blocks may need besides the arena; -1 without memory. */
+int policy_kind_reserve(policy_shadow *shadow, uint32_t more);
+void policy_kind_start(policy_shadow *shadow, uint32_t place, uint32_t start, uint32_t tokens);
+void policy_kind_use(policy_shadow *shadow, uint32_t place);
+/* Before a block leaves (`place` is still counted), and after it has, when its parent became a leaf. */
+void policy_kind_remove(policy_shadow *shadow, uint32_t place);
+void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id);
+void policy_kind_leaf(policy_shadow *shadow, uint32_t place);
+/* True for kinds whose next victim depends on the last. */
+int policy_kind_restless(const policy_shadow *shadow);
+/* The first leaf to go that `step` did not use, POLICY_NONE if there is none; GDSF parks heads on the way. */
+uint32_t policy_kind_victim(policy_shadow *shadow);
+/* Static kinds: the places in order. Start with POLICY_NONE. */
+uint32_t policy_kind_after(const policy_shadow *shadow, uint32_t place);
+/* Restless kinds: leaves in the order of eviction; how many. */
+size_t policy_kind_leaves(const policy_shadow *shadow, uint32_t *out, size_t limit);
+
+/* ---- Rosters: what is really held, and which of it are strays (policy_roster.c) --------------------------------- */
+
+typedef struct policy_entry {
+    uint32_t nbytes, tokens, prev, next; /* next alone where it is free; strays are in a queue */
+    uint8_t key[32];
+} policy_entry;
+
+typedef struct policy_roster {
+    policy_entry *entries;
+    uint32_t room, used, free, count;
+    uint32_t head, tail, strays;
+    uint64_t tokens;
+    policy_hash hash;
+} policy_roster;
+
+enum { POLICY_KEY = 32 };
+
+policy_roster *policy_roster_new(void);
+void policy_roster_free(policy_roster *roster);
+size_t policy_roster_bytes(const policy_roster *roster);
+uint32_t policy_roster_find(const policy_roster *roster, const uint8_t key[POLICY_KEY]);
+uint32_t policy_roster_find_id(const policy_roster *roster, uint64_t id);
+int policy_roster_hold(policy_roster *roster, const uint8_t key[POLICY_KEY], uint32_t nbytes, uint32_t tokens, int followed);
+void policy_roster_drop(policy_roster *roster, uint32_t place);
+void policy_roster_came(policy_roster *roster, uint64_t id);
+void policy_roster_left(policy_roster *roster, uint64_t id);
+/* Follow `next` after `before`; -1 without memory. */
+int policy_roster_follow(policy_roster *roster, const policy_shadow *before, const policy_shadow *next);
+
+#endif

@@ -1,0 +1,152 @@
+"""The native arenas answer as the Python reference does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.store.policy import ARC, GDSF, LFU, LRU, S3FIFO, Duel, Facts, Policy, Shadow
+from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow, ids_of
+from ctxreuse.testing.policy import traffic
+
+REFERENCE: dict[str, Callable[[], Policy[int]]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "gdsf": lambda: GDSF(alpha=0.7),
+}
+
+
+def native(name: str, capacity: int) -> NativeShadow[int]:
+    return NativeShadow(name, capacity, alpha=0.7)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), capacity=st.integers(1, 60), most=st.sampled_from((1, 9)), longest=st.integers(1, 40)
+)
+def test_same_victims(name: str, seed: int, capacity: int, most: int, longest: int) -> None:
+    rng = Random(seed)
+    size = [rng.randint(1, most) for _ in range(3_000)]
+    mine, theirs = native(name, capacity), Shadow(REFERENCE[name](), capacity)
+    for now, path in enumerate(traffic(150, seed=seed, longest=longest)):
+        sizes, tokens = [size[key] for key in path], [16 + key % 3 for key in path]
+        got, want = mine.request(path, sizes, tokens, now), theirs.request(path, sizes, tokens, now)
+        assert (got.blocks, got.tokens, list(got.evicted)) == (want.blocks, want.tokens, list(want.evicted))
+        assert mine.nbytes == theirs.nbytes
+        if rng.random() < 0.05 and path and mine.match(path) == len(path) and theirs.leaf(path[-1]):
+            mine.remove(path[-1], now)
+            theirs.remove(path[-1], now)
+    mine.check()
+    theirs.check()
+    assert sorted(mine.order()) == sorted(theirs.order())
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_children_go_before_parents(name: str) -> None:
+    shadow = native(name, 200)
+    parent: dict[int, int | None] = {}
+    for now, path in enumerate(traffic(600, seed=1)):
+        parent |= dict(zip(path, (None, *path)))
+        shadow.request(path, 1, 16, now)
+    place = {key: i for i, key in enumerate(shadow.order())}
+    assert len(place) == len(shadow) > 100
+    assert all(place[key] < place[above] for key in place if (above := parent[key]) is not None)
+
+
+def test_trials_find_the_same() -> None:
+    mine: NativeShadow[int] = NativeShadow("gdsf", 100, per_token=1e-3, per_pair=1e-4)
+    policy: GDSF[int] = GDSF(lambda start, tokens: 1e-3 * tokens + 1e-4 * tokens * (start + tokens / 2))
+    theirs = Shadow(policy, 100)
+    for now, path in enumerate(traffic(800, seed=2)):
+        got, want = mine.request(path, 1, 64, now), theirs.request(path, 1, 64, now)
+        assert (got.blocks, list(got.evicted)) == (want.blocks, list(want.evicted))
+    assert mine.alpha == policy.alpha
+    assert mine.tuned
+    assert policy.tuned
+
+
+def test_paths_that_make_no_sense() -> None:
+    for shadow in (native("lru", 10), Shadow[int](LRU(), 10)):
+        shadow.request((1, 2, 3), 1, 1, 0.0)
+        assert shadow.request((4, 3, 5), 1, 1, 1.0).blocks == 0
+        assert shadow.match((4,)) == 1
+        assert 5 not in shadow
+        assert shadow.request((7, 7, 7), 1, 1, 2.0).blocks == 0
+        assert shadow.request((7, 7, 7), 1, 1, 3.0).blocks == 3
+        shadow.request(range(100, 120), 1, 1, 4.0)
+        shadow.request((7, 7), 9, 1, 5.0)
+        shadow.check()
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(ConfigError, match="lru"):
+        NativeShadow("belady", 5)
+    shadow = native("arc", 5)
+    with pytest.raises(OverflowError):
+        shadow.request((-1,), 1, 1, 0.0)
+    with pytest.raises(ValueError, match="multiple"):
+        shadow.request((b"short",), 1, 1, 0.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sizes"):
+        shadow.request((1, 2), [1], [1, 1], 0.0)
+    with pytest.raises(KeyError):
+        shadow.remove(1, 0.0)
+    assert len(shadow) == 0
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8, "little")).digest()
+
+
+def duels(capacity: int) -> tuple[Duel[bytes], Duel[bytes]]:
+    names = ("lru", "lfu", "arc")
+    mine = [NativeShadow[bytes](name, capacity) for name in names]
+    theirs = [Shadow[bytes](make(), capacity) for make in (LRU, LFU, ARC)]
+    return (
+        Duel(mine, capacity, Random(1), roster=NativeRoster()),
+        Duel(theirs, capacity, Random(1)),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), capacity=st.integers(5, 60))
+def test_same_duel(seed: int, capacity: int) -> None:
+    mine, theirs = duels(capacity)
+    caches = Shadow(mine, capacity), Shadow(theirs, capacity)
+    for now, path in enumerate(traffic(250, seed=seed)):
+        keys = [key(number) for number in path]
+        got, want = (cache.request(keys, 1, 16, now) for cache in caches)
+        assert got == want
+        assert mine.standing == theirs.standing
+    mine.check()
+    theirs.check()
+    for cache in caches:
+        cache.check()
+
+
+def test_a_filled_duel_holds_what_it_is_told() -> None:
+    facts = [Facts(key(i), key(i - 1) if i % 5 else None, 16, 16 * (i % 5 + 1), 10) for i in range(40)]
+    uses = [[key(i + j) for j in range(5)] for i in range(0, 40, 5)]
+    for duel in duels(300):
+        duel.fill(facts, uses, 0.0)
+        duel.check()
+        assert len(duel) == 40
+        order = list(duel.order())
+        assert set(order) == {one.key for one in facts}
+        assert order[:10] == [key(i) for i in (4, 3, 2, 1, 0, 9, 8, 7, 6, 5)]
+        duel.remove(key(4), 1.0)
+        with pytest.raises(KeyError):
+            duel.remove(key(4), 1.0)
+
+
+def test_ids() -> None:
+    assert ids_of((1, 2)) == (b"\x01" + bytes(7) + b"\x02" + bytes(7), 8)
+    assert ids_of((key(1), key(2))) == (key(1) + key(2), 32)

@@ -37,7 +37,9 @@ BENCHES = {
     "pipeline": "ctxreuse.bench.pipeline",
     "proxy": "ctxreuse.bench.proxy",
     "rans": "ctxreuse.bench.rans",
+    "resume": "ctxreuse.bench.resume",
     "reuse": "ctxreuse.bench.reuse",
+    "states": "ctxreuse.bench.states",
     "store": "ctxreuse.bench.store",
     "tree": "ctxreuse.bench.tree",
 }

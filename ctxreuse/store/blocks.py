@@ -260,16 +260,16 @@ class BlockStore(GuidedStore):
             if error is None:
                 self._doomed += self._index.settle(plan)
                 self._tally.puts += len(plan.puts)
-                self._tally.evicted += len(plan.evicted)
+                self._tally.evicted += len(plan.evicted) + len(plan.stripped)
                 self.gone_book.committed(puts, plan, self._index.policy.name, self._index.tree)
             else:
-                self._doomed += doomed + self._index.restore(plan.evicted)
+                self._doomed += doomed + self._index.restore(plan)
                 self._tally.refused["disk"] += len(plan.puts)
                 self._retry_at = self._clock() + _BACKOFF
         if error is not None:
             self._trouble(error)
             return
-        self._tell([*plan.records, *(gone.key for gone in plan.evicted)])
+        self._tell([*plan.records, *(gone.key for gone in (*plan.evicted, *plan.stripped))])
         written = [(put.kind, put.key) for put in plan.puts]
         for listener in self._listeners:
             listener(written)
@@ -286,7 +286,7 @@ class BlockStore(GuidedStore):
 
     def _write(self, plan: Plan, doomed: list[bytes]) -> Exception | None:
         """One transaction for all of it; the error if nothing of it was done."""
-        if not (plan.puts or plan.evicted or plan.records or doomed):
+        if not (plan.puts or plan.evicted or plan.stripped or plan.records or doomed):
             return None
         try:
             write_plan(self._env, plan, doomed)

@@ -14,6 +14,7 @@ from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, damage, fits, rank, worst
 from ctxreuse.store.base import Buffer, Kind
 from ctxreuse.store.policy import LRU, Facts, Policy, fill
+from ctxreuse.store.policy.states import SHARE, spare
 from ctxreuse.store.records import Record, footprint
 from ctxreuse.tree import ContextTree, Node
 
@@ -68,12 +69,16 @@ class Gone(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One transaction: values to write, entries to delete, records to renew; ``known`` were held when it was made."""
+    """One transaction: values to write, entries to delete, records to renew; ``known`` were held when it was made.
+
+    ``stripped``: what goes on without its state.
+    """
 
     puts: list[Put]
     evicted: list[Gone]
     records: dict[bytes, Record]
     known: set[bytes]
+    stripped: Sequence[Gone] = ()
 
 
 def facts(node: Node) -> Facts[bytes]:
@@ -207,6 +212,8 @@ class Index:
         free = self.capacity - tree.nbytes
         stuck = False
         known: set[bytes] = set()
+        stripped = self._strip(self.shortage(puts), keep)
+        free += sum(gone.record.state_nbytes for gone in stripped)
         for put in puts:
             before = staged.get(put.key)
             node = tree.get(put.key)
@@ -243,7 +250,7 @@ class Index:
             else:
                 staged[put.key] = before._replace(state_nbytes=put.size, state_level=put.level)
             chosen.append(put)
-        return Plan(chosen, evicted, staged, known)
+        return Plan(chosen, evicted, staged, known, stripped)
 
     def _reason(self, put: Put, before: Record | None, staged: dict[bytes, Record]) -> str:
         if put.kind == "state":
@@ -257,6 +264,15 @@ class Index:
         if put.parent != ROOT and above is None and put.parent not in staged:
             return "orphan"
         return "" if put.end == depth + put.tokens else "malformed"
+
+    def _strip(self, need: int, keep: set[bytes]) -> list[Gone]:
+        """Remove states that are worth less than what they would displace; their blocks stay."""
+        stripped = []
+        for node in spare(self.tree.stated.values(), need, self.capacity // SHARE, keep) if need > 0 else ():
+            stripped.append(Gone(node.key, self.record(node, 0)))
+            self.tree.set_state(node.key, 0)
+            self.states -= 1
+        return stripped
 
     def _evict(self, need: int, keep: set[bytes]) -> list[Gone]:
         """Remove the first to go until ``need`` bytes are free; nothing if that cannot be reached."""
@@ -344,18 +360,21 @@ class Index:
         self.touch(plan.records)
         return lost
 
-    def restore(self, evicted: Sequence[Gone]) -> list[bytes]:
+    def restore(self, plan: Plan) -> list[bytes]:
         """The transaction failed: what it would have evicted is still on disk.
 
         Returns keys to delete, because a parent was dropped meanwhile.
         """
         lost: list[bytes] = []
-        for gone in reversed(evicted):
+        for gone in reversed(plan.evicted):
             if gone.record.parent != ROOT and gone.record.parent not in self.tree:
                 lost.append(gone.key)
                 self._part([gone])
                 continue
             self._hold(gone.key, gone.record)
+        for gone in plan.stripped:
+            if gone.key in self.tree:
+                self._hold(gone.key, gone.record)
         return lost
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from ctxreuse.block import parse
 from ctxreuse.errors import FormatError, StoreError
-from ctxreuse.levels import worst
+from ctxreuse.levels import EXACT, worst
 from ctxreuse.store.base import Progress
 from ctxreuse.store.env import Env, broken, explain, shortage
 from ctxreuse.store.index import Index, Plan
@@ -92,6 +92,10 @@ def write_plan(env: Env, plan: Plan, doomed: Sequence[bytes]) -> None:
     blocks, states, meta = (env.tables[name] for name in TABLES[:3])
 
     def work(txn: Any) -> None:
+        for gone in plan.stripped:
+            txn.delete(gone.key, db=states)
+            held = Record.unpack(txn.get(gone.key, db=meta))
+            txn.put(gone.key, held._replace(state_nbytes=0, state_level=EXACT).pack(), db=meta)
         for key in [*doomed, *(gone.key for gone in plan.evicted)]:
             for table in (blocks, states, meta):
                 txn.delete(key, db=table)

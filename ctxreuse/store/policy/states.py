@@ -10,14 +10,15 @@ block, states crowd out the blocks; kept at the last token only, every fork star
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ctxreuse.tree import Match, Node
+from ctxreuse.store.policy.base import Rebuild, prefill_line
+from ctxreuse.tree import Match
 
-__all__ = ["SHARE", "Held", "Path", "StatePolicy", "least_worth"]
+__all__ = ["SHARE", "Held", "Path", "StatePolicy", "Stated", "spare"]
 
 K_contra = TypeVar("K_contra", contravariant=True)
 K = TypeVar("K")
@@ -82,29 +83,63 @@ class StatePolicy(msgspec.Struct, frozen=True):
         return -(-self.worth * _PREMIUM // size) * size
 
     def _rungs(self, step: int, start: int, end: int) -> Iterator[int]:
-        """From the nearest to the end on: each at the last multiple of its distance, so that they stay where they are
-        while the context grows."""
-        while step and end // step * step > start:
-            yield end // step * step
+        """One ``step`` before the end, two steps, four, down to the start of what is new."""
+        while step and end - step > start:
+            yield end - step
             step *= 2
 
 
-def least_worth(nodes: Iterable[Node], rebuild: Callable[[int, int], float]) -> list[Node]:
-    """Nodes of the tree whose states may go while their blocks stay, those of the least worth first.
+class Stated(Protocol):
+    """A node of a tree, with or without a state at its end: see `ctxreuse.tree.Node`."""
 
-    A state is worth the seconds saved per byte: those of replaying from the state before it, for each of the contexts
-    that go on from it. States at the end of a context go with its blocks only, and pinned ones stay. ``rebuild``:
-    seconds of computing so many tokens (second) behind so many (first). O(states · blocks between them).
+    @property
+    def key(self) -> Any: ...
+    @property
+    def parent(self) -> Stated | None: ...
+    @property
+    def children(self) -> int: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def state_nbytes(self) -> int: ...
+
+
+N = TypeVar("N", bound=Stated)
+
+
+def spare(
+    stated: Iterable[N], need: int, most: int, keep: Container[Any] = frozenset(), rebuild: Rebuild | None = None
+) -> list[N]:
+    """Of nodes with states those whose states should go, while their blocks stay, so that ``need`` bytes are free;
+    fewer if no more should.
+
+    States inside contexts, not at their ends, may have ``most`` bytes together: what is beyond goes, the least worth
+    first. Worth is seconds saved per byte: those of replaying from the state before it, once for each context that goes
+    on from there. States at ends leave with their blocks; those with pins or in ``keep`` stay. ``rebuild``: seconds of
+    computing (second) tokens behind (first). Pure; O(states · blocks between them).
     """
-    found = [node for node in nodes if node.state_nbytes and node.children and not node.pins]
+    price = prefill_line() if rebuild is None else rebuild
+    inner = [node for node in stated if node.children]
+    over = sum(node.state_nbytes for node in inner) - most
+    if over <= 0:
+        return []
 
-    def worth(node: Node) -> tuple[float, int, bytes]:
-        return _replayed(node, rebuild) * node.children / node.state_nbytes, node.depth, node.key
+    def worth(node: N) -> tuple[float, int, Any]:
+        return _replayed(node, price) * node.children / node.state_nbytes, node.depth, node.key
 
-    return sorted(found, key=worth)
+    victims: list[N] = []
+    for node in sorted((node for node in inner if not node.pins and node.key not in keep), key=worth):
+        if over <= 0 or need <= 0:
+            break
+        victims.append(node)
+        over -= node.state_nbytes
+        need -= node.state_nbytes
+    return victims
 
 
-def _replayed(node: Node, rebuild: Callable[[int, int], float]) -> float:
+def _replayed(node: Stated, rebuild: Rebuild) -> float:
     above = node.parent
     while above is not None and not above.state_nbytes:
         above = above.parent

@@ -17,7 +17,6 @@ import msgspec
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
-from ctxreuse.pauses.kinds import infer
 
 __all__ = ["Recorded", "Recorder", "open_recorder"]
 
@@ -106,10 +105,10 @@ class Recorder:
         """The context of these keys paused for the reason ``label`` (`ctxreuse.pauses`): told of its last prompt."""
         self._offer(_Mark(keys, label))
 
-    def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
-        """The prompt ``number`` was answered: why it stopped (as APIs write it), tokens of the answer, seconds."""
+    def ended(self, number: int, *, output: int = 0, busy: float = 0.0) -> None:
+        """The prompt ``number`` was answered: tokens of the answer, and seconds that it took."""
         if number >= 0:
-            self._offer(_End(number, infer(finish).label, output, busy))
+            self._offer(_End(number, output, busy))
 
     @property
     def figures(self) -> Recorded:
@@ -200,7 +199,7 @@ class Recorder:
         if isinstance(item, _End):
             place = self._places.pop(item.number, None)
             if place is not None:
-                self._line(Ended(place, item.stop, item.output, round(max(item.busy, 0.0), 4)))
+                self._line(Ended(place, 0, item.output, round(max(item.busy, 0.0), 4)))
             return
         if isinstance(item, _Mark):
             hashes = [_hash(key, self._secret) for key in item.keys]
@@ -288,7 +287,6 @@ class _Mark(NamedTuple):
 
 class _End(NamedTuple):
     number: int
-    stop: int
     output: int
     busy: float
 

@@ -4,7 +4,7 @@ One JSON object a line. The first says what the file is; each other is a request
 
     {"format": "ctxreuse-trace", "version": 1, "block_tokens": 64, "token_bytes": 23040, "unit": "tokens"}
     {"t": 12.5, "n": 1300, "at": "", "new": "5f0c…"}      20 hashes of 16 digits, root first
-    {"end": 0, "stop": 1, "out": 120, "busy": 3.1}        how the request with number 0 ended
+    {"end": 0, "stop": 1, "out": 120, "busy": 3.1}        how the request with number 0 ended; may come in parts
     {"t": 19.0, "n": 1900, "at": "77ab…", "new": "01d9…"} goes on after the block that "at" names
 
 A hash is of 63 bits, of a whole prefix and keyed with a secret that is written nowhere: it can neither be compared with
@@ -209,9 +209,7 @@ class _Reading:
         if number >= done:
             place = number - done
             known = waiting[place]
-            # What a pause was told as knows more than how an answer ended.
-            told = line.stop and not (known.stop and line.busy)
-            stop, shape = (line.stop & 31, line.stop >> 5) if told else (known.stop, known.shape)
+            stop, shape = (line.stop & 31, line.stop >> 5) if line.stop else (known.stop, known.shape)
             waiting[place] = known._replace(
                 stop=stop, shape=shape, output=line.out or known.output, busy=line.busy or known.busy
             )

@@ -134,7 +134,7 @@ class Completion:
             self._runtime.waiting.paused(ids, kind, nbytes=nbytes, lossy=self._lossy)
         if self._runtime.recorder is not None and self._recorded >= 0:
             busy = self._runtime.clock() - self._began
-            self._runtime.recorder.ended(self._recorded, finish, output=len(self.tokens), busy=busy)
+            self._runtime.recorder.ended(self._recorded, output=len(self.tokens), busy=busy)
         if self._runtime.metrics is not None:
             self._runtime.metrics.record(self.usage, finish)
             for reason, tokens in self._runtime.requests.lacked(self._usage.request).items():

@@ -19,6 +19,6 @@ class Recorder(Protocol):
         """The context of ``keys``, which goes on from a recorded prompt, paused for the reason ``label``."""
         ...
 
-    def ended(self, number: int, finish: str = "", *, output: int = 0, busy: float = 0.0) -> None:
-        """The prompt ``number`` was answered: why it stopped, tokens of the answer, seconds since it came."""
+    def ended(self, number: int, *, output: int = 0, busy: float = 0.0) -> None:
+        """The prompt ``number`` was answered: tokens of the answer, seconds since it came."""
         ...

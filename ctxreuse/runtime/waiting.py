@@ -65,6 +65,7 @@ class Waiting:
     A request that goes on from where one ended, or most of it, is the same session's. The store's policy is told of
     each pause; `work` uses idle time: contexts in the engine's memory whose return is too far off to pay for it are let
     go of, as the store has them, and blocks of those about to return are read from the disk ahead. ``clock``: seconds.
+    ``told`` hears of each pause too, its keys and label; it must be quick and never raise.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class Waiting:
         store: WholeStore | None,
         keys: Callable[[Tokens], list[bytes]],
         clock: Callable[[], float],
+        told: Callable[[Sequence[bytes], int], None] | None = None,
     ) -> None:
-        self._pool, self._store, self._keys, self._clock = pool, store, keys, clock
+        self._pool, self._store, self._keys, self._clock, self._told = pool, store, keys, clock, told
         self._lock = threading.Lock()
         self._sessions: Sessions[int] = Sessions(most=_MOST)
         self._contexts: dict[int, _Context] = {}
@@ -120,6 +122,8 @@ class Waiting:
             self._put(number, context, tokens, keys)
             self._sessions.pause(number, kind, self._clock(), expect=expect)
         self._mark(keys, kind.label)
+        if self._told is not None:
+            self._told(keys, kind.label)
 
     def hint(self, tokens: Tokens, name: str, *, until: float | None = None) -> bool:
         """Take a hint on the context that ends here or goes on from here, ``until`` seconds from now; False for an

@@ -69,8 +69,10 @@ def test_sessions_come_back(open_recorder: Any, clock: Clock, tmp_path: Path) ->
     for t, path in asks:
         clock.now = 100.0 + t
         numbers.append(recorder.prompt([key(b) for b in path], 4 * len(path) + 3))
-    recorder.ended(numbers[0], "tool_calls", output=5, busy=1.5)
-    recorder.ended(numbers[2], "stop", output=6, busy=3.0)
+    recorder.mark([key(1), key(2)], TOOL_CALL)
+    recorder.mark([key(1), key(2), key(3)], END_OF_TURN)
+    recorder.ended(numbers[0], output=5, busy=1.5)
+    recorder.ended(numbers[2], output=6, busy=3.0)
     recorder.close()
     assert recorder.figures == recorder_module.Recorded(5, 0, 0)
     assert recording_head(tmp_path / "r.jsonl").token_bytes == 1000
@@ -130,7 +132,7 @@ def test_pauses_are_told_of_the_prompt_they_follow(open_recorder: Any, tmp_path:
     recorder.prompt([key(1)], 4)
     recorder.mark([key(1), key(2), key(3), key(4)], Kind(TOOL_CALL, text=True, calls=True).label)
     recorder.mark([key(8), key(9)], 1)
-    recorder.ended(first, "stop", output=7, busy=2.0)
+    recorder.ended(first, output=7, busy=2.0)
     recorder.close()
     one, two = recording(tmp_path / "r.jsonl")
     assert (one.stop, one.shape, one.output, one.busy) == (TOOL_CALL, 5, 7, 2.0)
@@ -241,7 +243,7 @@ def test_many_threads(open_recorder: Any, tmp_path: Path) -> None:
     def ask(n: int) -> None:
         gate.wait()
         for i in range(50):
-            recorder.ended(recorder.prompt([key(n * 1000 + i)], 4), "stop", busy=0.1)
+            recorder.ended(recorder.prompt([key(n * 1000 + i)], 4), busy=0.1)
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -252,7 +254,7 @@ def test_many_threads(open_recorder: Any, tmp_path: Path) -> None:
     found = list(recording(tmp_path / "r.jsonl"))
     assert len(found) == recorder.figures.written
     assert len(found) + recorder.figures.dropped == 200
-    assert all(r.stop == END_OF_TURN for r in found)
+    assert all(r.busy == 0.1 for r in found)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ typedef struct policy_ghost {
 
 typedef struct policy_ghosts {
     policy_ghost *all;
-    uint8_t *queue_of;
+    uint8_t *note; /* ARC, S3-FIFO: the queue; LFU: uses */
     uint32_t room, used, free;
     uint32_t head[2], tail[2], count[2];
     policy_hash hash;
@@ -50,7 +50,7 @@ typedef struct policy_ghosts {
 
 int policy_ghosts_reserve(policy_ghosts *ghosts, uint32_t more);
 uint32_t policy_ghosts_find(const policy_ghosts *ghosts, uint64_t id);
-void policy_ghosts_push(policy_ghosts *ghosts, uint64_t id, int queue); /* an id that is there already moves */
+void policy_ghosts_push(policy_ghosts *ghosts, uint64_t id, int queue, uint32_t note); /* one that is there moves */
 void policy_ghosts_take(policy_ghosts *ghosts, uint32_t place);
 void policy_ghosts_pop(policy_ghosts *ghosts, int queue);
 size_t policy_ghosts_bytes(const policy_ghosts *ghosts);

@@ -83,9 +83,9 @@ int policy_ghosts_reserve(policy_ghosts *ghosts, uint32_t more) {
     policy_ghost *all = realloc(ghosts->all, (size_t)room * sizeof *all);
     if (!all) return -1;
     ghosts->all = all;
-    uint8_t *queue_of = realloc(ghosts->queue_of, (size_t)room);
-    if (!queue_of) return -1;
-    ghosts->queue_of = queue_of;
+    uint8_t *note = realloc(ghosts->note, (size_t)room);
+    if (!note) return -1;
+    ghosts->note = note;
     if (!ghosts->room) {
         ghosts->free = POLICY_NONE;
         for (int queue = 0; queue < 2; queue++) ghosts->head[queue] = ghosts->tail[queue] = POLICY_NONE;
@@ -101,7 +101,7 @@ uint32_t policy_ghosts_find(const policy_ghosts *ghosts, uint64_t id) {
 
 void policy_ghosts_take(policy_ghosts *ghosts, uint32_t place) {
     policy_ghost *ghost = ghosts->all + place;
-    int queue = ghosts->queue_of[place];
+    int queue = ghosts->count[1] && ghosts->note[place] == 1;
     policy_hash_remove(&ghosts->hash, ghost_id(ghosts, place), place, ghosts, ghost_id);
     if (ghost->prev != POLICY_NONE) ghosts->all[ghost->prev].next = ghost->next;
     else ghosts->head[queue] = ghost->next;
@@ -112,14 +112,14 @@ void policy_ghosts_take(policy_ghosts *ghosts, uint32_t place) {
     ghosts->free = place;
 }
 
-void policy_ghosts_push(policy_ghosts *ghosts, uint64_t id, int queue) {
+void policy_ghosts_push(policy_ghosts *ghosts, uint64_t id, int queue, uint32_t note) {
     uint32_t place = policy_ghosts_find(ghosts, id);
     if (place != POLICY_NONE) policy_ghosts_take(ghosts, place);
     place = ghosts->free;
     if (place != POLICY_NONE) ghosts->free = ghosts->all[place].next;
     else place = ghosts->used++;
     ghosts->all[place] = (policy_ghost){(uint32_t)id, (uint32_t)(id >> 32), ghosts->tail[queue], POLICY_NONE};
-    ghosts->queue_of[place] = (uint8_t)queue;
+    ghosts->note[place] = (uint8_t)note;
     if (ghosts->tail[queue] != POLICY_NONE) ghosts->all[ghosts->tail[queue]].next = place;
     else ghosts->head[queue] = place;
     ghosts->tail[queue] = place;
@@ -135,6 +135,6 @@ size_t policy_ghosts_bytes(const policy_ghosts *ghosts) {
 
 void policy_ghosts_free(policy_ghosts *ghosts) {
     free(ghosts->all);
-    free(ghosts->queue_of);
+    free(ghosts->note);
     free(ghosts->hash.slots);
 }

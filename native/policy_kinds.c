@@ -9,6 +9,8 @@ enum { FRESH = 2, HOME = 3, PARKED = 4, USES_AT = 3, MOST_USES = 3 };
 /* `data` of GDSF: the class, whether it is parked. */
 enum { CLASS = 63, CLASS_PARKED = 64, MIDDLE = 32 };
 enum { SMALL = 0, MAIN = 1, SHARE = 10 };
+/* LFU remembers the uses, up to MOST_NOTED, of as many blocks as are held, but of so many at least. */
+enum { FEWEST_GHOSTS = 1 << 16, MOST_NOTED = 255 };
 
 static policy_queue *home_of(policy_shadow *shadow, const policy_block *block) {
     return &shadow->queues[block->data & HOME];
@@ -85,10 +87,19 @@ static void bucket_leave(policy_shadow *shadow, uint32_t place) {
     shadow->bucket_free = at;
 }
 
-/* Into the bucket of one use more than `before` has, which must not go away until then. */
-static void bucket_join(policy_shadow *shadow, uint32_t place, uint32_t before) {
-    uint32_t uses = before == POLICY_NONE ? 0 : shadow->buckets[before].uses + 1;
-    uint32_t at = before == POLICY_NONE ? shadow->bucket_first : shadow->buckets[before].next;
+/* How often a block was used before it went, as far as that is remembered. */
+static uint32_t recalled(policy_shadow *shadow, uint64_t id) {
+    uint32_t ghost = policy_ghosts_find(&shadow->ghosts, id), uses;
+    if (ghost == POLICY_NONE) return 0;
+    uses = shadow->ghosts.note[ghost];
+    policy_ghosts_take(&shadow->ghosts, ghost);
+    return uses;
+}
+
+/* O(different numbers of uses up to that one, at most 255). */
+static void bucket_join(policy_shadow *shadow, uint32_t place, uint32_t uses) {
+    uint32_t before = POLICY_NONE, at = shadow->bucket_first;
+    while (at != POLICY_NONE && shadow->buckets[at].uses < uses) before = at, at = shadow->buckets[at].next;
     if (at == POLICY_NONE || shadow->buckets[at].uses != uses) at = bucket_new(shadow, uses, before);
     policy_queue_push(shadow, &shadow->buckets[at].queue, place);
     shadow->blocks[place].data = at;
@@ -119,9 +130,10 @@ static uint32_t first_queue(policy_shadow *shadow, uint64_t id) {
     if (ghost == POLICY_NONE) return 0;
     if (shadow->kind == POLICY_ARC) {
         uint32_t once = ghosts->count[0], often = ghosts->count[1];
-        if (ghosts->queue_of[ghost] == 0) {
+        if (ghosts->note[ghost] == 0) {
             share = often / once > 1 ? often / once : 1;
-            shadow->wanted = shadow->count - shadow->wanted < share ? shadow->count : shadow->wanted + share;
+            uint64_t more = (uint64_t)shadow->wanted + share;
+            shadow->wanted = more > shadow->count ? shadow->count : (uint32_t)more;
         } else {
             share = once / often > 1 ? once / often : 1;
             shadow->wanted = shadow->wanted < share ? 0 : shadow->wanted - share;
@@ -277,7 +289,7 @@ void policy_kind_start(policy_shadow *shadow, uint32_t place, uint32_t start, ui
     policy_block *block = shadow->blocks + place;
     switch (shadow->kind) {
     case POLICY_LRU: policy_queue_push(shadow, shadow->queues, place); break;
-    case POLICY_LFU: bucket_join(shadow, place, POLICY_NONE); break;
+    case POLICY_LFU: bucket_join(shadow, place, recalled(shadow, policy_id(block))); break;
     case POLICY_GDSF:
         block->data = class_of(shadow, block->nbytes, start, tokens);
         class_push(shadow, place, 0);
@@ -310,7 +322,11 @@ void policy_kind_remove(policy_shadow *shadow, uint32_t place) {
     uint32_t first;
     switch (shadow->kind) {
     case POLICY_LRU: policy_queue_take(shadow, shadow->queues, place); break;
-    case POLICY_LFU: bucket_leave(shadow, place); break;
+    case POLICY_LFU:
+        first = shadow->buckets[block->data].uses;
+        bucket_leave(shadow, place);
+        block->data = first < MOST_NOTED ? first : MOST_NOTED;
+        break;
     case POLICY_GDSF:
         if (!(block->data & CLASS_PARKED)) class_take(shadow, place);
         break;
@@ -326,10 +342,16 @@ void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id) {
     policy_ghosts *ghosts = &shadow->ghosts;
     uint32_t queue = data & HOME;
     int s3 = shadow->kind == POLICY_S3FIFO;
+    if (shadow->kind == POLICY_LFU) {
+        if (policy_ghosts_reserve(ghosts, 1) < 0) return;
+        policy_ghosts_push(ghosts, id, 0, data);
+        while (ghosts->count[0] > (shadow->count > FEWEST_GHOSTS ? shadow->count : FEWEST_GHOSTS)) policy_ghosts_pop(ghosts, 0);
+        return;
+    }
     if ((!s3 && shadow->kind != POLICY_ARC) || queue == FRESH || (s3 && queue != SMALL)) return;
     /* Without memory a ghost is forgotten: it would have been advice. */
     if (policy_ghosts_reserve(ghosts, 1) < 0) return;
-    policy_ghosts_push(ghosts, id, (int)queue);
+    policy_ghosts_push(ghosts, id, (int)queue, queue);
     uint64_t limit = s3 ? (uint64_t)shadow->count * (SHARE - 1) / SHARE : shadow->count;
     while ((uint64_t)ghosts->count[0] + ghosts->count[1] > limit) {
         int once = ghosts->count[0] && ((int64_t)ghosts->count[0] > (int64_t)shadow->count - shadow->wanted || !ghosts->count[1]);

@@ -1,4 +1,4 @@
-"""Least frequently used, the least recently used first among equals."""
+"""Least frequently used, with a memory of what went; the least recently used first among equals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from ctxreuse.store.policy.base import Facts, K
 
 __all__ = ["LFU"]
 
+#: The most uses that are remembered of an evicted block, and of how many of them at least.
+_MOST, _FEWEST = 255, 1 << 16
+
 
 class LFU(Generic[K]):
-    """Evict what was used the fewest times since it came in. O(1) a step, plus the number of different counts to order.
+    """Evict what was used the fewest times. O(1) a step, plus the number of different counts to order.
 
-    A parent is used whenever a child is, later within the step, so children always go before their parents.
+    Uses, up to 255, of as many evicted blocks as are held (of 65,536 at least) are remembered, so that a block that
+    comes back need not begin anew: on a chat service's traffic at small sizes that is the difference between the worst
+    of all and the best of the simple policies.
+
+    A parent is used whenever a child is, later within the step, so children go before their parents.
     """
 
     name = "lfu"
@@ -22,13 +29,14 @@ class LFU(Generic[K]):
     def __init__(self) -> None:
         self._count: dict[K, int] = {}
         self._by_count: dict[int, OrderedDict[K, None]] = {}
+        self._ghosts: OrderedDict[K, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._count)
 
     def insert(self, facts: Facts[K], now: float) -> None:
         if facts.key not in self._count:
-            self._file(facts.key, 0)
+            self._file(facts.key, self._ghosts.pop(facts.key, 0))
 
     def access(self, path: Sequence[K], now: float) -> None:
         for key in reversed(path):
@@ -38,8 +46,11 @@ class LFU(Generic[K]):
         """Why a context paused changes nothing here."""
 
     def remove(self, key: K, now: float) -> None:
-        self._unfile(key)
+        uses = self._unfile(key)
         del self._count[key]
+        self._ghosts[key] = min(uses, _MOST)
+        while len(self._ghosts) > max(len(self), _FEWEST):
+            self._ghosts.popitem(last=False)
 
     def _file(self, key: K, count: int) -> None:
         self._count[key] = count

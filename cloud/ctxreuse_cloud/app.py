@@ -36,6 +36,7 @@ class Sidecar:
     def __init__(self, node: Node, daemon: Daemon) -> None:
         self._node, self._daemon = node, daemon
         routes = [*probes(self._not_ready, node.metrics.render), Route("/api/status", self._status)]
+        routes.append(Route("/api/why/{name:path}", self._why))
         # Probes and scrapes come from other machines; what names peers does not leave this one.
         self._front = Front(Router(routes), metrics=node.metrics, route=_route, local=False)
 
@@ -50,15 +51,38 @@ class Sidecar:
     def _not_ready(self) -> str:
         return self._daemon.not_ready() or self._node.not_ready()
 
+    async def _why(self, request: Request) -> Response:
+        """With a key: the tenant's own request; without one, from this machine: any."""
+        given = request.headers.get("authorization")
+        tenant: str | None = None
+        if given is None or self._node.tenants.open:
+            _from_here(request)
+        else:
+            tenant = self._node.tenants.find(given.encode("latin-1"))
+            if tenant is None:
+                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", type="authentication_error")
+        proxy = self._node.proxy
+        found = proxy.asked.explain(request.path_params["name"], tenant) if proxy is not None else None
+        if found is None:
+            # The same for what never was and for what another tenant asked.
+            raise ApiError(404, "no such request is remembered", type="not_found_error", code="no_such_request")
+        import msgspec
+
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
     def _status(self, request: Request) -> Response:  # not async: it waits for locks
-        client, host = request.client, request.url.hostname or ""
-        if client is None or not is_loopback(client.host) or not is_loopback(host):
-            raise ApiError(403, "only programs of this machine are told", type="permission_error")
+        _from_here(request)
         import msgspec
 
         body = self._node.status()
         body["state"] = self._not_ready() or "ready"
         return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _from_here(request: Request) -> None:
+    client, host = request.client, request.url.hostname or ""
+    if client is None or not is_loopback(client.host) or not is_loopback(host):
+        raise ApiError(403, "only programs of this machine are told", type="permission_error")
 
 
 def _route(path: str) -> str:

@@ -37,6 +37,7 @@ from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.health import Looking
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
+from ctxreuse_cloud.proxy.why import FILE, AskedBook
 from ctxreuse_cloud.workers.audit import WorkerAudit
 from ctxreuse_cloud.workers.crew import Workers
 
@@ -108,7 +109,12 @@ class Node:
         recorder = open_recorder(cloud.record, cloud.record_bytes, unit="bytes") if cloud.record else None
         if recorder is not None:
             stack.push_async_callback(asyncio.to_thread, recorder.close)
-        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, self._counts, recorder=recorder)
+        asked = AskedBook()
+        if cloud.backends:
+            cloud.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            asked = AskedBook(cloud.folder() / FILE)
+        stack.callback(asked.close)
+        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, self._counts, recorder=recorder, asked=asked)
         looking = Looking(pool, self.backends, self.tenants, cloud.health)
         await looking.once()
         task = asyncio.create_task(looking.run())

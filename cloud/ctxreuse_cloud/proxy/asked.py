@@ -20,6 +20,13 @@ _NULL = msgspec.Raw(b"null")
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str | None)
+
+
+class _Role(msgspec.Struct):
+    role: str = ""
+
+
+_role = msgspec.json.Decoder(_Role)
 _items = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
@@ -31,6 +38,19 @@ class Asked:
     def __init__(self, body: bytes, fields: dict[str, msgspec.Raw] | None, model: str, context: bytes) -> None:
         self._body, self._fields = body, fields
         self.model, self.context = model, context
+
+    def named(self) -> list[tuple[str, bytes]]:
+        """What the model reads, as (name, bytes) in its order: tools, then each message by its role."""
+        fields, found = self._fields or {}, []
+        if "tools" in fields:
+            found.append(("tools", bytes(fields["tools"])))
+        try:
+            for raw in _items.decode(fields.get("messages", _NULL)) or ():
+                found.append((_role.decode(raw).role, bytes(raw)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return []  # whatever the backend made of it
+        found += [(name, bytes(fields[name])) for name in ("prompt", "input") if name in fields]
+        return found
 
     def body(self, salt: str) -> bytes:
         """The bytes for a backend: the caller's ``cache_salt`` goes; ``salt`` stands instead, unless it is empty."""

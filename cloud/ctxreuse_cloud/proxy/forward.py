@@ -15,7 +15,7 @@ from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.headers import RawHeaders, answer_headers, request_headers
 from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
-from ctxreuse_cloud.proxy.stream import Answer, pass_on, read_whole, usage_of
+from ctxreuse_cloud.proxy.stream import Answer, Counted, pass_on, read_whole, usage_of
 
 __all__ = ["Call", "Forward"]
 
@@ -34,6 +34,9 @@ class Call:
         #: The body, and the ``cache_salt`` for backends that take one.
         self.asked, self.salt = NOTHING, ""
         self.tried: list[Backend] = []
+        #: Whose it is, and what the backend counted, once it has answered.
+        self.tenant = ""
+        self.usage: Counted | None = None
         #: When the first byte of the answer was passed on.
         self.first: float | None = None
         #: One of ``counts.OUTCOMES``.
@@ -133,10 +136,12 @@ class Forward:
             call.outcome = "upstream"
         if whole:
             await answer.whole(status, headers, first)
-            self._counts.passed(len(first), usage_of(first, events=False) if status == 200 else None)
+            call.usage = usage_of(first, events=False) if status == 200 else None
+            self._counts.passed(len(first), call.usage)
             return
         await answer.start(status, headers)
         passed = await pass_on(response, first, answer, events=events)
+        call.usage = passed.usage
         self._counts.passed(passed.nbytes, passed.usage)
         if passed.broke:
             call.outcome = "broken"

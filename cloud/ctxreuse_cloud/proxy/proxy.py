@@ -30,8 +30,9 @@ from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.forward import Call, Forward
 from ctxreuse_cloud.proxy.headers import REQUEST_ID, request_id
 from ctxreuse_cloud.proxy.retry import FailedError
-from ctxreuse_cloud.proxy.stream import Answer, Send, StalledError, error_body
+from ctxreuse_cloud.proxy.stream import Answer, Counted, Send, StalledError, error_body
 from ctxreuse_cloud.proxy.tenants import Tenants
+from ctxreuse_cloud.proxy.why import AskedBook
 
 __all__ = ["Proxy", "Scope"]
 
@@ -66,7 +67,10 @@ class Proxy:
         counts: ProxyCounts,
         clock: Callable[[], float] = time.perf_counter,
         recorder: Recorder | None = None,
+        asked: AskedBook | None = None,
     ) -> None:
+        #: What was asked of late, for those who ask why it was computed anew.
+        self.asked = asked if asked is not None else AskedBook()
         self._recorder = recorder
         self._config, self._backends, self._tenants, self._counts, self._clock = (
             config,
@@ -99,6 +103,12 @@ class Proxy:
             log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
         first = None if call.first is None else call.first - started
         self._counts.ended(call.outcome, first, self._clock() - started)
+        if call.outcome == "ok" and call.tried:
+            usage = call.usage or Counted()
+            tokens = usage.prompt_tokens, usage.cached
+            self.asked.note(
+                call.identity, call.tenant, call.asked.model, call.tried[-1].name, tokens, call.asked.named()
+            )
         if self._recorder is not None:
             self._recorder.ended(call.recorded, busy=self._clock() - started)
 
@@ -172,7 +182,7 @@ class Proxy:
             raise _RefusedError(408, "the request did not come in time", "invalid_request_error") from None
         except FormatError as error:
             raise _RefusedError(400, error.what, "invalid_request_error") from None
-        call.salt = self._tenants.salt(tenant)
+        call.tenant, call.salt = tenant, self._tenants.salt(tenant)
         if self._recorder is not None and (parts := call.asked.parts()):
             scope = b"\0".join((tenant.encode(), call.asked.model.encode("utf-8", "surrogatepass")))
             call.recorded = self._recorder.text(parts, scope)

@@ -1,0 +1,197 @@
+"""Why a backend computed what it did: each request compared with earlier ones of its tenant, by hashes only.
+
+The sidecar sees messages, not tokens, and what a backend says of its cache. Of each request it keeps chained keyed
+hashes of the messages' bytes, one for every 256 of them, and no text. A secret of the node and the tenant's name go
+into each hash, so that nobody can search for another's text, and no two tenants have a hash in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ctxreuse.errors import FormatError
+from ctxreuse.store.journal import Journal
+from ctxreuse.why import Part
+
+__all__ = ["FILE", "AskedBook", "CloudWhy"]
+
+log = logging.getLogger(__name__)
+
+#: In the folder of the cloud's store.
+FILE = "asked.journal"
+
+_UNIT, _SHORT = 256, 8
+_MOST, _LIMIT = 2048, 16 << 20
+#: Bytes of a request that are looked at: hashing takes a microsecond for 512 of them.
+_LONGEST = 256 << 10
+# A backend reuses whole blocks and counts tokens where we count bytes: only more than this share is a miss.
+_SLACK = 0.1
+
+_ADVICE = {
+    "routed": "Send what belongs together with one prompt_cache_key, so that it goes to one backend.",
+    "backend": "Give the backend more room for its prefix cache, and let it say cached_tokens.",
+    "new": "Move what changes behind what stays: dates, ids and counters at the end, or into the last message.",
+}
+
+
+class Seen(msgspec.Struct, array_like=True, frozen=True):
+    """One request that was answered. ``parts`` end at bytes of the request."""
+
+    request: str
+    at: float
+    tenant: bytes
+    model: str
+    backend: str
+    prompt_tokens: int
+    cached_tokens: int
+    nbytes: int
+    parts: tuple[Part, ...]
+    keys: bytes
+
+
+class CloudWhy(msgspec.Struct, frozen=True):
+    """``reason``: "" (the backend reused what there was), ``new`` (it differs from all earlier requests in message
+    ``part``, counted from 1, whose ``name`` is its role, within 256 bytes behind ``byte``), ``routed`` (the nearest
+    earlier request went to another backend) or ``backend`` (the same one did not reuse what it had computed then).
+    ``nearest``: that request, ``shared``: the share of this one's bytes that it began with."""
+
+    request: str
+    at: float
+    model: str
+    backend: str
+    prompt_tokens: int
+    cached_tokens: int
+    reason: str
+    nearest: str = ""
+    shared: float = 0.0
+    part: int = 0
+    name: str = ""
+    byte: int = 0
+    text: str = ""
+    advice: str = ""
+
+
+class AskedBook:
+    """The last 2,048 answered requests. One event loop calls. ``file``: where they are kept over restarts."""
+
+    def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._secret = clock, os.urandom(32)
+        self._seen: deque[Seen] = deque(maxlen=_MOST)
+        self._journal = Journal(file, _LIMIT, lambda: [self._secret]) if file is not None else None
+        if self._journal is not None:
+            self._journal.open(self._recall)
+            self._journal.append(self._secret)
+
+    def note(
+        self,
+        request: str,
+        tenant: str,
+        model: str,
+        backend: str,
+        tokens: tuple[int, int],
+        parts: Sequence[tuple[str, bytes]],
+    ) -> None:
+        """A backend answered. ``tokens``: of the prompt, and cached ones, as it counted them (0: it did not
+        say); ``parts``: names and bytes of the request's messages."""
+        if not parts:
+            return
+        ends, body = [], b""
+        for name, raw in parts:
+            body += raw[: max(0, _LONGEST - len(body))]
+            ends.append(Part(name[:64], len(body)))
+        whose = self._whose(tenant)
+        secret, keys = self._secret + whose, []
+        parent = hashlib.blake2b(model.encode("utf-8", "surrogatepass"), digest_size=_SHORT, key=secret).digest()
+        for at in range(0, len(body) - _UNIT + 1, _UNIT):
+            chunk = parent + body[at : at + _UNIT]
+            parent = hashlib.blake2b(chunk, digest_size=_SHORT, key=secret).digest()
+            keys.append(parent)
+        seen = Seen(
+            request, self._clock(), whose, model[:200], backend, *tokens, len(body), tuple(ends), b"".join(keys)
+        )  # fmt: skip
+        self._seen.append(seen)
+        if self._journal is not None:
+            self._journal.append(msgspec.msgpack.encode(seen))
+
+    def explain(self, request: str, tenant: str | None) -> CloudWhy | None:
+        """Why a request was answered as it was; None if it is not known (any more) or not the ``tenant``'s (None: the
+        asker runs the node and may see all)."""
+        whose = None if tenant is None else self._whose(tenant)
+        mine = [seen for seen in self._seen if whose in (None, seen.tenant)]
+        at = next((i for i in reversed(range(len(mine))) if mine[i].request == request), None)
+        if at is None:
+            return None
+        here = mine[at]
+        before = [seen for seen in mine[:at] if seen.tenant == here.tenant and seen.model == here.model]
+        nearest = max(
+            before, key=lambda seen: (_shared(here, seen), seen.backend == here.backend, seen.at), default=None
+        )
+        return _explained(here, nearest)
+
+    def _whose(self, tenant: str) -> bytes:
+        return hashlib.blake2b(tenant.encode(), digest_size=_SHORT, key=self._secret).digest()
+
+    def _recall(self, raw: bytes) -> None:
+        if len(raw) == 32:
+            self._secret = raw
+            return
+        try:
+            seen = msgspec.msgpack.decode(raw, type=Seen)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise FormatError(f"the record of requests is wrong: {error}") from None
+        if len(seen.keys) % _SHORT or not seen.parts or seen.nbytes < len(seen.keys) // _SHORT * _UNIT:
+            raise FormatError("the record of requests is wrong: keys of another size")
+        self._seen.append(seen)
+
+    def close(self) -> None:
+        """Stop writing. A second call does nothing."""
+        if self._journal is not None:
+            self._journal.close()
+
+
+def _shared(one: Seen, two: Seen) -> int:
+    """Leading keys that are equal."""
+    n = min(len(one.keys), len(two.keys)) // _SHORT
+    same = (i for i in range(n) if one.keys[i * _SHORT : (i + 1) * _SHORT] != two.keys[i * _SHORT : (i + 1) * _SHORT])
+    return next(same, n)
+
+
+def _explained(here: Seen, nearest: Seen | None) -> CloudWhy:
+    shared = _shared(here, nearest) * _UNIT if nearest is not None else 0
+    share = shared / here.nbytes if here.nbytes else 0.0
+    reused = here.cached_tokens / here.prompt_tokens if here.prompt_tokens else 1.0
+    start, number = 0, 1
+    while number < len(here.parts) and shared >= here.parts[number - 1].end:
+        start, number = here.parts[number - 1].end, number + 1
+    name, byte = here.parts[number - 1].name, max(0, shared - start)
+    reason, text = "", f"{here.backend} reused {here.cached_tokens:,} of {here.prompt_tokens:,} prompt tokens. "
+    if not here.prompt_tokens:
+        text = f"{here.backend} did not say what it reused (stream_options.include_usage). "
+    if nearest is None:
+        reason = "new"
+        text += "No earlier request for this model is remembered."
+    elif share > reused + _SLACK:
+        reason = "routed" if nearest.backend != here.backend else "backend"
+        text += f"{share:.0%} of its bytes are as in {nearest.request}, which "
+        text += f"{nearest.backend} answered" if reason == "routed" else "it answered too: it held that no more"
+        text += "."
+    elif here.nbytes - shared >= _UNIT:
+        reason = "new"
+        text += f"It differs from the nearest earlier request, {nearest.request}, first in message {number}, {name}, "
+        text += f"within {_UNIT} bytes behind byte {byte:,} of it."
+    else:
+        text += f"It begins as {nearest.request} did."
+    ends = nearest is None or (reason == "new" and number == len(here.parts))
+    return CloudWhy(
+        here.request, here.at, here.model, here.backend, here.prompt_tokens, here.cached_tokens, reason,
+        nearest.request if nearest is not None else "", share, number, name, byte, text,
+        "" if ends else _ADVICE.get(reason, ""),
+    )  # fmt: skip

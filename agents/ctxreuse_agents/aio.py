@@ -239,6 +239,22 @@ class AsyncSession:
         """Drop the KV that nothing but the path to here uses."""
         return await _settled(self.sync.evict)
 
+    async def pause(self, kind: str, expect: float | None = None) -> None:
+        """Say why it waits now, and for how long if that is known: see `Session.pause`."""
+        await _settled(self.sync.pause, kind, expect)
+
+    async def resume(self) -> None:
+        """The next request is about to be made."""
+        await _settled(self.sync.resume)
+
+    async def superseded(self, turn: Turn | int) -> int:
+        """Drop the KV from a turn on: nobody will ask for it again."""
+        return await _settled(self.sync.superseded, turn)
+
+    async def hint(self, name: str, until: float | None = None) -> bool:
+        """What is known of its future: see `Session.hint`."""
+        return await _settled(self.sync.hint, name, until)
+
     async def close(self) -> None:
         """End the unfinished answers that were begun through this handle."""
         await _settled(self.sync.close)

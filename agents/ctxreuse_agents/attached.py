@@ -25,6 +25,7 @@ from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, LinkDownErr
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.levels import check_lossy
 from ctxreuse.model import ModelSpace
+from ctxreuse.pauses import Kind
 from ctxreuse.runtime import Completion, Prefilled, Runtime, Usage
 from ctxreuse.why import About, Why
 
@@ -76,10 +77,11 @@ class AttachedRuntime(Runtime):
         branches: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
+        was: Kind | None = None,
     ) -> Completion:
         """See `Runtime.complete`."""
         self.permit(lossy)
-        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy, about)
+        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy, about, was)
 
     def warm(
         self,
@@ -97,6 +99,27 @@ class AttachedRuntime(Runtime):
         """See `Runtime.forget`."""
         found = self.client.call("POST", "/api/tokens/forget", {"tokens": as_tokens(tokens).tolist()})
         return int(found["blocks"])
+
+    def pause(
+        self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, lossy: str | None = None
+    ) -> None:
+        """See `Runtime.pause`."""
+        body = {"tokens": as_tokens(tokens).tolist(), "kind": kind, "expect": expect, **_said(lossy, None)}
+        self.client.call("POST", "/api/tokens/pause", body)
+
+    def resume(self, tokens: Sequence[int] | Tokens) -> None:
+        """See `Runtime.resume`."""
+        self.client.call("POST", "/api/tokens/resume", {"tokens": as_tokens(tokens).tolist()})
+
+    def hint(self, tokens: Sequence[int] | Tokens, name: str, *, until: float | None = None) -> bool:
+        """See `Runtime.hint`."""
+        body = {"tokens": as_tokens(tokens).tolist(), "name": name, "until": until}
+        return bool(self.client.call("POST", "/api/tokens/hint", body).get("known"))
+
+    def supersede(self, tokens: Sequence[int] | Tokens, keep: int) -> int:
+        """See `Runtime.supersede`."""
+        body = {"tokens": as_tokens(tokens).tolist(), "keep": keep}
+        return int(self.client.call("POST", "/api/tokens/supersede", body)["blocks"])
 
     def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why:
         """See `Runtime.why`; the daemon decides whether others' requests may be known of."""

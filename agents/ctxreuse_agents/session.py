@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -11,8 +12,10 @@ import msgspec
 
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.engines.text import Message
-from ctxreuse.errors import ContextTooLongError, SessionError, StoreError
+from ctxreuse.errors import ContextTooLongError, CtxReuseError, SessionError, StoreError
 from ctxreuse.keys import Tokens
+from ctxreuse.pauses import kind_of
+from ctxreuse.pauses.hints import check_hint
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
@@ -50,6 +53,7 @@ class Session:
         self.shared, self._id = shared, session_id
         self.gate = shared.gate(session_id)
         self._answers: WeakSet[Answer] = WeakSet()
+        self._used = False
 
     def __repr__(self) -> str:
         return f"Session({self._id[:8]})"
@@ -148,6 +152,7 @@ class Session:
             self.gate.leave()
             raise
         self._answers.add(answer)
+        self._used = True
         self.shared.track(answer)
         return answer
 
@@ -315,10 +320,57 @@ class Session:
         session = "" if request else self._id
         return self.shared.engine()[0].why(request, session=session, others=others)
 
+    # Pauses: none of these is needed, all make what is kept fit better
+
+    def pause(self, kind: str, expect: float | None = None) -> None:
+        """Say why the session waits now: ``tool``, ``tool:NAME``, ``end_of_turn``, ``length``, ``unknown``.
+
+        ``expect``: seconds until it goes on, if that is known. How long such pauses last is learnt, and decides whose
+        KV stays in memory, and whose is read ahead before it is needed. Without it the answer's stop reason and text
+        are gone by. Raises ConfigError for another kind, EngineError without an engine.
+        """
+        kind_of(kind)
+        self.shared.engine()[0].pause(self.tokens(), kind, expect=expect, lossy=self.lossy)
+        self._used = True
+
+    def resume(self) -> None:
+        """The pause is over: the next request is about to be made. Asking says the same by itself."""
+        self.shared.engine()[0].resume(self.tokens(generate=True))
+
+    def superseded(self, turn: Turn | int) -> int:
+        """The KV from ``turn`` (or its id) on will not be asked for again: it is dropped where no other context shares
+        it. Returns how many blocks went; text and ids stay. Raises SessionError for a turn that is not in the history.
+        """
+        wanted, turns = turn.id if isinstance(turn, Turn) else turn, self.turns()
+        at = next((n for n, one in enumerate(turns) if one.id == wanted), None)
+        if at is None:
+            raise SessionError(f"turn {wanted} is not in the history of {self.name!r}", fix="Use a turn of turns()")
+        runtime, segments = self.shared.engine()
+        keep = len(segments.context(turns[:at])) if at else 0
+        return runtime.supersede(segments.context(turns), keep)
+
+    def hint(self, name: str, until: float | None = None) -> bool:
+        """What is known of its future: ``share``, ``prefetch``, ``demote``, ``pin`` or ``retain``.
+
+        A hint is a priority that decays (half of it in five minutes; with ``until``, nearly all of it in so many
+        seconds), never a promise: nothing is held for good. False if the session has not asked anything yet, or too
+        long ago. Raises ConfigError for another hint.
+        """
+        check_hint(name)
+        ids = self.tokens()
+        return bool(len(ids)) and self.shared.engine()[0].hint(ids, name, until=until)
+
     def close(self) -> None:
-        """End the unfinished answers that were begun through this handle; what they have so far is stored."""
+        """End the unfinished answers that were begun through this handle; what they have so far is stored.
+
+        If it asked something through this handle, nobody waits for its KV any more: it is the first to go.
+        """
         for answer in list(self._answers):
             answer.close()
+        if self._used:
+            self._used = False
+            with suppress(CtxReuseError):  # the session may be deleted by now: then there is nothing to keep either
+                self.shared.engine()[0].pause(self.tokens(), "closed", lossy=self.lossy)
 
     def _after(self, ancestor: int, head: int) -> list[Turn]:
         return self.shared.ledger.turns(head)[self._depth(ancestor) :]

@@ -129,7 +129,8 @@ def tool_class(name: str) -> str:
 
 
 def kind_of(text: str) -> Kind:
-    """The kind that a caller names: ``tool``, ``tool:NAME`` of any tool, ``end_of_turn``, ``length`` or ``unknown``.
+    """The kind that a caller names: ``tool``, ``tool:NAME`` of any tool, ``end_of_turn``, ``length``, ``closed`` or
+    ``unknown``.
 
     Raises ConfigError for anything else.
     """
@@ -137,9 +138,9 @@ def kind_of(text: str) -> Kind:
     if stop == "tool":
         found = tool_class(tool) or (tool if f"tool:{tool}" in _NUMBERS else "")
         return Kind(_NUMBERS[f"tool:{found}"] if found else TOOL_CALL)
-    if colon or stop not in ("end_of_turn", "length", "unknown"):
+    if colon or stop not in ("end_of_turn", "length", "closed", "unknown"):
         raise ConfigError(
-            f"no pause is of the kind {text[:40]!r}", fix="Say tool, tool:NAME, end_of_turn, length or unknown"
+            f"no pause is of the kind {text[:40]!r}", fix="Say tool, tool:NAME, end_of_turn, length, closed or unknown"
         )
     return Kind(_NUMBERS[stop])
 

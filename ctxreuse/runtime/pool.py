@@ -96,11 +96,11 @@ class LivePool:
         with self._lock:
             return sum(live.nbytes for live in self._held if _within(live.tokens, tokens))
 
-    def let_go(self, tokens: Tokens) -> int:
-        """Forget the contexts that ``tokens`` go on from or are; returns their bytes."""
+    def let_go(self, tokens: Tokens, *, beyond: int = 0) -> int:
+        """Forget the contexts of more than ``beyond`` tokens that ``tokens`` go on from or are; returns their bytes."""
         with self._lock:
-            gone = [live for live in self._held if _within(live.tokens, tokens)]
-            self._held = [live for live in self._held if not _within(live.tokens, tokens)]
+            gone = [live for live in self._held if live.n > beyond and _within(live.tokens, tokens)]
+            self._held = [live for live in self._held if live not in gone]
         return sum(live.nbytes for live in gone)
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ from ctxreuse.engines.base import check_vocabulary
 from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
+from ctxreuse.pauses import kind_of
 from ctxreuse.runtime.arrivals import Arrivals, sealed
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
@@ -97,7 +98,7 @@ class Runtime:
         self.metrics, self.remote, self.recorder = metrics, remote, recorder
         self.cost = CostModel() if cost is None and remote is not None else cost
         self.pool = LivePool(live_bytes)
-        self.waiting = Waiting(self.pool, store, self.keys, clock)
+        self.waiting = Waiting(self.pool, store, self.keys, clock, self._paused)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
         self._arrivals, self._refining = Arrivals(), Refining()
         self._prompts = 0
@@ -169,6 +170,10 @@ class Runtime:
         found = self.cost.prefill.coefficients if self.cost is not None and self._prompts % _PRICED == 1 else None
         if found is not None:
             self.store.price(found[1], found[2])
+
+    def _paused(self, keys: Sequence[bytes], label: int) -> None:
+        if self.recorder is not None:
+            self.recorder.mark(keys, label)
 
     def mark(self, tokens: Sequence[int] | Tokens, label: int) -> None:
         """The context ``tokens`` paused for the reason ``label`` (see `ctxreuse.pauses`); the store's policy learns."""
@@ -253,6 +258,35 @@ class Runtime:
             return 0
         self.store.flush()
         return self.store.forget(self.keys(ids))
+
+    def pause(
+        self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, lossy: str | None = None
+    ) -> None:
+        """The context waits now, for ``expect`` seconds if that is known. Raises ConfigError (see `pauses.kind_of`)."""
+        self.waiting.paused(as_tokens(tokens), kind_of(kind), lossy=lossy, expect=expect)
+
+    def resume(self, tokens: Sequence[int] | Tokens) -> None:
+        """The next request of the context is about to be made; `complete` says so by itself."""
+        self.waiting.begun(as_tokens(tokens))
+
+    def hint(self, tokens: Sequence[int] | Tokens, name: str, *, until: float | None = None) -> bool:
+        """Take a hint on a context, see `Waiting.hint`. Raises ConfigError for an unknown one."""
+        return self.waiting.hint(as_tokens(tokens), name, until=until)
+
+    def supersede(self, tokens: Sequence[int] | Tokens, keep: int) -> int:
+        """Drop the KV of ``tokens`` after the first ``keep`` that no other context shares; returns how many blocks."""
+        ids, size = as_tokens(tokens), self.engine.space.block_tokens
+        self.pool.let_go(ids, beyond=keep)
+        if self.store is None:
+            return 0
+        keys = self.keys(ids)
+        kept = keys[: -(-max(keep, 0) // size)]
+        self.store.flush()
+        self.store.pin(kept)
+        try:
+            return self.store.forget(keys)
+        finally:
+            self.store.unpin(kept)
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""

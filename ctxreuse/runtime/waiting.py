@@ -119,7 +119,9 @@ class Waiting:
                 return
             context = self._contexts[number]
             context.lossy, context.nbytes = lossy, nbytes or context.nbytes
-            self._put(number, context, tokens, keys)
+            known = context.tokens
+            if len(known) <= len(tokens) or not np.array_equal(known[: len(tokens)], tokens):
+                self._put(number, context, tokens, keys)  # else somebody speaks of it who knows its beginning only
             self._sessions.pause(number, kind, self._clock(), expect=expect)
         self._mark(keys, kind.label)
         if self._told is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from ctxreuse_edge.api import chat, completions, contexts, models, status, tokens, why
+from ctxreuse_edge.api import chat, completions, contexts, models, pauses, status, tokens, why
 
 if TYPE_CHECKING:
     from ctxreuse_edge.node import Node
@@ -18,6 +18,6 @@ def routes(node: Node) -> list[Route]:
     """All routes that need an engine."""
     return [
         module_route
-        for module in (chat, completions, models, contexts, tokens, status, why)
+        for module in (chat, completions, models, contexts, tokens, pauses, status, why)
         for module_route in module.routes(node)
     ]

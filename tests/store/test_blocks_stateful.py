@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ctxreuse.keys import ROOT
 from ctxreuse.store import BlockStore
+from ctxreuse.store.policy.base import prefill_line
+from ctxreuse.store.policy.states import SHARE
 from ctxreuse.testing.store import Context
 
 CAPACITY = 12 * 4096
@@ -48,7 +50,28 @@ class Model:
     def leaf(self, key: bytes) -> bool:
         return key not in self.parent.values()
 
+    def replayed(self, key: bytes) -> float:
+        """Seconds from the state before this one, for each context that goes on from here."""
+        blocks, above = 1, self.parent[key]
+        while above != ROOT and above not in self.state:
+            blocks, above = blocks + 1, self.parent[above]
+        return len([k for k in self.parent.values() if k == key]) * prefill_line()(self.depth(above), blocks * 4)
+
+    def depth(self, key: bytes) -> int:
+        return 0 if key == ROOT else 4 + self.depth(self.parent[key])
+
+    def strip(self, need: int, keep: set[bytes]) -> None:
+        """States inside contexts go first, but for what may always be there."""
+        inner = [key for key in self.state if not self.leaf(key)]
+        over = sum(self.state[key] for key in inner) - CAPACITY // SHARE
+        worth = {key: (self.replayed(key) / self.state[key], self.depth(key), key) for key in inner}
+        for key in sorted(inner, key=worth.__getitem__):
+            if over > 0 and need > 0 and key not in keep and not self.pins.get(key):
+                freed = self.state.pop(key)
+                over, need = over - freed, need - freed
+
     def make_room(self, need: int, keep: set[bytes]) -> bool:
+        self.strip(self.used() + need - CAPACITY, keep)
         gone: list[bytes] = []
         trial = Model()
         trial.order, trial.parent, trial.size = list(self.order), dict(self.parent), dict(self.size)

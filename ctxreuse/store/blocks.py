@@ -261,7 +261,7 @@ class BlockStore(GuidedStore):
                 self._doomed += self._index.settle(plan)
                 self._tally.puts += len(plan.puts)
                 self._tally.evicted += len(plan.evicted) + len(plan.stripped)
-                self.gone_book.committed(puts, plan, self._index.policy.name, self._index.tree)
+                self.gone_book.committed(puts, plan, self._index.policy, self._index.tree)
             else:
                 self._doomed += doomed + self._index.restore(plan)
                 self._tally.refused["disk"] += len(plan.puts)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ctxreuse.store.index import Plan, Put
     from ctxreuse.tree import ContextTree
 
-__all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone", "rule_of"]
+__all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone"]
 
 #: In the store's folder.
 FILE = "gone.journal"
@@ -82,10 +82,13 @@ class GoneBook:
             if self._journal is not None:
                 self._journal.append(msgspec.msgpack.encode(event))
 
-    def committed(self, puts: Sequence[Put], plan: Plan, rule: str, held: ContextTree) -> None:
-        """A transaction of a store was committed: what it evicted, and which of ``puts`` found no place in it."""
+    def committed(self, puts: Sequence[Put], plan: Plan, policy: object, held: ContextTree) -> None:
+        """A transaction of a store was committed: what it evicted, and which of ``puts`` found no place in it.
+        ``policy``: who chose the victims."""
         if plan.evicted:
-            self.left([gone.key for gone in plan.evicted], "evicted", rule, plan.puts[0].key if plan.puts else b"")
+            self.left(
+                [gone.key for gone in plan.evicted], "evicted", _rule(policy), plan.puts[0].key if plan.puts else b""
+            )
         lacking = [put for put in puts if put.kind == "block" and put.key not in held]
         for why in ("orphan", "no_room"):
             keys = [p.key for p in lacking if (p.parent == ROOT or p.parent in held) == (why == "no_room")]
@@ -142,7 +145,7 @@ class GoneBook:
                 self._journal.close()
 
 
-def rule_of(policy: object) -> str:
+def _rule(policy: object) -> str:
     """The name of a policy; of one that follows others, with whom it follows now."""
     name, leader = str(getattr(policy, "name", "")), getattr(getattr(policy, "leader", None), "name", "")
     return f"{name} ({leader} led)" if leader else name

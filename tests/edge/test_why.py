@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_eviction_says_when_and_for_whom(serve: Any, until: Any) -> None:
     assert found.reason == "evicted"
     span = found.spans[0]
     assert span.start == 0
-    assert span.rule == edge.node.store.disk._index.policy.name
+    assert re.fullmatch(r"duel \(\w+ led\)", span.rule)
     assert 0 < span.at <= found.at
     assert explained(edge.http, span.by).prompt_tokens > 0
     assert "store.capacity" in found.advice

@@ -30,7 +30,7 @@ FILE = "asked.journal"
 
 _UNIT, _SHORT = 256, 8
 _MOST, _LIMIT = 2048, 16 << 20
-#: Bytes of a request that are looked at: hashing takes a microsecond for 512 of them.
+#: Bytes of a request that are looked at, after its answer has ended: hashing takes 0.04 ms for 8 KB, 1.2 ms for these.
 _LONGEST = 256 << 10
 # A backend reuses whole blocks and counts tokens where we count bytes: only more than this share is a miss.
 _SLACK = 0.1
@@ -158,10 +158,13 @@ class AskedBook:
 
 
 def _shared(one: Seen, two: Seen) -> int:
-    """Leading keys that are equal."""
-    n = min(len(one.keys), len(two.keys)) // _SHORT
-    same = (i for i in range(n) if one.keys[i * _SHORT : (i + 1) * _SHORT] != two.keys[i * _SHORT : (i + 1) * _SHORT])
-    return next(same, n)
+    """Leading keys that are equal. Each key names all bytes before it, so that halving finds the last."""
+    low, high = 0, min(len(one.keys), len(two.keys)) // _SHORT
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = slice((middle - 1) * _SHORT, middle * _SHORT)
+        low, high = (middle, high) if one.keys[at] == two.keys[at] else (low, middle - 1)
+    return low
 
 
 def _explained(here: Seen, nearest: Seen | None) -> CloudWhy:

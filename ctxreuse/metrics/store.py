@@ -13,6 +13,23 @@ __all__ = ["Figures", "watch_store"]
 _CORRUPT = ("corrupt", "truncated")
 
 
+class Standing(Protocol):
+    """What is read of `ctxreuse.store.policy.Standing`."""
+
+    @property
+    def leader(self) -> str: ...
+    @property
+    def switches(self) -> int: ...
+    @property
+    def asked(self) -> int: ...
+    @property
+    def real(self) -> int: ...
+    @property
+    def hits(self) -> Mapping[str, int]: ...
+    @property
+    def weights(self) -> Mapping[str, float]: ...
+
+
 class Figures(Protocol):
     """What is read of `ctxreuse.store.StoreStats`."""
 
@@ -32,6 +49,8 @@ class Figures(Protocol):
     def levels(self) -> Mapping[str, int]: ...
     @property
     def demoted(self) -> Mapping[str, int]: ...
+    @property
+    def standing(self) -> Standing | None: ...
 
 
 def watch_store(
@@ -76,4 +95,18 @@ def watch_store(
         for why, count in every.refused.items():
             metrics.total("ctxreuse_store_refused_puts_total", count, why)
 
+        if every.standing is not None:
+            _compete(metrics, every.standing)
+
     metrics.watch(look)
+
+
+def _compete(metrics: Metrics, standing: Standing) -> None:
+    for name, tokens in {**standing.hits, "real": standing.real}.items():
+        metrics.total("ctxreuse_policy_hit_tokens_total", tokens, name)
+    for name, weight in standing.weights.items():
+        metrics.set("ctxreuse_policy_weight", weight, name)
+    for name in standing.hits:
+        metrics.set("ctxreuse_policy_leading", name == standing.leader, name)
+    metrics.total("ctxreuse_policy_switches_total", standing.switches)
+    metrics.total("ctxreuse_policy_asked_tokens_total", standing.asked)

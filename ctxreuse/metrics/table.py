@@ -67,6 +67,7 @@ _REFUSALS = Label(
 _KEPT = ("exact", "packed", "lossy", "approx")
 _LEVEL = Label("level", _KEPT)
 _FROM, _TO = Label("from", _KEPT), Label("to", _KEPT)
+_POLICY = Label("policy", ("lru", "lfu", "s3fifo", "arc", "gdsf", "hazard", "swift", "real"))
 _TIER = Label("tier", ("device", "host", "disk"))
 _SOURCE = Label("source", SOURCES)
 _FINISH = Label("finish", ("stop", "length", "stop_string", "cancelled", "error"))
@@ -97,6 +98,16 @@ METRICS = (
     Metric("ctxreuse_store_level_blocks", "gauge", "Blocks held, by how they are encoded.", (_LEVEL,)),
     Metric("ctxreuse_store_demoted_blocks_total", "counter", "Entries encoded smaller to make room.", (_FROM, _TO)),
     Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", (_REFUSALS,)),
+    Metric("ctxreuse_policy_leading", "gauge", "1 for the eviction policy that the store follows.", (_POLICY,)),
+    Metric("ctxreuse_policy_switches_total", "counter", "Times that the store followed another eviction policy."),
+    Metric("ctxreuse_policy_asked_tokens_total", "counter", "Tokens of the prompts that the policies competed for."),
+    Metric(
+        "ctxreuse_policy_hit_tokens_total",
+        "counter",
+        "Tokens of them that each policy's shadow held, and the store itself (real).",
+        (_POLICY,),
+    ),
+    Metric("ctxreuse_policy_weight", "gauge", "The guard's trust in each policy and in the free choice.", (_POLICY,)),
     Metric("ctxreuse_store_corrupt_blocks_total", "counter", "Entries dropped because a check failed."),
     # daemons
     Metric("ctxreuse_http_requests_total", "counter", "HTTP requests by route and class of status.", (_ROUTE, _CLASS)),

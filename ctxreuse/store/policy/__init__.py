@@ -10,9 +10,12 @@ from ctxreuse.store.policy.arc import ARC
 from ctxreuse.store.policy.base import Facts, K, Learner, Policy, Rebuild, fill, prefill_line
 from ctxreuse.store.policy.duel import Duel, Standing
 from ctxreuse.store.policy.gdsf import GDSF
+from ctxreuse.store.policy.hazard import Hazard
 from ctxreuse.store.policy.lfu import LFU
 from ctxreuse.store.policy.lru import LRU
 from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow
+from ctxreuse.store.policy.numbered import NumberedShadow
+from ctxreuse.store.policy.roster import Contender
 from ctxreuse.store.policy.s3fifo import S3FIFO
 from ctxreuse.store.policy.shadow import Served, Shadow
 
@@ -27,9 +30,11 @@ __all__ = [
     "S3FIFO",
     "Duel",
     "Facts",
+    "Hazard",
     "Learner",
     "NativeRoster",
     "NativeShadow",
+    "NumberedShadow",
     "Policy",
     "Rebuild",
     "Served",
@@ -47,6 +52,7 @@ _SINGLE: dict[str, Callable[[Rebuild], Policy[bytes]]] = {
     "s3fifo": lambda _: S3FIFO(),
     "arc": lambda _: ARC(),
     "gdsf": lambda rebuild: GDSF(rebuild),
+    "hazard": lambda rebuild: Hazard(rebuild),
 }
 
 #: What can be named; ``duel`` also as ``duel:lru,arc`` with other contenders.
@@ -80,6 +86,10 @@ def make_policy(
         return single_policy(policy, rebuild)
     names = named.split(",") if named else CONTENDERS
     coins = rng if rng is not None else SystemRandom()
-    if rebuild is None and set(names) <= set(NATIVE):
-        return Duel([NativeShadow[K](name, capacity) for name in names], capacity, coins, NativeRoster())
-    return Duel([Shadow[K](single_policy(name, rebuild), capacity) for name in names], capacity, coins)
+    return Duel([_contender(name, capacity, rebuild) for name in names], capacity, coins, NativeRoster())
+
+
+def _contender(name: str, capacity: int, rebuild: Rebuild | None) -> Contender[K]:
+    if name in NATIVE and (rebuild is None or name != "gdsf"):
+        return NativeShadow[K](name, capacity)
+    return NumberedShadow[K](single_policy(name, rebuild), capacity)

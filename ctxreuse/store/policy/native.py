@@ -154,9 +154,11 @@ class NativeShadow(Generic[K]):
         for ids in self.batches():
             yield from memoryview(ids).cast("Q")
 
-    def beyond(self, other: NativeShadow[K]) -> int:
-        """See `Shadow.beyond`."""
-        return _native.shadow_beyond(self.arena, other.arena)
+    def beyond(self, other: Any) -> int:
+        """See `Shadow.beyond`; where the other's policy has no native twin, as if all blocks were alike."""
+        if other.arena is not None:
+            return _native.shadow_beyond(self.arena, other.arena)
+        return sum(id not in other for id in self.order()) * self.nbytes // max(len(self), 1)
 
     def dump(self) -> bytes:
         """These policies learn nothing that a restart should keep."""
@@ -175,7 +177,7 @@ class NativeShadow(Generic[K]):
 
 
 class NativeRoster(Generic[K]):
-    """See `Roster`: keys in full, 8 or 32 bytes; the contenders are `NativeShadow`."""
+    """See `Roster`: keys in full, 8 or 32 bytes; the contenders are `NativeShadow` or `NumberedShadow`."""
 
     def __init__(self) -> None:
         self._arena = _native.roster_new()
@@ -227,11 +229,17 @@ class NativeRoster(Generic[K]):
         """See `Roster.left`; keys or ids."""
         _native.roster_moved(self._arena, *ids_of(list(keys)), True)
 
-    def follow(self, old: NativeShadow[K], new: NativeShadow[K]) -> None:
+    def follow(self, old: Any, new: Any) -> None:
         """See `Roster.follow`."""
-        _native.roster_follow(self._arena, old.arena, new.arena)
+        if old.arena is not None and new.arena is not None:
+            _native.roster_follow(self._arena, old.arena, new.arena)
+            return
+        strays = _native.roster_strays(self._arena, len(self))
+        self.came(id for id in memoryview(b"".join(key[:_ID] for key in strays)).cast("Q") if id in new)
+        for ids in old.batches():
+            self.left(id for id in memoryview(ids).cast("Q") if id not in new)
 
-    def order(self, followed: NativeShadow[K]) -> Iterator[Any]:
+    def order(self, followed: Any) -> Iterator[Any]:
         """See `Roster.order`."""
         done, limit = 0, _CHUNK
         while True:
@@ -246,7 +254,7 @@ class NativeRoster(Generic[K]):
     def _key(self, raw: bytes) -> int | bytes:
         return int.from_bytes(raw[:_ID], "little") if self._numbers else raw
 
-    def check(self, followed: NativeShadow[K]) -> None:
+    def check(self, followed: Any) -> None:
         """See `Roster.check`."""
         held, _, strays, _ = _native.roster_figures(self._arena)
         named = list(self.order(followed))

@@ -209,12 +209,14 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 class PromptDetails(msgspec.Struct, frozen=True):
     """``cached_tokens`` were reused; ``sources``: all prompt tokens by where their KV came from. ``levels``: the reused
-    ones by the level of their KV; ``approx``: something lossy is in what was answered from."""
+    ones by the level of their KV; ``approx``: something lossy is in what was answered from. ``missed``: why the first
+    whole block that had to be computed was ("": none had to); ``GET /api/why/ID`` says more."""
 
     cached_tokens: int = 0
     sources: dict[str, int] = {}
     levels: dict[str, int] = {}
     approx: bool = False
+    missed: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -234,7 +236,7 @@ def usage_of(spent: Spent) -> Usage:
         spent.prompt_tokens,
         spent.completion_tokens,
         spent.prompt_tokens + spent.completion_tokens,
-        PromptDetails(spent.cached_tokens, sources, spent.by_level, spent.approx),
+        PromptDetails(spent.cached_tokens, sources, spent.by_level, spent.approx, spent.why or spent.missed),
     )
 
 

@@ -41,7 +41,7 @@ def test_one_word_of_the_system_prompt(edge: Any) -> None:
     assert other.headers["x-request-id"] == "tuesday-1"
     found = explained(edge.http, "tuesday-1")
     assert found == explained(edge.http, other.json()["id"])
-    assert found.reason == "new"
+    assert found.reason == "new" == other.json()["usage"]["prompt_tokens_details"]["missed"]
     different = found.difference
     assert different is not None
     assert different.request == first.headers["x-request-id"]

@@ -38,7 +38,8 @@ class Standing(msgspec.Struct, frozen=True):
 
 class _Learnt(msgspec.Struct, frozen=True):
     names: list[str]
-    leader: str
+    swift: str
+    followed: int
     switches: int
     asked: int
     real: int
@@ -81,6 +82,8 @@ class Duel(Generic[K]):
         self._swift = self._leader = 0
         self._per_byte = self._block = 0.0
         self._told = False
+        #: The last prompt: what of it a shadow does not hold had no room there.
+        self._prompt: frozenset[K] = frozenset()
 
     @property
     def leader(self) -> Contender[K]:
@@ -101,6 +104,8 @@ class Duel(Generic[K]):
         if not self._told:
             self._serve(path, sizes, tokens, now)
             return
+        if path[-1] in self._prompt:
+            return
         for i, contender in enumerate(self.contenders):
             if path[-1] not in contender:
                 self._feed(i, path, sizes, tokens, now)
@@ -108,6 +113,7 @@ class Duel(Generic[K]):
     def asked(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
         """Somebody needs the context ``path``, held or not; called once a prompt, before anything of it is used."""
         self._told = True
+        self._prompt = frozenset(path)
         if path:
             self._serve(path, sizes, tokens, now)
 
@@ -195,7 +201,9 @@ class Duel(Generic[K]):
         names = [contender.name for contender in self.contenders]
         inner = [contender.dump() for contender in self.contenders]
         counts = self._switches, self._asked, self._real, self._hits
-        learnt = _Learnt(names, names[self._swift], *counts, self._scores, self._guard.dump(), inner)
+        learnt = _Learnt(
+            names, names[self._swift], self._guard.followed, *counts, self._scores, self._guard.dump(), inner
+        )
         return msgspec.msgpack.encode(learnt)
 
     def load(self, raw: bytes) -> bool:
@@ -206,18 +214,18 @@ class Duel(Generic[K]):
             return False
         n = len(names)
         counts = [learnt.switches, learnt.asked, learnt.real, *learnt.hits]
-        sound = learnt.names == names and learnt.leader in names and min(counts) >= 0
+        sound = learnt.names == names and learnt.swift in names and min(counts) >= 0
         sound = sound and len(learnt.hits) == len(learnt.scores) == len(learnt.inner) == n
         if not sound or not all(math.isfinite(score) and score >= 0 for score in learnt.scores):
             return False
-        if not self._guard.restore(learnt.logs):
+        if not self._guard.restore(learnt.logs, learnt.followed):
             return False
         for contender, inner in zip(self.contenders, learnt.inner):
             contender.load(inner)
         self._switches, self._asked, self._real = learnt.switches, learnt.asked, learnt.real
         self._hits, self._scores = list(learnt.hits), list(learnt.scores)
-        self._swift = names.index(learnt.leader)
-        self._lead(self._swift)
+        self._swift = names.index(learnt.swift)
+        self._lead(self._swift if learnt.followed == Guard.SWIFT else learnt.followed)
         self._switches = learnt.switches
         return True
 

@@ -87,9 +87,11 @@ class Guard:
         """What was learnt, for `restore`."""
         return [math.log(max(weight, 1e-300)) for weight in self.weights]
 
-    def restore(self, logs: Sequence[float]) -> bool:
-        """Go on from a dump; False for what is none. The cache is full then, so the swift rule is followed first."""
+    def restore(self, logs: Sequence[float], followed: int) -> bool:
+        """Go on from a dump and from who was followed; False (and no change) for what is none."""
         if len(logs) != len(self._logs) or not all(-1e3 <= log <= 1e-6 for log in logs):
             return False
-        self._logs = list(logs)
+        if not self.SWIFT <= followed < len(logs) - 1:
+            return False
+        self._logs, self.followed = list(logs), followed
         return True

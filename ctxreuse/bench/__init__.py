@@ -21,6 +21,7 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 
 #: Bench name to module, imported when it runs.
 BENCHES = {
+    "agents": "ctxreuse.bench.agents",
     "bus": "ctxreuse.bench.bus",
     "codec": "ctxreuse.bench.codec",
     "cost": "ctxreuse.bench.cost",
@@ -35,6 +36,7 @@ BENCHES = {
     "order": "ctxreuse.bench.order",
     "pauses": "ctxreuse.bench.pauses",
     "pipeline": "ctxreuse.bench.pipeline",
+    "policy": "ctxreuse.bench.policy",
     "proxy": "ctxreuse.bench.proxy",
     "rans": "ctxreuse.bench.rans",
     "resume": "ctxreuse.bench.resume",

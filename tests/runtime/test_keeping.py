@@ -1,0 +1,178 @@
+"""Where a runtime's contexts keep states: exact resumes at the last one, at a branch and in the middle, by price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers as hf
+
+from ctxreuse.cost import CostModel
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.runtime import Runtime
+from ctxreuse.runtime.keeping import Keeping
+from ctxreuse.store import BlockStore, open_store
+from ctxreuse.store.policy.states import StatePolicy
+
+SIZE = 16
+_BASE = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+}
+
+
+def _model(name: str) -> hf.PreTrainedModel:
+    if name == "windows":
+        types = ["sliding_attention", "full_attention", "sliding_attention"]
+        width = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_BASE, **width, num_hidden_layers=3, layer_types=types))
+    if name == "hybrid":
+        mamba = {
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 32,
+            "mamba_d_ssm": 128,
+        }
+        return hf.FalconH1ForCausalLM(hf.FalconH1Config(**_BASE, **mamba, mamba_n_groups=1, num_hidden_layers=2))
+    shared = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}
+    return hf.Mamba2ForCausalLM(hf.Mamba2Config(**shared, num_hidden_layers=2, chunk_size=32, pad_token_id=0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are slower with two threads, and on a busy machine these spin for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["windows", "hybrid", "recurrent"])
+def engine(request: pytest.FixtureRequest) -> TorchEngine:
+    torch.manual_seed(5)
+    model = _model(request.param).eval()
+    for parameter in model.parameters():  # transformers' initial weights give nearly equal logits
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+    return TorchEngine(model, block_tokens=SIZE, chunk=64)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    with BlockStore.open(tmp_path) as store:
+        yield store
+        store.check()
+
+
+def tokens(n: int, seed: int = 0) -> Tokens:
+    return as_tokens(np.random.default_rng(seed).integers(1, 500, n))
+
+
+def join(*parts: Tokens) -> Tokens:
+    return as_tokens(np.concatenate(parts))
+
+
+def whole(engine: TorchEngine, ids: Tokens) -> npt.NDArray[np.float32]:
+    return engine.prefill(engine.start(), ids)
+
+
+def ask(runtime: Runtime, ids: Tokens) -> int:
+    """Prefill and keep; checks the logits, returns how many tokens were reused."""
+    done = runtime.prefill(ids)
+    assert isinstance(runtime.engine, TorchEngine)
+    np.testing.assert_allclose(done.logits, whole(runtime.engine, ids), atol=1e-4)
+    runtime.release(done.live)
+    if runtime.store is not None:
+        runtime.store.flush()
+    return done.usage.cached_tokens
+
+
+def test_resumed_at_the_last_state_at_a_branch_and_in_the_middle(engine: TorchEngine, store: BlockStore) -> None:
+    runtime = Runtime(engine, store, live_bytes=0)
+    shared, one, two = tokens(128), tokens(40, 1), tokens(40, 2)
+    assert ask(runtime, shared[:64]) == 0
+    assert ask(runtime, join(shared, one)) == 64
+    assert store.stats().states == 2
+    # The second to part there replays from the state before it, and leaves one: at the branch.
+    assert ask(runtime, join(shared, two)) == 64
+    assert store.stats().states == 4
+    assert ask(runtime, join(shared, tokens(40, 3))) == 128
+    assert ask(runtime, join(shared, one, tokens(30, 4))) == 160
+    # In the middle between two states: from the nearer one, and the next one finds its own.
+    assert ask(runtime, join(shared[:96], tokens(30, 5))) == 64
+    assert ask(runtime, join(shared[:96], tokens(30, 6))) == 96
+
+
+def test_a_long_run_has_rungs_once_the_weight_of_a_state_is_known(tmp_path: Path, engine: TorchEngine) -> None:
+    ids = tokens(1024)
+    with open_store(tmp_path) as store:
+        runtime = Runtime(engine, store, live_bytes=0, states=StatePolicy(worth=10))
+        points = runtime.keeping.points(store, runtime.keys(ids), None)
+        assert points == (384, 704, 864, 944, 1024)
+        assert ask(runtime, ids) == 0
+        for at in points:
+            assert store.match(runtime.keys(ids[:at])).state_tokens == at
+        assert ask(runtime, join(ids[:912], tokens(20, 1))) == 864
+        store.check()
+
+
+def test_what_is_replayed_is_not_stored(engine: TorchEngine, store: BlockStore) -> None:
+    runtime = Runtime(engine, store, live_bytes=0, states=StatePolicy(replay=48))
+    ids = tokens(200)
+    assert ask(runtime, ids[:100]) == 0
+    assert ask(runtime, ids[:140]) == 96
+    assert store.stats().states == 1
+    assert ask(runtime, ids[:160]) == 96
+    assert store.stats().states == 2
+    assert ask(runtime, ids[:170]) == 160
+
+
+def test_the_least_seconds_decide_where_a_prompt_goes_on(engine: TorchEngine, store: BlockStore) -> None:
+    """A state that takes longer to load than the tokens behind an earlier one take to compute is left alone."""
+    runtime = Runtime(engine, store, live_bytes=0)
+    ids = tokens(150)
+    for end in (40, 80, 144):
+        ask(runtime, ids[:end])
+    keys = runtime.keys(ids)[:9]
+    keeping = Keeping(engine.space, StatePolicy())
+    keeping.learn(1_000_000)
+
+    def resumed(cost: CostModel | None, total: int) -> tuple[int, int]:
+        return keeping.resume(store, keys, total, cost, None)
+
+    assert resumed(None, 150) == (144, 144)
+    assert resumed(CostModel(), 150) == (144, 144)
+
+    def priced(compute: float, load: float) -> CostModel:
+        """Seconds a token, and a byte beyond the state's."""
+        cost = CostModel()
+        for n in (10, 100, 400):
+            cost.prefill.observe(n, 0, n * compute)
+            cost.disk.observe(n * 10_000, n * 10_000 * load)
+        return cost
+
+    assert resumed(priced(1e-3, 1e-10), 150) == (144, 144)
+    # A disk so slow that it loses to computing all of it.
+    assert resumed(priced(1e-4, 1e-4), 150) == (0, 144)
+
+
+def test_a_model_without_states_keeps_none(store: BlockStore) -> None:
+    torch.manual_seed(5)
+    engine = TorchEngine(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=2)).eval(), block_tokens=SIZE)
+    runtime = Runtime(engine, store, live_bytes=0)
+    ids = tokens(100)
+    assert runtime.keeping.points(store, runtime.keys(ids), None) == ()
+    assert ask(runtime, ids) == 0
+    assert ask(runtime, join(ids[:70], tokens(9, 1))) == 64
+    assert store.stats().states == 0

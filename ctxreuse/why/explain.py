@@ -85,7 +85,7 @@ def explain(
 
     ``tenant``: whose requests the asker may see, as `RequestBook.tenant` names it (None: all). ``decode``: how ids
     become text (None: no words are shown). ``others``: the asker may know that another tenant has computed the same;
-    more than that is never said of it. ``emptied``: when the whole store was last lost, if it was. Takes a few
+    more than that is never said of it. ``emptied``: when the whole store was last lost, if it was. Takes some
     milliseconds. Raises SessionError if there is no such request, or none that the asker may see.
     """
     entry = book.get(request, tenant) if request else book.last(session, tenant)

@@ -29,6 +29,12 @@ def ids_of(path: Sequence[Any]) -> tuple[bytes, int]:
     return array("Q", path).tobytes(), _ID
 
 
+def _one(key: Any) -> tuple[bytes, int]:
+    if isinstance(key, bytes):
+        return key, _KEY
+    return int(key).to_bytes(_ID, "little"), _ID
+
+
 def _counts(values: Sequence[int] | int, n: int) -> array[int]:
     if isinstance(values, int):
         return array("I", [min(values, _MOST)]) * n
@@ -93,7 +99,7 @@ class NativeShadow(Generic[K]):
         return _native.shadow_figures(self.arena)[2]
 
     def __contains__(self, key: K) -> bool:
-        return self.match((key,)) > 0
+        return _native.shadow_match(self.arena, *_one(key)) > 0
 
     def match(self, path: Sequence[K]) -> int:
         """See `Shadow.match`."""
@@ -110,6 +116,8 @@ class NativeShadow(Generic[K]):
             if alpha is not None:
                 self._alpha, self._trials, trials = alpha, None, None
                 _native.shadow_tune(self.arena, *self._line, alpha)
+        if not len(path):
+            return Served(0, 0, path, memoryview(b"").cast("Q"))
         before = len(self), self.nbytes
         blocks, gone = _native.shadow_request(self.arena, *ids_of(path), size, count)
         if gone and trials is not None:
@@ -119,8 +127,8 @@ class NativeShadow(Generic[K]):
     def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> Sequence[Any]:
         """See `Shadow.fill`."""
         for one in facts:
-            key, stride = ids_of((one.key,))
-            parent = None if one.parent is None else ids_of((one.parent,))[0]
+            key, stride = _one(one.key)
+            parent = None if one.parent is None else _one(one.parent)[0]
             _native.shadow_hold(self.arena, key, stride, parent, one.nbytes, one.start, one.tokens)
         for path in uses:
             _native.shadow_use(self.arena, *ids_of(path))
@@ -128,7 +136,7 @@ class NativeShadow(Generic[K]):
 
     def remove(self, key: K, now: float) -> None:
         """Forget one leaf. Raises KeyError if it is not held, or no leaf."""
-        if not _native.shadow_drop(self.arena, *ids_of((key,))):
+        if not _native.shadow_drop(self.arena, *_one(key)):
             raise KeyError(key)
 
     def price(self, per_token: float, per_pair: float) -> None:
@@ -201,13 +209,13 @@ class NativeRoster(Generic[K]):
 
     def hold(self, facts: Facts[K], followed: bool) -> None:
         """See `Roster.hold`."""
-        key, stride = ids_of((facts.key,))
+        key, stride = _one(facts.key)
         self._numbers = stride == _ID
         _native.roster_hold(self._arena, key, stride, facts.nbytes, facts.tokens, followed)
 
     def drop(self, key: K) -> None:
         """See `Roster.drop`."""
-        if not _native.roster_drop(self._arena, *ids_of((key,))):
+        if not _native.roster_drop(self._arena, *_one(key)):
             raise KeyError(key)
 
     def sizes(self, path: Sequence[K]) -> tuple[Sequence[int], Sequence[int]]:

@@ -16,7 +16,7 @@ import os
 import statistics
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ from ctxreuse.lab.generate import generate
 from ctxreuse.lab.mooncake import mooncake
 from ctxreuse.lab.packed import Packed, pack
 from ctxreuse.lab.replay import serve
-from ctxreuse.store.policy import NAMES, Policy, make_policy
+from ctxreuse.store.policy import NAMES, make_policy
+from ctxreuse.store.policy.native import NATIVE, NativeShadow
 
 __all__ = ["run"]
 
@@ -62,7 +63,9 @@ def _shares(trace: Packed, hits: npt.NDArray[np.int32]) -> tuple[float, float]:
 
 def _served(trace: Packed, name: str, blocks: int, seed: int = 0) -> tuple[float, float]:
     size = trace.block_tokens
-    policy: Policy[int] = make_policy(name, blocks * size, rng=Random(seed))
+    policy: Any = NativeShadow(name, blocks * size) if name in NATIVE else None
+    if policy is None:
+        policy = make_policy(name, blocks * size, rng=Random(seed))
     return _shares(trace, serve(trace, policy, blocks, block_bytes=size).hits)
 
 

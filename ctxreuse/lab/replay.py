@@ -81,10 +81,11 @@ def serve(
 ) -> Served:
     """Replay all requests through ``shadow(policy, bytes)``, with room for ``capacity`` blocks, all of one size.
 
+    ``policy`` may be a shadow of that capacity itself, such as a native one: then it is taken as it is.
     Where the trace says why a turn stopped, the policy is told (``mark``) at the moment of the trace's clock when the
     turn had been answered.
     """
-    cache = shadow(policy, capacity * block_bytes)
+    cache = policy if hasattr(policy, "request") else shadow(policy, capacity * block_bytes)
     hits, held = np.zeros(len(trace), np.int32), np.zeros(len(trace), np.int32)
     size = trace.block_tokens
     times, tokens, lengths = trace.t.tolist(), trace.tokens.tolist(), trace.length.tolist()
@@ -94,7 +95,7 @@ def serve(
         now = times[request]
         while marks and marks[0][0] <= now:
             at, tip, label = heapq.heappop(marks)
-            policy.mark(tip, label, at)
+            cache.mark(tip, label, at)
         path = trace.path(request)
         blocks = lengths[request]
         filled = tokens[request] - size * (blocks - 1)

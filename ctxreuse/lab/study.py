@@ -18,6 +18,7 @@ from ctxreuse.lab.parallel import Task, Timed
 from ctxreuse.lab.parallel import served as replayed
 from ctxreuse.lab.replay import BOUNDS, Line, Outcome, Served, bound, count, serve
 from ctxreuse.store.policy import make_policy
+from ctxreuse.store.policy.native import NATIVE, NativeShadow
 
 __all__ = ["About", "Study", "default_capacities", "parse_capacity"]
 
@@ -45,7 +46,8 @@ class Study:
     """One trace, one size of a block, one price of prefill.
 
     ``window``: the requests that are counted, default all; those before fill the cache only. ``make``: a policy by
-    name for a capacity in bytes; the default knows those of the store, and ``duel:lru+arc`` for a duel of others.
+    name for a capacity in bytes, or a shadow; the default knows those of the store, in the native twins that its duel
+    runs where there are any, and ``duel:lru+arc`` for a duel of others.
     """
 
     def __init__(
@@ -154,6 +156,8 @@ def _after(progress: Progress, name: str, capacity: int, before: int, done: int)
 def _make(name: str, capacity: int, line: Line) -> Any:
     if name in BOUNDS:
         raise ConfigError(f"{name} is a bound, no policy", fix="It is always shown; leave it out")
+    if name in NATIVE:
+        return NativeShadow(name, capacity, per_token=line.token, per_pair=line.pair)
     return make_policy(name.replace("+", ","), capacity, line.rebuild, Random(0))
 
 

@@ -53,7 +53,7 @@ def test_belady_is_the_optimum(paths: list[list[int]], capacity: int) -> None:
     assert int(belady(trace, Future(trace), capacity).sum()) == optimum(trace, capacity)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(paths=G.forests(60), capacity=st.integers(1, 20))
 def test_nobody_is_above_the_bounds(paths: list[list[int]], capacity: int) -> None:
     trace = G.packed(paths)

@@ -20,7 +20,8 @@ from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.lab.replay import Line, bound, count, serve
 from ctxreuse.lab.show import sentence
 from ctxreuse.lab.study import Study, default_capacities, parse_capacity
-from ctxreuse.store.policy import LRU, Shadow
+from ctxreuse.store.policy import LRU, Shadow, make_policy
+from ctxreuse.store.policy.native import NATIVE
 
 G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
 
@@ -142,6 +143,16 @@ def test_bounds_need_no_policy() -> None:
         list(study.run(["fifi"], [10]))
     with pytest.raises(ConfigError, match="holds no block"):
         list(Study(trace, block_bytes=100).run(["lru"], [99]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(paths=G.forests(60), capacity=st.integers(1, 15))
+def test_native_twins_serve_the_same(paths: list[list[int]], capacity: int) -> None:
+    study = Study(G.packed(paths), block_bytes=100)
+    for name in NATIVE:
+        twin = study.replay(name, capacity * 100)
+        plain = serve(study.trace, make_policy(name, capacity * 100), capacity, block_bytes=100)
+        assert twin.bytes_read == int(plain.hits.sum()) * 100, name
 
 
 def test_a_duel_of_others() -> None:

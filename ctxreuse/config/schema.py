@@ -69,6 +69,9 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     demote: Annotated[bool, _about("Pack what is cold, and code it lossily where allowed, before any is evicted")] = (
         True
     )
+    replay: Annotated[
+        int, _about("Tokens rather computed again than that one more state (of a window, of an SSM) is kept", ge=0)
+    ] = 0
 
     def folder(self) -> Path:
         """The folder of the store: ``path``, or ``store`` in the user's data folder."""

@@ -26,6 +26,7 @@ from ctxreuse.metrics import watch_store
 from ctxreuse.model import ModelSpace
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger, TieredStore, open_store
+from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import FILE, RequestBook
 from ctxreuse_edge.api import routes
 from ctxreuse_edge.contexts import Contexts
@@ -112,7 +113,15 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     requests = RequestBook(folder / FILE if store.disk is not None else None, texts=texts).open()
     stack.callback(requests.close)
     live_bytes = settings.edge.live_bytes
-    runtime = Runtime(engine, store, live_bytes=live_bytes, metrics=node.metrics, cost=links.cost, requests=requests)
+    runtime = Runtime(
+        engine,
+        store,
+        live_bytes=live_bytes,
+        metrics=node.metrics,
+        cost=links.cost,
+        requests=requests,
+        states=StatePolicy(replay=settings.store.replay),
+    )
     runtime.recorder = recorder
     stack.callback(runtime.close)
     if settings.bus.clouds and not len(links.cost.prefill):

@@ -86,6 +86,8 @@ class Hazard(Generic[K]):
     """
 
     name = "hazard"
+    #: What was just used may be the first to go: so much of a long prompt as is not worth its room is not kept at all.
+    choosy = True
 
     def __init__(self, rebuild: Rebuild | None = None, *, ghosts: int = 65_536, ratio: float = 2.0) -> None:
         self._rebuild, self._least, self._ratio = rebuild, ghosts, ratio
@@ -282,7 +284,7 @@ class Hazard(Generic[K]):
                 if self._now - run.time < end:
                     break
                 del queue[run]
-                self._table.count(run.which, age, run.end - run.low, False)
+                self._table.count(run.which, age, (run.end - run.low) / run.use.blocks, False)
                 run.age = age + 1
                 self._ages[age + 1][run] = None
                 if run.level >= 0:
@@ -297,7 +299,7 @@ class Hazard(Generic[K]):
             if run is not None:
                 taken[run] = taken.get(run, 0) + 1
         for run, blocks in taken.items():
-            self._table.count(run.which, run.age, blocks, True)
+            self._table.count(run.which, run.age, blocks / run.use.blocks, True)
             run.low += blocks
             run.high = max(run.high, run.low)
             if run.low == run.high:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 __all__ = ["AGES", "EDGES", "LEVELS", "HazardTable", "best_rates", "level_of"]
 
-#: Ages are cut at 4 s and then 1.2 times later each time, up to 7.5e4 s: finer cuts than 1.2 gain nothing, 1.5 loses two
-#: points of block hits where the cache holds minutes of traffic, and nobody comes back within the first seconds.
+#: Ages are cut at 4 s and then 1.2 times later each time, up to 7.5e4 s. Finer cuts gain nothing, 1.5 loses two points
+#: of block hits where the cache holds minutes of traffic, and hardly anybody comes back within the first seconds.
 AGES = 56
 _FIRST, _GROWTH = 4.0, 1.2
 #: ``EDGES[i]``: seconds at which age ``i`` ends; the last one never does.
@@ -21,8 +21,10 @@ _WIDTHS = tuple(end - start for start, end in zip((0.0, *EDGES), EDGES))
 LEVELS = 256
 _STEPS, _LOWEST = 8, -24
 
-#: Blocks that an untried cell is believed to have seen, with the hazards of the class above it.
-_PRIOR = 10.0
+#: Paths that an untried cell is believed to have seen, with the hazards of the class above it; 0.15 to 2 do as well.
+_PRIOR = 0.5
+#: The same for all classes together.
+_LEAST = 0.05
 #: Chance of a use per age where nothing was ever seen: the same for each of the ages that grow, so that the rate falls
 #: as 1 / age, and the first one, which is longer than the second, in proportion. So all begins as LRU.
 _UNSEEN = (0.05 * _WIDTHS[0] / _WIDTHS[1], *[0.05] * (AGES - 1))
@@ -66,7 +68,7 @@ def level_of(rate: float) -> int:
 
 
 class _Row:
-    """Blocks used at each age, those that reached it and left it or were used, and the levels that follow."""
+    """Paths used at each age, those that left it by age or use, and the levels that follow."""
 
     __slots__ = ("levels", "seen", "used", "when")
 
@@ -79,10 +81,12 @@ class _Row:
 class HazardTable:
     """Counts by class and age, each class leaning on a coarser one and that on all classes together.
 
-        h(class, age) = (used + k h(coarse, age)) / (seen + k),   k = 10 blocks
+        h(class, age) = (used + k h(coarse, age)) / (seen + k),   k = 0.5 paths
 
-    Blocks that never came back count in all ages that they outlived and in none beyond (censored ages). ``classes``:
-    how many there are; ``coarse[c]``: the number of the coarser class of ``c``.
+    A block counts as its share of the path of its last use: blocks of one path come back together, so a long one says
+    no more than a short one (counting blocks costs half a point at small sizes). Blocks that never came back count in
+    all ages that they outlived and in none beyond (censored ages). ``coarse[c]``: the number of the coarser class of
+    ``c``, for each class.
     """
 
     def __init__(self, coarse: Sequence[int]) -> None:
@@ -104,9 +108,9 @@ class HazardTable:
                 row.seen = [count / self._unit for count in row.seen]
             self._unit = 1.0
 
-    def count(self, which: int, age: int, blocks: int, used: bool) -> None:
-        """So many blocks of a class were used at that age, or outlived it."""
-        weight = blocks * self._unit
+    def count(self, which: int, age: int, share: float, used: bool) -> None:
+        """So much of a path was used at that age, or outlived it, by blocks of a class."""
+        weight = share * self._unit
         fine = self._fine.get(which)
         if fine is None:
             fine = self._fine[which] = _Row()
@@ -130,10 +134,10 @@ class HazardTable:
 
     def hazards(self, which: int) -> list[float]:
         """The chance of a use within each age for what has reached it, 0 to 1 (both excluded)."""
-        prior = _PRIOR * self._unit
+        prior, least = _PRIOR * self._unit, _LEAST * self._unit
         middle, fine = self._middle.get(self._coarse[which]), self._fine.get(which)
         chances = [
-            (used + self._unit * unseen) / (seen + self._unit)
+            (used + least * unseen) / (seen + least)
             for used, seen, unseen in zip(self._all.used, self._all.seen, _UNSEEN)
         ]
         for row in (middle, fine):
@@ -198,4 +202,4 @@ class HazardTable:
         """Raises AssertionError if a count is impossible."""
         for row in (*self._fine.values(), *self._middle.values(), self._all):
             for uses, seen in zip(row.used, row.seen):
-                assert 0 <= uses <= seen * (1 + 1e-6), f"{uses} of {seen} blocks were used"
+                assert 0 <= uses <= seen * (1 + 1e-6), f"{uses} of {seen} paths were used"

@@ -29,7 +29,8 @@ class Shadow(Generic[K]):
     """A cache of ``capacity`` (in whatever unit the sizes have) under one policy. Not thread-safe.
 
     As in the store, what is held is closed towards the roots, only leaves are evicted, and the blocks of the request
-    itself stay as long as anything else can go. The lab replays through it, and the duel's contenders run in it.
+    itself stay as long as anything else can go, unless the policy is ``choosy``. The lab replays through it, and the
+    duel's contenders run in it.
     """
 
     def __init__(self, policy: Policy[K], capacity: int) -> None:
@@ -37,6 +38,8 @@ class Shadow(Generic[K]):
         self._asked: Callable[..., None] | None = getattr(policy, "asked", None)
         #: One victim at a time where the choice of one changes what the next should be.
         self._restless: bool = getattr(policy, "restless", False)
+        #: The request's own blocks may go like all others: the policy decides what is admitted.
+        self._choosy: bool = getattr(policy, "choosy", False)
         self._held: dict[K, _Held[K]] = {}
         self._children: dict[K, int] = {}
 
@@ -113,7 +116,7 @@ class Shadow(Generic[K]):
         self.policy.insert(facts, now)
 
     def _fit(self, path: Sequence[K], now: float) -> list[K]:
-        keep = frozenset(path)
+        keep: frozenset[K] = frozenset() if self._choosy else frozenset(path)
         gone: list[K] = []
         while self.nbytes > self.capacity:
             victims = self._victims(keep)

@@ -166,6 +166,17 @@ def test_it_learns_who_returns() -> None:
     assert _served(Hazard(), 60, asked) > 0.9 * everything
 
 
+def test_what_is_not_worth_its_room_is_not_admitted() -> None:
+    policy = Hazard[int]()
+    shadow = Shadow(policy, 12)
+    for now in range(0, 600, 10):
+        shadow.request((1, 2, 3, 4), 1, 16, now)
+        shadow.request([*range(1_000 * now + 10, 1_000 * now + 20)], 1, 16, now + 1)
+    assert shadow.match((1, 2, 3, 4)) == 4, "what returns gave way to what never did"
+    assert shadow.match(range(590_010, 590_020)) == 8
+    policy.check()
+
+
 def test_a_label_tells_apart_what_nothing_else_does() -> None:
     numbers = count()
     asked: list[tuple[float, tuple[int, ...], int]] = []

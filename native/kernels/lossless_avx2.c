@@ -81,10 +81,10 @@ INLINE void add_costs(const ctx_lossless_model *model, const __m256i symbol[2], 
     for (int i = 0; i < 4; i++) part[i] = _mm256_setzero_si256();
     store(held, symbol[0]);
     store(held + 32, symbol[1]);
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < LANES; i += ASKED) {
         const uint16_t *row = model->cost[held[i]];
-        part[i % 2 * 2] = _mm256_add_epi16(part[i % 2 * 2], load(row));
-        part[i % 2 * 2 + 1] = _mm256_add_epi16(part[i % 2 * 2 + 1], load(row + 16));
+        part[i % 4] = _mm256_add_epi16(part[i % 4], load(row));
+        part[i % 4 + 1] = _mm256_add_epi16(part[i % 4 + 1], load(row + 16));
     }
     store(all, _mm256_add_epi16(part[0], part[2]));
     store(all + 16, _mm256_add_epi16(part[1], part[3]));

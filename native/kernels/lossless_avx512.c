@@ -75,15 +75,15 @@ INLINE uint8_t highest(__m512i x) {
     return (uint8_t)~_mm_cvtsi128_si32(least);
 }
 
-/* Add what a step's symbols cost to each class. A row of costs is a register, so adding 64 rows is as fast as counting. */
+/* Add what a step's asked symbols cost to each class. A row of costs is a register: adding rows is as fast as counting. */
 INLINE void add_costs(const ctx_lossless_model *model, __m512i symbol, __m512i sum[2]) {
     const uint8_t *costs = (const uint8_t *)model->cost;
     uint64_t held[8]; /* symbols by eight: with the scale of an address, rows of 64 bytes */
     __m512i a = _mm512_setzero_si512(), b = a;
     store(held, _mm512_slli_epi16(symbol, 3));
 #define ROW(i) load(costs + 8 * (held[i] >> 8 * shift & 255))
-#pragma GCC unroll 8
-    for (int shift = 0; shift < 8; shift++) {
+#pragma GCC unroll 4
+    for (int shift = 0; shift < 8; shift += ASKED) {
         a = _mm512_add_epi16(_mm512_add_epi16(a, ROW(0)), _mm512_add_epi16(ROW(2), ROW(4)));
         b = _mm512_add_epi16(_mm512_add_epi16(b, ROW(1)), _mm512_add_epi16(ROW(3), ROW(5)));
         a = _mm512_add_epi16(a, ROW(6));

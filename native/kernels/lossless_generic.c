@@ -67,7 +67,7 @@ INLINE void symbols_of(ctx_dtype dtype, const uint16_t half[LANES], uint8_t top,
 INLINE void add_costs(const ctx_lossless_model *model, const uint8_t symbol[LANES], uint32_t sum[CTX_LOSSLESS_CLASSES]) {
     uint8_t counts[2][CTX_RANS_SYMBOLS] = {{0}};
     uint16_t part[CTX_LOSSLESS_CLASSES] = {0};
-    for (int i = 0; i < LANES; i += 2) counts[0][symbol[i]]++, counts[1][symbol[i + 1]]++;
+    for (int i = 0; i < LANES; i += 2 * ASKED) counts[0][symbol[i]]++, counts[1][symbol[i + ASKED]]++;
     for (int s = 0; s < CTX_RANS_SYMBOLS; s++) {
         const uint16_t *row = model->cost[s], n = (uint16_t)(counts[0][s] + counts[1][s]);
         if (n == 0) continue;

@@ -42,4 +42,8 @@ INLINE int mantissa_bits(ctx_dtype dtype) { return dtype == CTX_FP16 ? 10 : 7; }
 /* The steps of a row by which its class is chosen: more would not change much, and the sums have 32 bits. */
 INLINE size_t sampled_steps(const ctx_lossless_steps *s) { return s->steps_per_row < LANES ? s->steps_per_row : LANES; }
 
+/* Every so many lanes are asked which class suits a row: choosing is half of encoding, and asking all of them would save
+ * 0.4 % of the bytes. */
+enum { ASKED = 2 };
+
 #endif

@@ -35,6 +35,7 @@ from ctxreuse.store import TieredStore, open_store
 from ctxreuse_cloud.proxy.backends import Backends, connections
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.health import Looking
+from ctxreuse_cloud.proxy.pauses import PauseBook
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
 from ctxreuse_cloud.proxy.why import FILE, AskedBook
@@ -114,7 +115,10 @@ class Node:
             cloud.folder().mkdir(mode=0o700, parents=True, exist_ok=True)
             asked = AskedBook(cloud.folder() / FILE)
         stack.callback(asked.close)
-        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, self._counts, recorder=recorder, asked=asked)
+        book = PauseBook(self.metrics.registry)
+        self.proxy = Proxy(
+            cloud, self.backends, self.tenants, pool, self._counts, recorder=recorder, asked=asked, pauses=book
+        )
         looking = Looking(pool, self.backends, self.tenants, cloud.health)
         await looking.once()
         task = asyncio.create_task(looking.run())

@@ -13,6 +13,7 @@ import uvicorn
 from ctxreuse_cloud.proxy.backends import Backends, connections
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.health import Looking
+from ctxreuse_cloud.proxy.pauses import PauseBook
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.tenants import Tenants
 from prometheus_client import CollectorRegistry
@@ -169,7 +170,8 @@ async def fronted(
     backends, tenants = Backends(configs), tenants or Tenants(None)
     async with connections(config.connect, config.silence) as pool:
         registry = CollectorRegistry()
-        proxy = Proxy(config, backends, tenants, pool, ProxyCounts(registry, backends))
+        counts = ProxyCounts(registry, backends)
+        proxy = Proxy(config, backends, tenants, pool, counts, pauses=PauseBook(registry))
         await Looking(pool, backends, tenants, 1.0).once()
         server = uvicorn.Server(
             uvicorn.Config(proxy, port=0, lifespan="off", log_config=None, access_log=False, server_header=False)

@@ -21,6 +21,8 @@ __all__ = ["Call", "Forward"]
 
 log = logging.getLogger(__name__)
 
+#: What is read of an answer's end.
+_TAIL = 1 << 15
 #: What is kept of a backend's error.
 _ERROR = 1 << 16
 
@@ -41,6 +43,10 @@ class Call:
         self.first: float | None = None
         #: One of ``counts.OUTCOMES``.
         self.outcome = "ok"
+        #: The end of a good answer, which says why it stopped.
+        self.tail = b""
+        #: The conversation as `PauseBook` knows it.
+        self.conversation = b""
         #: Its number with the recorder, -1 if it is not recorded.
         self.recorded = -1
 
@@ -137,11 +143,12 @@ class Forward:
         if whole:
             await answer.whole(status, headers, first)
             call.usage = usage_of(first, events=False) if status == 200 else None
+            call.tail = first[-_TAIL:] if status == 200 else b""
             self._counts.passed(len(first), call.usage)
             return
         await answer.start(status, headers)
         passed = await pass_on(response, first, answer, events=events)
-        call.usage = passed.usage
+        call.usage, call.tail = passed.usage, passed.tail
         self._counts.passed(passed.nbytes, passed.usage)
         if passed.broke:
             call.outcome = "broken"

@@ -29,6 +29,7 @@ from ctxreuse_cloud.proxy.body import GoneError, Receive, TooLargeError, cancel_
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.forward import Call, Forward
 from ctxreuse_cloud.proxy.headers import REQUEST_ID, request_id
+from ctxreuse_cloud.proxy.pauses import PauseBook, stop_of
 from ctxreuse_cloud.proxy.retry import FailedError
 from ctxreuse_cloud.proxy.stream import Answer, Counted, Send, StalledError, error_body
 from ctxreuse_cloud.proxy.tenants import Tenants
@@ -68,7 +69,9 @@ class Proxy:
         clock: Callable[[], float] = time.perf_counter,
         recorder: Recorder | None = None,
         asked: AskedBook | None = None,
+        pauses: PauseBook | None = None,
     ) -> None:
+        self._pauses = pauses
         #: What was asked of late, for those who ask why it was computed anew.
         self.asked = asked if asked is not None else AskedBook()
         self._recorder = recorder
@@ -103,6 +106,8 @@ class Proxy:
             log.warning("an answer was given up: %s", stalled, extra={"request": call.identity})
         first = None if call.first is None else call.first - started
         self._counts.ended(call.outcome, first, self._clock() - started)
+        if call.outcome == "ok" and call.tail and self._pauses is not None:
+            self._pauses.paused(call.conversation, stop_of(call.tail), self._clock())
         if call.outcome == "ok" and call.tried:
             usage = call.usage or Counted()
             tokens = usage.prompt_tokens, usage.cached
@@ -186,6 +191,8 @@ class Proxy:
         if self._recorder is not None and (parts := call.asked.parts()):
             scope = b"\0".join((tenant.encode(), call.asked.model.encode("utf-8", "surrogatepass")))
             call.recorded = self._recorder.text(parts, scope)
+        if self._pauses is not None:
+            call.conversation = self._pauses.begun(tenant, call.asked.model, call.asked.named(), self._clock())
         task = asyncio.current_task()
         assert task is not None
         gone = asyncio.create_task(cancel_when_gone(receive, task, lambda: answer.over))

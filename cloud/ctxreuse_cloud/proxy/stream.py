@@ -55,11 +55,15 @@ _event = msgspec.json.Decoder(_Event)
 
 
 class Passed(msgspec.Struct):
-    """What became of an answer that was begun: its bytes, its ``usage`` if it said so, and why it ``broke`` off."""
+    """What became of an answer that was begun: its bytes, its ``usage`` if it said so, and why it ``broke`` off.
+
+    ``tail``: its end, by which to see why it stopped.
+    """
 
     nbytes: int
     usage: Counted | None
     broke: str = ""
+    tail: bytes = b""
 
 
 def error_body(message: str, kind: str, status: int) -> bytes:
@@ -167,7 +171,8 @@ async def pass_on(response: aiohttp.ClientResponse, first: bytes, answer: Answer
             await answer.end(b"data: " + body + b"\n\n")
         return Passed(nbytes, None, said)
     await answer.end(held)
-    return Passed(nbytes + len(held), usage_of(before[-_TAIL:] + last[-_TAIL:] + held, events=events))
+    tail = before[-_TAIL:] + last[-_TAIL:] + held
+    return Passed(nbytes + len(held), usage_of(tail, events=events), tail=tail)
 
 
 def _end_of_events(data: bytes) -> int:

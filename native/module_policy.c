@@ -338,6 +338,7 @@ static PyObject *roster_match(PyObject *module, PyObject *const *args, Py_ssize_
     policy_roster *roster = roster_of(args[0]);
     if (!roster || keys_of(args[1], args[2], &path) < 0) return NULL;
     uint32_t *found = malloc((2 * path.n + 1) * sizeof *found);
+    policy_hash_warm(&roster->hash, path.ids, path.n, roster->entries, sizeof *roster->entries);
     size_t n = 0;
     for (; found && n < path.n; n++) {
         key_at(&path, n, key);
@@ -362,6 +363,7 @@ static PyObject *roster_moved(PyObject *module, PyObject *const *args, Py_ssize_
     policy_roster *roster = roster_of(args[0]);
     int left = roster ? PyObject_IsTrue(args[3]) : -1;
     if (left < 0 || keys_of(args[1], args[2], &path) < 0) return NULL;
+    policy_hash_warm(&roster->hash, path.ids, path.n, roster->entries, sizeof *roster->entries);
     for (size_t i = 0; i < path.n; i++) (left ? policy_roster_left : policy_roster_came)(roster, path.ids[i]);
     let_go(&path);
     Py_RETURN_NONE;

@@ -50,7 +50,7 @@ static int reserve(policy_shadow *shadow, size_t more) {
     if (policy_kind_reserve(shadow, (uint32_t)more) < 0) return -1;
     uint64_t need = (uint64_t)shadow->count + more;
     if (need <= shadow->room) return 0;
-    need += need / 8;
+    need += need / 16;
     if (need >= POLICY_NONE) return -1;
     policy_block *blocks = realloc(shadow->blocks, (size_t)need * sizeof *blocks);
     if (!blocks) return -1;
@@ -137,6 +137,7 @@ static void evict(policy_shadow *shadow, policy_gone_fn gone, void *context) {
 int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *sizes, const uint32_t *tokens, size_t n,
                    size_t *hit, policy_gone_fn gone, void *context) {
     if (reserve(shadow, n) < 0) return -1;
+    policy_hash_warm(&shadow->hash, ids, n, shadow->blocks, sizeof *shadow->blocks);
     size_t held = policy_match(shadow, ids, n);
     uint32_t parent = held ? find(shadow, ids[held - 1]) : POLICY_NONE, start = 0;
     *hit = held;

@@ -31,6 +31,9 @@ int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, pol
 /* The first entry of that id at or after *at (start with policy_hash_start), or POLICY_NONE; *at is then behind it. */
 uint32_t policy_hash_start(const policy_hash *hash, uint64_t id);
 uint32_t policy_hash_next(const policy_hash *hash, uint64_t id, uint32_t *at, const void *owner, policy_id_fn id_of);
+/* Have the slots of ids brought near, and the entries (`item` bytes each from `all` on) that they name: a path's lookups
+ * are misses of the processor's caches in a large arena, which then happen at once instead of one by one. */
+void policy_hash_warm(const policy_hash *hash, const uint64_t *ids, size_t n, const void *all, size_t item);
 void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place);
 void policy_hash_remove(policy_hash *hash, uint64_t id, uint32_t place, const void *owner, policy_id_fn id_of);
 

@@ -30,6 +30,15 @@ uint32_t policy_hash_next(const policy_hash *hash, uint64_t id, uint32_t *at, co
     }
 }
 
+void policy_hash_warm(const policy_hash *hash, const uint64_t *ids, size_t n, const void *all, size_t item) {
+    if (!hash->size) return;
+    for (size_t i = 0; i < n; i++) __builtin_prefetch(hash->slots + home(hash, ids[i]));
+    for (size_t i = 0; i < n; i++) {
+        uint32_t place = hash->slots[home(hash, ids[i])];
+        if (place != POLICY_NONE) __builtin_prefetch((const char *)all + place * item);
+    }
+}
+
 void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place) {
     uint32_t at = home(hash, id);
     while (hash->slots[at] != POLICY_NONE) at = after(hash, at);
@@ -40,7 +49,7 @@ void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place) {
 int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, policy_id_fn id_of) {
     uint64_t need = ((uint64_t)hash->count + more) * 5 / 4 + 8;
     if (need <= hash->size) return 0;
-    need += need / 8;
+    need += need / 16;
     if (need >= POLICY_NONE) return -1;
     policy_hash grown = {malloc((size_t)need * sizeof *grown.slots), (uint32_t)need, 0};
     if (!grown.slots) return -1;
@@ -78,7 +87,7 @@ int policy_ghosts_reserve(policy_ghosts *ghosts, uint32_t more) {
     uint64_t held = (uint64_t)ghosts->count[0] + ghosts->count[1];
     if (policy_hash_reserve(&ghosts->hash, more, ghosts, ghost_id) < 0) return -1;
     if (held + more <= ghosts->room) return 0;
-    uint64_t room = held + more + held / 8;
+    uint64_t room = held + more + held / 16;
     if (room >= POLICY_NONE) return -1;
     policy_ghost *all = realloc(ghosts->all, (size_t)room * sizeof *all);
     if (!all) return -1;

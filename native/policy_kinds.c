@@ -9,8 +9,13 @@ enum { FRESH = 2, HOME = 3, PARKED = 4, USES_AT = 3, MOST_USES = 3 };
 /* `data` of GDSF: the class, whether it is parked. */
 enum { CLASS = 63, CLASS_PARKED = 64, MIDDLE = 32 };
 enum { SMALL = 0, MAIN = 1, SHARE = 10 };
-/* LFU remembers the uses, up to MOST_NOTED, of as many blocks as are held, but of so many at least. */
+/* LFU remembers the uses, up to MOST_NOTED. */
 enum { FEWEST_GHOSTS = 1 << 16, MOST_NOTED = 255 };
+
+/* Ghosts of LFU and ARC: a quarter of the blocks held, but so many at least. */
+static uint32_t most_ghosts(const policy_shadow *shadow) {
+    return shadow->count / 4 > FEWEST_GHOSTS ? shadow->count / 4 : FEWEST_GHOSTS;
+}
 
 static policy_queue *home_of(policy_shadow *shadow, const policy_block *block) {
     return &shadow->queues[block->data & HOME];
@@ -345,7 +350,7 @@ void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id) {
     if (shadow->kind == POLICY_LFU) {
         if (policy_ghosts_reserve(ghosts, 1) < 0) return;
         policy_ghosts_push(ghosts, id, 0, data);
-        while (ghosts->count[0] > (shadow->count > FEWEST_GHOSTS ? shadow->count : FEWEST_GHOSTS)) policy_ghosts_pop(ghosts, 0);
+        while (ghosts->count[0] > most_ghosts(shadow)) policy_ghosts_pop(ghosts, 0);
         return;
     }
     if ((!s3 && shadow->kind != POLICY_ARC) || queue == FRESH || (s3 && queue != SMALL)) return;
@@ -353,6 +358,7 @@ void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id) {
     if (policy_ghosts_reserve(ghosts, 1) < 0) return;
     policy_ghosts_push(ghosts, id, (int)queue, queue);
     uint64_t limit = s3 ? (uint64_t)shadow->count * (SHARE - 1) / SHARE : shadow->count;
+    if (!s3 && limit > most_ghosts(shadow)) limit = most_ghosts(shadow);
     while ((uint64_t)ghosts->count[0] + ghosts->count[1] > limit) {
         int once = ghosts->count[0] && ((int64_t)ghosts->count[0] > (int64_t)shadow->count - shadow->wanted || !ghosts->count[1]);
         policy_ghosts_pop(ghosts, s3 || once ? 0 : 1);

@@ -74,7 +74,7 @@ int policy_roster_hold(policy_roster *roster, const uint8_t key[POLICY_KEY], uin
     if (place == POLICY_NONE) {
         if (policy_hash_reserve(&roster->hash, 1, roster, entry_id) < 0) return -1;
         if (roster->count == roster->room) {
-            uint64_t room = (uint64_t)roster->room + roster->room / 8 + 64;
+            uint64_t room = (uint64_t)roster->room + roster->room / 16 + 64;
             policy_entry *entries = room < FAITHFUL ? realloc(roster->entries, (size_t)room * sizeof *entries) : NULL;
             if (!entries) return -1;
             roster->entries = entries;

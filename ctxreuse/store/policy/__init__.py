@@ -15,6 +15,7 @@ from ctxreuse.store.policy.lfu import LFU
 from ctxreuse.store.policy.lru import LRU
 from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow
 from ctxreuse.store.policy.numbered import NumberedShadow
+from ctxreuse.store.policy.pauses import Pauses
 from ctxreuse.store.policy.roster import Contender
 from ctxreuse.store.policy.s3fifo import S3FIFO
 from ctxreuse.store.policy.shadow import Served, Shadow
@@ -35,6 +36,7 @@ __all__ = [
     "NativeRoster",
     "NativeShadow",
     "NumberedShadow",
+    "Pauses",
     "Policy",
     "Rebuild",
     "Served",
@@ -53,6 +55,7 @@ _SINGLE: dict[str, Callable[[Rebuild], Policy[bytes]]] = {
     "arc": lambda _: ARC(),
     "gdsf": lambda rebuild: GDSF(rebuild),
     "hazard": lambda rebuild: Hazard(rebuild),
+    "pauses": lambda _: Pauses(),
 }
 
 #: What can be named; ``duel`` also as ``duel:lru,arc`` with other contenders.

@@ -10,6 +10,9 @@ from ctxreuse.store.policy.queues import Queues
 
 __all__ = ["ARC"]
 
+#: Beyond so many blocks only a quarter as many ghosts as blocks are remembered: each is half a block's metadata.
+_FEWEST = 1 << 16
+
 
 class ARC(Queues[K]):
     """Queue 0 holds blocks used once, queue 1 those used more often, each least recently used first.
@@ -57,5 +60,5 @@ class ARC(Queues[K]):
             return
         self._ghosts[which][key] = None
         once, often = self._ghosts
-        while len(once) + len(often) > len(self):
+        while len(once) + len(often) > min(len(self), max(len(self) // 4, _FEWEST)):
             (once if once and (len(once) > len(self) - self._wanted or not often) else often).popitem(last=False)

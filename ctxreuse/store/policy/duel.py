@@ -98,17 +98,17 @@ class Duel(Generic[K]):
 
     def access(self, path: Sequence[K], now: float) -> None:
         """A use of held blocks. A prompt that was asked is counted; only what came after it is new to the shadows."""
-        if not path:
+        if not path or path[-1] in self._prompt:
+            return
+        lacking = [i for i, contender in enumerate(self.contenders) if path[-1] not in contender]
+        if self._told and not lacking:
             return
         sizes, tokens = self._roster.sizes(path)
         if not self._told:
             self._serve(path, sizes, tokens, now)
             return
-        if path[-1] in self._prompt:
-            return
-        for i, contender in enumerate(self.contenders):
-            if path[-1] not in contender:
-                self._feed(i, path, sizes, tokens, now)
+        for i in lacking:
+            self._feed(i, path, sizes, tokens, now)
 
     def asked(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
         """Somebody needs the context ``path``, held or not; called once a prompt, before anything of it is used."""

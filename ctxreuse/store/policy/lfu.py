@@ -17,9 +17,9 @@ _MOST, _FEWEST = 255, 1 << 16
 class LFU(Generic[K]):
     """Evict what was used the fewest times. O(1) a step, plus the number of different counts to order.
 
-    Uses, up to 255, of as many evicted blocks as are held (of 65,536 at least) are remembered, so that a block that
-    comes back need not begin anew: on a chat service's traffic at small sizes that is the difference between the worst
-    of all and the best of the simple policies.
+    Uses, up to 255, of evicted blocks are remembered, a quarter as many as are held (65,536 at least), so that a block
+    that comes back need not begin anew: on a chat service's traffic at small sizes that is the difference between the
+    worst of all and the best of the simple policies.
 
     A parent is used whenever a child is, later within the step, so children go before their parents.
     """
@@ -49,7 +49,7 @@ class LFU(Generic[K]):
         uses = self._unfile(key)
         del self._count[key]
         self._ghosts[key] = min(uses, _MOST)
-        while len(self._ghosts) > max(len(self), _FEWEST):
+        while len(self._ghosts) > max(len(self) // 4, _FEWEST):
             self._ghosts.popitem(last=False)
 
     def _file(self, key: K, count: int) -> None:

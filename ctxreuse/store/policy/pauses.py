@@ -50,6 +50,8 @@ class Pauses(Generic[K]):
     """
 
     name = "pauses"
+    #: What came last may go at once: on agents' sessions in a small memory that is most of what can be gained.
+    choosy = True
 
     def __init__(self, estimator: Estimator | None = None, *, most: int = 2048) -> None:
         self._sessions: Sessions[int] = Sessions(estimator, most=most)

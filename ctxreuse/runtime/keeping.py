@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeping"]
 
+#: How many states of a path have a price, the deepest ones: seconds change little from one to the next.
+_DEEPEST = 8
+
 
 class Keeping:
     """One runtime's states. Any thread may call; of a model without states all of it is empty.
@@ -88,8 +91,9 @@ class Keeping:
             loads = cost is None or not most or cost.loads(most, self.nbytes(most))
             return (most if loads else 0), most
         places = [held.state_blocks]
-        while cost is not None and places[-1]:
+        while cost is not None and places[-1] and len(places) < _DEEPEST:
             places.append(store.match(keys[: places[-1] - 1], lossy).state_blocks)
+        places.append(0)
         size = self._space.block_tokens
         best = held.state_tokens
         if cost is not None:

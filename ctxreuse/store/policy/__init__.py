@@ -54,7 +54,7 @@ _SINGLE: dict[str, Callable[[Rebuild], Policy[bytes]]] = {
     "s3fifo": lambda _: S3FIFO(),
     "arc": lambda _: ARC(),
     "gdsf": lambda rebuild: GDSF(rebuild),
-    "hazard": lambda rebuild: Hazard(rebuild),
+    "hazard": lambda _: Hazard(),
     "pauses": lambda _: Pauses(),
 }
 

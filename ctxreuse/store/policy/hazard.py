@@ -78,9 +78,9 @@ class Hazard(Generic[K]):
     which is what the classes need (with as many as are held, 4 of 12 points at small sizes are lost). The lowest value
     goes first, the tail of a path before what it hangs on.
 
-    ``rebuild``: weigh values by the seconds that a byte saves; without it all tokens count the same, which is the better
-    choice where bytes go with tokens: on a chat trace the weight took two of 13 points of hits at a small size and saved
-    no more seconds (9.8 against 10.6 %). It is for blocks whose seconds a byte really differ, such as states.
+    ``rebuild``: weigh values by the seconds that a byte saves. Without it all tokens count the same, which is better
+    where bytes go with tokens: on a chat trace the weight took two of 13 points of hits at a small size and saved no
+    more seconds (9.8 against 10.6 %). It is for blocks whose seconds a byte really differ, such as states.
 
     Blocks are kept in runs (of one class and last use). A run is in the queue of its age, in order of last use, and in
     the queue of its level, which it gets when it enters an age. A step so costs O(path) look-ups and, amortised, O(1)

@@ -37,6 +37,9 @@ def test_the_table_keeps_its_rules() -> None:
                 "_quarantined",
                 "_decisions",
                 "_cards",
+                "_leading",
+                "_switches",
+                "_weight",
             )
         )
         assert row.help.endswith(".")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ctxreuse.bench.hybrid import HybridCache
 from ctxreuse.keys import ROOT
 from ctxreuse.store import BlockStore
-from ctxreuse.store.policy.states import SHARE, Path, StatePolicy, spare
+from ctxreuse.store.policy.states import Path, StatePolicy, spare
+from ctxreuse.store.records import footprint
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
 from ctxreuse.tree import ContextTree, Match
@@ -160,22 +161,21 @@ def fill(store: BlockStore, context: Context, states: Sequence[int]) -> None:
 
 
 def test_a_state_goes_and_its_block_stays(tmp_path: Folder) -> None:
-    """Blocks of 12 KiB, states of 8: a store of 40 blocks takes one state inside a context, and the ends'."""
-    first, second = Context(8, floats=1000), Context(30, seed=1, floats=1000)
-    capacity = 300_000
+    """A byte is missing: of three states the one goes that is a block behind another; no block does."""
+    first, second = Context(8, floats=1000), Context(5, seed=1, floats=1000)
+    block, state = footprint(first.block(0).nbytes), footprint(first.state(0).nbytes)
+    capacity = 13 * block + 3 * state - 1
     with BlockStore.open(tmp_path, capacity=capacity, policy="lru") as store:
         fill(store, first, (1, 2, 7))
         assert store.stats().states == 3
         fill(store, second, ())
-        # Room was made by states first, then by blocks.
-        assert store.match(first.keys).blocks < 8 or store.stats().states < 3
-        inner = [i for i in (1, 2) if store.match(first.keys[: i + 1]).state_blocks == i + 1]
-        assert sum(8192 for _ in inner) <= max(capacity // SHARE, 8192)
-        assert store.stats().evicted > 0
+        assert (store.match(first.keys).blocks, store.match(second.keys).blocks) == (8, 5)
+        assert [store.match(first.keys[:n]).state_blocks for n in (2, 3, 8)] == [2, 2, 8]
+        assert store.stats().evicted == 1
         store.check()
-        held = store.match(first.keys), store.stats().states
     with BlockStore.open(tmp_path, capacity=capacity, policy="lru") as store:
-        assert (store.match(first.keys), store.stats().states) == held
+        assert [store.match(first.keys[:n]).state_blocks for n in (2, 3, 8)] == [2, 2, 8]
+        assert first.intact(store)
         store.check()
 
 

@@ -1,7 +1,7 @@
 """Jobs a minute of four agents whose tools sleep, sharing a store that holds two contexts: ours against LRU, live.
 
-SmolLM2 computes; nothing is simulated but the tools, which sleep. Two agents call quick tools (a median of 0.3 s), two
-slow ones (6 s, a build or a search). A job is a context of 512 tokens and six turns of 4 tokens answered and 64 tokens
+SmolLM2 computes; nothing is simulated but the tools, which sleep. Two agents call quick tools (a file is read: a
+quarter of what a job's first prompt takes to compute here), two slow ones (a build: twelve times as much). A job is a context of 512 tokens and six turns of 4 tokens answered and 64 tokens
 of tool results; the next job is of another context, and the old one is over. The store on disk has room for 2.4
 contexts, and no context stays in the engine's memory, so what the store let go of is computed anew.
 
@@ -27,8 +27,10 @@ __all__ = ["run"]
 
 _CONTEXT, _TURNS, _RESULT, _ANSWER = 512, 6, 64, 4
 _ROOM = 2.4
-#: (tool, median seconds) by agent.
-_AGENTS = (("tool:read_file", 0.3), ("tool:edit_file", 0.3), ("tool:run_build", 6.0), ("tool:shell", 6.0))
+#: (tool, median time in first prompts' prefills) by agent.
+_AGENTS = (("tool:read_file", 0.25), ("tool:edit_file", 0.25), ("tool:run_build", 12.0), ("tool:shell", 12.0))
+#: How long a run is, in the same unit.
+_LENGTH = 60
 
 
 def _ids(rng: np.random.Generator, engine: Any, count: int) -> Tokens:
@@ -38,10 +40,11 @@ def _ids(rng: np.random.Generator, engine: Any, count: int) -> Tokens:
 class _Agent(threading.Thread):
     """Works until ``end``; counts the turns that it was answered, and what they found."""
 
-    def __init__(self, runtime: Any, number: int, seed: int, end: float) -> None:
+    def __init__(self, runtime: Any, number: int, seed: int, unit: float, end: float) -> None:
         super().__init__(name=f"agent {number}", daemon=True)
         self._runtime, self._end = runtime, end
-        self._tool, self._median = _AGENTS[number]
+        self._tool, median = _AGENTS[number]
+        self._median = median * unit
         self._rng = np.random.default_rng((seed, number))
         self.turns = self.prompt = self.cached = 0
         self.failed: BaseException | None = None
@@ -77,19 +80,25 @@ class _Agent(threading.Thread):
         self._runtime.pause(ids, "closed")
 
 
-def _room(engine: Any) -> int:
-    """Bytes of a finished context in a store."""
+def _scale(engine: Any) -> tuple[int, float]:
+    """Bytes of a finished context in a store, and seconds of a first prompt's prefill."""
     from ctxreuse.runtime import Runtime
     from ctxreuse.store import BlockStore
 
+    rng, times = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder, BlockStore.open(folder) as store:
         runtime = Runtime(engine, store, live_bytes=0)
-        runtime.warm(_ids(np.random.default_rng(0), engine, _CONTEXT + _TURNS * (_RESULT + _ANSWER)))
+        runtime.warm(_ids(rng, engine, _CONTEXT + _TURNS * (_RESULT + _ANSWER)))
         store.flush()
-        return store.stats().nbytes
+        nbytes = store.stats().nbytes
+        for _ in range(3):
+            ids, start = _ids(rng, engine, _CONTEXT), time.perf_counter()
+            runtime.warm(ids)
+            times.append(time.perf_counter() - start)
+    return nbytes, float(np.median(times))
 
 
-def _round(engine: Any, ours: bool, capacity: int, seed: int, seconds: float) -> tuple[float, float]:
+def _round(engine: Any, ours: bool, capacity: int, seed: int, unit: float, seconds: float) -> tuple[float, float]:
     """Jobs a minute, and the share of prompt tokens that were found."""
     from ctxreuse.runtime import Runtime
     from ctxreuse.store import BlockStore
@@ -100,7 +109,7 @@ def _round(engine: Any, ours: bool, capacity: int, seed: int, seconds: float) ->
     with tempfile.TemporaryDirectory() as folder, BlockStore.open(folder, capacity=capacity, policy=policy) as store:
         runtime = Runtime(engine, store, live_bytes=0)
         end = time.perf_counter() + seconds
-        agents = [_Agent(runtime, number, seed, end) for number in range(len(_AGENTS))]
+        agents = [_Agent(runtime, number, seed, unit, end) for number in range(len(_AGENTS))]
         for agent in agents:
             agent.start()
         for agent in agents:
@@ -118,18 +127,18 @@ def run(options: Options) -> list[Figure]:
     from ctxreuse.engines import open_engine
 
     engine = open_engine("smollm2")
-    options.step("a context's size")
-    capacity = int(_ROOM * _room(engine))
-    pairs, seconds = options.pick(1, 4), options.pick(30.0, 40.0)
+    options.step("a context's size and time")
+    nbytes, unit = _scale(engine)
+    capacity, seconds, pairs = int(_ROOM * nbytes), options.pick(20, _LENGTH) * unit, options.pick(1, 3)
     done: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for pair in range(pairs):
         for ours in (True, False) if pair % 2 else (False, True):
             options.step(f"pair {pair + 1} of {pairs}, {'ours' if ours else 'lru'}", 2 * pair, 2 * pairs)
-            done[ours].append(_round(engine, ours, capacity, pair, seconds))
+            done[ours].append(_round(engine, ours, capacity, pair, unit, seconds))
     least = 60 / seconds / _TURNS  # one turn in all: a machine that is too busy for any more says nothing
     ratios = [max(a[0], least) / max(b[0], least) for a, b in zip(done[True], done[False])]
     medians = {ours: np.median(np.array(rows), axis=0).tolist() for ours, rows in done.items()}
-    said = f"{pairs} paired runs of {seconds:.0f} s; ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
+    said = f"{pairs} paired runs of {seconds:.0f} s, a prefill {unit:.2g} s; ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
     return [
         Figure(metric="jobs_a_minute", value=medians[True][0], unit="jobs/min", baseline=medians[False][0], note=said),
         Figure(

@@ -83,8 +83,8 @@ def test_closing_makes_room_first_and_a_pin_holds_no_longer_than_it_lasts() -> N
     policy.mark(blocks(4, 40)[-1], END_OF_TURN, now + 3)
     # Three hours later the pin is gone: room is found all the same, and also if everything is pinned.
     for session in range(5, 9):
-        shadow.request(blocks(session, 90), 1, 16, now + 10_000 + session)
-        policy.mark(blocks(session, 90)[-1], hint_label("pin"), now + 10_000 + session)
+        shadow.request(blocks(session, 90), 1, 16, now + 10_000 * session)
+        policy.mark(blocks(session, 90)[-1], hint_label("pin"), now + 10_000 * session)
         assert shadow.match(blocks(session, 90)) == 90
         assert shadow.match(blocks(2, 40)) < 40
 

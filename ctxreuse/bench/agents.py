@@ -1,9 +1,10 @@
 """Jobs a minute of four agents whose tools sleep, sharing a store that holds two contexts: ours against LRU, live.
 
 SmolLM2 computes; nothing is simulated but the tools, which sleep. Two agents call quick tools (a file is read: a
-quarter of what a job's first prompt takes to compute here), two slow ones (a build: twelve times as much). A job is a context of 512 tokens and six turns of 4 tokens answered and 64 tokens
-of tool results; the next job is of another context, and the old one is over. The store on disk has room for 2.4
-contexts, and no context stays in the engine's memory, so what the store let go of is computed anew.
+quarter of what a job's first prompt takes to compute here), two slow ones (a build: twelve times as much). A job is a
+context of 512 tokens and six turns of 4 tokens answered and 64 tokens of tool results; the next job is of another
+context, and the old one is over. The store on disk has room for 2.4 contexts, and no context stays in the engine's
+memory, so what the store let go of is computed anew.
 
 Both sides are told the same: which tool an answer calls. LRU makes nothing of it; ours (`store.policy.pauses`) learns
 how long each takes, from nothing at the start of each run. Runs are paired: equal jobs, equal sleeps, one side after
@@ -138,7 +139,8 @@ def run(options: Options) -> list[Figure]:
     least = 60 / seconds / _TURNS  # one turn in all: a machine that is too busy for any more says nothing
     ratios = [max(a[0], least) / max(b[0], least) for a, b in zip(done[True], done[False])]
     medians = {ours: np.median(np.array(rows), axis=0).tolist() for ours, rows in done.items()}
-    said = f"{pairs} paired runs of {seconds:.0f} s, a prefill {unit:.2g} s; ratios {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
+    each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    said = f"{pairs} paired runs of {seconds:.0f} s, a prefill {unit:.2g} s; ratios {each}"
     return [
         Figure(metric="jobs_a_minute", value=medians[True][0], unit="jobs/min", baseline=medians[False][0], note=said),
         Figure(

@@ -107,6 +107,9 @@ class StoreService:
         mine = Line(tenant, space)
         if not keys or any(self._directory.line(key) != mine for key in keys):
             raise LookupError("not held")
+        first = self._store.entries(keys[:1])[0]
+        if first is not None:
+            self._store.asked(keys, first.tokens)
         self._store.touch([keys[-1]])
         self._count("served", len(keys))
         return StoreSupply(self._store, mine, self._directory.salt(tenant), keys, state)

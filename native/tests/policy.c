@@ -1,0 +1,102 @@
+/* policy.c - shadows and rosters under random requests, sensible and not; the Python tests compare their answers. */
+#include "policy.h"
+#include "test.h"
+
+enum { LONGEST = 40, NUMBERS = 400, ROUNDS = 3000 };
+
+typedef struct leader {
+    policy_roster *roster;
+    const policy_shadow *shadow;
+    size_t gone;
+} leader;
+
+static void left(void *context, uint64_t id) {
+    leader *f = context;
+    f->gone++;
+    policy_roster_left(f->roster, id);
+}
+
+static void key_of(uint64_t id, uint8_t key[POLICY_KEY]) {
+    memset(key, 0, POLICY_KEY);
+    memcpy(key, &id, sizeof id);
+}
+
+static void none(void *context, uint64_t id) {
+    (void)context;
+    (void)id;
+}
+
+/* A chain of numbers that grows from one of ten roots, forks at random, and now and then makes no sense. */
+static size_t draw(uint64_t *ids, uint32_t *sizes, uint32_t *tokens) {
+    size_t n = below(LONGEST + 1);
+    uint64_t at = below(10);
+    int wild = below(20) == 0;
+    for (size_t i = 0; i < n; i++) {
+        ids[i] = wild ? below(NUMBERS) : at * 0x9e3779b97f4a7c15ull;
+        at = at * 3 + 11 + below(2);
+        sizes[i] = (uint32_t)(wild && below(9) == 0 ? UINT32_MAX : 1 + below(50));
+        tokens[i] = (uint32_t)below(100);
+    }
+    return n;
+}
+
+static void check(const policy_shadow *shadow) {
+    const char *wrong = policy_check(shadow);
+    CHECK(!wrong, "kind %d: %s", (int)shadow->kind, wrong);
+    uint64_t *ids = malloc(((size_t)shadow->count + 1) * sizeof *ids);
+    CHECK(ids, "no memory");
+    CHECK(policy_order(shadow, ids, SIZE_MAX) == (ptrdiff_t)shadow->count, "kind %d: the order is incomplete", (int)shadow->kind);
+    CHECK(policy_match(shadow, ids, shadow->count) == shadow->count, "the order names what is not held");
+    free(ids);
+}
+
+static void test_shadow(policy_kind kind, policy_kind other) {
+    policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5);
+    policy_roster *roster = policy_roster_new();
+    CHECK(shadow && rival && roster, "no memory");
+    leader f = {roster, shadow, 0};
+    uint64_t ids[LONGEST];
+    uint32_t sizes[LONGEST], tokens[LONGEST];
+    uint8_t key[POLICY_KEY];
+    size_t hit, went = 0;
+    for (int round = 0; round < ROUNDS; round++) {
+        size_t n = draw(ids, sizes, tokens), held = policy_match(f.shadow, ids, n);
+        const policy_shadow *before = f.shadow;
+        CHECK(policy_request(shadow, ids, sizes, tokens, n, &hit, f.shadow == shadow ? left : none, &f) == 0, "request");
+        CHECK(f.shadow != shadow || hit == held, "%zu hits, %zu held", hit, held);
+        CHECK(policy_request(rival, ids, sizes, tokens, n, &hit, f.shadow == rival ? left : none, &f) == 0, "request");
+        for (size_t i = 0; i < n; i++) {
+            int followed = policy_holds(f.shadow, ids[i]);
+            if (followed) policy_roster_came(roster, ids[i]);
+            key_of(ids[i], key);
+            CHECK(policy_roster_hold(roster, key, sizes[i], tokens[i], followed) == 0, "hold");
+        }
+        while (roster->head != POLICY_NONE && roster->strays > 100) policy_roster_drop(roster, roster->head), went++;
+        if (below(50) == 0) {
+            f.shadow = before == shadow ? rival : shadow;
+            CHECK(policy_roster_follow(roster, before, f.shadow) == 0, "follow");
+        }
+        if (n && below(9) == 0) policy_drop(shadow, ids[n - 1]);
+        if (below(99) == 0) policy_hold(shadow, ids[0], 0, 0, 5, 0, 5), policy_use(shadow, ids, 1), policy_fit(shadow, none, NULL);
+        if (round % 50 == 0) check(shadow);
+    }
+    check(shadow);
+    check(rival);
+    CHECK(f.gone > 100 && went > 100, "nothing went");
+    CHECK(policy_beyond(shadow, shadow) == 0, "more than itself");
+    CHECK(policy_bytes(shadow) > (size_t)shadow->count * sizeof(policy_block), "bytes");
+    while (roster->count) {
+        uint32_t place = 0;
+        for (uint32_t at = 0; at < roster->hash.size; at++)
+            if (roster->hash.slots[at] != POLICY_NONE) place = roster->hash.slots[at];
+        policy_roster_drop(roster, place);
+    }
+    CHECK(!roster->strays && !roster->tokens && roster->head == POLICY_NONE, "an empty roster has strays or tokens");
+    policy_free(shadow);
+    policy_free(rival);
+    policy_roster_free(roster);
+}
+
+void test_policy(void) {
+    for (int kind = 0; kind < POLICY_KINDS; kind++) test_shadow((policy_kind)kind, (policy_kind)((kind + 1) % POLICY_KINDS));
+}

@@ -11,7 +11,7 @@ import msgspec
 
 from ctxreuse.store.policy.base import Facts, K
 from ctxreuse.store.policy.guard import Guard
-from ctxreuse.store.policy.native import NativeRoster
+from ctxreuse.store.policy.native import NativeRoster, counts_of
 from ctxreuse.store.policy.roster import Contender, Roster
 
 __all__ = ["Duel", "Standing"]
@@ -84,6 +84,8 @@ class Duel(Generic[K]):
         self._told = False
         #: The last prompt: what of it a shadow does not hold had no room there.
         self._prompt: frozenset[K] = frozenset()
+        #: The same if the leader holds all of it, else nothing: it need not be asked block by block.
+        self._kept: frozenset[K] = frozenset()
 
     @property
     def leader(self) -> Contender[K]:
@@ -94,7 +96,7 @@ class Duel(Generic[K]):
         return len(self._roster)
 
     def insert(self, facts: Facts[K], now: float) -> None:
-        self._roster.hold(facts, facts.key in self.leader)
+        self._roster.hold(facts, facts.key in self._kept or facts.key in self.leader)
 
     def access(self, path: Sequence[K], now: float) -> None:
         """A use of held blocks. A prompt that was asked is counted; only what came after it is new to the shadows."""
@@ -107,6 +109,7 @@ class Duel(Generic[K]):
         if not self._told:
             self._serve(path, sizes, tokens, now)
             return
+        self._kept = frozenset()
         for i in lacking:
             self._feed(i, path, sizes, tokens, now)
 
@@ -139,6 +142,7 @@ class Duel(Generic[K]):
         return served.tokens
 
     def _serve(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
+        sizes, tokens = counts_of(sizes, len(path)), counts_of(tokens, len(path))
         total = sum(tokens)
         real = sum(tokens[: self._roster.match(path)])
         hits = [self._feed(i, path, sizes, tokens, now) for i in range(len(self.contenders))]
@@ -151,6 +155,7 @@ class Duel(Generic[K]):
         self._guard.note(worth, followed, charge, self._per_byte * self.capacity)
         chosen = self._guard.followed
         self._lead(self._swift if chosen == Guard.SWIFT else chosen)
+        self._kept = self._prompt if self._told and path[-1] in self.leader else frozenset()
 
     def _value(self, start: int, tokens: int) -> float:
         return float(tokens) if self._worth is None else self._worth(start, tokens)

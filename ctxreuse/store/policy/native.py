@@ -12,7 +12,7 @@ from ctxreuse.store.policy.base import Facts, K, prefill_line
 from ctxreuse.store.policy.shadow import Served
 from ctxreuse.store.policy.trials import Trials
 
-__all__ = ["NATIVE", "NativeRoster", "NativeShadow", "ids_of"]
+__all__ = ["NATIVE", "NativeRoster", "NativeShadow", "counts_of", "ids_of"]
 
 #: Policies with a native twin, in the order of the native core.
 NATIVE: Final = ("lru", "lfu", "s3fifo", "arc", "gdsf")
@@ -35,7 +35,10 @@ def _one(key: Any) -> tuple[bytes, int]:
     return int(key).to_bytes(_ID, "little"), _ID
 
 
-def _counts(values: Sequence[int] | int, n: int) -> array[int]:
+def counts_of(values: Sequence[int] | int, n: int) -> array[int]:
+    """One number for each of ``n`` blocks, as the native core takes them; beyond 4 Gi they count as that."""
+    if isinstance(values, array):
+        return values
     if isinstance(values, int):
         return array("I", [min(values, _MOST)]) * n
     try:
@@ -109,7 +112,7 @@ class NativeShadow(Generic[K]):
         self, path: Sequence[K], sizes: Sequence[int] | int, tokens: Sequence[int] | int, now: float
     ) -> Served[Any]:
         """See `Shadow.request`."""
-        size, count = _counts(sizes, len(path)), _counts(tokens, len(path))
+        size, count = counts_of(sizes, len(path)), counts_of(tokens, len(path))
         trials = self._trials
         if trials is not None:
             alpha = trials.request(path, size, count, now)
@@ -252,15 +255,15 @@ class NativeRoster(Generic[K]):
         done, limit = 0, _CHUNK
         while True:
             strays = _native.roster_strays(self._arena, limit)
-            yield from map(self._key, strays[done:])
+            yield from self._keys(strays[done:])
             if len(strays) < limit:
                 break
             done, limit = limit, limit * 8
         for ids in followed.batches():
-            yield from map(self._key, _native.roster_keys(self._arena, ids, _ID))
+            yield from self._keys(_native.roster_keys(self._arena, ids, _ID))
 
-    def _key(self, raw: bytes) -> int | bytes:
-        return int.from_bytes(raw[:_ID], "little") if self._numbers else raw
+    def _keys(self, raw: list[bytes]) -> Iterable[Any]:
+        return (int.from_bytes(key[:_ID], "little") for key in raw) if self._numbers else raw
 
     def check(self, followed: Any) -> None:
         """See `Roster.check`."""

@@ -13,6 +13,7 @@ from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, damage, fits, rank, worst
 from ctxreuse.store.base import Buffer, Kind
+from ctxreuse.store.early import EarlyMarks
 from ctxreuse.store.policy import LRU, Facts, Policy, fill
 from ctxreuse.store.policy.states import SHARE, spare
 from ctxreuse.store.records import Record, footprint
@@ -95,7 +96,7 @@ class Index:
         """``clock``: seconds, told to the policy."""
         self.tree, self.policy, self.capacity, self.clock = ContextTree(), policy, capacity, clock
         self.states = 0
-        self._sequence = 0
+        self._sequence, self._early = 0, EarlyMarks()
         self._touched: dict[bytes, int] = {}
 
     def load(self, records: Iterable[tuple[bytes, Record]]) -> list[bytes]:
@@ -179,6 +180,7 @@ class Index:
     def asked(self, keys: Sequence[bytes], tokens: int) -> None:
         """Somebody needs the context of blocks ``keys``, each of ``tokens`` tokens, whether they are held or not."""
         policy, tree = self.policy, self.tree
+        self._early.void(keys)
         if not len(tree) or not hasattr(policy, "asked"):
             return
         # What a block that is not held would take is not known; most blocks take the same.
@@ -188,10 +190,12 @@ class Index:
         policy.asked(keys, sizes, [tokens] * len(keys), self.clock())
 
     def mark(self, keys: Sequence[bytes], label: int) -> None:
-        """The context of ``keys`` paused for the reason ``label``: its deepest held block is told."""
+        """The context of ``keys`` paused for the reason ``label``: its deepest held block is told, and its last."""
         held = self.tree.path(keys)
         if held:
             self.policy.mark(held[-1].key, label, self.clock())
+        if len(held) < len(keys):
+            self._early.note(keys[-1], label)
 
     def renewals(self) -> dict[bytes, Record]:
         """The records of nodes touched since the last call."""
@@ -358,6 +362,9 @@ class Index:
             if fresh and node is not None:
                 self.policy.insert(facts(node), now)
         self.touch(plan.records)
+        for key, label in self._early.take(plan.records):
+            if key in tree:
+                self.policy.mark(key, label, now)
         return lost
 
     def restore(self, plan: Plan) -> list[bytes]:

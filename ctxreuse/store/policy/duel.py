@@ -61,6 +61,8 @@ class Duel(Generic[K]):
     """
 
     name = "duel"
+    #: What the leader does not hold goes first, also if it has just come in: so the leader may decline it.
+    choosy = True
 
     def __init__(
         self,

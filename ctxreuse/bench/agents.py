@@ -1,9 +1,9 @@
 """Jobs a minute of four agents whose tools sleep, sharing a store that holds two contexts: ours against LRU, live.
 
 SmolLM2 computes; nothing is simulated but the tools, which sleep. Two agents call quick tools (a file is read: a
-quarter of what a job's first prompt takes to compute here), two slow ones (a build: twelve times as much). A job is a
+quarter of what a job's first prompt takes to compute here), two slow ones (a build: four times as much). A job is a
 context of 512 tokens and six turns of 4 tokens answered and 64 tokens of tool results; the next job is of another
-context, and the old one is over. The store on disk has room for 2.4 contexts, and no context stays in the engine's
+context, and the old one is over. The store on disk has room for two contexts, and no context stays in the engine's
 memory, so what the store let go of is computed anew.
 
 Both sides are told the same: which tool an answer calls. LRU makes nothing of it; ours (`store.policy.pauses`) learns
@@ -27,9 +27,9 @@ from ctxreuse.keys import Tokens
 __all__ = ["run"]
 
 _CONTEXT, _TURNS, _RESULT, _ANSWER = 512, 6, 64, 4
-_ROOM = 2.4
+_ROOM = 2.0
 #: (tool, median time in first prompts' prefills) by agent.
-_AGENTS = (("tool:read_file", 0.25), ("tool:edit_file", 0.25), ("tool:run_build", 12.0), ("tool:shell", 12.0))
+_AGENTS = (("tool:read_file", 0.25), ("tool:edit_file", 0.25), ("tool:run_build", 4.0), ("tool:shell", 4.0))
 #: How long a run is, in the same unit.
 _LENGTH = 60
 

@@ -38,8 +38,12 @@ def test_the_table_keeps_its_rules() -> None:
                 "_decisions",
                 "_cards",
                 "_leading",
+                "_contexts",
+                "_returns",
                 "_switches",
                 "_weight",
+                "_contexts",
+                "_returns",
             )
         )
         assert row.help.endswith(".")

@@ -61,7 +61,7 @@ _SINGLE: dict[str, Callable[[Rebuild], Policy[bytes]]] = {
 #: What can be named; ``duel`` also as ``duel:lru,arc`` with other contenders.
 NAMES = (*_SINGLE, "duel")
 #: Who is in the duel unless others are named.
-CONTENDERS = ("lru", "lfu", "arc")
+CONTENDERS = ("lru", "lfu", "arc", "hazard")
 
 
 def single_policy(name: str, rebuild: Rebuild | None = None) -> Policy[K]:

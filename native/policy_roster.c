@@ -58,6 +58,18 @@ static void stray(policy_roster *roster, uint32_t place) {
     roster->strays++;
 }
 
+/* To the head: held root first, they have to go leaf first. */
+static void stray_first(policy_roster *roster, uint32_t place) {
+    policy_entry *entry = roster->entries + place;
+    if (entry->next != FAITHFUL) return;
+    entry->prev = POLICY_NONE;
+    entry->next = roster->head;
+    if (roster->head != POLICY_NONE) roster->entries[roster->head].prev = place;
+    else roster->tail = place;
+    roster->head = place;
+    roster->strays++;
+}
+
 static void come_back(policy_roster *roster, uint32_t place) {
     policy_entry *entry = roster->entries + place;
     if (entry->next == FAITHFUL) return;
@@ -92,7 +104,7 @@ int policy_roster_hold(policy_roster *roster, const uint8_t key[POLICY_KEY], uin
     roster->tokens += (uint64_t)tokens - entry->tokens;
     entry->nbytes = nbytes;
     entry->tokens = tokens;
-    if (!followed) stray(roster, place);
+    if (!followed) stray_first(roster, place);
     return 0;
 }
 

@@ -57,7 +57,10 @@ class Contender(Protocol[K]):
 
 
 class Roster(Generic[K]):
-    """Strays go first, in the order in which they became strays. Not thread-safe. O(1) a block."""
+    """Strays go first, in the order in which the contender gave them up; before them what it never took in.
+
+    Not thread-safe. O(1) a block.
+    """
 
     def __init__(self) -> None:
         self._held: dict[K, tuple[int, int]] = {}
@@ -74,8 +77,10 @@ class Roster(Generic[K]):
         """One more block; ``followed``: the contender that is followed holds it too."""
         self.tokens += facts.tokens - self._held.get(facts.key, (0, 0))[1]
         self._held[facts.key] = facts.nbytes, facts.tokens
-        if not followed:
+        if not followed and facts.key not in self._strays:
+            # Held root first, they have to go leaf first.
             self._strays[facts.key] = None
+            self._strays.move_to_end(facts.key, last=False)
 
     def drop(self, key: K) -> None:
         """A block went. Raises KeyError if it is not held."""

@@ -14,8 +14,9 @@ from ctxreuse.store.policy.base import Facts, K
 
 __all__ = ["Pauses"]
 
-#: A path that is used again so soon after its pause is the end of the same request: its last blocks were just stored.
-_TAIL = 1.0
+#: Where nobody tells of prompts (`Pauses.asked`), a path that is used again so soon after its pause is the end of the
+#: same request: its last blocks were just stored. Seconds.
+_TAIL = 0.2
 #: Shares of a session's path whose blocks tell that it has returned, although its last blocks were written anew.
 _ANCHORS = (16, 15, 12)
 
@@ -64,7 +65,7 @@ class Pauses(Generic[K]):
         self._strays: OrderedDict[K, None] = OrderedDict()
         self._next = 0
         self._now = 0.0
-        self._marked = False
+        self._marked = self._told = False
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -83,16 +84,34 @@ class Pauses(Generic[K]):
     def access(self, path: Sequence[K], now: float) -> None:
         if not path:
             return
+        number = self._number(path, now)
+        session = self._known[number]
+        again = self._told or (self._marked and (session.active or now - session.since < _TAIL))
+        if not again or number not in self._sessions:
+            self._begin(number, session, now)
+        self._move(number, session, path)
+
+    def asked(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:
+        """A prompt: its session returns now, whatever is held. From the first one on, uses are no returns."""
+        if path:
+            self._told = True
+            number = self._number(path, now)
+            session = self._known[number]
+            self._begin(number, session, now)
+            self._name(number, session, self._named(path))
+
+    def _number(self, path: Sequence[K], now: float) -> int:
         self._now = now
         number = self._find(path)
-        if number is None:
-            number = self._new(now)
-        session = self._known[number]
-        again = self._marked and (session.active or now - session.since < _TAIL)
-        if not again:
-            self._sessions.begin(number, now)
-            session.active, session.since = True, now
-        self._move(number, session, path)
+        return self._new(now) if number is None else number
+
+    def _begin(self, number: int, session: _Session[K], now: float) -> None:
+        self._sessions.begin(number, now)
+        session.active, session.since = True, now
+
+    @staticmethod
+    def _named(path: Sequence[K]) -> tuple[K, ...]:
+        return tuple(path[(len(path) * share - 1) // 16] for share in _ANCHORS)
 
     def _find(self, path: Sequence[K]) -> int | None:
         anchors = self._anchors
@@ -141,7 +160,7 @@ class Pauses(Generic[K]):
             session.tip = tip
             self._tips.setdefault(tip, {})[number] = None
             self._strays.pop(tip, None)
-        self._name(number, session, tuple(path[(len(path) * share - 1) // 16] for share in _ANCHORS))
+        self._name(number, session, self._named(path))
 
     def mark(self, tip: K, label: int, now: float) -> None:
         number = self._anchors.get(tip)

@@ -133,3 +133,21 @@ def test_better_than_lru_where_pauses_have_kinds_and_no_worse_knowledge_without(
     plain, unmarked, ours = hits(LRU(), False), hits(Pauses(), False), hits(Pauses(), True)
     assert ours > 1.08 * plain
     assert unmarked > 0.95 * plain
+
+
+def test_quick_tools_are_told_from_the_end_of_a_request_where_prompts_are_told_of() -> None:
+    policy: Pauses[int] = Pauses()
+    shadow = Shadow[int](policy, 100)
+    now = 0.0
+    for turn in range(1, 30):
+        for session, kind in ((1, TOOL_CALL), (2, END_OF_TURN)):
+            path = blocks(session, 20 + turn)
+            policy.asked(path, [1] * len(path), [16] * len(path), now)
+            shadow.request(path, 1, 16, now)
+            policy.mark(path[-1], kind, now + 0.05)
+            shadow.request(path, 1, 16, now + 0.06)  # its last blocks were stored
+            policy.check()
+            now += 0.1
+    shadow.request(blocks(3, 60), 1, 16, now)
+    held = shadow.match(blocks(1, 49)), shadow.match(blocks(2, 49))
+    assert sum(held) >= 98, "who comes back in a tenth of a second stays, and the newcomer does not"

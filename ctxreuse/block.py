@@ -351,7 +351,8 @@ def rewriter(
     head = view.header
     return BlockWriter(
         layout or view.layout, kind=head.kind, space=head.space, key=head.key, parent=head.parent, end=head.end,
-        tokens=view.tokens, level=level or head.level, rope_at=head.rope_at, extra=head.extra, into=into,
+        tokens=view.tokens, level=head.level if level is None else level, rope_at=head.rope_at, extra=head.extra,
+        into=into,
     )  # fmt: skip
 
 
@@ -376,11 +377,8 @@ def reseal(
 
 
 def rekey(
-    data: bytes | bytearray | memoryview | npt.NDArray[np.uint8],
-    key: bytes,
-    parent: bytes,
-    into: npt.NDArray[np.uint8] | None = None,
-) -> npt.NDArray[np.uint8]:
+    data: bytes | bytearray | memoryview | _Bytes, key: bytes, parent: bytes, into: _Bytes | None = None
+) -> _Bytes:
     """The same block under other keys, as a copy: a new head of the same length, planes and checksums untouched.
 
     ``into``: memory for the copy if it has at least the size. Raises FormatError if ``data`` is no block.

@@ -152,9 +152,7 @@ def _holding(held: Node | Record | None) -> Holding | None:
     if held is None:
         return None
     split = isinstance(held, Node) and held.children > 0
-    return Holding(
-        held.tokens, held.level if held.nbytes else "", held.state_level if held.state_nbytes else "", split
-    )
+    return Holding(held.tokens, held.level if held.nbytes else "", held.state_level if held.state_nbytes else "", split)
 
 
 def _of_node(node: Node) -> Entry:

@@ -94,6 +94,7 @@ def test_nothing_is_left_after_closing(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == files
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert names == {
+        "gone.journal",
         "owner.json",
         *(f"{part}/{file}.mdb" for part in ("blocks", "ledger") for file in ("data", "lock")),
     }

@@ -62,7 +62,7 @@ _MISSES = Label(
 )
 _REFUSALS = Label(
     "reason",
-    ("queue_full", "orphan", "too_big", "no_room", "malformed", "disk", "backoff", "readonly", "closed"),
+    ("queue_full", "orphan", "too_big", "no_room", "declined", "malformed", "disk", "backoff", "readonly", "closed"),
 )
 _KEPT = ("exact", "packed", "lossy", "approx")
 _LEVEL = Label("level", _KEPT)

@@ -46,9 +46,10 @@ class StoreStats(msgspec.Struct, frozen=True):
     ``truncated``, ``foreign`` (another key's or program's bytes), ``older``, ``newer`` (format), ``space`` (another
     model's), ``tokens`` (a hash hit whose token ids differ), ``level`` (held at a level that the reader does not allow;
     it stays), ``unreadable`` (the disk failed). In ``refused`` (puts):
-    ``queue_full``, ``orphan`` (the parent is not held), ``too_big``, ``no_room`` (all else is pinned), ``malformed``,
-    ``disk`` (a failed commit), ``backoff`` (too soon after one), ``readonly``, ``closed``. In ``dropped`` (entries
-    removed other than by eviction): the reason given to ``drop`` or ``below`` (under such an entry).
+    ``queue_full``, ``orphan`` (the parent is not held), ``too_big``, ``no_room`` (all else is pinned), ``declined``
+    (the store is full, and the policy would rather keep what it has), ``malformed``, ``disk`` (a failed commit),
+    ``backoff`` (too soon after one), ``readonly``, ``closed``. In ``dropped`` (entries removed other than by eviction):
+    the reason given to ``drop`` or ``below`` (under such an entry).
     ``recovered``: what open found: ``""`` (nothing to do), ``kept``, ``verified`` or ``rebuilt``. ``levels``: blocks by
     level, without its card (a reader beside a writer does not know); ``demoted``: entries encoded smaller to make room,
     by ``FROM>TO``. ``standing``: how the duel of policies stands (None under a single policy).

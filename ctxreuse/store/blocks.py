@@ -21,10 +21,11 @@ from ctxreuse.store.coding import Coders, check_level
 from ctxreuse.store.demoting import Demoter
 from ctxreuse.store.env import CACHE_MAP, DISK_ERRORS, Env, broken
 from ctxreuse.store.guided import GuidedStore, recall
-from ctxreuse.store.index import Index, Plan, Put
+from ctxreuse.store.index import Index, Plan
 from ctxreuse.store.intake import Intake
 from ctxreuse.store.owner import Owner, claim, folder
 from ctxreuse.store.policy import Policy, make_policy
+from ctxreuse.store.put import Put
 from ctxreuse.store.reader import DiskReader
 from ctxreuse.store.readonly import counts, open_readonly
 from ctxreuse.store.recovery import compare, corrupt, open_cache, write_plan

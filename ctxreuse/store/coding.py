@@ -12,7 +12,7 @@ from ctxreuse.block import parse
 from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.levels import EXACT, PACKED, check_lossy, damage, fits, is_exact
 from ctxreuse.store.base import Coder
-from ctxreuse.store.index import Put
+from ctxreuse.store.put import Put
 
 __all__ = ["Coders", "check_level"]
 

@@ -19,8 +19,9 @@ from ctxreuse.levels import PACKED, fits, is_exact
 from ctxreuse.store.base import Kind
 from ctxreuse.store.coding import Coders
 from ctxreuse.store.env import Env
-from ctxreuse.store.index import Index, Put
+from ctxreuse.store.index import Index
 from ctxreuse.store.policy.demotion import Candidate, Step, choose
+from ctxreuse.store.put import Put
 from ctxreuse.store.records import Record, footprint
 
 __all__ = ["Changed", "Demoter"]

@@ -16,7 +16,8 @@ from ctxreuse.keys import ROOT
 from ctxreuse.store.journal import Journal, read_journal
 
 if TYPE_CHECKING:
-    from ctxreuse.store.index import Plan, Put
+    from ctxreuse.store.index import Plan
+    from ctxreuse.store.put import Put
     from ctxreuse.tree import ContextTree
 
 __all__ = ["FILE", "SHORT", "Gone", "GoneBook", "read_gone"]
@@ -90,10 +91,12 @@ class GoneBook:
                 [gone.key for gone in plan.evicted], "evicted", _rule(policy), plan.puts[0].key if plan.puts else b""
             )
         lacking = [put for put in puts if put.kind == "block" and put.key not in held]
-        for why in ("orphan", "no_room"):
-            keys = [p.key for p in lacking if (p.parent == ROOT or p.parent in held) == (why == "no_room")]
-            if keys:
-                self.left(keys, "refused", why)
+        reasons: dict[str, list[bytes]] = {}
+        for put in lacking:
+            found = "no_room" if put.parent == ROOT or put.parent in held else "orphan"
+            reasons.setdefault("declined" if put.key in plan.declined else found, []).append(put.key)
+        for why, keys in reasons.items():
+            self.left(keys, "refused", why)
 
     def gone(self, key: bytes) -> Gone | None:
         """How the block of ``key`` left last, as far as that is known; it may be held again. ``ROOT``: how everything

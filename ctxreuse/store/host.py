@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ctxreuse.store.base import Kind
-from ctxreuse.store.index import Put
 from ctxreuse.store.policy import LRU, Facts
+from ctxreuse.store.put import Put
 
 __all__ = ["Held", "HostTier", "Name"]
 

@@ -2,59 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ctxreuse.block import parse
-from ctxreuse.errors import FormatError
 from ctxreuse.keys import ROOT
-from ctxreuse.levels import EXACT, damage, fits, rank, worst
-from ctxreuse.store.base import Buffer, Kind
+from ctxreuse.levels import fits, worst
+from ctxreuse.store.base import Kind
 from ctxreuse.store.early import EarlyMarks
 from ctxreuse.store.policy import LRU, Facts, Policy, fill
 from ctxreuse.store.policy.states import SHARE, spare
-from ctxreuse.store.records import Record, footprint
+from ctxreuse.store.put import Put
+from ctxreuse.store.records import Record
 from ctxreuse.tree import ContextTree, Node
 
-__all__ = ["Gone", "Index", "Plan", "Put", "facts"]
-
-
-class Put(NamedTuple):
-    """A queued value with what its header says; ``lossy``: the worst level that its owner allows ("": exact only)."""
-
-    key: bytes
-    parent: bytes
-    tokens: int
-    end: int
-    size: int
-    data: memoryview
-    kind: Kind
-    replace: bool
-    level: str = EXACT
-    lossy: str = ""
-    space: bytes = b""
-
-    @classmethod
-    def parse(cls, key: bytes, data: Buffer, kind: Kind, replace: bool, lossy: str | None = None) -> Put | None:
-        """What the value's own header says; None if it is no value of this key."""
-        try:
-            view = parse(data)
-        except FormatError:
-            return None
-        header, size = view.header, footprint(len(view.buffer))
-        # A refinement is no block by itself, and of an unknown level nobody could say who may read it.
-        if header.key != key or header.kind != kind or damage(header.level) == math.inf:
-            return None
-        parts = (key, header.parent, len(header.tokens) // 4, header.end, size, view.buffer, kind, replace)
-        return cls(*parts, sys.intern(header.level), lossy or "", header.space)
-
-    def beats(self, held: str) -> bool:
-        """True if it should be written although its key is held at the level ``held``."""
-        mine, theirs = rank(self.level), rank(held)
-        return mine < theirs or (self.replace and mine == theirs)
+__all__ = ["Gone", "Index", "Plan", "facts"]
 
 
 class Gone(NamedTuple):
@@ -72,7 +34,7 @@ class Gone(NamedTuple):
 class Plan(NamedTuple):
     """One transaction: values to write, entries to delete, records to renew; ``known`` were held when it was made.
 
-    ``stripped``: what goes on without its state.
+    ``stripped``: what goes on without its state; ``declined``: blocks that the policy would not have in a full store.
     """
 
     puts: list[Put]
@@ -80,6 +42,7 @@ class Plan(NamedTuple):
     records: dict[bytes, Record]
     known: set[bytes]
     stripped: Sequence[Gone] = ()
+    declined: frozenset[bytes] = frozenset()
 
 
 def facts(node: Node) -> Facts[bytes]:
@@ -216,6 +179,7 @@ class Index:
         free = self.capacity - tree.nbytes
         stuck = False
         known: set[bytes] = set()
+        declined: set[bytes] = set()
         stripped = self._strip(self.shortage(puts), keep)
         free += sum(gone.record.state_nbytes for gone in stripped)
         for put in puts:
@@ -225,6 +189,9 @@ class Index:
                 before = self.record(node, 0)
                 known.add(put.key)
             reason = self._reason(put, before, staged)
+            if put.parent in declined or (not reason and before is None and put.size > free and self._declines(put)):
+                declined.add(put.key)
+                reason = "declined"
             if reason:
                 if reason != "duplicate":
                     refused[reason] += 1
@@ -254,7 +221,12 @@ class Index:
             else:
                 staged[put.key] = before._replace(state_nbytes=put.size, state_level=put.level)
             chosen.append(put)
-        return Plan(chosen, evicted, staged, known, stripped)
+        return Plan(chosen, evicted, staged, known, stripped, frozenset(declined))
+
+    def _declines(self, put: Put) -> bool:
+        """True if the policy would rather keep what is held."""
+        declines: Callable[[bytes], bool] | None = getattr(self.policy, "declines", None)
+        return declines is not None and declines(put.key)
 
     def _reason(self, put: Put, before: Record | None, staged: dict[bytes, Record]) -> str:
         if put.kind == "state":

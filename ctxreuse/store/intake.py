@@ -7,7 +7,8 @@ from collections import Counter
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import rank
 from ctxreuse.store.base import Kind
-from ctxreuse.store.index import Index, Put
+from ctxreuse.store.index import Index
+from ctxreuse.store.put import Put
 
 __all__ = ["Intake"]
 

@@ -16,8 +16,8 @@ from ctxreuse.store.base import Buffer, Coder, Entry, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
 from ctxreuse.store.gone import Gone, GoneBook
 from ctxreuse.store.host import Held, HostTier, Name
-from ctxreuse.store.index import Put
 from ctxreuse.store.listing import Holding, Listeners
+from ctxreuse.store.put import Put
 from ctxreuse.store.reader import prove, prove_key
 from ctxreuse.store.tally import Tally, together
 from ctxreuse.tree import Match

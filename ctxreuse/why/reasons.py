@@ -54,6 +54,7 @@ _REFUSED = {
     "orphan": "the block that they follow was not held",
     "too_big": "a block is larger than the whole store",
     "no_room": "everything else is pinned or in use",
+    "declined": "the store was full of what is expected to be needed sooner",
     "backoff": "the disk had just failed",
     "disk": "the disk failed",
     "readonly": "it was open for reading only",

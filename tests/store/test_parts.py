@@ -11,8 +11,8 @@ from ctxreuse.errors import ConfigError, StoreError
 from ctxreuse.store import BlockStore, TieredStore, open_store
 from ctxreuse.store.gate import Gate
 from ctxreuse.store.host import HostTier
-from ctxreuse.store.index import Put
 from ctxreuse.store.policy import LRU, Facts, make_policy
+from ctxreuse.store.put import Put
 from ctxreuse.store.records import Record, footprint
 from ctxreuse.store.writer import Writer
 from ctxreuse.testing.clock import FakeClock

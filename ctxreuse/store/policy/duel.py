@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Generic
@@ -21,6 +22,8 @@ _DECAY = 1 - 1 / 800
 #: The swift rule changes its leader for one who is ahead by this share, so many blocks and this share of a full cache,
 #: for a change costs something of that. Both numbers are from the first half of a chat service's trace.
 _AHEAD, _BLOCKS, _ROOM = 1.02, 5.0, 0.01
+#: Prompts that are remembered until their blocks have come.
+_RECENT = 16
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -86,6 +89,8 @@ class Duel(Generic[K]):
         self._told = False
         #: The last prompt: what of it a shadow does not hold had no room there.
         self._prompt: frozenset[K] = frozenset()
+        #: The same of the last prompts, whose blocks may still be on their way in.
+        self._recent: deque[frozenset[K]] = deque(maxlen=_RECENT)
         #: The same if the leader holds all of it, else nothing: it need not be asked block by block.
         self._kept: frozenset[K] = frozenset()
 
@@ -119,8 +124,13 @@ class Duel(Generic[K]):
         """Somebody needs the context ``path``, held or not; called once a prompt, before anything of it is used."""
         self._told = True
         self._prompt = frozenset(path)
+        self._recent.append(self._prompt)
         if path:
             self._serve(path, sizes, tokens, now)
+
+    def declines(self, key: K) -> bool:
+        """True if a block that a late prompt needed would be the first to go: a full cache should not let it in."""
+        return key not in self.leader and any(key in prompt for prompt in self._recent)
 
     def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> None:
         """The cache holds this already, parents first, used in the order of ``uses``: so do all shadows from now on."""

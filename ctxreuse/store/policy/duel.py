@@ -129,8 +129,12 @@ class Duel(Generic[K]):
             self._serve(path, sizes, tokens, now)
 
     def declines(self, key: K) -> bool:
-        """True if a block that a late prompt needed would be the first to go: a full cache should not let it in."""
-        return key not in self.leader and any(key in prompt for prompt in self._recent)
+        """True if the leader is choosy and did not take in a block that a late prompt needed: nor should a full cache.
+
+        Any other leader takes in all that comes, and what its shadow has let go of since comes late, not unwanted.
+        """
+        choosy = getattr(self.leader, "choosy", False)
+        return choosy and key not in self.leader and any(key in prompt for prompt in self._recent)
 
     def fill(self, facts: Sequence[Facts[K]], uses: Sequence[Sequence[K]], now: float) -> None:
         """The cache holds this already, parents first, used in the order of ``uses``: so do all shadows from now on."""

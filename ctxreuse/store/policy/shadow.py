@@ -39,7 +39,7 @@ class Shadow(Generic[K]):
         #: One victim at a time where the choice of one changes what the next should be.
         self._restless: bool = getattr(policy, "restless", False)
         #: The request's own blocks may go like all others: the policy decides what is admitted.
-        self._choosy: bool = getattr(policy, "choosy", False)
+        self.choosy: bool = getattr(policy, "choosy", False)
         self._held: dict[K, _Held[K]] = {}
         self._children: dict[K, int] = {}
 
@@ -116,7 +116,7 @@ class Shadow(Generic[K]):
         self.policy.insert(facts, now)
 
     def _fit(self, path: Sequence[K], now: float) -> list[K]:
-        keep: frozenset[K] = frozenset() if self._choosy else frozenset(path)
+        keep: frozenset[K] = frozenset() if self.choosy else frozenset(path)
         gone: list[K] = []
         while self.nbytes > self.capacity:
             victims = self._victims(keep)

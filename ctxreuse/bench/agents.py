@@ -6,9 +6,9 @@ context of 512 tokens and six turns of 4 tokens answered and 64 tokens of tool r
 context, and the old one is over. The store on disk has room for two contexts, and no context stays in the engine's
 memory, so what the store let go of is computed anew.
 
-Both sides are told the same: which tool an answer calls. LRU makes nothing of it; ours (`store.policy.pauses`) learns
-how long each takes, from nothing at the start of each run. Runs are paired: equal jobs, equal sleeps, one side after
-the other, the order changing.
+Both sides are told the same: which tool an answer calls. LRU makes nothing of it; ours is the store's default, the
+duel, whose hazard policy learns from nothing at the start of each run. Runs are paired: equal jobs, equal sleeps, one
+side after the other, the order changing.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ def _round(engine: Any, ours: bool, capacity: int, seed: int, unit: float, secon
     """Jobs a minute, and the share of prompt tokens that were found."""
     from ctxreuse.runtime import Runtime
     from ctxreuse.store import BlockStore
-    from ctxreuse.store.policy import LRU
-    from ctxreuse.store.policy.pauses import Pauses
 
-    policy: Any = Pauses() if ours else LRU()
+    policy = "duel" if ours else "lru"
     with tempfile.TemporaryDirectory() as folder, BlockStore.open(folder, capacity=capacity, policy=policy) as store:
         runtime = Runtime(engine, store, live_bytes=0)
         end = time.perf_counter() + seconds

@@ -142,7 +142,7 @@ static PyObject *shadow_tune(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-/* (shadow, keys, stride, sizes, tokens) -> (blocks that were held, ids that went) */
+/* (shadow, keys, stride, sizes, tokens, now) -> (blocks that were held, ids that went) */
 static PyObject *shadow_request(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     keys path;
     region sizes, tokens;
@@ -150,12 +150,13 @@ static PyObject *shadow_request(PyObject *module, PyObject *const *args, Py_ssiz
     int done = -2;
     GONE(out);
     (void)module;
-    if (arity(nargs, 5, "shadow_request") < 0) return NULL;
+    if (arity(nargs, 6, "shadow_request") < 0) return NULL;
     policy_shadow *shadow = shadow_of(args[0]);
-    if (!shadow || keys_of(args[1], args[2], &path) < 0) return NULL;
+    double now = shadow ? PyFloat_AsDouble(args[5]) : 0;
+    if (!shadow || PyErr_Occurred() || keys_of(args[1], args[2], &path) < 0) return NULL;
     if (counts_of(args[3], "sizes", path.n, &sizes) == 0) {
         if (counts_of(args[4], "tokens", path.n, &tokens) == 0) {
-            done = policy_request(shadow, path.ids, sizes.view.buf, tokens.view.buf, path.n, &hit, went, &out);
+            done = policy_request(shadow, path.ids, sizes.view.buf, tokens.view.buf, path.n, now, &hit, went, &out);
             PyBuffer_Release(&tokens.view);
         }
         PyBuffer_Release(&sizes.view);
@@ -190,17 +191,78 @@ static PyObject *shadow_hold(PyObject *module, PyObject *const *args, Py_ssize_t
     return NULL;
 }
 
-/* (shadow, keys, stride) */
+/* (shadow, keys, stride, now) */
 static PyObject *shadow_use(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     keys path;
     (void)module;
-    if (arity(nargs, 3, "shadow_use") < 0) return NULL;
+    if (arity(nargs, 4, "shadow_use") < 0) return NULL;
     policy_shadow *shadow = shadow_of(args[0]);
-    if (!shadow || keys_of(args[1], args[2], &path) < 0) return NULL;
-    int done = policy_use(shadow, path.ids, path.n);
+    double now = shadow ? PyFloat_AsDouble(args[3]) : 0;
+    if (!shadow || PyErr_Occurred() || keys_of(args[1], args[2], &path) < 0) return NULL;
+    int done = policy_use(shadow, path.ids, path.n, now);
     let_go(&path);
     if (done < 0) return PyErr_NoMemory();
     Py_RETURN_NONE;
+}
+
+/* (shadow, key, stride, label) */
+static PyObject *shadow_mark(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    keys path;
+    uint32_t label;
+    (void)module;
+    if (arity(nargs, 4, "shadow_mark") < 0) return NULL;
+    policy_shadow *shadow = shadow_of(args[0]);
+    if (!shadow || small_of(args[3], "label", &label) < 0 || keys_of(args[1], args[2], &path) < 0) return NULL;
+    if (path.n == 1) policy_mark(shadow, path.ids[0], label);
+    let_go(&path);
+    Py_RETURN_NONE;
+}
+
+static policy_shadow *learner_of(PyObject *capsule) {
+    policy_shadow *shadow = shadow_of(capsule);
+    if (shadow && !shadow->hazard) PyErr_SetString(PyExc_ValueError, "this policy learns nothing");
+    return shadow && shadow->hazard ? shadow : NULL;
+}
+
+/* (shadow, ghosts remembered at least, and for each held block) */
+static PyObject *shadow_remember(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    uint32_t least;
+    (void)module;
+    if (arity(nargs, 3, "shadow_remember") < 0) return NULL;
+    policy_shadow *shadow = learner_of(args[0]);
+    double ratio = shadow ? PyFloat_AsDouble(args[2]) : 0;
+    if (!shadow || PyErr_Occurred() || small_of(args[1], "least", &least) < 0) return NULL;
+    policy_hazard_remember(shadow, least, ratio >= 0 ? ratio : 0);
+    Py_RETURN_NONE;
+}
+
+/* shadow -> rows of doubles: a class, uses by age, paths seen by age */
+static PyObject *shadow_learnt(PyObject *module, PyObject *capsule) {
+    (void)module;
+    policy_shadow *shadow = learner_of(capsule);
+    if (!shadow) return NULL;
+    size_t bytes = policy_hazard_learnt(shadow, NULL) * POLICY_LEARNT * sizeof(double);
+    double *rows = malloc(bytes + 1);
+    if (!rows) return PyErr_NoMemory();
+    policy_hazard_learnt(shadow, rows);
+    PyObject *result = PyBytes_FromStringAndSize((const char *)rows, (Py_ssize_t)bytes);
+    free(rows);
+    return result;
+}
+
+/* (shadow, rows as shadow_learnt gives them, which the caller has judged) */
+static PyObject *shadow_teach(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    region raw;
+    (void)module;
+    if (arity(nargs, 2, "shadow_teach") < 0) return NULL;
+    policy_shadow *shadow = learner_of(args[0]);
+    if (!shadow || take_numbers(args[1], 0, sizeof(double), "rows", &raw) < 0) return NULL;
+    size_t rows = raw.bytes / (POLICY_LEARNT * sizeof(double));
+    int done = raw.bytes % (POLICY_LEARNT * sizeof(double)) ? -1 : policy_hazard_teach(shadow, raw.view.buf, rows);
+    PyBuffer_Release(&raw.view);
+    if (done == 0) Py_RETURN_NONE;
+    PyErr_SetString(PyExc_ValueError, "no rows of counts by class, or no memory");
+    return NULL;
 }
 
 /* shadow -> ids that went */
@@ -433,10 +495,14 @@ PyMethodDef policy_methods[] = {
     FAST(shadow_request),
     FAST(shadow_hold),
     FAST(shadow_use),
+    FAST(shadow_mark),
+    FAST(shadow_remember),
+    FAST(shadow_teach),
     FAST(shadow_match),
     FAST(shadow_drop),
     FAST(shadow_order),
     FAST(shadow_beyond),
+    {"shadow_learnt", shadow_learnt, METH_O, NULL},
     {"shadow_fit", shadow_fit, METH_O, NULL},
     {"shadow_figures", shadow_figures, METH_O, NULL},
     {"shadow_check", shadow_check, METH_O, NULL},

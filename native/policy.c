@@ -10,8 +10,9 @@ static uint64_t block_id(const void *owner, uint32_t place) {
 }
 
 static uint32_t find(const policy_shadow *shadow, uint64_t id) {
-    uint32_t at = policy_hash_start(&shadow->hash, id);
-    return policy_hash_next(&shadow->hash, id, &at, shadow, block_id);
+    uint32_t at = policy_hash_start(&shadow->hash, id), place;
+    place = policy_hash_next(&shadow->hash, id, &at, shadow, block_id);
+    return place != POLICY_NONE && shadow->blocks[place].children == POLICY_GHOST ? POLICY_NONE : place;
 }
 
 policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token, double per_pair, double alpha) {
@@ -27,6 +28,10 @@ policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token,
         shadow->queues[i] = (policy_queue){POLICY_NONE, POLICY_NONE, 0};
         shadow->worth[i] = pow(2.0, i / 4.0);
     }
+    if (kind == POLICY_HAZARD && !(shadow->hazard = policy_hazard_new())) {
+        free(shadow);
+        return NULL;
+    }
     return shadow;
 }
 
@@ -36,19 +41,22 @@ void policy_free(policy_shadow *shadow) {
     free(shadow->buckets);
     free(shadow->hash.slots);
     policy_ghosts_free(&shadow->ghosts);
+    policy_hazard_free(shadow->hazard);
     free(shadow);
 }
 
 size_t policy_bytes(const policy_shadow *shadow) {
     return sizeof *shadow + (size_t)shadow->room * sizeof(policy_block) + (size_t)shadow->hash.size * sizeof(uint32_t) +
-           (size_t)shadow->bucket_room * sizeof(policy_bucket) + policy_ghosts_bytes(&shadow->ghosts);
+           (size_t)shadow->bucket_room * sizeof(policy_bucket) + policy_ghosts_bytes(&shadow->ghosts) +
+           (shadow->hazard ? policy_hazard_bytes(shadow->hazard) : 0);
 }
 
 static int reserve(policy_shadow *shadow, size_t more) {
     if (more >= POLICY_NONE / 2) return -1;
     if (policy_hash_reserve(&shadow->hash, (uint32_t)more, shadow, block_id) < 0) return -1;
     if (policy_kind_reserve(shadow, (uint32_t)more) < 0) return -1;
-    uint64_t need = (uint64_t)shadow->count + more;
+    /* All that is filed, ghosts of the hazard policy too. */
+    uint64_t need = (uint64_t)shadow->hash.count + more;
     if (need <= shadow->room) return 0;
     need += need / 16;
     if (need >= POLICY_NONE) return -1;
@@ -60,20 +68,28 @@ static int reserve(policy_shadow *shadow, size_t more) {
 }
 
 static uint32_t add(policy_shadow *shadow, uint64_t id, uint32_t parent, uint32_t nbytes, uint32_t start, uint32_t tokens) {
-    uint32_t place = shadow->free;
-    if (place != POLICY_NONE) shadow->free = shadow->blocks[place].next;
-    else place = shadow->used++;
-    shadow->blocks[place] = (policy_block){
-        (uint32_t)id, (uint32_t)(id >> 32), parent, nbytes, POLICY_NONE, POLICY_NONE, 0, shadow->step, 0};
+    uint32_t known = shadow->hazard ? policy_hazard_revive(shadow, id, parent) : POLICY_NONE, place = known;
+    if (known == POLICY_NONE) {
+        place = shadow->free;
+        if (place != POLICY_NONE) shadow->free = shadow->blocks[place].next;
+        else place = shadow->used++;
+        shadow->blocks[place] = (policy_block){
+            (uint32_t)id, (uint32_t)(id >> 32), parent, nbytes, POLICY_NONE, POLICY_NONE, 0, shadow->step, 0};
+        policy_hash_add(&shadow->hash, id, place);
+    } else {
+        shadow->blocks[place].nbytes = nbytes;
+        shadow->blocks[place].children = 0;
+    }
     if (parent != POLICY_NONE) shadow->blocks[parent].children++;
     shadow->nbytes += nbytes;
     shadow->count++;
-    policy_hash_add(&shadow->hash, id, place);
-    policy_kind_start(shadow, place, start, tokens);
+    if (shadow->hazard) policy_hazard_hold(shadow, place, tokens, known != POLICY_NONE);
+    else policy_kind_start(shadow, place, start, tokens);
     return place;
 }
 
 static uint64_t take_out(policy_shadow *shadow, uint32_t place) {
+    if (shadow->hazard) return policy_hazard_remove(shadow, place);
     policy_kind_remove(shadow, place);
     policy_block *block = shadow->blocks + place;
     uint64_t id = policy_id(block);
@@ -106,13 +122,39 @@ static void use(policy_shadow *shadow, const uint64_t *ids, size_t n) {
     }
 }
 
-int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n) {
+int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n, double now) {
+    if (shadow->hazard) {
+        while (n && !policy_holds(shadow, ids[n - 1])) n--;
+        uint32_t tip = n ? find(shadow, ids[n - 1]) : POLICY_NONE;
+        if (policy_hazard_reserve(shadow, tip, 0) < 0) return -1;
+        if (n) policy_hazard_use(shadow, tip, now);
+        return 0;
+    }
     if (n >= POLICY_NONE / 2 || policy_kind_reserve(shadow, (uint32_t)n) < 0) return -1;
     use(shadow, ids, n);
     return 0;
 }
 
+void policy_mark(policy_shadow *shadow, uint64_t id, uint32_t label) {
+    if (shadow->hazard) policy_hazard_mark(shadow, id, label);
+}
+
+static void evict_by_chance(policy_shadow *shadow, policy_gone_fn gone, void *context) {
+    for (uint32_t before = POLICY_NONE; shadow->nbytes > shadow->capacity && shadow->count != before;) {
+        ptrdiff_t n = policy_hazard_order(shadow, shadow->nbytes - shadow->capacity, shadow->count);
+        before = shadow->count;
+        for (ptrdiff_t i = 0; i < n; i++) {
+            uint32_t place = policy_hazard_named(shadow)[i];
+            if (!shadow->blocks[place].children) gone(context, take_out(shadow, place));
+        }
+    }
+}
+
 static void evict(policy_shadow *shadow, policy_gone_fn gone, void *context) {
+    if (shadow->hazard) {
+        evict_by_chance(shadow, gone, context);
+        return;
+    }
     if (policy_kind_restless(shadow)) {
         while (shadow->nbytes > shadow->capacity) {
             uint32_t place = policy_kind_victim(shadow);
@@ -135,12 +177,13 @@ static void evict(policy_shadow *shadow, policy_gone_fn gone, void *context) {
 }
 
 int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *sizes, const uint32_t *tokens, size_t n,
-                   size_t *hit, policy_gone_fn gone, void *context) {
+                   double now, size_t *hit, policy_gone_fn gone, void *context) {
     if (reserve(shadow, n) < 0) return -1;
     policy_hash_warm(&shadow->hash, ids, n, shadow->blocks, sizeof *shadow->blocks);
     size_t held = policy_match(shadow, ids, n);
     uint32_t parent = held ? find(shadow, ids[held - 1]) : POLICY_NONE, start = 0;
     *hit = held;
+    if (shadow->hazard && policy_hazard_reserve(shadow, parent, (uint32_t)(n - held)) < 0) return -1;
     for (size_t i = 0; i < held; i++) start += tokens[i];
     for (size_t i = held; i < n; i++) {
         /* What is held, but not behind this, belongs to another path: keys that were made up. */
@@ -151,7 +194,8 @@ int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *s
         parent = add(shadow, ids[i], parent, sizes[i], start, tokens[i]);
         start += tokens[i];
     }
-    use(shadow, ids, n);
+    if (!shadow->hazard) use(shadow, ids, n);
+    else if (n) policy_hazard_use(shadow, parent, now);
     evict(shadow, gone, context);
     while (n-- && shadow->nbytes > shadow->capacity) {
         uint32_t place = find(shadow, ids[n]);
@@ -197,6 +241,14 @@ static size_t peel(const policy_shadow *shadow, uint32_t *places, size_t found, 
 ptrdiff_t policy_order(const policy_shadow *shadow, uint64_t *out, size_t limit) {
     size_t found = 0;
     if (limit > shadow->count) limit = shadow->count;
+    if (shadow->hazard) {
+        /* Asking changes nothing that is still there when it returns. */
+        policy_shadow *asked = (policy_shadow *)(uintptr_t)shadow;
+        ptrdiff_t named = policy_hazard_order(asked, UINT64_MAX, limit);
+        for (ptrdiff_t i = 0; i < named; i++) out[i] = policy_id(shadow->blocks + policy_hazard_named(shadow)[i]);
+        policy_hazard_unname(asked);
+        return named;
+    }
     if (!policy_kind_restless(shadow)) {
         for (uint32_t place = POLICY_NONE; found < limit; found++) {
             place = policy_kind_after(shadow, place);
@@ -218,18 +270,21 @@ uint64_t policy_beyond(const policy_shadow *shadow, const policy_shadow *other) 
     uint64_t nbytes = 0;
     for (uint32_t at = 0; at < shadow->hash.size; at++) {
         uint32_t place = shadow->hash.slots[at];
-        if (place != POLICY_NONE && !policy_holds(other, block_id(shadow, place))) nbytes += shadow->blocks[place].nbytes;
+        if (place == POLICY_NONE || shadow->blocks[place].children == POLICY_GHOST) continue;
+        if (!policy_holds(other, block_id(shadow, place))) nbytes += shadow->blocks[place].nbytes;
     }
     return nbytes;
 }
 
 const char *policy_check(const policy_shadow *shadow) {
-    uint64_t nbytes = 0, children = 0, inner = 0, count = 0;
+    uint64_t nbytes = 0, children = 0, inner = 0, count = 0, filed = 0;
     for (uint32_t at = 0; at < shadow->hash.size; at++) {
         uint32_t place = shadow->hash.slots[at];
         if (place == POLICY_NONE) continue;
         if (place >= shadow->used) return "a place is outside the arena";
         const policy_block *block = shadow->blocks + place;
+        filed++;
+        if (block->children == POLICY_GHOST) continue;
         if (find(shadow, policy_id(block)) != place) return "a block is filed twice";
         if (block->parent != POLICY_NONE && find(shadow, block_id(shadow, block->parent)) != block->parent)
             return "the parent of a block is not held";
@@ -238,8 +293,10 @@ const char *policy_check(const policy_shadow *shadow) {
         inner += block->parent != POLICY_NONE;
         count++;
     }
-    if (count != shadow->count || count != shadow->hash.count) return "blocks are counted wrongly";
+    if (count != shadow->count || filed != shadow->hash.count) return "blocks are counted wrongly";
     if (nbytes != shadow->nbytes) return "bytes are counted wrongly";
     if (children != inner) return "children are counted wrongly";
+    const char *wrong = shadow->hazard ? policy_hazard_check(shadow) : NULL;
+    if (wrong) return wrong;
     return shadow->nbytes > shadow->capacity ? "more is held than the capacity" : NULL;
 }

@@ -1,13 +1,14 @@
 /* policy.h - caches without contents: what an eviction policy would hold, from 8-byte ids, in an arena.
  *
- * The twins of ctxreuse/store/policy/{shadow,lru,lfu,s3fifo,arc,gdsf,roster}.py, which are the reference: the same
+ * The twins of ctxreuse/store/policy/{shadow,lru,lfu,s3fifo,arc,gdsf,hazard,roster}.py, which are the reference: the same
  * requests give the same victims. Not thread-safe. A call that has no memory for what it might have to hold fails before
  * it has changed anything.
  *
  * Words
  *   id        the first 8 bytes of a block's key, little-endian (or the number that the key is)
  *   place     index of a block in the arena; POLICY_NONE: none
- *   keep      blocks of the request that is being served: they go last
+ *   keep      blocks of the request that is being served: they go last (but under the hazard policy, which chooses)
+ *   ghost     a block that went and is remembered; the hazard policy's stay in the arena
  */
 #ifndef CTXREUSE_POLICY_H
 #define CTXREUSE_POLICY_H
@@ -61,9 +62,11 @@ void policy_ghosts_free(policy_ghosts *ghosts);
 
 /* ---- Shadows ---------------------------------------------------------------------------------------------------- */
 
-typedef enum policy_kind { POLICY_LRU, POLICY_LFU, POLICY_S3FIFO, POLICY_ARC, POLICY_GDSF, POLICY_KINDS } policy_kind;
+typedef enum policy_kind { POLICY_LRU, POLICY_LFU, POLICY_S3FIFO, POLICY_ARC, POLICY_GDSF, POLICY_HAZARD, POLICY_KINDS } policy_kind;
 
 enum { POLICY_CLASSES = 64 };
+/* `children` of a hazard policy's ghost. */
+#define POLICY_GHOST UINT32_MAX
 
 typedef struct policy_block {
     uint32_t low, high;  /* the id: two halves keep a block at 36 bytes */
@@ -71,8 +74,8 @@ typedef struct policy_block {
     uint32_t nbytes;
     uint32_t prev, next; /* in its queue; next alone where it is free */
     uint32_t children;
-    uint32_t used;       /* number of the request that used it last */
-    uint32_t data;       /* the kind's own: see policy_kinds.c */
+    uint32_t used;       /* number of the request that used it last; hazard: uses and tokens */
+    uint32_t data;       /* the kind's own: see policy_kinds.c; hazard: its run */
 } policy_block;
 
 typedef struct policy_queue {
@@ -84,6 +87,8 @@ typedef struct policy_bucket {
     policy_queue queue;
     uint32_t uses, prev, next;
 } policy_bucket;
+
+typedef struct policy_hazard policy_hazard;
 
 typedef struct policy_shadow {
     policy_kind kind;
@@ -99,6 +104,7 @@ typedef struct policy_shadow {
     uint32_t wanted;                     /* ARC */
     double per_token, per_pair, alpha;   /* GDSF */
     double worth[POLICY_CLASSES];
+    policy_hazard *hazard;               /* NULL for all other kinds */
 } policy_shadow;
 
 /* What `policy_request` calls with each block that went. */
@@ -112,15 +118,18 @@ size_t policy_bytes(const policy_shadow *shadow);
 size_t policy_match(const policy_shadow *shadow, const uint64_t *ids, size_t n);
 int policy_holds(const policy_shadow *shadow, uint64_t id);
 
-/* Serve a path and hold all of it, as far as there is room. `*hit` blocks were held; -1 without memory. */
+/* Serve a path at `now` (seconds, which only the hazard policy minds) and hold all of it, as far as there is room. `*hit`
+ * blocks were held; -1 without memory. */
 int policy_request(policy_shadow *shadow, const uint64_t *ids, const uint32_t *sizes, const uint32_t *tokens, size_t n,
-                   size_t *hit, policy_gone_fn gone, void *context);
+                   double now, size_t *hit, policy_gone_fn gone, void *context);
 
 /* Hold one more block behind `parent` (has_parent: which is held, else nothing is done), after `start` tokens. */
 int policy_hold(policy_shadow *shadow, uint64_t id, int has_parent, uint64_t parent, uint32_t nbytes, uint32_t start,
                 uint32_t tokens);
 /* One use of a path, of which what is not held is passed over; -1 without memory. */
-int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n);
+int policy_use(policy_shadow *shadow, const uint64_t *ids, size_t n, double now);
+/* The context that ends there paused for a reason. */
+void policy_mark(policy_shadow *shadow, uint64_t id, uint32_t label);
 /* Evict until the rest fits; nothing is kept. */
 int policy_fit(policy_shadow *shadow, policy_gone_fn gone, void *context);
 /* Remove a leaf; 0 if it is not held or no leaf. */
@@ -157,6 +166,36 @@ uint32_t policy_kind_victim(policy_shadow *shadow);
 uint32_t policy_kind_after(const policy_shadow *shadow, uint32_t place);
 /* Restless kinds: leaves in the order of eviction; how many. */
 size_t policy_kind_leaves(const policy_shadow *shadow, uint32_t *out, size_t limit);
+
+/* ---- The hazard policy (policy_hazard.c), for policy.c and Python ----------------------------------------------- */
+
+policy_hazard *policy_hazard_new(void);
+void policy_hazard_free(policy_hazard *hazard);
+size_t policy_hazard_bytes(const policy_hazard *hazard);
+/* Room for a use of the path to `above` (or POLICY_NONE) and `more` blocks behind it; -1 without memory. */
+int policy_hazard_reserve(policy_shadow *shadow, uint32_t above, uint32_t more);
+/* The ghost of that id behind that parent, no longer counted as one; POLICY_NONE if there is none. */
+uint32_t policy_hazard_revive(policy_shadow *shadow, uint64_t id, uint32_t parent);
+/* A block is held from now on; `known`: it was revived. */
+void policy_hazard_hold(policy_shadow *shadow, uint32_t place, uint32_t tokens, int known);
+/* A leaf goes; its id. */
+uint64_t policy_hazard_remove(policy_shadow *shadow, uint32_t place);
+/* The path to `tip` is used, for which there is room. */
+void policy_hazard_use(policy_shadow *shadow, uint32_t tip, double now);
+void policy_hazard_mark(policy_shadow *shadow, uint64_t id, uint32_t label);
+/* The first to go, until `need` bytes or `most` blocks are named: how many, in `policy_hazard_named`; -1 without memory. */
+ptrdiff_t policy_hazard_order(policy_shadow *shadow, uint64_t need, size_t most);
+const uint32_t *policy_hazard_named(const policy_shadow *shadow);
+void policy_hazard_unname(policy_shadow *shadow); /* gives the room back if it is much */
+const char *policy_hazard_check(const policy_shadow *shadow);
+/* How many ghosts to remember: `least`, and so many for each held block. */
+void policy_hazard_remember(policy_shadow *shadow, uint32_t least, double ratio);
+uint32_t policy_hazard_ghosts(const policy_shadow *shadow);
+/* What was learnt, as rows of POLICY_LEARNT numbers (class, uses by age, paths seen by age): how many rows; `out` may be
+ * NULL. And to go on from there: -1, and no change, without memory or for a class or counts that cannot be. */
+enum { POLICY_LEARNT = 113 };
+size_t policy_hazard_learnt(const policy_shadow *shadow, double *out);
+int policy_hazard_teach(policy_shadow *shadow, const double *in, size_t rows);
 
 /* ---- Rosters: what is really held, and which of it are strays (policy_roster.c) --------------------------------- */
 

@@ -375,7 +375,7 @@ void policy_kind_leaf(policy_shadow *shadow, uint32_t place) {
     }
 }
 
-int policy_kind_restless(const policy_shadow *shadow) { return shadow->kind >= POLICY_S3FIFO; }
+int policy_kind_restless(const policy_shadow *shadow) { return shadow->kind >= POLICY_S3FIFO && !shadow->hazard; }
 
 uint32_t policy_kind_victim(policy_shadow *shadow) {
     uint32_t place = POLICY_NONE;

@@ -15,15 +15,15 @@ from typing import Protocol
 
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
-from ctxreuse.store.policy import NATIVE, Duel, Facts, NativeRoster, NativeShadow
+from ctxreuse.store.policy import CONTENDERS, NATIVE, Duel, Facts, NativeRoster, NativeShadow
 
 __all__ = ["run"]
 
 #: Blocks of a context, tokens and bytes of a block, and how often a context that was seen comes back.
 _LENGTH, _TOKENS, _NBYTES, _RETURN = 24, 64, 1 << 20, 0.6
 _STEP_BAR, _MEMORY_BAR = 5.0, 200
-#: The contenders with native twins; one without costs some ten times as much a step, and a kilobyte a block.
-_NAMES = ("lru", "lfu", "arc")
+#: Seconds from one prompt to the next.
+_PAUSE = 0.5
 
 
 class _Cache(Protocol):
@@ -54,12 +54,14 @@ class _Plain:
 class _Alone:
     def __init__(self, name: str, blocks: int) -> None:
         self.shadow: NativeShadow[bytes] = NativeShadow(name, blocks * _NBYTES, alpha=0.5)
+        self._now = 0.0
 
     def held(self, path: list[bytes]) -> int:
         return 0
 
     def request(self, path: list[bytes], held: int) -> None:
-        self.shadow.request(path, _NBYTES, _TOKENS, 0.0)
+        self._now += _PAUSE
+        self.shadow.request(path, _NBYTES, _TOKENS, self._now)
 
 
 class _Followed:
@@ -67,10 +69,10 @@ class _Followed:
 
     def __init__(self, blocks: int) -> None:
         capacity = blocks * _NBYTES
-        shadows = [NativeShadow[bytes](name, capacity) for name in _NAMES]
+        shadows = [NativeShadow[bytes](name, capacity) for name in CONTENDERS]
         self.roster: NativeRoster[bytes] = NativeRoster()
         self.duel: Duel[bytes] = Duel(shadows, capacity, Random(0), self.roster)
-        self._blocks = blocks
+        self._blocks, self._now = blocks, 0.0
 
     def held(self, path: list[bytes]) -> int:
         """The store knows by its tree."""
@@ -78,16 +80,17 @@ class _Followed:
 
     def request(self, path: list[bytes], held: int) -> None:
         duel = self.duel
-        duel.asked(path, [_NBYTES] * len(path), [_TOKENS] * len(path), 0.0)
+        self._now = now = self._now + _PAUSE
+        duel.asked(path, [_NBYTES] * len(path), [_TOKENS] * len(path), now)
         if held:
-            duel.access(path[:held], 0.0)
+            duel.access(path[:held], now)
         for i in range(held, len(path)):
-            duel.insert(Facts(path[i], path[i - 1] if i else None, _TOKENS, (i + 1) * _TOKENS, _NBYTES), 0.0)
-        duel.access(path, 0.0)
+            duel.insert(Facts(path[i], path[i - 1] if i else None, _TOKENS, (i + 1) * _TOKENS, _NBYTES), now)
+        duel.access(path, now)
         over = len(duel) - self._blocks
         if over > 0:
             for key in _first(duel.order(), over, frozenset(path)):
-                duel.remove(key, 0.0)
+                duel.remove(key, now)
 
     @property
     def memory(self) -> int:
@@ -197,7 +200,7 @@ def run(options: Options) -> Sequence[Figure]:
             baseline=spent["plain"],
             better="lower",
             bar=_STEP_BAR,
-            note=f"{', '.join(_NAMES)}, the guard and the real cache; {against}",
+            note=f"{', '.join(CONTENDERS)}, the guard and the real cache; {against}",
         ),
         Figure(
             metric="duel_memory",

@@ -50,21 +50,43 @@ static void check(const policy_shadow *shadow) {
     free(ids);
 }
 
+static void learnt(policy_shadow *shadow) {
+    size_t rows = policy_hazard_learnt(shadow, NULL);
+    double *all = malloc(rows * POLICY_LEARNT * sizeof *all), *again = malloc(rows * POLICY_LEARNT * sizeof *again);
+    CHECK(rows > 10 && all && again, "%zu classes were seen", rows);
+    policy_hazard_learnt(shadow, all);
+    all[POLICY_LEARNT] = 1e9;
+    CHECK(policy_hazard_teach(shadow, all, rows) == -1, "there is no such class");
+    policy_hazard_learnt(shadow, all);
+    all[5] = -1;
+    CHECK(policy_hazard_teach(shadow, all, rows) == -1, "less than nothing");
+    policy_hazard_learnt(shadow, all);
+    CHECK(policy_hazard_teach(shadow, all, rows) == 0, "teach");
+    CHECK(policy_hazard_learnt(shadow, again) == rows, "other classes were learnt");
+    CHECK(memcmp(all, again, rows * POLICY_LEARNT * sizeof *all) == 0, "other numbers were learnt");
+    CHECK(policy_hazard_ghosts(shadow) > 40, "no ghosts for what is held");
+    free(all);
+    free(again);
+}
+
 static void test_shadow(policy_kind kind, policy_kind other) {
     policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5);
     policy_roster *roster = policy_roster_new();
     CHECK(shadow && rival && roster, "no memory");
+    if (shadow->hazard) policy_hazard_remember(shadow, 40, 0.5);
     leader f = {roster, shadow, 0};
     uint64_t ids[LONGEST];
     uint32_t sizes[LONGEST], tokens[LONGEST];
     uint8_t key[POLICY_KEY];
     size_t hit, went = 0;
+    double clock = 0;
     for (int round = 0; round < ROUNDS; round++) {
         size_t n = draw(ids, sizes, tokens), held = policy_match(f.shadow, ids, n);
         const policy_shadow *before = f.shadow;
-        CHECK(policy_request(shadow, ids, sizes, tokens, n, &hit, f.shadow == shadow ? left : none, &f) == 0, "request");
+        clock += (double)below(3) * (below(40) == 0 ? 5000 : 1);
+        CHECK(policy_request(shadow, ids, sizes, tokens, n, clock, &hit, f.shadow == shadow ? left : none, &f) == 0, "request");
         CHECK(f.shadow != shadow || hit == held, "%zu hits, %zu held", hit, held);
-        CHECK(policy_request(rival, ids, sizes, tokens, n, &hit, f.shadow == rival ? left : none, &f) == 0, "request");
+        CHECK(policy_request(rival, ids, sizes, tokens, n, clock, &hit, f.shadow == rival ? left : none, &f) == 0, "request");
         for (size_t i = 0; i < n; i++) {
             int followed = policy_holds(f.shadow, ids[i]);
             if (followed) policy_roster_came(roster, ids[i]);
@@ -76,8 +98,9 @@ static void test_shadow(policy_kind kind, policy_kind other) {
             f.shadow = before == shadow ? rival : shadow;
             CHECK(policy_roster_follow(roster, before, f.shadow) == 0, "follow");
         }
+        if (n) policy_mark(below(2) ? shadow : rival, ids[below(n)], (uint32_t)below(40));
         if (n && below(9) == 0) policy_drop(shadow, ids[n - 1]);
-        if (below(99) == 0) policy_hold(shadow, ids[0], 0, 0, 5, 0, 5), policy_use(shadow, ids, 1), policy_fit(shadow, none, NULL);
+        if (below(99) == 0) policy_hold(shadow, ids[0], 0, 0, 5, 0, 5), policy_use(shadow, ids, 1, clock), policy_fit(shadow, none, NULL);
         if (round % 50 == 0) check(shadow);
     }
     check(shadow);
@@ -92,6 +115,7 @@ static void test_shadow(policy_kind kind, policy_kind other) {
         policy_roster_drop(roster, place);
     }
     CHECK(!roster->strays && !roster->tokens && roster->head == POLICY_NONE, "an empty roster has strays or tokens");
+    if (shadow->hazard) learnt(shadow);
     policy_free(shadow);
     policy_free(rival);
     policy_roster_free(roster);

@@ -12,6 +12,8 @@ from ctxreuse.store.policy.hazard_table import AGES, EDGES, LEVELS, HazardTable,
 __all__ = ["CLASSES", "Hazard", "class_of", "coarse_of"]
 
 _TURNS, _HITS, _NEWS, _LABELS = (2, 3, 5), (2, 3, 4, 7, 13), (513, 2561, 8193), 32
+#: Ghosts for each held block end here: what they cost would grow with the cache, what they teach would not.
+_MOST_GHOSTS = 1 << 18
 CLASSES = (len(_TURNS) + 1) * (len(_HITS) + 1) * (len(_NEWS) + 1) * _LABELS * 2
 
 
@@ -75,8 +77,8 @@ class Hazard(Generic[K]):
 
     Classes are those of `class_of`, ages those of `EDGES`, and the chances are counted as blocks come back or fail to
     (`HazardTable`), for evicted blocks too: 65,536 and twice as many ghosts as there are held blocks are remembered,
-    which is what the classes need (with as many as are held, 4 of 12 points at small sizes are lost). The lowest value
-    goes first, the tail of a path before what it hangs on.
+    which is what the classes need (with as many as are held, 4 of 12 points at small sizes are lost), but at most
+    262,144 beyond the 65,536. The lowest value goes first, the tail of a path before what it hangs on.
 
     ``rebuild``: weigh values by the seconds that a byte saves. Without it all tokens count the same, which is better
     where bytes go with tokens: on a chat trace the weight took two of 13 points of hits at a small size and saved no
@@ -111,6 +113,10 @@ class Hazard(Generic[K]):
     def ghosts(self) -> int:
         """How many evicted blocks it remembers."""
         return len(self._ghosts)
+
+    @property
+    def _remembered(self) -> float:
+        return self._least + min(self._ratio * self._held, _MOST_GHOSTS)
 
     def insert(self, facts: Facts[K], now: float) -> None:
         block = self._blocks.get(facts.key)
@@ -192,7 +198,7 @@ class Hazard(Generic[K]):
             if not above.children and above.run is not None and above.run.level < 0 and parent not in self._fresh:
                 self._file(above.run, first=True)
         self._settle()
-        while len(self._ghosts) > self._least + self._ratio * self._held:
+        while len(self._ghosts) > self._remembered:
             self._forget(next(iter(self._ghosts)))
 
     def order(self) -> Iterator[K]:
@@ -220,7 +226,7 @@ class Hazard(Generic[K]):
         held = {key for key, block in self._blocks.items() if block.held}
         assert self._held == len(held), "held blocks are counted wrongly"
         assert self._ghosts.keys() == self._blocks.keys() - held, "ghosts are others than they should be"
-        assert len(self._ghosts) <= max(self._least + self._ratio * self._held + 1, 0), "too many ghosts"
+        assert len(self._ghosts) <= self._remembered + 1, "too many ghosts"
         children = dict.fromkeys(self._blocks, 0)
         for key in held:
             parent = self._blocks[key].facts.parent

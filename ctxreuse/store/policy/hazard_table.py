@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-__all__ = ["AGES", "EDGES", "LEVELS", "HazardTable", "best_rates", "level_of"]
+__all__ = ["AGES", "EDGES", "LEVELS", "Counts", "HazardTable", "best_rates", "level_of", "pack_counts", "unpack_counts"]
+
+#: A class, its paths used by age, and those seen: what a dump holds of each class.
+Counts: TypeAlias = tuple[int, Sequence[float], Sequence[float]]
 
 #: Ages are cut at 4 s and then 1.2 times later each time, up to 7.5e4 s. Finer cuts gain nothing, 1.5 loses two points
 #: of block hits where the cache holds minutes of traffic, and hardly anybody comes back within the first seconds.
@@ -65,6 +69,43 @@ def level_of(rate: float) -> int:
     mantissa, exponent = math.frexp(rate)
     level = (exponent - 1 - _LOWEST) * _STEPS + int((2 * mantissa - 1) * _STEPS)
     return min(max(level, 0), LEVELS - 1)
+
+
+def pack_counts(rows: Iterable[Counts]) -> bytes:
+    """The classes that were seen most, as far as 64 KiB hold them."""
+    body = b""
+    for which, used, seen in sorted(rows, key=lambda row: (-math.fsum(row[2]), row[0])):
+        ages = max((age + 1 for age in range(AGES) if seen[age] > 0), default=0)
+        one = _ROW.pack(which, ages) + struct.pack(f"<{2 * ages}f", *used[:ages], *seen[:ages])
+        if not ages or _HEAD.size + len(body) + len(one) > _LARGEST_DUMP:
+            continue
+        body += one
+    return _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(body)) + body
+
+
+def unpack_counts(raw: bytes, classes: int) -> list[Counts] | None:
+    """What `pack_counts` gave; None for anything else, and for classes from ``classes`` on."""
+    if not _HEAD.size <= len(raw) <= _LARGEST_DUMP:
+        return None
+    magic, version, crc = _HEAD.unpack_from(raw)
+    if (magic, version) != (_MAGIC, _VERSION) or crc != zlib.crc32(raw[_HEAD.size :]):
+        return None
+    rows: list[Counts] = []
+    at = _HEAD.size
+    while at < len(raw):
+        if at + _ROW.size > len(raw):
+            return None
+        which, ages = _ROW.unpack_from(raw, at)
+        at += _ROW.size
+        if which >= classes or ages > AGES or at + 8 * ages > len(raw):
+            return None
+        counts = struct.unpack_from(f"<{2 * ages}f", raw, at)
+        at += 8 * ages
+        used, seen = list(counts[:ages]), list(counts[ages:])
+        if not all(0 <= uses <= all_ * (1 + 1e-6) <= _LARGEST_COUNT for uses, all_ in zip(used, seen)):
+            return None
+        rows.append((which, used, seen))
+    return rows
 
 
 class _Row:
@@ -148,21 +189,15 @@ class HazardTable:
         return [min(chance, 0.999) for chance in chances]
 
     def dump(self) -> bytes:
-        """The classes that were seen most, as far as 64 KiB hold them."""
-        body = b""
-        for which, row in sorted(self._fine.items(), key=lambda item: (-sum(item[1].seen), item[0])):
-            ages = max((age + 1 for age in range(AGES) if row.seen[age] > 0), default=0)
-            one = _ROW.pack(which, ages) + struct.pack(
-                f"<{2 * ages}f", *(count / self._unit for count in (*row.used[:ages], *row.seen[:ages]))
-            )
-            if not ages or _HEAD.size + len(body) + len(one) > _LARGEST_DUMP:
-                continue
-            body += one
-        return _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(body)) + body
+        """See `pack_counts`."""
+        return pack_counts(
+            (which, [uses / self._unit for uses in row.used], [all_ / self._unit for all_ in row.seen])
+            for which, row in self._fine.items()
+        )
 
     def load(self, raw: bytes) -> bool:
         """Take over what `dump` gave; False, and no change, for anything else."""
-        rows = self._parse(raw)
+        rows = unpack_counts(raw, len(self._coarse))
         if rows is None:
             return False
         self._fine, self._middle, self._all, self._unit = {}, {}, _Row(), 1.0
@@ -174,29 +209,6 @@ class HazardTable:
                     row.used[age] += uses
                     row.seen[age] += all_
         return True
-
-    def _parse(self, raw: bytes) -> list[tuple[int, list[float], list[float]]] | None:
-        if not _HEAD.size <= len(raw) <= _LARGEST_DUMP:
-            return None
-        magic, version, crc = _HEAD.unpack_from(raw)
-        if (magic, version) != (_MAGIC, _VERSION) or crc != zlib.crc32(raw[_HEAD.size :]):
-            return None
-        rows: list[tuple[int, list[float], list[float]]] = []
-        at = _HEAD.size
-        while at < len(raw):
-            if at + _ROW.size > len(raw):
-                return None
-            which, ages = _ROW.unpack_from(raw, at)
-            at += _ROW.size
-            if which >= len(self._coarse) or ages > AGES or at + 8 * ages > len(raw):
-                return None
-            counts = struct.unpack_from(f"<{2 * ages}f", raw, at)
-            at += 8 * ages
-            used, seen = list(counts[:ages]), list(counts[ages:])
-            if not all(0 <= uses <= all_ * (1 + 1e-6) <= _LARGEST_COUNT for uses, all_ in zip(used, seen)):
-                return None
-            rows.append((which, used, seen))
-        return rows
 
     def check(self) -> None:
         """Raises AssertionError if a count is impossible."""

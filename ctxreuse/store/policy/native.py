@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Generic
@@ -9,15 +10,19 @@ from typing import Any, Final, Generic
 from ctxreuse import _native
 from ctxreuse.errors import ConfigError
 from ctxreuse.store.policy.base import Facts, K, prefill_line
+from ctxreuse.store.policy.hazard import CLASSES
+from ctxreuse.store.policy.hazard_table import AGES, pack_counts, unpack_counts
 from ctxreuse.store.policy.shadow import Served
 from ctxreuse.store.policy.trials import Trials
 
 __all__ = ["NATIVE", "NativeRoster", "NativeShadow", "counts_of", "ids_of"]
 
 #: Policies with a native twin, in the order of the native core.
-NATIVE: Final = ("lru", "lfu", "s3fifo", "arc", "gdsf")
+NATIVE: Final = ("lru", "lfu", "s3fifo", "arc", "gdsf", "hazard")
 
 _ID, _KEY, _MOST = 8, 32, (1 << 32) - 1
+#: A class and its counts by age.
+_COUNTS = f"={1 + 2 * AGES}d"
 #: Keys of an order that are listed at first; then eight times as many, and so on.
 _CHUNK = 64
 
@@ -60,14 +65,20 @@ class NativeShadow(Generic[K]):
         per_token: float = 1e-3,
         per_pair: float = 1e-7,
         alpha: float | None = None,
+        ghosts: tuple[int, float] | None = None,
     ) -> None:
-        """``alpha`` is for ``gdsf``, found by trials if None. Raises ConfigError for a policy without a native twin."""
+        """``alpha`` is for ``gdsf``, found by trials if None; ``ghosts`` are the numbers that `Hazard` takes.
+
+        Raises ConfigError for a policy without a native twin, ValueError for ghosts of one that is not hazard.
+        """
         if name not in NATIVE:
             raise ConfigError(f"no native policy {name!r}", fix=f"Choose one of: {', '.join(NATIVE)}")
         self.name, self.capacity = name, capacity
         self._line, self._alpha = (per_token, per_pair), alpha or 0.0
         self.arena = _native.shadow_new(NATIVE.index(name), capacity, per_token, per_pair, self._alpha)
         self._trials: Trials[K] | None = None
+        if ghosts is not None:
+            _native.shadow_remember(self.arena, *ghosts)
         if name == "gdsf" and alpha is None:
             self._trials = Trials(self._trial, self._seconds)
 
@@ -122,7 +133,7 @@ class NativeShadow(Generic[K]):
         if not len(path):
             return Served(0, 0, path, memoryview(b"").cast("Q"))
         before = len(self), self.nbytes
-        blocks, gone = _native.shadow_request(self.arena, *ids_of(path), size, count)
+        blocks, gone = _native.shadow_request(self.arena, *ids_of(path), size, count, now)
         if gone and trials is not None:
             trials.full(lambda: before[1] + sum(size[blocks:]), before[0] + len(path) - blocks)
         return Served(blocks, sum(count[:blocks]), path[blocks:], memoryview(gone).cast("Q"))
@@ -134,7 +145,7 @@ class NativeShadow(Generic[K]):
             parent = None if one.parent is None else _one(one.parent)[0]
             _native.shadow_hold(self.arena, key, stride, parent, one.nbytes, one.start, one.tokens)
         for path in uses:
-            _native.shadow_use(self.arena, *ids_of(path))
+            _native.shadow_use(self.arena, *ids_of(path), now)
         return memoryview(_native.shadow_fit(self.arena)).cast("Q")
 
     def remove(self, key: K, now: float) -> None:
@@ -148,7 +159,8 @@ class NativeShadow(Generic[K]):
         _native.shadow_tune(self.arena, per_token, per_pair, self._alpha)
 
     def mark(self, tip: K, label: int, now: float) -> None:
-        """No policy that has a native twin minds why a context paused."""
+        """See `Policy.mark`; only ``hazard`` minds why a context paused."""
+        _native.shadow_mark(self.arena, *_one(tip), label & 0xFF)
 
     def batches(self) -> Iterator[bytes]:
         """The order of eviction as ids, 8 bytes each, in ever larger pieces."""
@@ -172,12 +184,22 @@ class NativeShadow(Generic[K]):
         return sum(id not in other for id in self.order()) * self.nbytes // max(len(self), 1)
 
     def dump(self) -> bytes:
-        """These policies learn nothing that a restart should keep."""
-        return b""
+        """See `Shadow.dump`: only ``hazard`` learns, and the bytes are those of its Python class."""
+        if self.name != "hazard":
+            return b""
+        rows = struct.iter_unpack(_COUNTS, _native.shadow_learnt(self.arena))
+        return pack_counts((int(row[0]), row[1 : 1 + AGES], row[1 + AGES :]) for row in rows)
 
     def load(self, raw: bytes) -> bool:
-        """See `dump`."""
-        return False
+        """See `Learner.load`; False for a policy that learns nothing."""
+        rows = unpack_counts(raw, CLASSES) if self.name == "hazard" else None
+        if rows is None:
+            return False
+        taught, none = array("d"), [0.0] * AGES
+        for which, used, seen in rows:
+            taught.extend((which, *(*used, *none)[:AGES], *(*seen, *none)[:AGES]))
+        _native.shadow_teach(self.arena, taught)
+        return True
 
     def check(self) -> None:
         """Raises AssertionError where the arena is wrong. O(blocks)."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.store.policy import ARC, GDSF, LFU, LRU, S3FIFO, Duel, Facts, Policy, Shadow
+from ctxreuse.store.policy import ARC, GDSF, LFU, LRU, S3FIFO, Duel, Facts, Hazard, Policy, Shadow
 from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow, ids_of
 from ctxreuse.testing.policy import traffic
 
@@ -21,6 +21,7 @@ REFERENCE: dict[str, Callable[[], Policy[int]]] = {
     "s3fifo": S3FIFO,
     "arc": ARC,
     "gdsf": lambda: GDSF(alpha=0.7),
+    "hazard": Hazard,
 }
 
 
@@ -75,7 +76,7 @@ def test_trials_find_the_same() -> None:
 
 
 def test_paths_that_make_no_sense() -> None:
-    for shadow in (native("lru", 10), Shadow[int](LRU(), 10)):
+    for shadow in (native("lru", 10), native("hazard", 10), Shadow[int](LRU(), 10)):
         shadow.request((1, 2, 3), 1, 1, 0.0)
         assert shadow.request((4, 3, 5), 1, 1, 1.0).blocks == 0
         assert shadow.match((4,)) == 1
@@ -107,9 +108,9 @@ def key(number: int) -> bytes:
 
 
 def duels(capacity: int) -> tuple[Duel[bytes], Duel[bytes]]:
-    names = ("lru", "lfu", "arc")
+    names = ("lru", "lfu", "arc", "hazard")
     mine = [NativeShadow[bytes](name, capacity) for name in names]
-    theirs = [Shadow[bytes](make(), capacity) for make in (LRU, LFU, ARC)]
+    theirs = [Shadow[bytes](make(), capacity) for make in (LRU, LFU, ARC, Hazard)]
     return (
         Duel(mine, capacity, Random(1), roster=NativeRoster()),
         Duel(theirs, capacity, Random(1)),

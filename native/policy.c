@@ -269,7 +269,7 @@ ptrdiff_t policy_order(const policy_shadow *shadow, uint64_t *out, size_t limit)
 uint64_t policy_beyond(const policy_shadow *shadow, const policy_shadow *other) {
     uint64_t nbytes = 0;
     for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = shadow->hash.slots[at];
+        uint32_t place = policy_hash_at(&shadow->hash, at);
         if (place == POLICY_NONE || shadow->blocks[place].children == POLICY_GHOST) continue;
         if (!policy_holds(other, block_id(shadow, place))) nbytes += shadow->blocks[place].nbytes;
     }
@@ -279,7 +279,7 @@ uint64_t policy_beyond(const policy_shadow *shadow, const policy_shadow *other) 
 const char *policy_check(const policy_shadow *shadow) {
     uint64_t nbytes = 0, children = 0, inner = 0, count = 0, filed = 0;
     for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = shadow->hash.slots[at];
+        uint32_t place = policy_hash_at(&shadow->hash, at);
         if (place == POLICY_NONE) continue;
         if (place >= shadow->used) return "a place is outside the arena";
         const policy_block *block = shadow->blocks + place;

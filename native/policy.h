@@ -20,10 +20,20 @@
 
 /* ---- An open hash from 64 bits to places, whose entries lie elsewhere. ------------------------------------------ */
 
+/* A slot is a place and, in the bits above it, how far the entry lies from where its id would have it (the most that fits
+ * stands for more): so lookups and removals read no entries but those that they are about, and these lie elsewhere.
+ */
 typedef struct policy_hash {
     uint32_t *slots;
     uint32_t size, count; /* slots and entries; at most 4 in 5 are taken */
+    uint32_t bits;        /* of a place */
 } policy_hash;
+
+/* The place in a slot, or POLICY_NONE. */
+static inline uint32_t policy_hash_at(const policy_hash *hash, uint32_t at) {
+    uint32_t slot = hash->slots[at];
+    return slot == POLICY_NONE ? slot : slot & ((UINT32_C(1) << hash->bits) - 1);
+}
 
 typedef uint64_t (*policy_id_fn)(const void *owner, uint32_t place);
 

@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Slots that are looked at before a lookup. */
+enum { NEAR = 16 };
+
 /* Ids may be consecutive numbers (the finalizer of SplitMix64). */
 static uint64_t mixed(uint64_t x) {
     x ^= x >> 30;
@@ -18,15 +21,29 @@ static uint32_t home(const policy_hash *hash, uint64_t id) { return (uint32_t)((
 
 static uint32_t after(const policy_hash *hash, uint32_t at) { return at + 1 == hash->size ? 0 : at + 1; }
 
+static uint32_t distance(const policy_hash *hash, uint32_t from, uint32_t to) {
+    return to >= from ? to - from : to + (hash->size - from);
+}
+
+/* A distance as a slot tells it. */
+static uint32_t told(const policy_hash *hash, uint32_t far) {
+    uint32_t most = UINT32_MAX >> hash->bits;
+    return far < most ? far : most;
+}
+
+static uint32_t slot_of(const policy_hash *hash, uint32_t place, uint32_t far) {
+    return place | told(hash, far) << hash->bits;
+}
+
 uint32_t policy_hash_start(const policy_hash *hash, uint64_t id) { return hash->size ? home(hash, id) : 0; }
 
 uint32_t policy_hash_next(const policy_hash *hash, uint64_t id, uint32_t *at, const void *owner, policy_id_fn id_of) {
     if (!hash->size) return POLICY_NONE;
-    for (;;) {
-        uint32_t place = hash->slots[*at];
+    for (uint32_t far = distance(hash, home(hash, id), *at);; far++) {
+        uint32_t slot = hash->slots[*at], place = policy_hash_at(hash, *at);
         if (place == POLICY_NONE) return POLICY_NONE;
         *at = after(hash, *at);
-        if (id_of(owner, place) == id) return place;
+        if (slot >> hash->bits == told(hash, far) && id_of(owner, place) == id) return place;
     }
 }
 
@@ -34,15 +51,17 @@ void policy_hash_warm(const policy_hash *hash, const uint64_t *ids, size_t n, co
     if (!hash->size) return;
     for (size_t i = 0; i < n; i++) __builtin_prefetch(hash->slots + home(hash, ids[i]));
     for (size_t i = 0; i < n; i++) {
-        uint32_t place = hash->slots[home(hash, ids[i])];
-        if (place != POLICY_NONE) __builtin_prefetch((const char *)all + place * item);
+        uint32_t at = home(hash, ids[i]);
+        for (uint32_t far = 0; far < NEAR && hash->slots[at] != POLICY_NONE; far++, at = after(hash, at))
+            if (hash->slots[at] >> hash->bits == told(hash, far))
+                __builtin_prefetch((const char *)all + policy_hash_at(hash, at) * item);
     }
 }
 
 void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place) {
-    uint32_t at = home(hash, id);
-    while (hash->slots[at] != POLICY_NONE) at = after(hash, at);
-    hash->slots[at] = place;
+    uint32_t at = home(hash, id), far = 0;
+    for (; hash->slots[at] != POLICY_NONE; far++) at = after(hash, at);
+    hash->slots[at] = slot_of(hash, place, far);
     hash->count++;
 }
 
@@ -50,12 +69,16 @@ int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, pol
     uint64_t need = ((uint64_t)hash->count + more) * 5 / 4 + 8;
     if (need <= hash->size) return 0;
     need += need / 16;
-    if (need >= POLICY_NONE) return -1;
-    policy_hash grown = {malloc((size_t)need * sizeof *grown.slots), (uint32_t)need, 0};
+    /* A place is below the size, and one bit at least is for the distance. */
+    if (need > UINT32_C(1) << 31) return -1;
+    policy_hash grown = {malloc((size_t)need * sizeof *grown.slots), (uint32_t)need, 0, 1};
     if (!grown.slots) return -1;
+    while (UINT64_C(1) << grown.bits < need) grown.bits++;
     memset(grown.slots, 0xff, (size_t)need * sizeof *grown.slots);
-    for (uint32_t at = 0; at < hash->size; at++)
-        if (hash->slots[at] != POLICY_NONE) policy_hash_add(&grown, id_of(owner, hash->slots[at]), hash->slots[at]);
+    for (uint32_t at = 0; at < hash->size; at++) {
+        uint32_t place = policy_hash_at(hash, at);
+        if (place != POLICY_NONE) policy_hash_add(&grown, id_of(owner, place), place);
+    }
     free(hash->slots);
     *hash = grown;
     return 0;
@@ -63,13 +86,13 @@ int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, pol
 
 void policy_hash_remove(policy_hash *hash, uint64_t id, uint32_t place, const void *owner, policy_id_fn id_of) {
     uint32_t hole = home(hash, id);
-    while (hash->slots[hole] != place) hole = after(hash, hole);
-    /* Entries behind the hole move up if their home is not between it and them. */
+    while (policy_hash_at(hash, hole) != place) hole = after(hash, hole);
+    /* Entries behind the hole move up if that brings them no further than where their ids would have them. */
     for (uint32_t at = after(hash, hole); hash->slots[at] != POLICY_NONE; at = after(hash, at)) {
-        uint32_t from = home(hash, id_of(owner, hash->slots[at]));
-        int between = hole <= at ? hole < from && from <= at : hole < from || from <= at;
-        if (between) continue;
-        hash->slots[hole] = hash->slots[at];
+        uint32_t moved = policy_hash_at(hash, at), far = hash->slots[at] >> hash->bits, gap = distance(hash, hole, at);
+        if (far == UINT32_MAX >> hash->bits) far = distance(hash, home(hash, id_of(owner, moved)), at);
+        if (far < gap) continue;
+        hash->slots[hole] = slot_of(hash, moved, far - gap);
         hole = at;
     }
     hash->slots[hole] = POLICY_NONE;

@@ -538,7 +538,7 @@ const char *policy_hazard_check(const policy_shadow *shadow) {
         levels += hazard->levels[level].count;
     }
     for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = shadow->hash.slots[at];
+        uint32_t place = policy_hash_at(&shadow->hash, at);
         if (place == POLICY_NONE) continue;
         ghosts += is_ghost(shadow->blocks + place);
         in_runs += shadow->blocks[place].data != POLICY_NONE;

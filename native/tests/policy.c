@@ -111,7 +111,7 @@ static void test_shadow(policy_kind kind, policy_kind other) {
     while (roster->count) {
         uint32_t place = 0;
         for (uint32_t at = 0; at < roster->hash.size; at++)
-            if (roster->hash.slots[at] != POLICY_NONE) place = roster->hash.slots[at];
+            if (policy_hash_at(&roster->hash, at) != POLICY_NONE) place = policy_hash_at(&roster->hash, at);
         policy_roster_drop(roster, place);
     }
     CHECK(!roster->strays && !roster->tokens && roster->head == POLICY_NONE, "an empty roster has strays or tokens");
@@ -121,6 +121,41 @@ static void test_shadow(policy_kind kind, policy_kind other) {
     policy_roster_free(roster);
 }
 
+static uint64_t listed(const void *owner, uint32_t place) { return ((const uint64_t *)owner)[place]; }
+
+/* Slots with room for all distances, and for hardly any, as in a very large table. */
+static void test_hash(uint32_t bits) {
+    enum { PLACES = 800 };
+    uint64_t ids[PLACES] = {0};
+    uint8_t held[PLACES] = {0};
+    policy_hash hash = {0};
+    CHECK(policy_hash_reserve(&hash, PLACES, ids, listed) == 0, "no memory");
+    uint32_t size = hash.size, count = 0;
+    if (bits) hash.bits = bits;
+    for (int i = 0; i < PLACES; i++) ids[i] = random64();
+    for (int round = 0; round < 20000; round++) {
+        uint32_t place = (uint32_t)below(PLACES), at = policy_hash_start(&hash, ids[place]);
+        uint32_t found = policy_hash_next(&hash, ids[place], &at, ids, listed);
+        CHECK(found == (held[place] ? place : POLICY_NONE), "found %u for %u", found, place);
+        if (held[place]) {
+            policy_hash_remove(&hash, ids[place], place, ids, listed);
+            ids[place] = random64();
+        } else {
+            policy_hash_add(&hash, ids[place], place);
+        }
+        held[place] ^= 1;
+        count += held[place] ? 1 : -1u;
+        CHECK(hash.count == count, "%u of %u are counted", hash.count, count);
+    }
+    CHECK(hash.size == size && count > PLACES / 3, "%u entries", count);
+    CHECK(policy_hash_reserve(&hash, UINT32_MAX / 2, ids, listed) == -1, "more than places have bits");
+    policy_hash_warm(&hash, ids, PLACES, ids, sizeof *ids);
+    free(hash.slots);
+}
+
 void test_policy(void) {
+    test_hash(0);
+    test_hash(31);
+    test_hash(30);
     for (int kind = 0; kind < POLICY_KINDS; kind++) test_shadow((policy_kind)kind, (policy_kind)((kind + 1) % POLICY_KINDS));
 }

@@ -29,19 +29,27 @@ class Picker:
     ``candidates`` are what the receiver allows and this node can send. ``bandwidth`` bytes/s (0: unknown), ``deadline``
     seconds from now (0: no matter when). The link is taken to carry what was picked at that bandwidth, one block after
     another, beside the encoding of the next: then a block is there after the slower of the two; where all are encoded
-    before the first goes (``serial``), after one and the other. A level is good enough
-    if all blocks that are still to be picked would be there in time at it; of those that are, the one of least damage
-    is picked, of equal damage the quickest (`exact+rans` before `exact` unless the link beats the coder). If none is,
+    before the first goes (``serial``), after one and the other. A level is good enough if all blocks that are still to
+    be picked would be there in time at it; of those that are, the one of least damage is picked (of at least the damage
+    ``finest``: the receiver knows that better ones would make it wait), of equal damage the quickest (`exact+rans`
+    before `exact` unless the link beats the coder). If none is,
     the quickest: what is late already shall not be later. That holds too while the bandwidth is unknown.
     """
 
     def __init__(
-        self, candidates: Sequence[Candidate], *, bandwidth: float, deadline: float, now: float, serial: bool = False
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        bandwidth: float,
+        deadline: float,
+        now: float,
+        serial: bool = False,
+        finest: float = 0.0,
     ) -> None:
         if not candidates:
             raise ValueError("no level to pick from")
         self.candidates = tuple(sorted(candidates, key=lambda one: damage(one.level)))
-        self._bandwidth, self._at, self._serial = bandwidth, now, serial
+        self._bandwidth, self._at, self._serial, self._finest = bandwidth, now, serial, finest
         self._until = now + deadline if deadline > 0 else None
         self._waiting = 0.0  # bytes that were picked and are not through the link yet
 
@@ -81,7 +89,11 @@ class Picker:
         each = {one.level: self._each(one.nbytes / self._bandwidth, one.seconds) for one in self.candidates}
         quickest = min(self.candidates, key=lambda one: each[one.level])
         room = float("inf") if self._until is None else self._until - now - self._waiting / self._bandwidth
-        good = [one for one in self.candidates if left > 0 and left * each[one.level] <= room]
+        good = [
+            one
+            for one in self.candidates
+            if left > 0 and left * each[one.level] <= room and damage(one.level) >= self._finest
+        ]
         return min(good, key=lambda one: (damage(one.level), each[one.level]), default=quickest)
 
     def _each(self, sent: float, made: float) -> float:

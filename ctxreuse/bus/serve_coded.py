@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CodedSupply"]
 
+#: Seconds between the last block and its refinements.
+_REST = 1.0
+
 
 class _Item:
     """One item: what was picked, and when it is made its bytes (None: as held) and parts, or why it is gone."""
@@ -66,6 +69,8 @@ class CodedSupply:
         run, more = range(self._main), range(self._main, self.count)
         self._sequence = [*run, *more] if order != "tail" else [*reversed(run), *reversed(more)]
         self._next = self._picked = self._held = self._gone = 0
+        self._rests: threading.Timer | None = None
+        self._until = 0.0
         self._waits, self._since = 0.0, 0.0  # seconds in which nothing was ready, and since when nothing is (0: it is)
         self._open: set[int] = set()
         self._lock = threading.Lock()
@@ -125,6 +130,8 @@ class CodedSupply:
                 return
             self._closed = True
             held, self._held = self._held, 0
+        if self._rests is not None:
+            self._rests.cancel()
         self._packer.hold(-held)
         self._source.close()
 
@@ -166,8 +173,19 @@ class CodedSupply:
             return sum(not self._layers or found.offsets is None for found in open_) >= 2 * self._packer.threads
 
     def _ready(self, item: int) -> bool:
-        """False while a block is still computed, and for refinements until all else has gone: nobody waits for them."""
-        return self._gone >= self._main if item >= self._main else self._source.parts(item) is not None
+        """False while a block is still computed, and for refinements until all else has gone and the receiver has had
+        time to work with it: nobody waits for them."""
+        if item < self._main:
+            return self._source.parts(item) is not None
+        if self._gone < self._main:
+            return False
+        now = self._packer.clock()
+        if self._rests is None:
+            self._rests = threading.Timer(_REST, lambda: self._wake())
+            self._rests.daemon = True
+            self._until = now + _REST
+            self._rests.start()
+        return now >= self._until
 
     def _level(self, item: int) -> str:
         if item >= self._main:

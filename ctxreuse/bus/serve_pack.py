@@ -23,7 +23,7 @@ from ctxreuse.bus.wire import Have, Wish
 from ctxreuse.bus.wire_messages import MAX_LEVELS
 from ctxreuse.codec import Codec, LevelName, Shelf, parse_level
 from ctxreuse.errors import CtxReuseError, LinkRefusedError
-from ctxreuse.levels import EXACT, PACKED
+from ctxreuse.levels import EXACT, PACKED, damage
 from ctxreuse.model import ModelSpace
 
 __all__ = ["Coded", "Packer"]
@@ -115,7 +115,7 @@ class Packer:
         source.allow(frozenset(levels))
         picker = Picker(
             candidates, bandwidth=float(wish.bandwidth), deadline=wish.deadline_ms / 1000, now=self.clock(),
-            serial=order == "layers",
+            serial=order == "layers", finest=min(map(damage, wish.levels), default=0.0),
         )  # fmt: skip
         return CodedSupply(self, source, codec, picker, wish, order=order, state=state, have=have)
 

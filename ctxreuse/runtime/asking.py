@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 import msgspec
 
 from ctxreuse.cost import Path
-from ctxreuse.levels import EXACT, fits
+from ctxreuse.levels import EXACT, damage, fits
 from ctxreuse.runtime.remote import Ask
 from ctxreuse.runtime.watch import Expected
 
@@ -73,14 +73,16 @@ def usable_levels(engine: Engine, offer: Offer, lossy: str | None) -> tuple[Leve
 
 
 def wish(levels: tuple[Level, ...], decision: Decision, block_tokens: int, order: Order) -> Asked:
-    """Everything that is allowed, by when it has to be here, and how much of it will be used.
+    """What is allowed, by when it has to be here, and how much of it will be used.
 
     Refinements are asked for where all of a lossy level is fetched: they come when nothing else is left to send, and
     whoever uses the context next has the finer numbers.
     """
     if not levels:
         return {}
-    names = tuple(level.name for level in levels)
+    # Layers are waited for: time that the peer saves is not to be spent on finer numbers than were priced.
+    least = damage(decision.level) if order == "layers" else 0.0
+    names = tuple(level.name for level in levels if damage(level.name) >= least)
     # A tail is used as soon as both ends meet, and what would be sent after it never is.
     refine = order == "layers" and not fits(decision.level, None)
     return {"ask": Ask(names, decision.within, -(-decision.tokens // block_tokens), refine)}

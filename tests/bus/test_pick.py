@@ -138,3 +138,11 @@ def test_where_all_is_encoded_first_the_deadline_holds_encoding_and_link_one_aft
     fixed = {name: blocks * ((name != EXACT) * coder + size / bandwidth) for name, size in SIZES.items()}
     if min(fixed.values()) <= deadline:
         assert encoded + nbytes / bandwidth <= deadline * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_nothing_finer_than_the_receiver_priced_is_sent_unless_it_is_the_quickest(serial: bool) -> None:
+    given = {"bandwidth": 1e8, "now": 0.0, "serial": serial, "finest": 0.01}
+    assert Picker(candidates(1e-4), deadline=1e4, **given).pick(8, 0.0) == f"kl-0.01{CARD}"  # type: ignore[arg-type]
+    assert Picker(candidates(10.0), deadline=1e-3, **given).pick(8, 0.0) == EXACT  # type: ignore[arg-type]
+    assert Picker(candidates(1e-4), deadline=1e-3, **given).pick(8, 0.0) == f"kl-0.05{CARD}"  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ tokens (`ctxreuse.lab.pausing` says what is modelled). Set CTXREUSE_TRACES to th
 Rules: least recently used; InferCept's preserve, discard, swap and elapsed time; Continuum's time to live;
 tail-optimised LRU; ours, told only why each turn stopped; ours, told also when a session ends; an oracle. Constants of
 the rivals are chosen on the first half of the sessions, anew at each size in each run; ours were chosen among some 25
-settings with all sessions in sight. ``half`` figures count the turns of the second half. Waste: GB·s of memory that no hit followed and of contexts being
-recomputed, for a model of 128 KiB of KV a token that prefills 10,000 tokens a second.
+settings with all sessions in sight. ``half`` figures count the turns of the second half. Waste: GB·s of memory that no
+hit followed and of contexts being recomputed, for a model of 128 KiB of KV a token that prefills 10,000 tokens a
+second.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Picker:
         good = [
             one
             for one in self.candidates
-            if left > 0 and left * each[one.level] <= room and damage(one.level) >= self._finest
+            if left > 0 and left * each[one.level] <= room and (one is quickest or damage(one.level) >= self._finest)
         ]
         return min(good, key=lambda one: (damage(one.level), each[one.level]), default=quickest)
 

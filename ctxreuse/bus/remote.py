@@ -228,7 +228,7 @@ def _wish(ask: Ask | None, speed: Speed) -> Wish | None:
     if ask is None or not ask.levels:
         return None
     deadline = max(1, int(1000 * (ask.within - speed.rtt))) if ask.within > 0 else 0
-    return Wish(ask.levels[:MAX_LEVELS], int(speed.bandwidth), deadline, ask.expect, ask.refine)
+    return Wish(ask.levels[:MAX_LEVELS], int(speed.bandwidth), deadline, ask.expect, ask.refine, ask.spared)
 
 
 def _window(speed: Speed) -> tuple[int, int]:

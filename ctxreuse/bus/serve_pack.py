@@ -37,6 +37,11 @@ _NEW = 0.2
 _HEAD = 4096
 
 
+def _finest(wish: Wish) -> float:
+    """The least damage that is worth sending at first."""
+    return min(map(damage, wish.levels[wish.spared :]), default=0.0) if wish.spared else 0.0
+
+
 class Coded(NamedTuple):
     """Bytes of an item at a level, or None where it is sent as it is held; and the seconds that it took to encode."""
 
@@ -115,7 +120,7 @@ class Packer:
         source.allow(frozenset(levels))
         picker = Picker(
             candidates, bandwidth=float(wish.bandwidth), deadline=wish.deadline_ms / 1000, now=self.clock(),
-            serial=order == "layers", finest=min(map(damage, wish.levels), default=0.0),
+            serial=order == "layers", finest=_finest(wish),
         )  # fmt: skip
         return CodedSupply(self, source, codec, picker, wish, order=order, state=state, have=have)
 

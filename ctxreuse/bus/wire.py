@@ -37,7 +37,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     6     match     E   id, space[32], keys
     7     matched   C   id, blocks, state_blocks, nbytes
     8     fetch     E   id, round, space[32], keys, state, order, payload (bytes wanted a payload; 0: max_payload),
-                        have [(item, bytes, check)], credit, wish: levels, bandwidth, deadline_ms, expect, refine
+                        have [(item, bytes, check)], credit, wish: levels, bandwidth, deadline_ms, expect, refine,
+                        spared
     9     payload   EC  id, round, pieces [(item, start, bytes)], pace (of what is encoded: microseconds in which
                         nothing was ready, and a MiB takes packed and lossy); the second frame has these bytes in a row
     10    credit    EC  id, round, upto (payloads that may have been sent in this round, in all), bandwidth (that the

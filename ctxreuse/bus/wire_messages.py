@@ -152,7 +152,8 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
 
     ``bandwidth`` (bytes/s, 0: not known) is what the receiver sees of the link, ``deadline_ms`` the time from opening
     the request on by which the first ``expect`` items sent (0: all) should be there (0: no matter when), ``refine``:
-    whether finer numbers are worth sending after everything else.
+    whether finer numbers are worth sending after everything else. The ``spared`` first of ``levels`` are only for that,
+    as the receiver would wait for them, unless one is the quickest.
     """
 
     levels: _Levels = ()
@@ -160,6 +161,7 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     deadline_ms: _Number = 0
     expect: _Number = 0
     refine: bool = False
+    spared: Annotated[int, Meta(ge=0, le=MAX_LEVELS)] = 0
 
 
 class Refused(Body, frozen=True, array_like=True):

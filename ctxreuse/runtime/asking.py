@@ -82,7 +82,8 @@ def wish(levels: tuple[Level, ...], decision: Decision, block_tokens: int, order
         return {}
     # Layers are waited for: time that the peer saves is not to be spent on finer numbers than were priced.
     least = damage(decision.level) if order == "layers" else 0.0
-    names = tuple(level.name for level in levels if damage(level.name) >= least)
+    names = tuple(level.name for level in levels)
+    spared = sum(damage(name) < least for name in names)
     # A tail is used as soon as both ends meet, and what would be sent after it never is.
     refine = order == "layers" and not fits(decision.level, None)
-    return {"ask": Ask(names, decision.within, -(-decision.tokens // block_tokens), refine)}
+    return {"ask": Ask(names, decision.within, -(-decision.tokens // block_tokens), refine, spared)}

@@ -47,12 +47,14 @@ class Offer(msgspec.Struct, frozen=True):
 class Ask(msgspec.Struct, frozen=True):
     """At which ``levels`` besides ``exact`` blocks may come. The peer picks the least damage of which the ``expect``
     blocks that it sends first (0: all) are here ``within`` seconds from now, after its own round trip (0: no matter
-    when). ``refine``: once all is here it goes on with what makes lossy blocks finer (`Fetch.refinements`)."""
+    when). ``refine``: once all is here it goes on with what makes lossy blocks finer (`Fetch.refinements`); the
+    ``spared`` first of ``levels`` are only for that, unless one is the quickest."""
 
     levels: tuple[str, ...] = ()
     within: float = 0.0
     expect: int = 0
     refine: bool = False
+    spared: int = 0
 
 
 class Fetch(Protocol):

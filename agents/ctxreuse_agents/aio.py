@@ -19,6 +19,7 @@ from ctxreuse.engines.text import Message
 from ctxreuse.keys import Tokens
 from ctxreuse.runtime import Runtime, Usage
 from ctxreuse.store import Hit, NewTurn, Turn
+from ctxreuse.why import Why
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
 from ctxreuse_agents.inputs import check_text, choose_sampling
@@ -254,6 +255,10 @@ class AsyncSession:
     async def hint(self, name: str, until: float | None = None) -> bool:
         """What is known of its future: see `Session.hint`."""
         return await _settled(self.sync.hint, name, until)
+
+    async def why(self, request: str = "", *, others: bool = False) -> Why:
+        """See `Session.why`."""
+        return await _settled(lambda: self.sync.why(request, others=others))
 
     async def close(self) -> None:
         """End the unfinished answers that were begun through this handle."""

@@ -198,7 +198,8 @@ class NativeShadow(Generic[K]):
         taught, none = array("d"), [0.0] * AGES
         for which, used, seen in rows:
             taught.extend((which, *(*used, *none)[:AGES], *(*seen, *none)[:AGES]))
-        _native.shadow_teach(self.arena, taught)
+        if taught:
+            _native.shadow_teach(self.arena, taught)
         return True
 
     def check(self) -> None:

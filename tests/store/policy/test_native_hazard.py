@@ -187,3 +187,10 @@ def test_the_default_duel_is_native() -> None:
     duel: Policy[int] = make_policy("duel", 100)
     assert isinstance(duel, Duel)
     assert all(isinstance(contender, NativeShadow) for contender in duel.contenders)
+
+
+def test_one_that_learnt_nothing_yet_can_be_recalled() -> None:
+    """A store that is closed before its first return, and opened again."""
+    young = NativeShadow("hazard", 100)
+    assert NativeShadow("hazard", 100).load(young.dump())
+    assert NativeShadow("hazard", 100).load(Hazard().dump())

@@ -339,7 +339,7 @@ static PyObject *use(PyObject *module, PyObject *name) {
 }
 
 static int start(PyObject *module) {
-    if (PyModule_AddFunctions(module, policy_methods) < 0) return -1;
+    if (PyModule_AddFunctions(module, policy_methods) < 0 || PyModule_AddFunctions(module, roster_methods) < 0) return -1;
     if (ctx_active()) return 0;
     const ctx_kernels *const *tables;
     size_t count = ctx_usable(&tables);

@@ -7,10 +7,8 @@
 
 #include <stdlib.h>
 
-/* `next` of a held block that was used; `used` of a block: tokens, and uses above them. */
-#define SETTLED (POLICY_NONE - 1)
-enum { TOKENS = (1 << 28) - 1, USES_AT = 28, MOST_USES = 13, MOST_NAMED = 4096 };
-enum { BY_AGE, BY_LEVEL, BY_USE };
+/* `used` of a block: tokens, and uses above them. */
+enum { TOKENS = (1 << 28) - 1, USES_AT = 28, MOST_USES = 13 };
 /* Ghosts that are remembered for each held block end here. */
 static const double MOST_GHOSTS = 1 << 18;
 
@@ -19,9 +17,6 @@ static const policy_queue EMPTY = {POLICY_NONE, POLICY_NONE, 0};
 static uint64_t block_id(const void *owner, uint32_t place) {
     return policy_id(((const policy_shadow *)owner)->blocks + place);
 }
-
-static int is_ghost(const policy_block *block) { return block->children == POLICY_GHOST; }
-static int is_fresh(const policy_block *block) { return !is_ghost(block) && block->next != SETTLED; }
 
 static uint32_t any_find(const policy_shadow *shadow, uint64_t id) {
     uint32_t at = policy_hash_start(&shadow->hash, id);
@@ -65,7 +60,7 @@ size_t policy_hazard_bytes(const policy_hazard *hazard) {
 static int grow(void **all, uint32_t *room, uint64_t need, size_t item) {
     if (need <= *room) return 0;
     need += need / 16 + 16;
-    if (need >= SETTLED) return -1;
+    if (need >= HAZARD_SETTLED) return -1;
     void *grown = realloc(*all, (size_t)need * item);
     if (!grown) return -1;
     *all = grown;
@@ -125,7 +120,7 @@ static void unfile(policy_hazard *hazard, uint32_t at) {
     hazard_run *run = hazard->runs + at;
     if (run->level < 0) return;
     policy_queue *queue = hazard->levels + run->level;
-    pull(hazard, queue, BY_LEVEL, at);
+    pull(hazard, queue, HAZARD_BY_LEVEL, at);
     if (!queue->count) hazard->filled[run->level / 64] &= ~(UINT64_C(1) << run->level % 64);
     run->level = -1;
 }
@@ -136,17 +131,7 @@ static void file(policy_hazard *hazard, uint32_t at, int first) {
     if (!run->held) return;
     run->level = (int16_t)hazard_table_level(&hazard->table, run->which, run->age);
     hazard->filled[run->level / 64] |= UINT64_C(1) << run->level % 64;
-    (first ? push_head : push)(hazard, hazard->levels + run->level, BY_LEVEL, at);
-}
-
-/* The first level from that one on which has a run; HAZARD_LEVELS if there is none. */
-static int level_from(const policy_hazard *hazard, int level) {
-    while (level < HAZARD_LEVELS) {
-        uint64_t left = hazard->filled[level / 64] >> level % 64;
-        if (left) return level + __builtin_ctzll(left);
-        level = (level / 64 + 1) * 64;
-    }
-    return HAZARD_LEVELS;
+    (first ? push_head : push)(hazard, hazard->levels + run->level, HAZARD_BY_LEVEL, at);
 }
 
 /* ---- Runs and uses ---------------------------------------------------------------------------------------------- */
@@ -166,13 +151,13 @@ static void classify(policy_hazard *hazard, hazard_run *run) {
 
 static uint32_t run_new(policy_hazard *hazard, uint32_t use, uint8_t hits, uint8_t less) {
     uint32_t at = hazard->run_free;
-    if (at != POLICY_NONE) hazard->run_free = hazard->runs[at].link[BY_USE].next;
+    if (at != POLICY_NONE) hazard->run_free = hazard->runs[at].link[HAZARD_BY_USE].next;
     else at = hazard->run_used++;
     hazard->run_count++;
     hazard_run *run = hazard->runs + at;
     *run = (hazard_run){.time = hazard->now, .use = use, .level = -1, .hits = hits, .less = less};
-    run->link[BY_USE] = (hazard_link){POLICY_NONE, hazard->uses[use].runs};
-    if (run->link[BY_USE].next != POLICY_NONE) hazard->runs[run->link[BY_USE].next].link[BY_USE].prev = at;
+    run->link[HAZARD_BY_USE] = (hazard_link){POLICY_NONE, hazard->uses[use].runs};
+    if (run->link[HAZARD_BY_USE].next != POLICY_NONE) hazard->runs[run->link[HAZARD_BY_USE].next].link[HAZARD_BY_USE].prev = at;
     hazard->uses[use].runs = at;
     return at;
 }
@@ -181,17 +166,17 @@ static uint32_t run_new(policy_hazard *hazard, uint32_t use, uint8_t hits, uint8
 static void run_end(policy_hazard *hazard, uint32_t at) {
     hazard_run *run = hazard->runs + at;
     hazard_use *use = hazard->uses + run->use;
-    hazard_link link = run->link[BY_USE];
-    pull(hazard, hazard->ages + run->age, BY_AGE, at);
-    if (link.prev != POLICY_NONE) hazard->runs[link.prev].link[BY_USE].next = link.next;
+    hazard_link link = run->link[HAZARD_BY_USE];
+    pull(hazard, hazard->ages + run->age, HAZARD_BY_AGE, at);
+    if (link.prev != POLICY_NONE) hazard->runs[link.prev].link[HAZARD_BY_USE].next = link.next;
     else use->runs = link.next;
-    if (link.next != POLICY_NONE) hazard->runs[link.next].link[BY_USE].prev = link.prev;
+    if (link.next != POLICY_NONE) hazard->runs[link.next].link[HAZARD_BY_USE].prev = link.prev;
     if (use->runs == POLICY_NONE) {
         use->runs = hazard->use_free;
         hazard->use_free = run->use;
         hazard->use_count--;
     }
-    run->link[BY_USE].next = hazard->run_free;
+    run->link[HAZARD_BY_USE].next = hazard->run_free;
     hazard->run_free = at;
     hazard->run_count--;
 }
@@ -242,7 +227,7 @@ void policy_hazard_hold(policy_shadow *shadow, uint32_t place, uint32_t tokens, 
 
 static void settle(policy_shadow *shadow) {
     policy_hazard *hazard = shadow->hazard;
-    for (int level; (level = level_from(hazard, 0)) < HAZARD_LEVELS;) {
+    for (int level; (level = hazard_level_from(hazard, 0)) < HAZARD_LEVELS;) {
         uint32_t at = hazard->levels[level].head;
         if (!shadow->blocks[hazard->runs[at].back].children) return;
         unfile(hazard, at);
@@ -256,7 +241,7 @@ uint64_t policy_hazard_remove(policy_shadow *shadow, uint32_t place) {
     uint32_t at = block->data, parent = block->parent;
     shadow->nbytes -= block->nbytes;
     shadow->count--;
-    if (is_fresh(block)) {
+    if (hazard_is_fresh(block)) {
         policy_queue_take(shadow, &hazard->fresh, place);
     } else {
         hazard->runs[at].held--;
@@ -273,7 +258,7 @@ uint64_t policy_hazard_remove(policy_shadow *shadow, uint32_t place) {
     }
     if (parent != POLICY_NONE) {
         policy_block *above = shadow->blocks + parent;
-        if (!--above->children && above->data != POLICY_NONE && hazard->runs[above->data].level < 0 && !is_fresh(above))
+        if (!--above->children && above->data != POLICY_NONE && hazard->runs[above->data].level < 0 && !hazard_is_fresh(above))
             file(hazard, above->data, 1);
     }
     settle(shadow);
@@ -290,10 +275,10 @@ static void grow_old(policy_hazard *hazard) {
             uint32_t at = queue->head;
             hazard_run *run = hazard->runs + at;
             if (hazard->now - run->time < hazard_edges[age]) break;
-            pull(hazard, queue, BY_AGE, at);
+            pull(hazard, queue, HAZARD_BY_AGE, at);
             hazard_table_count(&hazard->table, run->which, age, (double)run->total / hazard->uses[run->use].blocks, 0);
             run->age = (uint8_t)(age + 1);
-            push(hazard, queue + 1, BY_AGE, at);
+            push(hazard, queue + 1, HAZARD_BY_AGE, at);
             if (run->level >= 0) file(hazard, at, 0);
         }
     }
@@ -327,9 +312,9 @@ static void take(policy_shadow *shadow, uint32_t n) {
         uint32_t at = shadow->blocks[hazard->path[i]].data, taken = 0;
         for (; i < n && shadow->blocks[hazard->path[i]].data == at; i++, taken++) {
             policy_block *block = shadow->blocks + hazard->path[i];
-            if (!is_fresh(block)) continue;
+            if (!hazard_is_fresh(block)) continue;
             policy_queue_take(shadow, &hazard->fresh, hazard->path[i]);
-            block->next = SETTLED;
+            block->next = HAZARD_SETTLED;
         }
         if (at == POLICY_NONE) continue;
         hazard_run *run = hazard->runs + at;
@@ -365,9 +350,9 @@ void policy_hazard_use(policy_shadow *shadow, uint32_t tip, double now) {
         hazard->runs[at].held++;
         hazard->runs[at].total++;
     }
-    for (at = hazard->uses[use].runs; at != POLICY_NONE; at = hazard->runs[at].link[BY_USE].next) {
+    for (at = hazard->uses[use].runs; at != POLICY_NONE; at = hazard->runs[at].link[HAZARD_BY_USE].next) {
         classify(hazard, hazard->runs + at);
-        push(hazard, hazard->ages, BY_AGE, at);
+        push(hazard, hazard->ages, HAZARD_BY_AGE, at);
         file(hazard, at, 0);
     }
 }
@@ -379,107 +364,10 @@ void policy_hazard_mark(policy_shadow *shadow, uint64_t id, uint32_t label) {
     hazard_use *use = hazard->uses + hazard->runs[at].use;
     if (use->tip != tip) return;
     use->label = label % HAZARD_LABELS;
-    for (at = use->runs; at != POLICY_NONE; at = hazard->runs[at].link[BY_USE].next) {
+    for (at = use->runs; at != POLICY_NONE; at = hazard->runs[at].link[HAZARD_BY_USE].next) {
         classify(hazard, hazard->runs + at);
         if (hazard->runs[at].level >= 0) file(hazard, at, 0);
     }
-}
-
-/* ---- Order ------------------------------------------------------------------------------------------------------ */
-
-/* While an order is made, blocks that were named are no longer among their parents' children. */
-typedef struct naming {
-    policy_shadow *shadow;
-    size_t found, most;
-    uint64_t need;
-    int failed;
-} naming;
-
-/* 0 when enough is named. */
-static int name(naming *order, uint32_t place) {
-    policy_hazard *hazard = order->shadow->hazard;
-    const policy_block *block = order->shadow->blocks + place;
-    if (order->found == hazard->out_room) {
-        size_t room = hazard->out_room * 2 + 64;
-        uint32_t *out = realloc(hazard->out, room * sizeof *out);
-        order->failed = !out;
-        if (!out) return 0;
-        hazard->out = out;
-        hazard->out_room = room;
-    }
-    hazard->out[order->found++] = place;
-    if (block->parent != POLICY_NONE) order->shadow->blocks[block->parent].children--;
-    order->need -= block->nbytes < order->need ? block->nbytes : order->need;
-    return order->need && order->found < order->most;
-}
-
-/* Blocks of a run from its back, and of what then is free above it, up to one that has children. */
-static int walk(naming *order, uint32_t place) {
-    const policy_hazard *hazard = order->shadow->hazard;
-    const policy_block *blocks = order->shadow->blocks;
-    for (;;) {
-        uint32_t at = blocks[place].data, above = blocks[place].parent;
-        if (blocks[place].children) return 1;
-        if (!name(order, place)) return 0;
-        if (above == POLICY_NONE) return 1;
-        const policy_block *next = blocks + above;
-        if (next->data != at) {
-            if (next->data == POLICY_NONE || is_fresh(next)) return 1;
-            /* A run whose turn has not come yet waits for it. */
-            if (hazard->runs[next->data].level >= 0 && !hazard->runs[next->data].seen) return 1;
-        }
-        place = above;
-    }
-}
-
-static int walk_levels(naming *order) {
-    policy_hazard *hazard = order->shadow->hazard;
-    for (int level = -1; (level = level_from(hazard, level + 1)) < HAZARD_LEVELS;)
-        for (uint32_t at = hazard->levels[level].head; at != POLICY_NONE; at = hazard->runs[at].link[BY_LEVEL].next) {
-            hazard->runs[at].seen = 1;
-            if (!walk(order, hazard->runs[at].back)) return 0;
-        }
-    return 1;
-}
-
-static void walk_fresh(naming *order) {
-    const policy_block *blocks = order->shadow->blocks;
-    const policy_hazard *hazard = order->shadow->hazard;
-    for (uint32_t place = hazard->fresh.tail; place != POLICY_NONE; place = blocks[place].prev) {
-        if (!name(order, place)) return;
-        uint32_t above = blocks[place].parent;
-        if (above == POLICY_NONE || blocks[above].data == POLICY_NONE || is_fresh(blocks + above)) continue;
-        if (!walk(order, above)) return;
-    }
-}
-
-static void unsee(policy_hazard *hazard) {
-    for (int level = -1; (level = level_from(hazard, level + 1)) < HAZARD_LEVELS;)
-        for (uint32_t at = hazard->levels[level].head; at != POLICY_NONE; at = hazard->runs[at].link[BY_LEVEL].next) {
-            if (!hazard->runs[at].seen) return;
-            hazard->runs[at].seen = 0;
-        }
-}
-
-ptrdiff_t policy_hazard_order(policy_shadow *shadow, uint64_t need, size_t most) {
-    naming order = {shadow, 0, most, need, 0};
-    if (!need || !most) return 0;
-    if (walk_levels(&order)) walk_fresh(&order);
-    unsee(shadow->hazard);
-    for (size_t i = 0; i < order.found; i++) {
-        uint32_t parent = shadow->blocks[shadow->hazard->out[i]].parent;
-        if (parent != POLICY_NONE) shadow->blocks[parent].children++;
-    }
-    return order.failed && !order.found ? -1 : (ptrdiff_t)order.found;
-}
-
-const uint32_t *policy_hazard_named(const policy_shadow *shadow) { return shadow->hazard->out; }
-
-void policy_hazard_unname(policy_shadow *shadow) {
-    if (shadow->hazard->out_room <= MOST_NAMED) return;
-    free(shadow->hazard->out);
-    shadow->hazard->out = NULL;
-    shadow->hazard->out_room = 0;
 }
 
 /* ---- What was learnt -------------------------------------------------------------------------------------------- */
@@ -498,52 +386,4 @@ size_t policy_hazard_learnt(const policy_shadow *shadow, double *out) {
 
 int policy_hazard_teach(policy_shadow *shadow, const double *in, size_t rows) {
     return hazard_table_teach(&shadow->hazard->table, in, rows);
-}
-
-/* ---- Check ------------------------------------------------------------------------------------------------------ */
-
-static const char *check_run(const policy_shadow *shadow, uint32_t at) {
-    const policy_hazard *hazard = shadow->hazard;
-    const hazard_run *run = hazard->runs + at;
-    if (!run->total || run->held > run->total) return "an empty run is kept";
-    if (run->seen) return "a walk has left its mark";
-    if (run->level >= 0 && !run->held) return "a run that holds nothing is in a queue of levels";
-    uint32_t place = run->tail;
-    for (uint32_t i = run->total; i; i--) {
-        if (place == POLICY_NONE || shadow->blocks[place].data != at) return "a run is in pieces";
-        if (i == run->held && place != run->back) return "a run ends elsewhere";
-        int held = !is_ghost(shadow->blocks + place) && !is_fresh(shadow->blocks + place);
-        if (held != (i <= run->held)) return "a run counts its blocks wrongly";
-        place = shadow->blocks[place].parent;
-    }
-    return NULL;
-}
-
-const char *policy_hazard_check(const policy_shadow *shadow) {
-    const policy_hazard *hazard = shadow->hazard;
-    const char *wrong = NULL;
-    uint64_t total = 0, in_runs = 0, runs = 0, filed = 0, levels = 0, ghosts = 0;
-    for (uint32_t age = 0; age < HAZARD_AGES && !wrong; age++)
-        for (uint32_t at = hazard->ages[age].head; at != POLICY_NONE && !wrong; at = hazard->runs[at].link[BY_AGE].next) {
-            if (hazard->runs[at].age != age) return "a run is in another age's queue";
-            wrong = check_run(shadow, at);
-            total += hazard->runs[at].total;
-            filed += hazard->runs[at].level >= 0;
-            runs++;
-        }
-    if (wrong) return wrong;
-    for (int level = 0; level < HAZARD_LEVELS; level++) {
-        int full = (int)(hazard->filled[level / 64] >> level % 64 & 1);
-        if (full != (hazard->levels[level].count > 0)) return "a level's bit is wrong";
-        levels += hazard->levels[level].count;
-    }
-    for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = policy_hash_at(&shadow->hash, at);
-        if (place == POLICY_NONE) continue;
-        ghosts += is_ghost(shadow->blocks + place);
-        in_runs += shadow->blocks[place].data != POLICY_NONE;
-    }
-    if (runs != hazard->run_count || total != in_runs) return "runs are counted wrongly";
-    if (filed != levels) return "levels are counted wrongly";
-    return ghosts != hazard->ghosts.count ? "ghosts are counted wrongly" : NULL;
 }

@@ -47,7 +47,7 @@ void hazard_table_learnt(const hazard_table *table, double *out);
 /* Begin anew with these; -1 without memory for a number that is no class's or counts that cannot be, and no change. */
 int hazard_table_teach(hazard_table *table, const double *in, size_t classes);
 
-/* ---- Runs (policy_hazard.c) ------------------------------------------------------------------------------------- */
+/* ---- Runs (policy_hazard.c; _order.c names victims, _check.c compares) ------------------------------------------- */
 
 typedef struct hazard_link {
     uint32_t prev, next;
@@ -84,5 +84,26 @@ typedef struct policy_hazard {
     uint32_t least;                      /* ghosts remembered in any case, and for each held block */
     double ratio, now;
 } policy_hazard;
+
+/* Which of a run's links. */
+enum { HAZARD_BY_AGE, HAZARD_BY_LEVEL, HAZARD_BY_USE };
+
+/* `next` of a held block that was used. */
+#define HAZARD_SETTLED (POLICY_NONE - 1)
+
+static inline int hazard_is_ghost(const policy_block *block) { return block->children == POLICY_GHOST; }
+static inline int hazard_is_fresh(const policy_block *block) {
+    return !hazard_is_ghost(block) && block->next != HAZARD_SETTLED;
+}
+
+/* The first level from that one on which has a run; HAZARD_LEVELS if there is none. */
+static inline int hazard_level_from(const policy_hazard *hazard, int level) {
+    while (level < HAZARD_LEVELS) {
+        uint64_t left = hazard->filled[level / 64] >> level % 64;
+        if (left) return level + __builtin_ctzll(left);
+        level = (level / 64 + 1) * 64;
+    }
+    return HAZARD_LEVELS;
+}
 
 #endif

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple
 
 from ctxreuse.store.policy.base import Facts, K, Rebuild, prefill_line
+from ctxreuse.store.policy.leaves import Leaves
 from ctxreuse.store.policy.shadow import Shadow
 from ctxreuse.store.policy.trials import Trials
 
@@ -26,8 +27,7 @@ def efficiency_class(seconds: float, nbytes: int) -> int:
     return min(max(_MIDDLE + math.floor(_STEPS * math.log2(ratio)), 0), MOST_CLASSES - 1)
 
 
-class _Held(NamedTuple, Generic[K]):
-    parent: K | None
+class _Held(NamedTuple):
     level: int
     nbytes: int
     tokens: int
@@ -56,12 +56,11 @@ class GDSF(Generic[K]):
         self._trials: Trials[K] | None = None
         if alpha is None:
             self._trials = Trials(lambda alpha, capacity: Shadow(GDSF(self._rebuild, alpha), capacity), self._rebuild)
-        self._held: dict[K, _Held[K]] = {}
-        self._children: dict[K, int] = {}
+        self._held: dict[K, _Held] = {}
+        self._leaves: Leaves[K] = Leaves()
         self._used: dict[K, int] = {}
-        #: By class, the least recently used first; a head that turned out to be no leaf is parked until it is one.
+        #: By class, the least recently used first.
         self._queues: list[OrderedDict[K, None]] = [OrderedDict() for _ in range(MOST_CLASSES)]
-        self._parked: set[K] = set()
         self._uses = 0
 
     def __len__(self) -> int:
@@ -78,11 +77,11 @@ class GDSF(Generic[K]):
         before = self._held.get(key)
         if before is not None:
             self._queues[before.level].pop(key, None)
-        elif facts.parent is not None:
-            self._children[facts.parent] = self._children.get(facts.parent, 0) + 1
-        self._held[key] = _Held(facts.parent, level, facts.nbytes, facts.tokens)
+        else:
+            self._leaves.add(key, facts.parent)
+        self._held[key] = _Held(level, facts.nbytes, facts.tokens)
         self._used[key] = self._uses
-        self._parked.discard(key)
+        self._leaves.parked.discard(key)
         self._queues[level][key] = None
 
     def access(self, path: Sequence[K], now: float) -> None:
@@ -90,7 +89,7 @@ class GDSF(Generic[K]):
         for key in reversed(path):
             self._used[key] = self._uses
             queue = self._queues[self._held[key].level]
-            self._parked.discard(key)
+            self._leaves.parked.discard(key)
             queue[key] = None
             queue.move_to_end(key)
         if self._trials is not None:
@@ -109,29 +108,25 @@ class GDSF(Generic[K]):
     def remove(self, key: K, now: float) -> None:
         if self._trials is not None:
             self._trials.full(lambda: sum(one.nbytes for one in self._held.values()), len(self._held))
-        parent, level, _, _ = self._held.pop(key)
+        level = self._held.pop(key).level
         del self._used[key]
-        if key in self._parked:
-            self._parked.remove(key)
-        else:
-            del self._queues[level][key]
-        if parent is None:
-            return
-        left = self._children.pop(parent) - 1
-        if left:
-            self._children[parent] = left
-        elif parent in self._parked:
-            self._parked.remove(parent)
+        self._queues[level].pop(key, None)
+        parent = self._leaves.remove(key)
+        if parent is not None:
             queue = self._queues[self._held[parent].level]
             queue[parent] = None
             queue.move_to_end(parent, last=False)
 
     def order(self) -> Iterator[K]:
         """Exact for its first key; what follows would be next as far as that makes no parent a leaf."""
+        yield from self._leaves.and_above(self._in_turn())
+
+    def _in_turn(self) -> Iterator[K]:
         lines: dict[int, Iterator[K]] = {}
         heads: dict[int, K] = {}
         for level, queue in enumerate(self._queues):
-            self._settle(queue)
+            while queue and self._leaves.settle(queue):
+                pass
             if queue:
                 lines[level] = iter(queue)
                 self._advance(level, lines, heads)
@@ -139,28 +134,10 @@ class GDSF(Generic[K]):
             level = self._lowest(heads)
             yield heads[level]
             self._advance(level, lines, heads)
-        ready = [key for key in self._held if key not in self._children]
-        lost: dict[K, int] = {}
-        while ready:
-            parent = self._held[ready.pop()].parent
-            if parent is None:
-                continue
-            lost[parent] = lost.get(parent, 0) + 1
-            if lost[parent] == self._children[parent]:
-                yield parent
-                ready.append(parent)
-
-    def _settle(self, queue: OrderedDict[K, None]) -> None:
-        while queue:
-            key = next(iter(queue))
-            if key not in self._children:
-                return
-            del queue[key]
-            self._parked.add(key)
 
     def _advance(self, level: int, lines: dict[int, Iterator[K]], heads: dict[int, K]) -> None:
         for key in lines[level]:
-            if key not in self._children:
+            if self._leaves.is_leaf(key):
                 heads[level] = key
                 return
         heads.pop(level, None)

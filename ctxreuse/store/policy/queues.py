@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Generic
 
 from ctxreuse.store.policy.base import Facts, K
+from ctxreuse.store.policy.leaves import Leaves
 
 __all__ = ["Queues"]
 
@@ -15,8 +17,8 @@ __all__ = ["Queues"]
 class Queues(ABC, Generic[K]):
     """Held blocks in queue 0 or 1, the head first to go; which queue gives the next victim is the subclass's rule.
 
-    A block joins its queue at its first use, the leaf of a path first, so that heads are leaves as a rule. A head that
-    is no leaf is parked, and comes back to the head when its last child goes: each step is O(1) amortised.
+    A block joins its queue at its first use, the leaf of a path first, so that heads are leaves as a rule; a head that
+    is none is parked, see `Leaves`.
     """
 
     #: What goes next depends on what went before: ask for the order anew after each removal.
@@ -27,21 +29,15 @@ class Queues(ABC, Generic[K]):
         self._queues: tuple[OrderedDict[K, None], OrderedDict[K, None]] = OrderedDict(), OrderedDict()
         #: Queue of each held block, also of a parked one; None before its first use.
         self._home: dict[K, int | None] = {}
-        self._parent: dict[K, K | None] = {}
-        self._children: dict[K, int] = {}
-        self._parked: set[K] = set()
+        self._leaves: Leaves[K] = Leaves()
 
     def __len__(self) -> int:
         return len(self._home)
 
     def insert(self, facts: Facts[K], now: float) -> None:
-        key, parent = facts.key, facts.parent
-        if key in self._home:
-            return
-        self._home[key] = None
-        self._parent[key] = parent
-        if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
+        if facts.key not in self._home:
+            self._home[facts.key] = None
+            self._leaves.add(facts.key, facts.parent)
 
     def access(self, path: Sequence[K], now: float) -> None:
         for key in reversed(path):
@@ -61,58 +57,33 @@ class Queues(ABC, Generic[K]):
         if not self._queues[first]:
             self._settle(1 - first)
         home = self._home.pop(key)
-        if key in self._parked:
-            self._parked.remove(key)
-        elif home is not None:
-            del self._queues[home][key]
-        parent = self._parent.pop(key)
+        if home is not None:
+            self._queues[home].pop(key, None)
+        parent = self._leaves.remove(key)
         self._gone(key, home)
-        if parent is None:
-            return
-        left = self._children.pop(parent) - 1
-        if left:
-            self._children[parent] = left
-        elif parent in self._parked:
-            self._parked.remove(parent)
+        if parent is not None:
             queue = self._queues[self._home[parent] or 0]
             queue[parent] = None
             queue.move_to_end(parent, last=False)
 
     def order(self) -> Iterator[K]:
         """Exact for its first key; what follows would be next as far as that does not change the order."""
-        for key in self._walk(self._turn()):
-            if key not in self._children:
-                yield key
-        ready = [key for key in self._home if key not in self._children]
-        yield from (key for key in ready if self._home[key] is None)
-        lost: dict[K, int] = {}
-        while ready:
-            parent = self._parent[ready.pop()]
-            if parent is None:
-                continue
-            lost[parent] = lost.get(parent, 0) + 1
-            if lost[parent] == self._children[parent]:
-                yield parent
-                ready.append(parent)
+        fresh = (key for key, home in self._home.items() if home is None)
+        yield from self._leaves.and_above(filter(self._leaves.is_leaf, chain(self._walk(self._turn()), fresh)))
 
     def _settle(self, which: int) -> None:
         """Turn the queue until its head may go, or it is empty. Only a removal does it: asking changes nothing."""
         queue = self._queues[which]
         while queue:
-            key = next(iter(queue))
-            if self._renew(key, which):
-                continue
-            if key not in self._children:
+            if not self._renew(next(iter(queue)), which) and not self._leaves.settle(queue):
                 return
-            del queue[key]
-            self._parked.add(key)
 
     def _admit(self, key: K, which: int) -> None:
         """To the tail of a queue, from wherever it is."""
         home = self._home[key]
-        if home is not None and key not in self._parked:
-            del self._queues[home][key]
-        self._parked.discard(key)
+        if home is not None:
+            self._queues[home].pop(key, None)
+        self._leaves.parked.discard(key)
         self._home[key] = which
         self._queues[which][key] = None
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import Tokens
-from ctxreuse.pauses import Ahead, Candidate, Kind, Sessions, State, load_ahead, make_room
+from ctxreuse.pauses import Ahead, Candidate, Estimator, Kind, Sessions, State, load_ahead, make_room
 from ctxreuse.pauses.hints import hint_label
 from ctxreuse.pauses.kinds import CLOSED, SUPERSEDED
 
@@ -24,6 +24,8 @@ __all__ = ["Done", "Waiting"]
 
 #: Contexts that are known at a time, and how many tokens theirs may have in all (64 MiB of ids).
 _MOST, _TOKENS = 256, 16 << 20
+#: Types of pauses that are learnt from: those of each context, and some hundred tools and tenants.
+_TYPES = 1024
 #: Shares of a context whose blocks tell that it goes on, though its last ones were written anew.
 _ANCHORS = (16, 15, 12)
 #: What a byte in memory is worth, in seconds a second: a gigabyte for ten minutes as much as a second of waiting.
@@ -78,7 +80,7 @@ class Waiting:
     ) -> None:
         self._pool, self._store, self._keys, self._clock, self._told = pool, store, keys, clock, told
         self._lock = threading.Lock()
-        self._sessions: Sessions[int] = Sessions(most=_MOST)
+        self._sessions: Sessions[int] = Sessions(Estimator(most=_TYPES), most=_MOST)
         self._contexts: dict[int, _Context] = {}
         self._anchors: dict[bytes, int] = {}
         self._next = self._held = 0

@@ -22,12 +22,16 @@ from ctxreuse.engines.sampling import Sampling
 from ctxreuse.errors import ContextTooLongError, TokenRangeError
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import BlockStore, TieredStore
+from ctxreuse.store.gone import GoneBook
+from ctxreuse.why import RequestBook
 
 TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
 # What one round may leave behind: interned strings, caches of libraries that fill once.
 _SLACK_BYTES = 128 << 10
 # What the allocator and pages of mapped files may add; a context that is never given back is 64 KB.
 _SLACK_RSS = 24 << 20
+# Rounds after which all that is bounded is full.
+_WARM = 5
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,16 @@ def one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of late is bounded, but by more than a test could fill: smaller bounds."""
+    monkeypatch.setattr("ctxreuse.runtime.waiting._MOST", 16)
+    monkeypatch.setattr("ctxreuse.runtime.waiting._TYPES", 64)
+    monkeypatch.setattr("ctxreuse.why.book._SEEN", 64)
+    for book in (RequestBook, GoneBook):
+        monkeypatch.setitem(book.__init__.__kwdefaults__, "most", 64)
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +69,14 @@ def resident() -> int:
 
 def assert_flat(work: Callable[[int], None], figures: Callable[[], tuple[int, ...]], rounds: int = 3) -> None:
     """After a warm-up, more rounds of ``work`` leave the Python heap and ``figures`` as they were."""
-    work(0)
-    gc.collect()
-    tracemalloc.start()
+    tracemalloc.start()  # before what stays is made: what takes its place later is no growth
     try:
-        work(1)  # what tracing itself makes the first time
+        for n in range(_WARM):
+            work(-n)
         gc.collect()
         before, (heap, _), rss = figures(), tracemalloc.get_traced_memory(), resident()
         for n in range(rounds):
-            work(2 + n)
+            work(1 + n)
         gc.collect()
         after, grown = figures(), tracemalloc.get_traced_memory()[0] - heap
     finally:
@@ -73,6 +86,7 @@ def assert_flat(work: Callable[[int], None], figures: Callable[[], tuple[int, ..
     assert all(late <= early for early, late in zip(before, after)), f"{before} became {after}"
 
 
+@pytest.mark.usefixtures("few")
 def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
     """Overlapping prompts over a store and a pool too small for them, with refused, left, forgotten and bad ones."""
     draw = np.random.default_rng(0)
@@ -91,8 +105,8 @@ def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
                 with pytest.raises(TokenRangeError):
                     runtime.prefill(np.append(ids, 999))
             else:
-                few = Sampling(max_tokens=chance.randrange(1, 4), ignore_eos=True)
-                with contextlib.closing(runtime.complete(ids, few)) as answer:
+                short = Sampling(max_tokens=chance.randrange(1, 4), ignore_eos=True)
+                with contextlib.closing(runtime.complete(ids, short)) as answer:
                     next(answer)
 
         def work(n: int) -> None:
@@ -113,6 +127,7 @@ def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
         assert store.stats().evicted > 100
 
 
+@pytest.mark.usefixtures("few")
 def test_sessions_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
     """Asks that are read, left or forgotten, forks, rollbacks and deletions."""
     with Memory.open(tmp_path / "m", engine, capacity=300_000) as memory:

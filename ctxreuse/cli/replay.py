@@ -63,7 +63,7 @@ def replay(
     generate: Annotated[
         str | None, typer.Option("--generate", metavar="KIND", help="Made-up traffic in place of a file; `ls` lists.")
     ] = None,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Of --generate: how many.")] = 10_000,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="Of --generate: how many.")] = 1_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of --generate.")] = 0,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Replays side by side; default: one a core.")

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
 import pytest
 from cluster import until
 
+from ctxreuse.lab.recorder import Recorder
+
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 COMMANDS = re.findall(r"^\$ (ctxreuse [^#\n]*?) *(?:#.*)?$", README, re.MULTILINE)
 BLOCKS = re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
 #: The block that sets up a cloud and a device with keys.
 LINK = next(block for block in BLOCKS if "keys allow" in block)
 COMMANDS = [command for command in COMMANDS if command not in LINK]
@@ -48,14 +52,27 @@ def test_programs(program: str, tmp_path: Path) -> None:
     assert "'disk'" in run([sys.executable, "-c", program], tmp_path)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("ctxreuse bench", "ctxreuse model get"))])
-def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose store served requests that were recorded."""
     from ctxreuse_agents import Memory
 
     monkeypatch.setenv("CTXREUSE_STORE__PATH", str(tmp_path / "store"))
-    with Memory.open() as memory:
-        memory.create("here").user("hello")
-    assert run([sys.executable, "-m", *command.split()], tmp_path)
+    with Memory.open(engine=TINY["tiny_engine"]()) as memory, closing(Recorder(tmp_path / "traffic.jsonl")) as recorder:
+        memory.runtime.recorder = recorder
+        session = memory.create("here")
+        session.user("hello " * 20)
+        assert session.ask("Why?", max_tokens=2).text is not None
+    return tmp_path
+
+
+# What takes minutes has tests of its own.
+LONG = "ctxreuse bench", "ctxreuse calibrate", "ctxreuse model get"
+
+
+@pytest.mark.parametrize("command", [command for command in dict.fromkeys(COMMANDS) if not command.startswith(LONG)])
+def test_commands(command: str, used: Path) -> None:
+    assert run([sys.executable, "-m", *command.split()], used)
 
 
 def test_a_cloud_and_a_device_with_keys(tmp_path: Path, model: Path) -> None:

@@ -41,7 +41,7 @@ def why(
     ctx: typer.Context,
     request: Annotated[str, typer.Argument(metavar="[REQUEST]", help="Its id; or say --last.")] = "",
     last: Annotated[bool, typer.Option("--last", help="The newest request.")] = False,
-    session: Annotated[str, typer.Option("--session", help="With --last: the newest of this session.")] = "",
+    session: Annotated[str, typer.Option("--session", help="With --last: the newest of the session of that id.")] = "",
     url: Annotated[str, typer.Option("--url", help="Address of a daemon, such as http://127.0.0.1:7351.")] = "",
     path: Annotated[str | None, typer.Option("--path", metavar="DIR", help="The store's folder (store.path).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,

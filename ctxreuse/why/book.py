@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,7 +22,10 @@ from ctxreuse.why.difference import common_prefix
 from ctxreuse.why.lacking import REFINED, lacks_of, shared_blocks
 from ctxreuse.why.records import About, Entry, Head, Lack, decoded, encoded
 
-__all__ = ["FILE", "Asked", "RequestBook", "read_requests"]
+if TYPE_CHECKING:
+    from ctxreuse.metrics import Spent
+
+__all__ = ["FILE", "RequestBook", "read_requests"]
 
 #: In the store's folder.
 FILE = "requests.journal"
@@ -30,19 +33,6 @@ FILE = "requests.journal"
 _LIMIT = 16 << 20
 _SEEN = 1 << 16
 _MARKS = 4096
-
-
-class Asked(Protocol):
-    """What is read of a request's usage."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def by_source(self) -> dict[str, int]: ...
-    @property
-    def missed(self) -> str: ...
 
 
 class RequestBook:
@@ -95,7 +85,7 @@ class RequestBook:
         about: About | None,
         ids: Tokens,
         keys: Sequence[bytes],
-        usage: Asked,
+        usage: Spent,
         computed: Sequence[tuple[int, int]],
         *,
         space: ModelSpace,
@@ -107,7 +97,8 @@ class RequestBook:
         """A prompt was computed just now; returns the request's id and why its first missing block was missing.
 
         ``keys``: of its whole blocks; ``computed``: runs of tokens that were not reused, ascending; ``live``: what
-        `kept` will be called with; ``gone``: see `GoneBook.gone`. Takes some 20 µs, whatever the prompt's length.
+        `kept` will be called with; ``gone``: see `GoneBook.gone`. Takes some 15 µs at 2,000
+        tokens and 80 µs at 32,000.
         """
         said, size, now = about or About(), space.block_tokens, self._clock()
         name = said.request or f"req-{os.urandom(12).hex()}"

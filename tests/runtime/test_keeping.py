@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-import transformers as hf
 
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.torch_hf import TorchEngine
@@ -20,33 +20,7 @@ from ctxreuse.store import BlockStore, open_store
 from ctxreuse.store.policy.states import StatePolicy
 
 SIZE = 16
-_BASE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-}
-
-
-def _model(name: str) -> hf.PreTrainedModel:
-    if name == "windows":
-        types = ["sliding_attention", "full_attention", "sliding_attention"]
-        width = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
-        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_BASE, **width, num_hidden_layers=3, layer_types=types))
-    if name == "hybrid":
-        mamba = {
-            "mamba_n_heads": 4,
-            "mamba_d_head": 32,
-            "mamba_d_state": 16,
-            "mamba_chunk_size": 32,
-            "mamba_d_ssm": 128,
-        }
-        return hf.FalconH1ForCausalLM(hf.FalconH1Config(**_BASE, **mamba, mamba_n_groups=1, num_hidden_layers=2))
-    shared = {"vocab_size": 512, "hidden_size": 64, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}
-    return hf.Mamba2ForCausalLM(hf.Mamba2Config(**shared, num_hidden_layers=2, chunk_size=32, pad_token_id=0))
+tiny_model = runpy.run_path(str(Path(__file__).parents[1] / "engines" / "tiny_models.py"))["tiny_model"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,10 +32,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["windows", "hybrid", "recurrent"])
+@pytest.fixture(scope="module", params=["gemma3", "falconh1", "mamba2"])
 def engine(request: pytest.FixtureRequest) -> TorchEngine:
     torch.manual_seed(5)
-    model = _model(request.param).eval()
+    model = tiny_model(request.param).eval()
     for parameter in model.parameters():  # transformers' initial weights give nearly equal logits
         if parameter.ndim > 1:
             parameter.data.mul_(3)
@@ -169,7 +143,7 @@ def test_the_least_seconds_decide_where_a_prompt_goes_on(engine: TorchEngine, st
 
 def test_a_model_without_states_keeps_none(store: BlockStore) -> None:
     torch.manual_seed(5)
-    engine = TorchEngine(hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=2)).eval(), block_tokens=SIZE)
+    engine = TorchEngine(tiny_model("llama").eval(), block_tokens=SIZE)
     runtime = Runtime(engine, store, live_bytes=0)
     ids = tokens(100)
     assert runtime.keeping.points(store, runtime.keys(ids), None) == ()

@@ -77,12 +77,13 @@ class Hazard(Generic[K]):
 
     Classes are those of `class_of`, ages those of `EDGES`, and the chances are counted as blocks come back or fail to
     (`HazardTable`), for evicted blocks too: 65,536 and twice as many ghosts as there are held blocks are remembered,
-    which is what the classes need (with as many as are held, 4 of 12 points at small sizes are lost), but at most
+    which is what the classes need (with as many as are held, 2 to 3 of 13 points at small sizes are lost), but at most
     262,144 beyond the 65,536. The lowest value goes first, the tail of a path before what it hangs on.
 
-    ``rebuild``: weigh values by the seconds that a byte saves. Without it all tokens count the same, which is better
-    where bytes go with tokens: on a chat trace the weight took two of 13 points of hits at a small size and saved no
-    more seconds (9.8 against 10.6 %). It is for blocks whose seconds a byte really differ, such as states.
+    ``rebuild``: weigh values by the seconds that a byte saves. Without it all tokens count the same. On a chat trace
+    the weight took one to two points of hits at small sizes; of the seconds of prefill it saved more at 0.5M tokens
+    (7.6 instead of 6.2 %) and fewer at 1M (9.6 instead of 10.4 %), so it is not the default. It is for blocks whose
+    seconds a byte really differ, such as states.
 
     Blocks are kept in runs (of one class and last use). A run is in the queue of its age, in order of last use, and in
     the queue of its level, which it gets when it enters an age. A step so costs O(path) look-ups and, amortised, O(1)

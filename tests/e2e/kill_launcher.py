@@ -152,6 +152,7 @@ def inspect(engine: Any, folder: Path, rng: random.Random, figures: Counter[str]
     from ctxreuse_agents import Memory
 
     from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.errors import ContextTooLongError
     from ctxreuse.runtime import Runtime
     from ctxreuse.store import verify
 
@@ -166,15 +167,23 @@ def inspect(engine: Any, folder: Path, rng: random.Random, figures: Counter[str]
             prompt = fork.tokens(generate=True)
             text = engine.text.render(fork.messages(), generate=True)
             assert engine.text.decode(prompt, markers=True) == text, "the ids do not say what the text says"
-            answer = fork.complete(**GREEDY)
-            usage = answer.usage
-            assert answer.text is not None
-            plain = Runtime(engine, None).complete(prompt, Sampling(**GREEDY))
-            plain.drain()
-            assert answer.tokens == plain.tokens, f"{answer.tokens} with the store, {plain.tokens} without"
-            figures["continued"] += 1
-            figures["prompt"] += usage.prompt_tokens
-            figures["cached"] += usage.cached_tokens
+            try:
+                answer = fork.complete(**GREEDY)
+            except ContextTooLongError:
+                # A writer may append more than the model takes.
+                assert len(prompt) >= engine.space.max_tokens
+                figures["too_long"] += 1
+            else:
+                usage = answer.usage
+                assert answer.text is not None
+                room = engine.space.max_tokens - len(prompt)
+                few = GREEDY | {"max_tokens": min(GREEDY["max_tokens"], room)}
+                plain = Runtime(engine, None).complete(prompt, Sampling(**few))
+                plain.drain()
+                assert answer.tokens == plain.tokens, f"{answer.tokens} with the store, {plain.tokens} without"
+                figures["continued"] += 1
+                figures["prompt"] += usage.prompt_tokens
+                figures["cached"] += usage.cached_tokens
             memory.delete(fork)
         figures["gc"] += memory.gc()
         memory.check()

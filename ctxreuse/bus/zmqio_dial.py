@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 #: Seconds that connecting and greeting may take.
 _CONNECT = 5.0
+#: Milliseconds after which ZeroMQ would connect again by itself: a day, by which the socket is long closed.
+_NEVER_MS = 86_400_000
 #: Messages sent or received before the other direction has its turn.
 _TURN = 32
 #: The attempt from which waits do not grow any more, whatever the bounds are.
@@ -228,8 +230,10 @@ class Dialer:
         monitor = Monitor(socket, _EVENTS)
         try:
             tune(socket, self.endpoint, self._terms)
-            # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last.
-            socket.reconnect_ivl = -1
+            # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last. It
+            # is put off and not turned off (-1): libzmq 4.3 then takes the pipe away at a cut though parts of a message
+            # are still to be read from it, and aborts the process ("!_more", fq.cpp).
+            socket.reconnect_ivl = _NEVER_MS
             socket.immediate = True
             if self._curve is not None:
                 keys, socket.curve_serverkey = self._curve

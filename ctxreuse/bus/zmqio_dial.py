@@ -230,9 +230,9 @@ class Dialer:
         monitor = Monitor(socket, _EVENTS)
         try:
             tune(socket, self.endpoint, self._terms)
-            # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last. It
-            # is put off and not turned off (-1): libzmq 4.3 then takes the pipe away at a cut though parts of a message
-            # are still to be read from it, and aborts the process ("!_more", fq.cpp).
+            # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last.
+            # It is put off and not turned off (-1): libzmq 4.3 then takes the pipe away at a cut though parts of a
+            # message are still to be read from it, and aborts the process ("!_more", fq.cpp).
             socket.reconnect_ivl = _NEVER_MS
             socket.immediate = True
             if self._curve is not None:

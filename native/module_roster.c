@@ -131,7 +131,7 @@ static PyObject *roster_strays(PyObject *module, PyObject *const *args, Py_ssize
     return list;
 }
 
-/* (roster, ids) -> keys of those that are held */
+/* (roster, ids, stride) -> keys of those that are held */
 static PyObject *roster_keys(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     keys path;
     (void)module;

@@ -32,8 +32,8 @@ class Picker:
     before the first goes (``serial``), after one and the other. A level is good enough if all blocks that are still to
     be picked would be there in time at it; of those that are, the one of least damage is picked (of at least the damage
     ``finest``: the receiver knows that better ones would make it wait), of equal damage the quickest (`exact+rans`
-    before `exact` unless the link beats the coder). If none is,
-    the quickest: what is late already shall not be later. That holds too while the bandwidth is unknown.
+    before `exact` unless the link beats the coder). If none is, the quickest: what is late already shall not be later.
+    That holds too while the bandwidth is unknown.
     """
 
     def __init__(

@@ -97,8 +97,7 @@ class RequestBook:
         """A prompt was computed just now; returns the request's id and why its first missing block was missing.
 
         ``keys``: of its whole blocks; ``computed``: runs of tokens that were not reused, ascending; ``live``: what
-        `kept` will be called with; ``gone``: see `GoneBook.gone`. Takes some 15 µs at 2,000
-        tokens and 80 µs at 32,000.
+        `kept` will be called with; ``gone``: see `GoneBook.gone`. Takes some 15 µs at 2,000 tokens and 80 µs at 32,000.
         """
         said, size, now = about or About(), space.block_tokens, self._clock()
         name = said.request or f"req-{os.urandom(12).hex()}"

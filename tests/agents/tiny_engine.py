@@ -25,27 +25,27 @@ def tiny_text(template: str = CHATML) -> Any:
     return HFText(tokenizer, template=template, stop_ids=frozenset({257}))
 
 
-def tiny_model(seed: int = 7, positions: int = 2048) -> Any:
-    """Two layers of width 32; weights wide enough that greedy answers vary."""
+def tiny_model(seed: int = 7, positions: int = 2048, **other: Any) -> Any:
+    """Two layers of width 32; weights wide enough that greedy answers vary. ``other``: settings that differ."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
+    settings: dict[str, Any] = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
+        "initializer_range": 0.3,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+        "tie_word_embeddings": False,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**settings | other)).eval()
     with torch.no_grad():
         model.lm_head.weight[256] = 0  # a greedy answer never begins a turn inside itself, so its ids spell its text
     return model

@@ -37,25 +37,8 @@ def until(true: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 def save_model(folder: Path) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        initializer_range=0.15,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
+    larger = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_key_value_heads": 1}
+    TINY["tiny_model"](11, 4096, initializer_range=0.15, **larger).save_pretrained(folder)
     TINY["tiny_text"]()._tokenizer.save(str(folder / "tokenizer.json"))
     template = {"eos_token": "<|im_end|>", "chat_template": TINY["CHATML"]}
     (folder / "tokenizer_config.json").write_text(json.dumps(template))

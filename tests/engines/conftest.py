@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
 
 from ctxreuse.engines.torch_hf import TorchEngine
 
@@ -36,16 +35,7 @@ def gemma():
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(name) -> a new model with the same random weights each time, float32, evaluation mode."""
-
-    def make(name: str) -> hf.PreTrainedModel:
-        torch.manual_seed(7)
-        model = _tiny(name).eval()
-        for parameter in model.parameters():  # transformers' initial weights give nearly equal logits
-            if parameter.ndim > 1:
-                parameter.data.mul_(3)
-        return model
-
-    return make
+    return _tiny
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Tiny models with random weights, one of each kind of layer."""
 
+import torch
 import transformers as hf
 
 _BASE = {
@@ -32,7 +33,17 @@ _DELTA = {
 _MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 64}
 
 
-def tiny_model(name: str) -> hf.PreTrainedModel:
+def tiny_model(name: str, seed: int = 7) -> hf.PreTrainedModel:
+    """The same weights each time, float32, evaluation mode."""
+    torch.manual_seed(seed)
+    model = _made(name).eval()
+    for parameter in model.parameters():  # transformers' initial weights give nearly equal logits
+        if parameter.ndim > 1:
+            parameter.data.mul_(3)
+    return model
+
+
+def _made(name: str) -> hf.PreTrainedModel:
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=3))
     if name == "qwen2":

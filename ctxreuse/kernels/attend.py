@@ -1,0 +1,242 @@
+"""Attention over runs of K and V that stay as they are stored: fp32, fp16, bf16, or quantised to 8 or 4 bits.
+
+A `Plane` is K or V of a layer, [heads, tokens, dim] with dim contiguous, any steps between heads and between tokens, in
+any memory (numpy, a memory map, a torch tensor through `.numpy()`). Its numbers, by format:
+
+  fp32, fp16, bf16  values as they are; bf16 as uint16 bits. No scales.
+  int8   int8 codes; x = code * scale. `scales` float32 [heads, tokens]: one a row, symmetric. `quantise` uses -127..127.
+  int4   uint8 [heads, tokens, dim / 2]; x = low + code * step, codes 0..15, by groups of 32 neighbours along dim (dim
+         must be a multiple of 32): byte i of a group's 16 holds value i in its low four bits and value i + 16 in its
+         high ones. `scales` float16 [heads, 2, dim / 32, tokens]: steps, then lows. Tokens stand last, so that a
+         register of scales is one load. Half floats, for 5.0 bits a value instead of 6.0; codes are chosen against
+         the rounded numbers, so that rounding these costs next to nothing.
+
+A `Part` is one run of rows of a K and a V plane (the formats may differ; several parts may be cut from one plane), seen
+by every query, or by position. `attend` gives the softmax over all rows of all parts: each K and V row is read once for
+all query heads of its group, is never decompressed to memory, and partial results are merged by log-sum-exp. Where K is
+held un-rotated, or rotated to other positions than it should stand at, turn the *query* for that part (`Part.q`).
+
+Numbers. `lse` is the natural logarithm of the sum of exp(score). Arithmetic is fp32; on processors with dot products of
+bytes, int8 and int4 parts take queries and weights rounded to 16 bits of their largest. Against float64 over the same
+codes: 1e-5 of the largest value for float parts, 1e-4 for quantised ones. Tables do not give the same bits. A query
+that sees nothing has o = 0 and lse = -inf. What is not finite in seen rows or queries makes results that are not.
+
+Threads. Any thread may call anything; the interpreter lock is released while the kernels run, and arrays must not be
+changed until the call returns; nothing keeps a buffer. Above `PARALLEL_VALUES` a call uses the kernels' threads.
+
+Errors. ValueError: shapes, types, formats, steps, positions that do not ascend, rows outside of their planes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ctxreuse.kernels import reference_attend
+
+__all__ = [
+    "FORMATS",
+    "GROUP",
+    "PARALLEL_VALUES",
+    "Attended",
+    "Part",
+    "Plane",
+    "attend",
+    "dequantise",
+    "merge",
+    "quantise",
+]
+
+Floats = NDArray[np.float32]
+
+FORMATS: Final = ("fp32", "fp16", "bf16", "int8", "int4")
+"""What a plane may hold."""
+GROUP: Final = 32
+"""Neighbours along dim that share an int4 step and low."""
+PARALLEL_VALUES: Final = 1 << 20
+"""Products (query rows times K and V values) from which one call uses several threads."""
+_STORED: Final = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int8": np.int8, "int4": np.uint8}
+_MOST_DIM: Final = 512
+
+
+class Plane(NamedTuple):
+    """K or V of one layer; see the module's text for the layout of ``data`` and ``scales`` by ``format``."""
+
+    format: str
+    data: NDArray[Any]
+    scales: NDArray[Any] | None = None
+
+    @property
+    def dim(self) -> int:
+        """Values of a row."""
+        return int(self.data.shape[2]) * (2 if self.format == "int4" else 1)
+
+    @property
+    def tokens(self) -> int:
+        """Rows a head."""
+        return int(self.data.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self, first: int, last: int) -> Plane:
+        """Rows first..last of it as a view."""
+        scales = None if self.scales is None else self.scales[..., first:last]
+        return Plane(self.format, self.data[:, first:last], scales)
+
+
+class Part(NamedTuple):
+    """Rows ``first``..``last`` (None: to the end) of two planes with the same heads, tokens and dim.
+
+    ``at``: None, and every query sees every row; or the position of row 0 (row r stands at ``at`` + r); or int64
+    [tokens], one a row, ascending between first and last. A query at position x sees the rows at positions
+    x - window < p <= x. ``q``: float32 [Hq, S, D], the queries as turned for this part (None: those of the call).
+    ``hidden``: ascending indices of rows that nobody sees (they were computed anew and stand in another part).
+    """
+
+    k: Plane
+    v: Plane
+    first: int = 0
+    last: int | None = None
+    at: int | NDArray[np.int64] | None = None
+    q: Floats | None = None
+    hidden: NDArray[np.int64] | None = None
+
+
+class Attended(NamedTuple):
+    """``o`` float32 [Hq, S, D] and ``lse`` float32 [Hq, S], natural logarithm; -inf where nothing was seen."""
+
+    o: Floats
+    lse: Floats
+
+
+def attend(
+    q: Floats,
+    parts: Sequence[Part],
+    *,
+    positions: ArrayLike | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Attended:
+    """softmax(scale * q K^T) V over all rows of all parts that each query sees.
+
+    ``q`` float32 [Hq, S, D]; query head h reads K and V head h // (Hq / Hkv). ``positions``: int64 [S], those of the
+    queries in any order; needed if a part has ``at``. ``scale``: 1 / sqrt(D) if None. ``window``: a query sees that
+    many positions, its own included (None: all below). ``softcap``: c * tanh(score / c), as Gemma 2 has.
+    """
+    _check(q, parts, positions, window, softcap)
+    scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
+    where = None if positions is None else np.asarray(positions, np.int64)
+    return Attended(*reference_attend.attend(q, parts, where, scale, window, softcap))
+
+
+def merge(partials: Sequence[Attended]) -> Attended:
+    """One result out of those over disjoint sets of rows, in any order: other devices, other calls."""
+    if not partials:
+        raise ValueError("merge: needs at least one partial result")
+    lse = np.stack([np.asarray(part.lse, np.float32) for part in partials])
+    top = lse.max(0)
+    some = np.isfinite(top)
+    weights = np.exp(lse - np.where(some, top, 0), dtype=np.float32)
+    total = weights.sum(0)
+    share = weights / np.where(total > 0, total, 1)
+    o = np.einsum("phs,phsd->hsd", share, np.stack([part.o for part in partials]), dtype=np.float32)
+    with np.errstate(divide="ignore"):
+        return Attended(o.astype(np.float32), (np.log(total) + np.where(some, top, 0)).astype(np.float32))
+
+
+def quantise(x: NDArray[Any], format: str, *, dtype: str | None = None) -> Plane:
+    """A plane of ``format`` from values [heads, tokens, dim]: float32, float16, or bfloat16 as uint16 bits.
+
+    ``dtype``: "bf16" is what uint16 means if None. Floats of the same type are taken as they are, without a copy; other
+    float formats are rounded to nearest even. ValueError for values that are not finite (int8, int4), or beyond what
+    half floats hold (int4).
+    """
+    of = _format_of(x, dtype)
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
+    if format == of:
+        return Plane(format, x)
+    return Plane(format, *reference_attend.quantise(reference_attend.widen(x, of), format))
+
+
+def dequantise(plane: Plane) -> Floats:
+    """float32 [heads, tokens, dim] of a plane: what `attend` takes its rows for."""
+    _check_plane(plane, "plane")
+    return reference_attend.dequantise(plane)
+
+
+def _format_of(x: NDArray[Any], dtype: str | None) -> str:
+    found = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}.get(x.dtype)
+    if found is None or x.ndim != 3 or (dtype is not None and dtype != found):
+        raise ValueError(
+            f"values: need float32, float16 or (bf16) uint16 [heads, tokens, dim], got {x.dtype} {x.shape}"
+        )
+    return found
+
+
+def _check(q: Floats, parts: Sequence[Part], positions: Any, window: int | None, softcap: float | None) -> None:
+    if q.ndim != 3 or q.dtype != np.float32 or not 1 <= q.shape[2] <= _MOST_DIM:
+        raise ValueError(f"q: needs float32 [heads, queries, dim of 1 to {_MOST_DIM}], got {q.dtype} {q.shape}")
+    if positions is not None and np.shape(positions) != (q.shape[1],):
+        raise ValueError(f"positions: {np.shape(positions)} for {q.shape[1]} queries")
+    if window is not None and window < 1:
+        raise ValueError(f"window: {window} sees nothing")
+    if softcap is not None and not (0 < softcap < math.inf):
+        raise ValueError(f"softcap: {softcap} is not a positive number")
+    for i, part in enumerate(parts):
+        _check_part(part, q, positions, f"part {i}")
+
+
+def _check_part(part: Part, q: Floats, positions: Any, what: str) -> None:
+    for name, plane in (("k", part.k), ("v", part.v)):
+        _check_plane(plane, f"{what}: {name}")
+    heads, tokens = part.k.data.shape[:2]
+    if part.v.data.shape[:2] != (heads, tokens) or not part.k.dim == part.v.dim == q.shape[2]:
+        raise ValueError(f"{what}: k {part.k.data.shape}, v {part.v.data.shape} and q {q.shape} do not fit")
+    if heads == 0 or q.shape[0] % heads:
+        raise ValueError(f"{what}: {q.shape[0]} query heads do not divide among {heads}")
+    last = tokens if part.last is None else part.last
+    if not 0 <= part.first <= last <= tokens:
+        raise ValueError(f"{what}: rows {part.first}..{last} of {tokens}")
+    if part.q is not None and (part.q.shape != q.shape or part.q.dtype != np.float32):
+        raise ValueError(f"{what}: q {part.q.dtype} {part.q.shape} is not like the call's {q.shape}")
+    if part.at is not None and positions is None:
+        raise ValueError(f"{what}: has positions, and the queries have none")
+    if isinstance(part.at, np.ndarray):
+        if part.at.dtype != np.int64 or part.at.ndim != 1 or len(part.at) < last:
+            raise ValueError(f"{what}: at needs int64, one a row, got {part.at.dtype} {part.at.shape}")
+        if (np.diff(part.at[part.first : last]) < 0).any():
+            raise ValueError(f"{what}: positions do not ascend")
+    if part.hidden is not None and (
+        part.hidden.dtype != np.int64 or part.hidden.ndim != 1 or (np.diff(part.hidden) < 0).any()
+    ):
+        raise ValueError(f"{what}: hidden needs ascending int64 indices")
+
+
+def _check_plane(plane: Plane, what: str) -> None:
+    data, scales = plane.data, plane.scales
+    stored = _STORED.get(plane.format)
+    if stored is None:
+        raise ValueError(f"{what}: format {plane.format!r} is unknown; use one of {', '.join(FORMATS)}")
+    if data.ndim != 3 or data.dtype != stored or (data.shape[2] > 1 and data.strides[2] != data.itemsize):
+        raise ValueError(f"{what}: {plane.format} needs {np.dtype(stored)} [heads, tokens, dim], dim contiguous")
+    if plane.format == "int4" and plane.dim % GROUP:
+        raise ValueError(f"{what}: int4 needs dim in groups of {GROUP}, got {plane.dim}")
+    wanted: tuple[int, ...] | None = None
+    if plane.format == "int8":
+        wanted = data.shape[:2]
+    elif plane.format == "int4":
+        wanted = (data.shape[0], 2, plane.dim // GROUP, data.shape[1])
+    if (None if scales is None else scales.shape) != wanted:
+        raise ValueError(f"{what}: {plane.format} needs scales {wanted}")
+    kind = np.float32 if plane.format == "int8" else np.float16
+    if scales is not None and scales.dtype != kind:
+        raise ValueError(f"{what}: {plane.format} needs scales of {np.dtype(kind)}, got {scales.dtype}")

@@ -3,21 +3,26 @@
 A document may spell the end of its own turn and a system turn after it. Were it encoded with the text that the chat
 template writes, the model would obey it. So every marker in a message is hidden behind a private character while the
 template runs, and spelt as the plain text that it is when the result is encoded.
+
+A message may say where its parts end (documents, then a question). Each part is encoded by itself, with another private
+character at its ends while the template runs: so a document has the same ids wherever it stands.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ctxreuse.engines.text import Message, TextModel
 from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens, as_tokens
 
-__all__ = ["Disguise", "Prompted", "prompt"]
+__all__ = ["Disguise", "Prompted", "prompt", "seams"]
 
 # Ends of turns are looked for after each of the first turns, later after every so many: each costs a run of the
 # template over all turns before it. What may be looked for depends on the position alone, so that a prompt that grows
@@ -25,13 +30,23 @@ __all__ = ["Disguise", "Prompted", "prompt"]
 _EACH, _EVERY = 64, 16
 
 
+def seams(content: str, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Characters of a content at which its parts are taken apart: the ``cuts`` within it, its beginning and its end.
+
+    None without a cut within. Blanks at both ends belong to no part: templates may remove them.
+    """
+    start, end = len(content) - len(content.lstrip()), len(content.rstrip())
+    inner = sorted({cut for cut in cuts if start < cut < end})
+    return (start, *inner, end) if inner else ()
+
+
 class Disguise:
     """Hides the markers of a model in some texts, and encodes what a template made of them. Thread-safe."""
 
     def __init__(self, text: TextModel, texts: Iterable[str]) -> None:
-        """``texts``: all that will be hidden or rendered; the private character is one that none of them has.
+        """``texts``: all that will be hidden or rendered; the private characters are such that none of them has.
 
-        Raises EngineError if they have all of them.
+        Raises EngineError if there are markers to hide and the texts have all such characters.
         """
         self._text = text
         self._names = sorted(text.markers, key=lambda name: (-len(name), name))
@@ -42,11 +57,13 @@ class Disguise:
             if self._find is not None and self._find.search(given):
                 self._mark = "?"
             used.update(given)
+        free = (char for char in map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))) if char not in used)
         if self._mark:
-            free = (char for char in map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))) if char not in used)
             self._mark = next(free, "")
             if not self._mark:
                 raise EngineError("the text has every private-use character there is", fix="Remove some of them")
+        #: Stands where parts end; "" if there is no character left for it: then nothing is taken apart.
+        self.seam = next(free, "")
 
     def __bool__(self) -> bool:
         """True if there is anything to hide."""
@@ -58,8 +75,15 @@ class Disguise:
             return given
         return self._find.sub(lambda m: f"{self._mark}{self._names.index(m[0])}{self._mark}", given)
 
+    def sew(self, given: str, cuts: Sequence[int]) -> str:
+        """As `hide`, with the seam at both ends of each part that ``cuts`` make of the text."""
+        ends = seams(given, cuts) if self.seam else ()
+        return self.seam.join(self.hide(given[a:b]) for a, b in pairwise((0, *ends, len(given))))
+
     def show(self, hidden: str) -> str:
-        """The text as it was before `hide`, and what a template wrote around it."""
+        """The text as it was before `hide` or `sew`, and what a template wrote around it."""
+        if self.seam:
+            hidden = hidden.replace(self.seam, "")
         if not self._mark:
             return hidden
         return re.sub(f"{self._mark}(\\d+){self._mark}", lambda m: self._names[int(m[1])], hidden)
@@ -75,22 +99,31 @@ class Disguise:
             at = found.end()
         return as_tokens(np.concatenate([*parts, self._plain(hidden[at:])]))
 
+    def encode_parts(self, hidden: str) -> tuple[Tokens, tuple[int, ...]]:
+        """As `encode`, each part by itself; and the positions [tokens] where parts end, the last one left out."""
+        pieces = [self.encode(piece) for piece in (hidden.split(self.seam) if self.seam else [hidden]) if piece]
+        ends = tuple(accumulate(map(len, pieces)))
+        return as_tokens(np.concatenate(pieces) if pieces else []), tuple(sorted({*ends[:-1]} - {0, *ends[-1:]}))
+
     def _plain(self, hidden: str) -> Tokens:
         return self._text.encode(self.show(hidden), markers=False)
 
 
 class Prompted(NamedTuple):
-    """``ids`` of a prompt, and where in it turns end, ascending: contexts that share the beginning go on from there."""
+    """``ids`` of a prompt, and where in it turns end, ascending: contexts that share the beginning go on from there.
+    ``parts``: where parts of messages and turns end, ascending."""
 
     ids: Tokens
     ends: tuple[int, ...]
+    parts: tuple[int, ...] = ()
 
 
 def prompt(text: TextModel, messages: Sequence[Message], *, generate: bool = True) -> Prompted:
     """The ids of a conversation; with ``generate`` they end where the assistant's answer begins.
 
-    Every turn is encoded by itself, so a conversation that goes on keeps the ids that it had. Raises EngineError if the
-    template refuses the messages or a text is not valid Unicode.
+    Every turn is encoded by itself, so a conversation that goes on keeps the ids that it had; and so is every part of a
+    message (`Message.cuts`), as far as the template shows the content as it is. Raises EngineError if the template
+    refuses the messages or a text is not valid Unicode.
     """
     disguise = Disguise(text, (given for m in messages for given in (m.role, m.content, m.name or "")))
     hidden = [
@@ -98,15 +131,49 @@ def prompt(text: TextModel, messages: Sequence[Message], *, generate: bool = Tru
         for m in messages
     ]
     full = text.render(hidden, generate=generate)
+    contents = [disguise.sew(m.content, m.cuts) if m.cuts else h.content for m, h in zip(messages, hidden)]
+    if contents != [m.content for m in hidden]:
+        hidden = _sewn(lambda given: text.render(given, generate=generate), disguise, hidden, contents, full)
+        full = text.render(hidden, generate=generate)
     cuts = list(_cuts(lambda n: text.render(hidden[:n], generate=False), full, len(hidden)))
-    ids, ends, at = [], [], 0
+    ids: list[Tokens] = []
+    ends: list[int] = []
+    parts: list[int] = []
+    at = n = 0
     for cut in [*cuts, len(full)]:
         if cut > at:
-            ids.append(disguise.encode(full[at:cut]))
-            at = cut
-            ends.append(sum(map(len, ids)))
+            piece, inner = disguise.encode_parts(full[at:cut])
+            ids.append(piece)
+            parts += [n + end for end in inner]
+            at, n = cut, n + len(piece)
+            ends.append(n)
     # The end of a generation prompt is no end of a turn.
-    return Prompted(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), tuple(ends[: len(cuts)]))
+    turns = tuple(ends[: len(cuts)])
+    found = tuple(sorted({*parts, *turns} - {0}))
+    return Prompted(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), turns, found)
+
+
+def _sewn(
+    render: Callable[[Sequence[Message]], str], disguise: Disguise, hidden: list[Message], sewn: list[str], full: str
+) -> list[Message]:
+    """The messages with ``sewn`` contents, but for those that the template would show otherwise than in ``full``."""
+    shown = disguise.show(full)
+
+    def same(messages: list[Message]) -> bool:
+        try:
+            return disguise.show(render(messages)) == shown
+        except EngineError:
+            return False
+
+    whole = [msgspec.structs.replace(m, content=content) for m, content in zip(hidden, sewn)]
+    if same(whole):
+        return whole
+    found = list(hidden)
+    for i, message in enumerate(whole):
+        tried = [*found[:i], message, *found[i + 1 :]]
+        if message.content != found[i].content and same(tried):
+            found = tried
+    return found
 
 
 def _cuts(render: Callable[[int], str], full: str, turns: int) -> Iterable[int]:

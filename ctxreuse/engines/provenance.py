@@ -45,12 +45,54 @@ def tokens_at(runs: Sequence[Run], start: int, end: int) -> dict[str, int]:
     return found
 
 
+def _parts(run: Run, start: int, end: int) -> list[Run]:
+    """What is left of a run outside ``start`` to ``end``."""
+    sides = (run._replace(end=min(run.end, start)), run._replace(start=max(run.start, end)))
+    return [side for side in sides if side.start < side.end]
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """Ascending runs, neighbours of one level as one."""
+    found: list[Run] = []
+    for run in runs:
+        if found and (found[-1].end, found[-1].level) == (run.start, run.level):
+            found[-1] = found[-1]._replace(end=run.end)
+        else:
+            found.append(run)
+    return found
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending spans, neighbours as one."""
+    return [(run.start, run.end) for run in _joined([Run(a, b, "") for a, b in spans])]
+
+
+def _without(spans: Sequence[tuple[int, int]], gone: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending spans less other ascending spans."""
+    left = [Run(a, b, "") for a, b in spans]
+    for a, b in gone:
+        left = [part for run in left for part in _parts(run, a, b)]
+    return [(run.start, run.end) for run in left]
+
+
 class Provenance:
     """The history of one context. Not thread-safe: its context's owner calls."""
 
     def __init__(self) -> None:
         self._loaded: list[Run] = []
         self._stains: list[_Stain] = []
+        self._moved: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int]] = []
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """Spans that were moved to where they are and have not been computed since."""
+        return tuple(self._moved)
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Spans that hold nothing yet."""
+        return tuple(self._gaps)
 
     def load(self, start: int, size: int, levels: Sequence[str]) -> None:
         """Blocks of ``size`` tokens each were appended from position ``start`` on."""
@@ -62,6 +104,24 @@ class Provenance:
             else:
                 self._loaded.append(Run(at, at + size, level))
 
+    def place(self, start: int, end: int, spans: Sequence[tuple[int, int]], level: str) -> None:
+        """Tokens ``start`` to ``end`` were appended: ``spans`` (ascending) moved there, the others gaps."""
+        self._loaded = _joined([*self._loaded, *(Run(a, b, level) for a, b in spans)])
+        self._moved = _merged([*self._moved, *spans])
+        self._gaps = _merged([*self._gaps, *_without([(start, end)], spans)])
+
+    def compute(self, spans: Sequence[tuple[int, int]], n: int) -> None:
+        """The rows in ``spans`` (ascending) of a context of ``n`` tokens were computed, in order, on what is held."""
+        # What stands on rows that are better now was computed on what they were before: its level is written down.
+        fixed = [run for run in self.runs(n) if run.level != EXACT]
+        for a, b in spans:
+            self._loaded = [part for run in fixed for part in _parts(run, a, b)]
+            level = self.below(a)
+            fixed = sorted([*self._loaded, *([] if level == EXACT else [Run(a, b, level)])])
+        self._loaded = _joined(fixed)
+        self._moved = _without(self._moved, spans)
+        self._gaps = _without(self._gaps, spans)
+
     def stain(self, at: int, reach: int, level: str) -> None:
         """The states at ``at`` were loaded at ``level``; they hold tokens as far back as ``reach`` positions."""
         if not is_exact(level):
@@ -71,6 +131,8 @@ class Provenance:
         """The context ends at position ``n``."""
         self._loaded = [run._replace(end=min(run.end, n)) for run in self._loaded if run.start < n]
         self._stains = [stain._replace(at=min(stain.at, n)) for stain in self._stains if stain.least <= n]
+        self._moved = [(a, min(b, n)) for a, b in self._moved if a < n]
+        self._gaps = [(a, min(b, n)) for a, b in self._gaps if a < n]
 
     def below(self, at: int) -> str:
         """The level of what is computed at position ``at``: ``exact`` or ``approx~WORST``."""

@@ -23,11 +23,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation: who says it (``system``, ``user``, ``assistant``, ``tool``) and what."""
+    """One message of a conversation: who says it (``system``, ``user``, ``assistant``, ``tool``) and what.
+
+    ``cuts``: characters of the content at which its parts (documents, tool results, the question) end, ascending; each
+    part is encoded by itself, so that it is known again wherever it stands.
+    """
 
     role: str
     content: str
     name: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @runtime_checkable

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ctxreuse.block import BlockView, Layout, parse
 from ctxreuse.codec import Codec
+from ctxreuse.engines.moving import Move, MoveError
 from ctxreuse.engines.torch_hf.states import Snapshot, fits
 from ctxreuse.errors import ConfigError, EngineError, FormatError
+from ctxreuse.keys import Tokens
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
 
-__all__ = ["check_blocks", "check_state", "decoded_state"]
+__all__ = ["check_blocks", "check_moves", "check_state", "decoded_state"]
 
 
 def _check_level(view: BlockView, codec: Codec | None) -> None:
@@ -64,6 +68,32 @@ def check_blocks(
         if int(view.tokens.min()) < 0 or int(view.tokens.max()) >= space.vocab_size:
             raise FormatError("block has token ids outside the vocabulary", where=where)
         last = header.key
+
+
+def check_moves(
+    moves: Sequence[Move], tokens: Tokens, start: int, space: ModelSpace, layout: Layout, codec: Codec | None
+) -> None:
+    """Raises MoveError unless every move brings rows of this space with the ids of ``tokens``, which stand from
+    position ``start``; EngineError if moves are out of order or outside; ConfigError if there is no card for one."""
+    last, stop = start, start + len(tokens)
+    for index, move in enumerate(moves):
+        header = move.view.header
+        if move.start < last or move.count < 1 or move.start + move.count > stop:
+            place = f"{move.start} to {move.start + move.count}"
+            raise EngineError(f"move {index} is for positions {place}, there is room from {last} to {stop}")
+        last = move.start + move.count
+        _check_level(move.view, codec)
+        ids = move.view.tokens[move.row : move.row + move.count] if move.row >= 0 else move.view.tokens[:0]
+        if header.kind != "block" or header.space != space.digest or not _alike(move.view, layout):
+            what = "not a block of this model space"
+        elif len(header.tokens) != 4 * space.block_tokens or header.rope_at < 0:
+            what = f"block has {len(header.tokens) // 4} tokens, rotated at {header.rope_at}"
+        elif not np.array_equal(ids, tokens[move.start - start : last - start]):
+            what = f"rows {move.row} to {move.row + move.count} are of other tokens"
+        else:
+            continue
+        where = f"block {header.key.hex()[:16]} for position {move.start}"
+        raise MoveError(what, where=where, fix="It is recomputed", index=index, key=header.key)
 
 
 def decoded_state(state: BlockView | None, space: ModelSpace, codec: Codec | None) -> BlockView | None:

@@ -18,6 +18,7 @@ from ctxreuse import models
 from ctxreuse.block import BlockView, block_layout
 from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Live, Logits, check_length, check_prompt
+from ctxreuse.engines.moving import Move, Role
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf import probe, states
 from ctxreuse.engines.torch_hf.arena import Pool
@@ -26,6 +27,7 @@ from ctxreuse.engines.torch_hf.blocks import fill_layer, seal_block, seal_state
 from ctxreuse.engines.torch_hf.checks import check_blocks, check_state, decoded_state
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.loading import Import
+from ctxreuse.engines.torch_hf.moves import Moves
 from ctxreuse.engines.torch_hf.opening import open_model
 from ctxreuse.engines.torch_hf.pieces import pieces
 from ctxreuse.engines.torch_hf.space import model_space, new_cache
@@ -83,6 +85,7 @@ class TorchEngine:
         self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.window}
         self._reach = max((window - 1 for window in self._windows.values()), default=0)
         self._probe = self._snapshot_probe()
+        self._moves = Moves(model, self._forward, self.space, self._layout, chunk)
 
     @classmethod
     def open(
@@ -169,6 +172,7 @@ class TorchEngine:
     ) -> Import:
         """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
         live = self._own(live)
+        live.filled()
         live.detach()
         start = live.n
         if start % self.space.block_tokens:
@@ -213,6 +217,7 @@ class TorchEngine:
     def prefill(self, live: Live, tokens: Tokens) -> Logits:
         """See `Engine.prefill`."""
         live = self._own(live)
+        live.filled()
         ids = check_prompt(self.space, live.n, tokens)
         start, end, size = live.n, live.n + len(ids), self.space.block_tokens
         live.room(end)
@@ -253,6 +258,22 @@ class TorchEngine:
         for window in live.windows:
             window.truncate(live.n)
 
+    def place(self, live: Live, tokens: Tokens, moves: Sequence[Move], level: str, *, turn: bool = True) -> None:
+        """See `Mover.place`."""
+        self._moves.place(self._own(live), tokens, moves, level, lambda: self.codec, turn=turn)
+
+    def deviations(
+        self, live: Live, rows: Tokens, layer: int, role: Role
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """See `Mover.deviations`."""
+        return self._moves.deviations(self._own(live), rows, layer, role)
+
+    def mend(self, live: Live, rows: Tokens, tokens: Tokens) -> Logits:
+        """See `Mover.mend`."""
+        if not len(rows):
+            return self.prefill(live, tokens)
+        return self._moves.mend(self._own(live), rows, tokens)
+
     @inference
     def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:
         """See `Engine.first_rows`: the model runs up to its first layer's write to a cache, and no further."""
@@ -266,6 +287,7 @@ class TorchEngine:
     def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
         live = self._own(live)
+        live.filled()
         size = self.space.block_tokens
         if first < 0 or (first + len(keys)) * size > live.n:
             raise EngineError(

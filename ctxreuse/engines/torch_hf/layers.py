@@ -12,6 +12,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ctxreuse.engines.torch_hf.scatter import active
+
 __all__ = ["ArenaLayer", "HybridLayer", "HybridWindowLayer", "WindowLayer"]
 
 
@@ -54,8 +56,17 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [1, heads, S, dim] and return views of all tokens held."""
+        """Append [1, heads, S, dim] and return views of all tokens held.
+
+        In a scattered forward: write each to its own row and return views of the rows up to the last of them.
+        """
         self.ready()
+        scatter = active()
+        if scatter is not None:
+            self.resize(max(self.length, scatter.end))
+            scatter.write(self.keys, key_states)
+            scatter.write(self.values, value_states)
+            return self.keys[:, :, : scatter.end], self.values[:, :, : scatter.end]
         n, m = self.length, self.length + key_states.shape[-2]
         self.resize(m)
         self.keys[:, :, n:] = key_states
@@ -83,6 +94,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self._v: torch.Tensor | None = None
         self.cumulative_length: int = 0
         self._from: int = 0  # position of the token in the buffer's first row
+        self.floor: int = 0  # position that the window began at, empty
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -95,7 +107,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n, m = self.cumulative_length, self.cumulative_length + key_states.shape[-2]
-        past = min(n, self.sliding_window - 1)
+        past = self.past(n)
         k, v = self._room(key_states, value_states, past)
         at, end = n - self._from, m - self._from
         k[:, :, at:end] = key_states
@@ -130,7 +142,7 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         assert self._k is not None
         assert self._v is not None
         end = self.cumulative_length - self._from
-        start = end - min(self.cumulative_length, self.sliding_window - 1)
+        start = end - self.past(self.cumulative_length)
         self.keys, self.values = self._k[:, :, start:end], self._v[:, :, start:end]
 
     def truncate(self, n: int) -> bool:
@@ -144,14 +156,14 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
     def holds(self, n: int) -> bool:
         """True if the window before position ``n`` is in the buffer."""
-        return n <= self.cumulative_length and n - min(n, int(self.sliding_window) - 1) >= self._from
+        return self.floor <= n <= self.cumulative_length and n - self.past(n) >= self._from
 
     def window(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V [heads, min(n, window - 1), dim] before position ``n``; `holds` must be true."""
         assert self._k is not None
         assert self._v is not None
         end = n - self._from
-        start = end - min(n, self.sliding_window - 1)
+        start = end - self.past(n)
         return self._k[0, :, start:end].clone(), self._v[0, :, start:end].clone()
 
     def restore(self, k: torch.Tensor, v: torch.Tensor, n: int) -> None:
@@ -169,8 +181,21 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def clear(self) -> None:
         """Back to position 0."""
         self.keys = self.values = self._k = self._v = None
-        self.cumulative_length = self._from = 0
+        self.cumulative_length = self._from = self.floor = 0
         self.is_initialized = False
+
+    def begin(self, n: int) -> None:
+        """Be empty at position ``n``: what comes there sees nothing before it."""
+        self.clear()
+        self.cumulative_length = self._from = self.floor = n
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self.past(self.cumulative_length)
+        return past + query_length, self.cumulative_length - past
+
+    def past(self, n: int) -> int:
+        """How many tokens before position ``n`` are in the window there."""
+        return min(n - self.floor, int(self.sliding_window) - 1)
 
     @property
     def nbytes(self) -> int:

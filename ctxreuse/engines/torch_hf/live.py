@@ -67,6 +67,16 @@ class TorchLive:
         return self.provenance.runs(self._n)
 
     @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """See `ctxreuse.engines.moving.MovedLive.moved`."""
+        return self.provenance.moved
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """See `ctxreuse.engines.moving.MovedLive.gaps`."""
+        return self.provenance.gaps
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arena, the windows and the snapshots."""
         arena = self.lease.arena.nbytes if self.lease else 0
@@ -79,6 +89,11 @@ class TorchLive:
         """Raises EngineError if an earlier failure left the context without a valid cache."""
         if self.broken:
             raise EngineError(f"the context cannot be used: {self.broken}", fix="Start a new one")
+
+    def filled(self) -> None:
+        """Raises EngineError if there are rows that nothing has been computed for."""
+        if self.gaps:
+            raise EngineError(f"the context has gaps at {list(self.gaps)[:4]}", fix="mend() must compute them first")
 
     def room(self, n: int) -> None:
         """Have room for ``n`` tokens; grows to twice the capacity, so that appending stays linear in time."""

@@ -13,7 +13,7 @@ from ctxreuse.engines.torch_hf.layers import WindowLayer
 from ctxreuse.errors import FormatError
 from ctxreuse.levels import EXACT
 
-__all__ = ["DTYPES", "Snapshot", "capture", "clear_states", "fits", "read_state", "restore"]
+__all__ = ["DTYPES", "Snapshot", "begin", "capture", "clear_states", "fits", "read_state", "restore"]
 
 #: The numeric types that a model may have, by the names that a model space uses.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -73,6 +73,14 @@ def clear_states(cache: DynamicCache) -> None:
             layer.clear()
         if _linear(layer):
             LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
+
+
+def begin(cache: DynamicCache, position: int) -> None:
+    """Let all windows and linear layers be empty at ``position``: nothing before it is in them."""
+    clear_states(cache)
+    for layer in cache.layers:
+        if isinstance(layer, WindowLayer):
+            layer.begin(position)
 
 
 def restore(cache: DynamicCache, snapshot: Snapshot) -> None:

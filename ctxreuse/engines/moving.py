@@ -1,0 +1,105 @@
+"""What an engine offers for reuse at any position: place stored rows, compare them with fresh ones, compute others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView
+from ctxreuse.engines.base import Live, Logits
+from ctxreuse.errors import FormatError
+from ctxreuse.keys import Tokens
+
+__all__ = ["Move", "MoveError", "MovedLive", "Mover", "Role"]
+
+Role = Literal["k", "v"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows ``row`` to ``row + count`` of a block's tokens are to stand at positions ``start`` to ``start + count``."""
+
+    start: int
+    view: BlockView
+    row: int
+    count: int
+
+
+class MoveError(FormatError):
+    """A block cannot be moved: corrupt, foreign, or of other tokens. ``index``: which of the moves, ``key``: its key.
+
+    It is the caller's cue to forget that source and to compute the rows.
+    """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", index: int = 0, key: bytes = b"") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.index, self.key = index, key
+
+
+@runtime_checkable
+class MovedLive(Live, Protocol):
+    """A context that rows can be moved into."""
+
+    @property
+    def moved(self) -> tuple[tuple[int, int], ...]:
+        """Spans (start, end), ascending, whose rows were moved there and have not been computed since."""
+        ...
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Spans (start, end), ascending, that hold nothing yet: the next `Mover.mend` must compute them."""
+        ...
+
+
+@runtime_checkable
+class Mover(Protocol):
+    """An engine that reuses K and V at other positions than those they were computed at.
+
+    K and V of a token depend on all that stood before it, so what is moved is approximate. K is turned by the
+    difference of the positions, as far as the engine knows how its model turns it; whether that is near enough is for
+    a measurement to say. All methods are called by the context's owner.
+    """
+
+    def place(self, live: Live, tokens: Tokens, moves: Sequence[Move], level: str, *, turn: bool = True) -> None:
+        """Append ``tokens`` int32 [n] to a context, with K and V of the rows that ``moves`` name.
+
+        Moves are ascending, do not overlap, and lie in ``live.n`` to ``live.n + n``, at any position; their views may
+        be raw, packed or coded at a level that the engine's codec knows, and are not needed after the call. K of a row
+        is turned by (new position - position it stands at in its block), not at all with ``turn=False``. Tokens that no
+        move covers are gaps: the context cannot be continued, exported or loaded into until `mend` has computed them.
+        ``level`` is what the moved rows count as from now on: ``approx~…``.
+
+        A model with states (windows, recurrent layers) takes moves without gaps only, and its states begin empty behind
+        them.
+
+        Raises, before anything is changed: MoveError if a view is corrupt or not of this space or of other tokens;
+        ConfigError if there is no card for a level; EngineError if the engine cannot move (the reason is in the text),
+        or if the moves or the level are not as said; TokenRangeError, ContextTooLongError.
+        """
+        ...
+
+    def deviations(
+        self, live: Live, rows: Tokens, layer: int, role: Role
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """How far the K or V held at ``layer`` is from what the ids at ``rows`` (int32 [n], ascending) give afresh.
+
+        Returns the squared distance and the squared length of the fresh rows, summed over heads and dims, float32 [n]
+        each. The rows run through the layers below ``layer``, together with the gaps before the last of them; they
+        attend to what is held and to each other's fresh rows. Costs that share of a prefill of these rows; the context
+        is unchanged afterwards. Raises EngineError for rows or a layer that the context has not, or an engine that
+        cannot.
+        """
+        ...
+
+    def mend(self, live: Live, rows: Tokens, tokens: Tokens) -> Logits:
+        """Compute ``rows`` (int32, ascending positions in the context) anew and append ``tokens`` (at least one).
+
+        Returns the logits after the last token, float32 [vocab]. ``rows`` must hold every gap; K and V of the others
+        are overwritten, so that all later rows of the same call see them. Raises EngineError before anything is changed
+        for rows that are not in the context or leave a gap, and what `Engine.prefill` raises.
+        """
+        ...

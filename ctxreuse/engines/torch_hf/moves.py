@@ -1,0 +1,212 @@
+"""The torch engine's reuse at any position: see `ctxreuse.engines.moving.Mover`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ctxreuse.block import Layout
+from ctxreuse.codec import Codec
+from ctxreuse.engines.base import Logits, check_length, check_prompt, check_vocabulary
+from ctxreuse.engines.gauge import Rotary
+from ctxreuse.engines.moving import Move, Role
+from ctxreuse.engines.torch_hf import rotary, states
+from ctxreuse.engines.torch_hf.attention import NAME, inference
+from ctxreuse.engines.torch_hf.checks import check_moves
+from ctxreuse.engines.torch_hf.layers import ArenaLayer
+from ctxreuse.engines.torch_hf.live import TorchLive
+from ctxreuse.engines.torch_hf.pieces import pieces
+from ctxreuse.engines.torch_hf.placing import fill_moves
+from ctxreuse.engines.torch_hf.probe import Forward
+from ctxreuse.engines.torch_hf.scatter import scattered
+from ctxreuse.errors import EngineError
+from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.levels import is_exact, is_raw
+from ctxreuse.model import ModelSpace
+
+__all__ = ["Moves"]
+
+
+class Moves:
+    """Places, compares and mends rows of contexts of one engine. Contexts are the caller's, checked and usable."""
+
+    def __init__(self, model: Any, forward: Forward, space: ModelSpace, layout: Layout, chunk: int) -> None:
+        self._model, self._forward = model, forward
+        self._space, self._layout, self._chunk = space, layout, chunk
+        self._rotaries: dict[int, Rotary] | None = None
+
+    def _usable(self) -> dict[int, Rotary]:
+        """How each layer turns K. Raises EngineError if the model cannot compute tokens at given positions."""
+        if self._rotaries is None:
+            name = self._model.config._attn_implementation
+            if name != NAME:
+                raise EngineError(
+                    f"attention {name!r} cannot compute tokens at scattered positions",
+                    where=self._space.architecture,
+                    fix="Open the model with the engine's own attention (attention=None), if it has torch's",
+                )
+            if not self._forward.takes_positions:
+                raise EngineError("the model cannot be told positions", where=self._space.architecture)
+            self._rotaries = rotary.learn(self._model, self._forward, self._space.max_tokens)
+        return self._rotaries
+
+    def place(
+        self,
+        live: TorchLive,
+        tokens: Tokens,
+        moves: Sequence[Move],
+        level: str,
+        codec: Callable[[], Codec],
+        *,
+        turn: bool,
+    ) -> None:
+        """See `Mover.place`; ``codec`` is asked for if a view is coded."""
+        rotaries = self._usable()
+        if is_exact(level) or not is_raw(level):
+            raise EngineError(f"moved rows cannot be of level {level!r}", fix="Name an approx~ level")
+        ids = as_tokens(tokens)
+        if len(ids):
+            check_vocabulary(self._space, ids)
+        start, end = live.n, live.n + len(ids)
+        check_length(self._space, end)
+        decoder = None if all(is_raw(move.view.header.level) for move in moves) else codec()
+        check_moves(moves, ids, start, self._space, self._layout, decoder)
+        covered = sum(move.count for move in moves)
+        if self._space.needs_state and covered < len(ids):
+            raise EngineError(
+                f"{self._space.architecture} keeps states, so no token can be computed later",
+                fix="Place moves without gaps",
+            )
+        live.detach()
+        live.room(end)
+        if live.lease is not None:
+            fill_moves(live.lease, moves, rotaries, decoder, self._space.dtype, turn=turn)
+        for _, layer in live.arena_layers:
+            layer.resize(end)
+        live.append(ids)
+        live.provenance.place(start, end, [(move.start, move.start + move.count) for move in moves], level)
+        if self._space.needs_state and len(ids):
+            states.begin(live.cache, end)
+
+    @inference
+    def deviations(
+        self, live: TorchLive, rows: Tokens, layer: int, role: Role
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """See `Mover.deviations`."""
+        self._scatters()
+        asked = self._rows(live, rows)
+        target = dict(live.arena_layers).get(layer)
+        if target is None or role not in ("k", "v"):
+            raise EngineError(f"layer {layer} has no {role!r} of all tokens", where=self._space.architecture)
+        if not len(asked):
+            return np.zeros(0, np.float32), np.zeros(0, np.float32)
+        run = np.union1d(asked, [p for a, b in live.gaps for p in range(a, min(b, int(asked[-1])))]).astype(np.int64)
+        at = torch.from_numpy(run)
+        found: list[torch.Tensor] = []
+        with _restored([held for index, held in live.arena_layers if index < layer], at), _ending(target, role):
+            for a, b in pieces(0, len(run), self._chunk, 0, False):
+                try:
+                    with scattered(at[a:b]):
+                        self._forward.run(self._ids(live, run[a:b]), at[a:b], live.cache)
+                except _Reached as reached:
+                    found.append(reached.states)
+                    continue
+                raise EngineError(f"layer {layer} of the model never came to its cache")
+        wanted = torch.from_numpy(np.isin(run, asked))
+        fresh = torch.cat(found, 2)[0, :, wanted].float()
+        held = getattr(target, "keys" if role == "k" else "values")[0, :, torch.from_numpy(asked)].float()
+        distance, length = ((fresh - held) ** 2).sum((0, 2)), (fresh**2).sum((0, 2))
+        return distance.numpy(), length.numpy()
+
+    @inference
+    def mend(self, live: TorchLive, rows: Tokens, tokens: Tokens) -> Logits:
+        """See `Mover.mend`; there is at least one row."""
+        self._scatters()
+        ids = check_prompt(self._space, live.n, tokens)
+        asked = self._rows(live, rows)
+        n, end = live.n, live.n + len(ids)
+        open_rows = np.concatenate([np.arange(a, b) for a, b in live.gaps] or [asked[:0]])
+        if not np.isin(open_rows, asked).all():
+            raise EngineError(f"rows leave gaps at {list(live.gaps)[:4]}", fix="Mend all rows that no move covers")
+        live.room(end)
+        where = np.concatenate([asked, np.arange(n, end)])
+        wide = torch.from_numpy(np.concatenate([live.tokens[asked], ids]).astype(np.int64))
+        at = torch.from_numpy(where)
+        logits = torch.empty(0)
+        try:
+            for a, b in pieces(0, len(where), self._chunk, 0, False):
+                with scattered(at[a:b]):
+                    logits = self._forward.run(wide[a:b], at[a:b], live.cache)
+        except BaseException as error:
+            live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
+            raise
+        live.provenance.compute(_spans(asked), n)
+        live.append(ids)
+        live.detach()
+        result: Logits = logits.numpy().copy()
+        return result
+
+    def _scatters(self) -> None:
+        self._usable()
+        if self._space.needs_state:
+            raise EngineError(
+                f"{self._space.architecture} keeps states, so no token can be computed out of order",
+                fix="Open a model of sliding windows with whole=True",
+            )
+
+    def _rows(self, live: TorchLive, rows: Tokens) -> npt.NDArray[np.int64]:
+        asked = np.asarray(rows, np.int64)
+        if asked.ndim != 1 or (len(asked) and (asked[0] < 0 or asked[-1] >= live.n or (np.diff(asked) <= 0).any())):
+            raise EngineError(f"rows are not ascending positions in a context of {live.n} tokens")
+        return asked
+
+    def _ids(self, live: TorchLive, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(live.tokens[rows].astype(np.int64))
+
+
+def _spans(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending positions as runs (start, end)."""
+    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
+    return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]
+
+
+class _Reached(Exception):
+    """Ends a forward with what a layer was about to keep."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+
+@contextmanager
+def _ending(layer: ArenaLayer, role: Role) -> Iterator[None]:
+    """Forwards inside end where they come to the cache of ``layer``."""
+
+    def reach(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        layer.ready()
+        raise _Reached(keys if role == "k" else values)
+
+    layer.update = reach  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del layer.update
+
+
+@contextmanager
+def _restored(layers: Sequence[ArenaLayer], rows: torch.Tensor) -> Iterator[None]:
+    """Put the rows of ``layers`` back as they are now, whatever is written inside."""
+    for layer in layers:
+        layer.ready()
+    before = [(layer.keys.index_select(2, rows), layer.values.index_select(2, rows)) for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, (keys, values) in zip(layers, before):
+            layer.keys.index_copy_(2, rows, keys)
+            layer.values.index_copy_(2, rows, values)

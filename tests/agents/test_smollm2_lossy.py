@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from ctxreuse_agents import Memory
 
-from ctxreuse.calibrate import Target, calibrate, default_texts, settings_for
-from ctxreuse.codec import Codec, Shelf, write_card
+from ctxreuse.codec import Codec, card_digest, read_card
 from ctxreuse.engines import open_engine
-from ctxreuse.engines.torch_hf.fisher import TorchGauge
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import Ledger, open_store
 
@@ -25,18 +23,10 @@ STEPS = 64
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """SmolLM2 with this user's card, or, on a machine that was never calibrated, with one of a few short windows."""
+def engine(smollm2_card: bytes) -> Any:
+    """SmolLM2 with a card of few windows."""
     engine = open_engine("smollm2")
-    codec = Codec.open(engine.space)
-    if all(info.name != LEVEL for info in codec.levels):
-        gauge, shelf = TorchGauge(engine), Shelf(tmp_path_factory.mktemp("cards"))
-        few = settings_for(gauge, calibration=3, validation=1, held_out=1)
-        few = few._replace(prefix=320, scored=96, targets=(Target(0.01),))
-        card = calibrate(gauge, engine.text, default_texts(), few, lambda *_: None, {})
-        shelf.add(write_card(card))
-        codec = Codec.open(engine.space, shelf)
-    engine.codec = codec
+    engine.codec = Codec(engine.space, (card_digest(smollm2_card).hex(), read_card(smollm2_card)))
     return engine
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from ctxreuse.calibrate import DEFAULT_TARGETS, Settings, Texts, calibrate
+from ctxreuse.calibrate import DEFAULT_TARGETS
+from ctxreuse.codec import read_card
 from ctxreuse.engines.gauge import Gauge, open_gauge
 
 #: Bits a value at these divergences with keys before rotation, channel means and one table a channel (768 tokens).
@@ -14,17 +13,14 @@ BARS = {"kl-0.05": 2.18, "kl-0.01": 3.13, "kl-0.002": 4.14}
 
 
 @pytest.mark.model
-def test_rates_of_a_real_model(texts: Texts) -> None:
-    counts: Any = {"calibration": 8, "validation": 2, "held-out": 2}
-    gauge, text = open_gauge("smollm2")
+def test_rates_of_a_real_model(smollm2_card: bytes) -> None:
+    gauge, _ = open_gauge("smollm2")
     assert isinstance(gauge, Gauge)
     rotaries = gauge.rotaries()
     assert len(set(rotaries.values())) == 1
     assert (rotaries[0].style, len(rotaries[0].inv_freq), rotaries[0].inv_freq[0]) == ("half", 32, 1.0)
     assert rotaries[0].inv_freq[31] == pytest.approx(1e5 ** (-31 / 32), rel=1e-6)
-    few = Settings(counts, prefix=320, scored=96, draws=1, targets=DEFAULT_TARGETS)
-    card = calibrate(gauge, text, texts, few, lambda *step: None, {})
-    figures = {level.info.name: level.info for level in card.levels}
+    figures = {level.info.name: level.info for level in read_card(smollm2_card).levels}
     assert set(figures) == {name for target in DEFAULT_TARGETS for name in target.names}
     for name, bar in BARS.items():
         assert figures[name].bits < bar

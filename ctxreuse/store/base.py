@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from ctxreuse.model import ModelSpace
 from ctxreuse.store.gone import Gone
 from ctxreuse.store.policy.duel import Standing
 from ctxreuse.tree import Match
+
+if TYPE_CHECKING:
+    from ctxreuse.store.chunks import ChunkIndex
 
 __all__ = [
     "Buffer",
@@ -260,3 +263,8 @@ class StoreAdmin(Protocol):
 
 class WholeStore(Store, StoreListing, StoreAdmin, Protocol):
     """All of it: what a runtime works with."""
+
+    @property
+    def chunks(self) -> ChunkIndex:
+        """Where chunks lie in the blocks: by content, what `match` knows by prefix. It ends with the store."""
+        ...

@@ -372,7 +372,7 @@ class BlockStore(GuidedStore):
         except BaseException:
             self._closed = False
             raise
-        self.gone_book.close()
+        self._close_notes()
         if self._owner is not None:
             atexit.unregister(self._at_exit)
             self._owner.end("blocks", clean=clean)

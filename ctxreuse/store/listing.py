@@ -13,6 +13,7 @@ import lmdb
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT
 from ctxreuse.store.base import Entry
+from ctxreuse.store.chunks import FOLDER, ChunkIndex
 from ctxreuse.store.env import Env
 from ctxreuse.store.gone import FILE, Gone, GoneBook
 from ctxreuse.store.index import Index
@@ -21,7 +22,7 @@ from ctxreuse.store.readonly import listed, lookup, match_disk
 from ctxreuse.store.records import Record
 from ctxreuse.tree import Match, Node
 
-__all__ = ["DiskListing", "Holding", "Listeners"]
+__all__ = ["DiskListing", "Holding", "Listeners", "chunks_for"]
 
 
 class Holding(NamedTuple):
@@ -34,6 +35,11 @@ class Holding(NamedTuple):
     block: str
     state: str
     split: bool = False
+
+
+def chunks_for(capacity: int) -> int:
+    """How many chunks a store of so many bytes knows: more than can lie in it, as long as 64 tokens take 16 KiB."""
+    return max(1024, min(1 << 18, capacity >> 14))
 
 
 class Listeners:
@@ -69,6 +75,16 @@ class DiskListing(ABC):
         self._lock = threading.RLock()
         self.gone_book = GoneBook(env.path.parent / FILE if owner is not None else None, clock=index.clock)
         self._listeners_of_keys = Listeners()
+        self.chunks = ChunkIndex.open(
+            env.path.parent / FOLDER,
+            most=chunks_for(index.capacity),
+            readonly=owner is None,
+            trusted=owner is None or owner.before("blocks").clean or owner.same_boot("blocks"),
+        )
+
+    def _close_notes(self) -> None:
+        self.gone_book.close()
+        self.chunks.close()
 
     @property
     def readonly(self) -> bool:

@@ -14,9 +14,10 @@ from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.levels import EXACT, fits, rank
 from ctxreuse.store.base import Buffer, Coder, Entry, Kind, Reader, StoreStats
 from ctxreuse.store.blocks import BlockStore
+from ctxreuse.store.chunks import ChunkIndex
 from ctxreuse.store.gone import Gone, GoneBook
 from ctxreuse.store.host import Held, HostTier, Name
-from ctxreuse.store.listing import Holding, Listeners
+from ctxreuse.store.listing import Holding, Listeners, chunks_for
 from ctxreuse.store.put import Put
 from ctxreuse.store.reader import prove, prove_key
 from ctxreuse.store.tally import Tally, together
@@ -83,6 +84,7 @@ class TieredStore:
         self._disk = disk
         self._listeners = Listeners()
         self._gone = disk.gone_book if disk is not None else GoneBook()
+        self.chunks = disk.chunks if disk is not None else ChunkIndex.open(most=chunks_for(host_bytes))
         self._host = HostTier(host_bytes, self._listeners.tell, self._evicted)
         self._lock = threading.RLock()
         self._tally = Tally()
@@ -355,6 +357,7 @@ class TieredStore:
 
     def close(self) -> None:
         self._closed = True
+        self.chunks.close()
         if self._disk is not None:
             self._disk.close()
 

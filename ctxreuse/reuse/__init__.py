@@ -1,0 +1,35 @@
+"""Reuse at any position: runs of tokens cut by content, found wherever they were computed, moved, and repaired."""
+
+from ctxreuse.reuse.card import ChunkCard, Kind, Measured, read_chunk_card, write_chunk_card
+from ctxreuse.reuse.chunking import Chunk, chunks
+from ctxreuse.reuse.gate import Gate, Verdict
+from ctxreuse.reuse.home import Home
+from ctxreuse.reuse.plan import Piece, Run, Source, forget, plan, read, record, used
+from ctxreuse.reuse.policies import Deviations, Repair, budget_tokens, parse
+from ctxreuse.reuse.shelf import ChunkShelf
+
+__all__ = [
+    "Chunk",
+    "ChunkCard",
+    "ChunkShelf",
+    "Deviations",
+    "Gate",
+    "Home",
+    "Kind",
+    "Measured",
+    "Piece",
+    "Repair",
+    "Run",
+    "Source",
+    "Verdict",
+    "budget_tokens",
+    "chunks",
+    "forget",
+    "parse",
+    "plan",
+    "read",
+    "read_chunk_card",
+    "record",
+    "used",
+    "write_chunk_card",
+]

@@ -1,0 +1,90 @@
+"""The gate: whether a request may reuse moved chunks, and by which repair, as far as was measured of its model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Final
+
+import msgspec
+
+from ctxreuse.levels import approx, damage
+from ctxreuse.model import ModelSpace
+from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
+
+__all__ = ["Gate", "Verdict"]
+
+#: Levels name thousandths.
+_STEPS: Final = 1000
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """``allowed``: moved rows may be used, repaired by ``repair``, and then have the level ``level``; ``kl`` is the
+    measured bound behind that (nats a token). ``reason`` tells people what was decided, and what they can do."""
+
+    allowed: bool
+    repair: str
+    kl: float
+    level: str
+    reason: str
+
+
+class Gate:
+    """Immutable; any thread may ask. ``card``: what calibration measured of the model of ``space``; None: nothing.
+
+    No model is refused by name: one whose rotary embedding is turned wrongly, or whose windows cannot see a moved
+    chunk, has a card on which nothing is good enough.
+    """
+
+    def __init__(self, space: ModelSpace, card: ChunkCard | None) -> None:
+        self.card = card if card is not None and card.model == card_model(space) else None
+        self._name = space.architecture
+
+    def decide(self, lossy: str | None, kinds: Collection[Kind]) -> Verdict:
+        """For a request that allows ``lossy`` at worst and would move runs of ``kinds``: of the repairs whose bound
+        fits for all of these, the one that recomputes least."""
+        if lossy is None:
+            return _refused("exact session: allow a lossy level, such as kl-0.05, to reuse chunks at other positions")
+        if self.card is None:
+            return _refused(f"no chunk card for {self._name}: run `ctxreuse calibrate NAME --chunks`")
+        worst = [self._worst(repair, kinds) for repair in dict.fromkeys(m.repair for m in self.card.measured)]
+        whole = [found for found in worst if found is not None]
+        if not kinds or not whole:
+            missing = " and ".join(sorted(kinds)) or "no"
+            return _refused(f"the chunk card says nothing of {missing} runs: run `ctxreuse calibrate NAME --chunks`")
+        limit = damage(lossy)
+        fitting = [one for one in whole if _bound(one) <= limit]
+        if not fitting:
+            best = min(whole, key=lambda one: (one.kl_high, one.recomputed))
+            return _refused(
+                f"not good enough: the best repair, {best.repair}, has a KL of {best.kl:.3f} (at most"
+                f" {best.kl_high:.3f}), and {lossy} is allowed; allow more, or reuse exact prefixes only"
+            )
+        chosen = min(fitting, key=lambda one: (one.recomputed, one.kl_high))
+        bound = _bound(chosen)
+        level = approx(f"kl-{bound:.3f}")
+        return Verdict(True, chosen.repair, chosen.kl_high, level, f"kl-{bound:.3f} by {chosen.repair}")
+
+    def exceeded(self, kind: Kind, deviation: float) -> bool:
+        """True if probe rows of a run deviate more than any did whose KL was measured: then it must be computed."""
+        limit = self.card.limits.get(kind) if self.card is not None else None
+        return limit is None or not deviation <= limit
+
+    def _worst(self, repair: str, kinds: Collection[Kind]) -> Measured | None:
+        """Of one repair's measurements of these kinds the one with the highest bound, with the most work that any of
+        them took; None if a kind was not measured."""
+        assert self.card is not None
+        found = [one for one in self.card.measured if one.repair == repair and one.kind in kinds]
+        if not found or {one.kind for one in found} != set(kinds):
+            return None
+        worst = max(found, key=lambda one: one.kl_high)
+        return msgspec.structs.replace(worst, recomputed=max(one.recomputed for one in found))
+
+
+def _bound(measured: Measured) -> float:
+    """What the level promises: the upper bound, rounded up to what a level's name can say, and never nothing."""
+    return max(1, math.ceil(measured.kl_high * _STEPS - 1e-9)) / _STEPS
+
+
+def _refused(why: str) -> Verdict:
+    return Verdict(False, "", math.inf, "", f"refused: {why}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from ctxreuse.store import Hit, NewTurn, Turn
 from ctxreuse.why import Why
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
-from ctxreuse_agents.inputs import check_text, choose_sampling
+from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
 from ctxreuse_agents.memory import Memory, MemoryStats
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.session import Diff, Session
@@ -177,9 +177,11 @@ class AsyncSession:
         """``append("tool", …)``"""
         return await self.append("tool", content, **meta)
 
-    async def ask(self, question: str, /, *, sampling: Sampling | None = None, **settings: Any) -> AsyncAnswer:
-        """Ask; the question is durable on return, the answer when it ends."""
-        return await self._begin(Draft("user", question), sampling, settings)
+    async def ask(
+        self, question: str, /, *, documents: Sequence[str] = (), sampling: Sampling | None = None, **settings: Any
+    ) -> AsyncAnswer:
+        """Ask, with ``documents`` before the question; it is durable on return, the answer when it ends."""
+        return await self._begin(question_of(question, documents), sampling, settings)
 
     async def complete(self, *, sampling: Sampling | None = None, **settings: Any) -> AsyncAnswer:
         """Answer the history as it stands."""

@@ -75,24 +75,27 @@ class AttachedRuntime(Runtime):
         sampling: Sampling,
         *,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
         was: Kind | None = None,
     ) -> Completion:
         """See `Runtime.complete`."""
         self.permit(lossy)
-        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy, about, was)
+        return _FarCompletion(self, self.checked(tokens), sampling, branches, lossy, about, was, parts)
 
     def warm(
         self,
         tokens: Sequence[int] | Tokens,
         *,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
     ) -> Usage:
         """See `Runtime.warm`."""
-        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches), **_said(lossy, about)}
+        body = {"tokens": self.checked(tokens).tolist(), "branches": list(branches), "parts": list(parts)}
+        body |= _said(lossy, about)
         return _usage(self.client.call("POST", "/api/tokens/warm", body), self.client.url)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
@@ -135,6 +138,7 @@ class AttachedRuntime(Runtime):
         *,
         reserve: int = 0,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
     ) -> Prefilled:
@@ -150,7 +154,7 @@ class _FarCompletion(Completion):
     def _start(self) -> Iterator[Piece]:
         runtime = cast(AttachedRuntime, self._runtime)
         body = {"tokens": self._prompt.tolist(), "sampling": self._sampling, "branches": list(self._branches)}
-        body |= _said(self._lossy, self._about)
+        body |= {"parts": list(self._parts)} | _said(self._lossy, self._about)
         self._events = runtime.client.stream("/api/tokens/complete", body)
         self._usage = _usage(next(self._events, {}), runtime.client.url)
         return self._read(self._events)

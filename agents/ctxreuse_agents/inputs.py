@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from ctxreuse.engines.sampling import Sampling
 from ctxreuse.errors import SessionError
+from ctxreuse_agents.segments import Draft
 
-__all__ = ["check_text", "choose_sampling"]
+__all__ = ["check_text", "choose_sampling", "question_of"]
+
+#: Stands behind each document, and belongs to it.
+_BETWEEN = "\n\n"
 
 
 def choose_sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:
@@ -21,9 +26,9 @@ def choose_sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> S
     return Sampling(**chosen) if sampling is None else msgspec.structs.replace(sampling, **chosen)
 
 
-def check_text(role: object, content: object) -> None:
+def check_text(role: object, content: object, named: str = "content") -> None:
     """Raises SessionError unless both are text that UTF-8 can hold, saying how to make them so."""
-    for what, text in (("role", role), ("content", content)):
+    for what, text in (("role", role), (named, content)):
         if isinstance(text, bytes | bytearray | memoryview):
             raise SessionError(
                 f"the {what} is {len(text)} bytes, not text",
@@ -40,3 +45,17 @@ def check_text(role: object, content: object) -> None:
             ) from None
     if not role:
         raise SessionError("the role is empty", fix="Use system, user, assistant or tool")
+
+
+def question_of(question: str, documents: Sequence[str]) -> Draft:
+    """A user's turn: each document, then the question, with cuts where documents end.
+
+    Raises SessionError for what is not text and for a single text in place of a list.
+    """
+    if isinstance(documents, str | bytes):
+        raise SessionError("documents is one text, not a list of them", fix="Give documents=[text]")
+    for number, document in enumerate(documents):
+        check_text("user", document, f"document {number}")
+    check_text("user", question)
+    whole = [document + _BETWEEN for document in documents]
+    return Draft("user", "".join([*whole, question]), None, tuple(accumulate(map(len, whole))))

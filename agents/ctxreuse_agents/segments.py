@@ -13,6 +13,10 @@ turn begins with the very ids that were computed, and their KV is found again.
 A template may rewrite earlier turns (strip them, merge them, drop reasoning). Then the turn's segment is *whole*: the
 ids of everything up to it, encoded anew, marked by a leading ``-1``; what came before is not used. A template may also
 refuse a turn as the last one (a system prompt alone): such a turn's segment is empty and the next one carries both.
+
+A turn whose text has parts (documents, then a question) says in its meta entry ``cuts`` after which characters they
+end. Each part is encoded by itself, so that its ids are the same in any other prompt; a ``-2`` stands in the segment
+where one ends.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ctxreuse.engines.prompt import Disguise
 from ctxreuse.engines.text import Message, TextModel
@@ -34,41 +39,52 @@ from ctxreuse.why import Part
 
 __all__ = ["Draft", "Prompt", "Segment", "Segments", "message_of", "unpack"]
 
-_WHOLE = np.array([-1], "<i4")
+_WHOLE, _CUT = -1, -2
 _KEPT_RENDERS = 32
 # How far back a cut answer is searched for the last token wholly part of its text: longer than stop strings are.
 _CUT_TOKENS = 64
 
 
 class Segment(NamedTuple):
-    """Token ids of one turn; ``whole``: they stand for everything up to and including it."""
+    """Token ids of one turn; ``whole``: they stand for everything up to and including it.
+
+    ``cuts``: positions in ``ids``, ascending, at which parts of the turn's text end.
+    """
 
     ids: Tokens
     whole: bool = False
+    cuts: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        """As the ledger keeps it: int32 little-endian, a whole one after -1."""
-        return (np.concatenate([_WHOLE, self.ids]) if self.whole else self.ids).astype("<i4").tobytes()
+        """As the ledger keeps it: int32 little-endian, a whole one after -1, -2 where a part ends."""
+        marked = np.insert(self.ids, self.cuts, _CUT) if self.cuts else self.ids
+        return (np.concatenate([[_WHOLE], marked]) if self.whole else marked).astype("<i4").tobytes()
 
 
 def unpack(raw: bytes, vocab_size: int = 1 << 31) -> Segment | None:
     """The segment in the ledger's bytes; None if they cannot be one for a vocabulary of this size."""
     if len(raw) % 4:
         return None
-    ids = np.frombuffer(raw, "<i4")
-    whole = len(ids) > 0 and int(ids[0]) == -1
-    ids = ids[1:] if whole else ids
+    held: npt.NDArray[np.int32] = np.frombuffer(raw, "<i4")
+    whole = len(held) > 0 and int(held[0]) == _WHOLE
+    held = held[1:] if whole else held
+    marks = np.flatnonzero(held == _CUT)
+    ids = held[held != _CUT] if len(marks) else held
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         return None
-    return Segment(ids, whole)
+    cuts = tuple(int(at) for at in marks - np.arange(len(marks)))
+    if cuts and (cuts[0] < 1 or cuts[-1] >= len(ids) or len(set(cuts)) < len(cuts)):
+        return None
+    return Segment(ids, whole, cuts)
 
 
 class Draft(NamedTuple):
-    """A turn that is not in the ledger yet."""
+    """A turn that is not in the ledger yet; ``cuts``: see `ctxreuse.engines.text.Message`."""
 
     role: str
     content: str
     name: str | None = None
+    cuts: tuple[int, ...] = ()
 
 
 class Prompt(NamedTuple):
@@ -76,7 +92,7 @@ class Prompt(NamedTuple):
 
     ``draft`` is the segment of the draft turn, if there was one. ``base`` and ``text`` are the rendered text without
     and with the generation prompt; ``whole``: the generation prompt does not simply follow the context. ``parts``:
-    where each turn ends, by its role.
+    where each turn ends, by its role; ``cuts``: where turns and parts of their texts end.
     """
 
     ids: Tokens
@@ -86,6 +102,7 @@ class Prompt(NamedTuple):
     text: str
     whole: bool
     parts: tuple[Part, ...] = ()
+    cuts: tuple[int, ...] = ()
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
@@ -97,9 +114,10 @@ class Prompt(NamedTuple):
 
 
 def message_of(turn: Turn | Draft) -> Message:
-    """The message that a template sees; a string ``name`` in a turn's meta is its name."""
-    name = turn.name if isinstance(turn, Draft) else turn.meta.get("name")
-    return Message(turn.role, turn.content, name if isinstance(name, str) else None)
+    """The message that a template sees; in a turn's meta ``name`` is its name, and ``cuts`` where its parts end."""
+    if isinstance(turn, Draft):
+        return Message(turn.role, turn.content, turn.name, turn.cuts)
+    return Message.kept(turn.role, turn.content, turn.meta)
 
 
 class Segments:
@@ -120,7 +138,12 @@ class Segments:
 
         A turn's id names its whole history, so a segment made once stays right. Raises StoreError from the ledger.
         """
-        return _join(self._segments(turns))
+        return self.outline(turns)[0]
+
+    def outline(self, turns: Sequence[Turn]) -> tuple[Tokens, tuple[int, ...]]:
+        """As `context`, and where in it turns and parts of their texts end."""
+        segments = self._segments(turns)
+        return _join(segments), _parts(turns, segments)[1]
 
     def _segments(self, turns: Sequence[Turn]) -> list[Segment]:
         found = [self._held(turn) for turn in turns]
@@ -140,16 +163,17 @@ class Segments:
         """
         segments = self._segments(turns)
         context = _join(segments)
-        parts = _parts(turns, segments)
+        parts, cuts = _parts(turns, segments)
         segment = None
         path: list[Turn | Draft] = list(turns)
         if draft is not None:
             segment = self._make(turns, draft)
-            context = segment.ids if segment.whole else np.concatenate([context, segment.ids])
             if segment.whole:
-                parts = ()
+                context, parts, cuts = as_tokens([]), (), ()
+            cuts = (*cuts, *(len(context) + cut for cut in segment.cuts))
+            context = np.concatenate([context, segment.ids])
             if len(context) > (parts[-1].end if parts else 0):
-                parts = (*parts, Part(draft.role, len(context)))
+                parts, cuts = (*parts, Part(draft.role, len(context))), (*cuts, len(context))
             path.append(draft)
         base = self._base(path)
         try:
@@ -163,7 +187,9 @@ class Segments:
         whole = not text.startswith(base)
         added = self._text.encode(text if whole else text[len(base) :])
         ids = added if whole else np.concatenate([context, added])
-        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole, () if whole else parts)
+        if whole:
+            parts, cuts = (), ()
+        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole, parts, cuts)
 
     def answer(
         self, turns: Sequence[Turn], prompt: Prompt, content: str, sampled: Sequence[int], *, cut: bool
@@ -196,24 +222,16 @@ class Segments:
         return Segment(as_tokens([])) if full is None else self._delta(self._base(before), full, [*before, turn])
 
     def _delta(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Segment:
-        whole = not full.startswith(base)
-        if not whole and any(marker in path[-1].content for marker in self._text.markers):
-            ids = self._literal(base, full, path)
-            if ids is not None:
-                return Segment(ids)
+        whole, last = not full.startswith(base), message_of(path[-1])
+        if not whole and (last.cuts or any(marker in last.content for marker in self._text.markers)):
+            # A template may show a content with parts, or with markers, in a way of its own.
+            disguise = Disguise(self._text, [last.content, full])
+            for hidden in dict.fromkeys((disguise.sew(last.content, last.cuts), disguise.hide(last.content))):
+                shown = self._render([*path[:-1], Draft(last.role, hidden, last.name)])
+                if shown is not None and shown.startswith(base) and disguise.show(shown) == full:
+                    ids, cuts = disguise.encode_parts(shown[len(base) :])
+                    return Segment(ids, False, cuts)
         return Segment(as_tokens(self._text.encode(full if whole else full[len(base) :])), whole)
-
-    def _literal(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Tokens | None:
-        """Ids of what the last turn adds, the markers in its content as plain text.
-
-        None if the template shows a content with markers in a way of its own.
-        """
-        last = path[-1]
-        disguise = Disguise(self._text, [last.content, full])
-        hidden = self._render([*path[:-1], Draft(last.role, disguise.hide(last.content), message_of(last).name)])
-        if hidden is None or not hidden.startswith(base) or disguise.show(hidden) != full:
-            return None
-        return disguise.encode(hidden[len(base) :])
 
     def _base(self, path: Sequence[Turn | Draft]) -> str:
         """The text of the longest beginning of ``path`` that the template takes; the segments so far spell it."""
@@ -257,14 +275,18 @@ def _join(segments: Sequence[Segment]) -> Tokens:
     return as_tokens(np.concatenate(parts)) if parts else as_tokens([])
 
 
-def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[Part, ...]:
-    """Where turns end in the joined segments; a turn without ids of its own belongs to the next."""
+def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[tuple[Part, ...], tuple[int, ...]]:
+    """Where turns end in the joined segments, and where their parts do; a turn without ids of its own belongs to the
+    next."""
     parts: list[Part] = []
+    cuts: list[int] = []
     end = 0
     for turn, segment in zip(turns, segments):
         if segment.whole:
-            parts, end = [], 0
+            parts, cuts, end = [], [], 0
         if len(segment.ids):
+            cuts += [end + cut for cut in segment.cuts]
             end += len(segment.ids)
             parts.append(Part(turn.role, end))
-    return tuple(parts)
+            cuts.append(end)
+    return tuple(parts), tuple(cuts)

@@ -22,7 +22,7 @@ from ctxreuse.store import Session as Record
 from ctxreuse.why import About, Why
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.gate import Gate
-from ctxreuse_agents.inputs import check_text, choose_sampling
+from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
 from ctxreuse_agents.segments import Draft, message_of
 from ctxreuse_agents.shared import Shared
 
@@ -127,12 +127,19 @@ class Session:
 
     # Asking
 
-    def ask(self, question: str, /, *, sampling: Sampling | None = None, **settings: Any) -> Answer:
+    def ask(
+        self, question: str, /, *, documents: Sequence[str] = (), sampling: Sampling | None = None, **settings: Any
+    ) -> Answer:
         """Ask; the question is durable on return, the answer when it ends. ``settings`` are fields of `Sampling`.
+
+        ``documents``: texts that stand before the question, in the same turn. Each one's KV is found again wherever it
+        stands, in any order and number, if the session allows a ``lossy`` level that the model's card of chunks keeps
+        (``ctxreuse calibrate MODEL --chunks``); ``usage`` of the answer says what was ``moved`` and what the ``gate``
+        said. Without one documents are reused exactly, as any text is: where they stand after the same beginning.
 
         Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine.
         """
-        return self._begin(Draft("user", question), sampling, settings)
+        return self._begin(question_of(question, documents), sampling, settings)
 
     def complete(self, *, sampling: Sampling | None = None, **settings: Any) -> Answer:
         """Answer the history as it stands, with no new question. Raises SessionError if there is none."""
@@ -159,8 +166,6 @@ class Session:
     def _start(self, draft: Draft | None, sampling: Sampling) -> Answer:
         runtime, segments = self.shared.engine()
         ledger, session_id = self.shared.ledger, self._id
-        if draft is not None:
-            check_text(draft.role, draft.content)
         turns = self.turns()
         if draft is None and not turns:
             raise SessionError(
@@ -177,10 +182,13 @@ class Session:
             )
         limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         about = About(session=session_id, parts=prompt.parts, opening=_opening(turns, draft))
-        completion = runtime.complete(prompt.ids, limited, branches=prompt.turn_ends, lossy=self.lossy, about=about)
+        completion = runtime.complete(
+            prompt.ids, limited, branches=prompt.turn_ends, parts=prompt.cuts, lossy=self.lossy, about=about
+        )
         if draft is not None:
             ids = prompt.draft.pack() if prompt.draft is not None else None
-            question = NewTurn(draft.role, draft.content, {}, ids, segments.space)
+            meta = {"cuts": list(draft.cuts)} if draft.cuts else {}
+            question = NewTurn(draft.role, draft.content, meta, ids, segments.space)
             head = turns[-1].id if turns else 0
             turns = [*turns, *ledger.append(session_id, [question], expected_head=head)]
 
@@ -294,11 +302,11 @@ class Session:
 
     def warm(self) -> Usage:
         """Compute the context now and keep its KV, so that the next question starts at once."""
-        runtime = self.shared.engine()[0]
-        ids = self.tokens()
+        runtime, segments = self.shared.engine()
+        ids, cuts = segments.outline(self.turns())
         if not len(ids):
             raise SessionError("there is nothing to warm: the session has no turns", where=self._id)
-        usage = runtime.warm(ids, lossy=self.lossy, about=About(session=self._id))
+        usage = runtime.warm(ids, parts=cuts, lossy=self.lossy, about=About(session=self._id))
         if runtime.store is not None:
             try:
                 runtime.store.flush(_WARM_SECONDS)

@@ -7,10 +7,12 @@ of its range is refused with its name. `usage` says besides the usual counts how
 from __future__ import annotations
 
 import re
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from ctxreuse.engines.text import Message
 from ctxreuse.errors import (
     ConfigError,
     ContextTooLongError,
@@ -124,6 +126,15 @@ class ChatMessage(msgspec.Struct, frozen=True):
             if part.type != "text":
                 raise ApiError(400, f"content of type {part.type!r} is not supported, only text is", param=where)
         return "".join(part.text for part in self.content)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Characters of `text` at which parts of the content end."""
+        return tuple(accumulate(len(part.text) for part in self.content)) if isinstance(self.content, list) else ()
+
+    def message(self, where: str = "messages") -> Message:
+        """As an engine takes it. Raises ApiError for parts that are not text."""
+        return Message(self.role, self.text(where), self.name, self.cuts)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

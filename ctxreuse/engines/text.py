@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,19 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str
     name: str | None = None
     cuts: tuple[int, ...] = ()
+
+    @classmethod
+    def kept(cls, role: str, content: str, meta: Mapping[str, Any]) -> Message:
+        """A message as a turn of a ledger keeps it: ``name`` and ``cuts`` stand in its ``meta``, which may be anybody's
+        and hold anything else under these names."""
+        name, cuts = meta.get("name"), meta.get("cuts")
+        given = cuts if isinstance(cuts, list | tuple) and all(type(cut) is int for cut in cuts) else ()
+        return cls(role, content, name if isinstance(name, str) else None, tuple(given))
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What `kept` reads of a turn's meta."""
+        return ({"name": self.name} if self.name else {}) | ({"cuts": list(self.cuts)} if self.cuts else {})
 
 
 @runtime_checkable

@@ -43,11 +43,12 @@ class Completion:
         lossy: str | None = None,
         about: About | None = None,
         was: Kind | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
         if runtime.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel as text=")
         self._runtime, self._prompt, self._sampling, self._branches = runtime, prompt, sampling, branches
-        self._lossy, self._about, self._was = lossy, about, was
+        self._lossy, self._about, self._was, self._parts = lossy, about, was, parts
         self._text = runtime.text
         # Re-entrant, as the last piece closes. The context goes to the pool then: nobody may be inside it any more.
         self._lock = threading.RLock()
@@ -107,7 +108,12 @@ class Completion:
         room = max(runtime.engine.space.max_tokens - len(self._prompt), 0)
         reserve = min(sampling.max_tokens, room)
         done = runtime.prefill(
-            self._prompt, reserve=reserve, branches=self._branches, lossy=self._lossy, about=self._about
+            self._prompt,
+            reserve=reserve,
+            branches=self._branches,
+            parts=self._parts,
+            lossy=self._lossy,
+            about=self._about,
         )
         self._live, self._usage, self._recorded = done.live, done.usage, done.recorded
         return generate(runtime.engine, self._text, done.live, done.logits, sampling)

@@ -46,7 +46,7 @@ class Price(NamedTuple):
 
 class Prompt:
     """Used once, by the thread that holds the runtime's compute lock. ``fetching``: what another node sends, if any;
-    ``lossy``: the worst level of KV that may be reused."""
+    ``lossy``: the worst level of KV that may be reused; ``parts``: where parts of it end."""
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ class Prompt:
         branches: Sequence[int],
         fetching: Fetching | None,
         lossy: str | None = None,
+        parts: Sequence[int] = (),
     ) -> None:
-        self._lossy = lossy
+        self._lossy, self._parts = lossy, parts
         self._runtime, self._reserve, self._branches = runtime, reserve, branches
         self.ids = self._ids = ids
         self._fetching, self._clock = fetching, runtime.clock

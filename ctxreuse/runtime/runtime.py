@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from random import Random, SystemRandom
 from typing import TYPE_CHECKING
 
@@ -23,37 +22,31 @@ from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, Store
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
 from ctxreuse.pauses import kind_of
-from ctxreuse.runtime.arrivals import Arrivals, sealed
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.keeping import Keeping
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
-from ctxreuse.runtime.refining import Refining
+from ctxreuse.runtime.storing import Storing
 from ctxreuse.runtime.usage import Prefilled, Usage
 from ctxreuse.runtime.waiting import Waiting
 from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import About, RequestBook, Why, explain
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from ctxreuse.block import BlockView
     from ctxreuse.engines.base import Engine, Live
     from ctxreuse.engines.sampling import Sampling
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
     from ctxreuse.pauses import Kind
     from ctxreuse.runtime.recording import Recorder
-    from ctxreuse.runtime.remote import Fetch, Remote
+    from ctxreuse.runtime.remote import Remote
     from ctxreuse.store.base import WholeStore
 
 __all__ = ["Runtime"]
 
 #: Every so many prompts the store's policy hears what computing takes.
 _PRICED = 32
-# Seconds to wait for a full queue of writes: at 0.1 GB/s the default queue of 256 MiB is empty in three.
-_PATIENCE = 10.0
 
 
 class Runtime:
@@ -100,7 +93,7 @@ class Runtime:
         self.pool = LivePool(live_bytes)
         self.waiting = Waiting(self.pool, store, self.keys, clock, self._paused)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
-        self._arrivals, self._refining = Arrivals(), Refining()
+        self._storing = Storing(engine, self.keeping, self.keys)
         self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
@@ -128,6 +121,7 @@ class Runtime:
         *,
         reserve: int = 0,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
     ) -> Prefilled:
@@ -136,9 +130,11 @@ class Runtime:
         The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
         ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
         differently, such as the ends of turns. A model with states can be resumed there while the context is in memory,
-        and from the store once a second context has parted there (see `StatePolicy`). ``about``:
-        whose request it is, and its parts, for those who ask why it missed. Raises EngineError for an empty prompt,
-        ContextTooLongError, TokenRangeError, ConfigError (see `permit`).
+        and from the store once a second context has parted there (see `StatePolicy`). ``parts``: positions at which
+        parts end (turns, documents, tool results), each of which was encoded by itself: with ``lossy`` they are found
+        wherever else they stood (see `Anywhere`). ``about``: whose request it is, and its parts, for those who ask why
+        it missed. Raises EngineError for an empty prompt, ContextTooLongError, TokenRangeError, ConfigError (see
+        `permit`).
         """
         ids = self.checked(tokens)
         self.permit(lossy)
@@ -149,11 +145,11 @@ class Runtime:
             if fetching is not None:
                 fetching.prepare()
             with self.compute:
-                prompt = Prompt(self, ids, reserve, branches, fetching, lossy)
+                prompt = Prompt(self, ids, reserve, branches, fetching, lossy, parts)
                 done = prompt.bring()
             if fetching is not None and fetching.tokens:
                 late = fetching.late() if self.store is not None else None
-                self._arrivals.note(done.live, fetching.views, late)
+                self._storing.arrivals.note(done.live, fetching.views, late)
             self._note(done, prompt, about, lossy)
             done.recorded = recorded
             return done
@@ -214,28 +210,31 @@ class Runtime:
         sampling: Sampling,
         *,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
         was: Kind | None = None,
     ) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
-        ``branches``, ``about``: see ``prefill``, which also says what is raised; EngineError without a tokenizer.
+        ``branches``, ``parts``, ``about``: see ``prefill``, which also says what is raised; EngineError without a
+        tokenizer.
         ``was``: what its session waited for since the last answer, if the prompt tells.
         """
         self.permit(lossy)
-        return Completion(self, self.checked(tokens), sampling, branches, lossy, about, was)
+        return Completion(self, self.checked(tokens), sampling, branches, lossy, about, was, parts)
 
     def warm(
         self,
         tokens: Sequence[int] | Tokens,
         *,
         branches: Sequence[int] = (),
+        parts: Sequence[int] = (),
         lossy: str | None = None,
         about: About | None = None,
     ) -> Usage:
         """Compute a context now and keep its KV, so that a later request finds it. The rest: see ``prefill``."""
-        done = self.prefill(tokens, branches=branches, lossy=lossy, about=about)
+        done = self.prefill(tokens, branches=branches, parts=parts, lossy=lossy, about=about)
         self.release(done.live, lossy=lossy)
         return done.usage
 
@@ -245,7 +244,7 @@ class Runtime:
         ``lossy``: at which levels the store may keep them.
         """
         with self.compute:
-            keys = self._keep(live, lossy)
+            keys = self._storing.keep(self.store, live, lossy)
         self.requests.kept(live, live.tokens, keys)
         self.pool.put(live)
 
@@ -290,7 +289,7 @@ class Runtime:
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
-        self._refining.close()
+        self._storing.close()
         self.pool.clear()
 
     def calibrate(self) -> None:
@@ -337,51 +336,6 @@ class Runtime:
                 stored = self.stored(self.store, usable, lossy)
         held = self.pool.match(self.engine, ids, stored, lossy)
         return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng, lossy=lossy)
-
-    def _put_later(self, store: WholeStore, key: bytes, data: npt.NDArray[np.uint8], lossy: str | None) -> bool:
-        """A full queue refuses the tail of a long context: here nobody waits for an answer, so wait for the queue."""
-        try:
-            store.flush(_PATIENCE)
-        except StoreError:
-            return False
-        return store.put(key, data, lossy=lossy)
-
-    def _refine(
-        self, store: WholeStore, late: Fetch, blocks: Mapping[int, BlockView], keys: Sequence[bytes], lossy: str | None
-    ) -> None:
-        """Have blocks that came coarse kept finer when their refinements are here."""
-        codec = self.engine.codec
-        last = max(blocks)
-        run = [(keys[i], keys[i - 1] if i else ROOT, blocks[i]) for i in range(last, -1, -1) if i in blocks][::-1]
-        if codec is None or last >= len(keys) or len(run) != last - min(blocks) + 1:
-            late.stop()
-            return
-        self._refining.add(codec, late, run, partial(store.put, lossy=lossy))
-
-    def _keep(self, live: Live, lossy: str | None) -> list[bytes]:
-        """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal. Returns the
-        keys of all of them."""
-        store, space = self.store, self.engine.space
-        keys = self.keys(live.tokens)
-        if store is None:
-            return keys
-        arrived = self._arrivals.take(live)
-        if arrived.late is not None:
-            self._refine(store, arrived.late, arrived.blocks, keys, lossy)
-        admitted = self.keeping.admitted(store, live, keys, lossy)
-        held = store.match(keys, lossy).blocks
-        fresh = keys[held:]
-        if fresh:
-            parent = keys[held - 1] if held else ROOT
-            for key, data in sealed(self.engine, live, fresh, parent, held, arrived.blocks):
-                if not (store.put(key, data, lossy=lossy) or self._put_later(store, key, data, lossy)):
-                    return keys
-        for position in admitted:
-            n = position // space.block_tokens
-            data = self.engine.export_state(live, keys[n - 1], keys[n - 2] if n > 1 else ROOT, position)
-            self.keeping.learn(data.nbytes)
-            store.put(keys[n - 1], data, kind="state", lossy=lossy)
-        return keys
 
 
 def _unknown(_: bytes) -> None:

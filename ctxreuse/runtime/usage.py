@@ -29,6 +29,11 @@ class Usage(msgspec.Struct, frozen=True):
     ``approx``: computed earlier on top of something lossy). ``approx``: something lossy is in, or below, what the
     answer was computed from.
 
+    ``moved``: of the reused tokens those that had stood at another position, or after other tokens, when their KV was
+    computed; ``mended``: how many more were moved and then computed again, to repair what moving had damaged; ``gate``:
+    what was said of moving, in words: ``kl-0.024 by rotate``, ``refused: …``; "" if there was nothing to move, or
+    exact KV was asked for.
+
     ``request``: its id, by which `Runtime.why` explains it. ``why``: what is known at once of the reason: ``missed``,
     but ``new``, ``evicted``, ``dropped``, ``refused``, ``lost``, ``running`` or ``space`` in place of ``absent`` (see
     `ctxreuse.why.reasons`).
@@ -47,6 +52,9 @@ class Usage(msgspec.Struct, frozen=True):
     approx: bool = False
     request: str = ""
     why: str = ""
+    moved: int = 0
+    mended: int = 0
+    gate: str = ""
 
 
 class Prefilled:

@@ -75,7 +75,7 @@ class Contexts:
             turns = [NewTurn(TEXT, text)]
         else:
             found = prompt(model, messages, generate=False)
-            turns = [NewTurn(m.role, m.content, {"name": m.name} if m.name else {}) for m in messages]
+            turns = [NewTurn(m.role, m.content, m.meta) for m in messages]
         ids = self._runtime.checked(found.ids)
         space = self._runtime.engine.space.digest
         packed = np.concatenate([_WHOLE, ids]).astype("<i4").tobytes()
@@ -83,7 +83,7 @@ class Contexts:
         session = self._ledger.create(name)
         try:
             self._ledger.append(session.id, turns)
-            usage = self._runtime.warm(ids, branches=found.ends, about=About(session=session.id))
+            usage = self._runtime.warm(ids, branches=found.ends, parts=found.parts, about=About(session=session.id))
         except BaseException:
             self._ledger.delete(session.id)
             raise
@@ -104,8 +104,7 @@ class Contexts:
         turns = self._ledger.turns(self._ledger.session(id_or_name).head)
         if any(turn.role == TEXT for turn in turns):
             raise SessionError("the context is a plain text, not messages", where=id_or_name)
-        named = [turn.meta.get("name") for turn in turns]
-        return [Message(t.role, t.content, n if isinstance(n, str) else None) for t, n in zip(turns, named)]
+        return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns]
 
     def tokens(self, session: Session) -> Tokens:
         """Its ids, as they were when it was made if that was with this model; int32 [n]."""

@@ -25,6 +25,23 @@ def tiny_text(template: str = CHATML) -> Any:
     return HFText(tokenizer, template=template, stop_ids=frozenset({257}))
 
 
+def merging_text(template: str | None = None) -> Any:
+    """As `tiny_text`, and some tokens of several characters, which reach over the ends of lines and words."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from ctxreuse.engines.text import HFText
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("o", "n"), ("on", "e"), ("t", "w"), ("tw", "o"), ("Ċ", "Ċ"), ("Ċ", "o"), ("Ċ", "on"), ("Ċ", "t")]
+    merges += [("ĊĊ", "n"), ("ĊĊ", "t"), ("ĊĊ", "one")]
+    vocab = {piece: i for i, piece in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    return HFText(tokenizer, template=template or CHATML)
+
+
 def tiny_model(seed: int = 7, positions: int = 2048, **other: Any) -> Any:
     """Two layers of width 32; weights wide enough that greedy answers vary. ``other``: settings that differ."""
     import torch

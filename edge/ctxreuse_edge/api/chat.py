@@ -1,4 +1,8 @@
-"""``POST /v1/chat/completions``: messages in, the next message out."""
+"""``POST /v1/chat/completions``: messages in, the next message out.
+
+A content of several text parts (documents, then a question) is encoded part by part, so that each is known again
+wherever it stands: with ``"ctxreuse": {"lossy": …}``, or ``edge.lossy`` in the settings, its KV is moved there.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +84,7 @@ def routes(node: Node) -> list[Route]:
 
         def make() -> Completion:
             before = node.contexts.messages(asked.context) if asked.context else []
-            messages = [Message(m.role, m.text(f"messages[{i}].content"), m.name) for i, m in enumerate(asked.messages)]
+            messages = [m.message(f"messages[{i}].content") for i, m in enumerate(asked.messages)]
             text, space = node.runtime.text, node.runtime.engine.space
             if text is None:
                 raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
@@ -91,7 +95,9 @@ def routes(node: Node) -> list[Route]:
             about = about_messages([*before, *messages], found, id_of(request), name)
             branches = branches_of(found.ends)
             was = Kind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
-            return node.runtime.complete(found.ids, sampling, branches=branches, lossy=lossy, about=about, was=was)
+            return node.runtime.complete(
+                found.ids, sampling, branches=branches, parts=found.parts, lossy=lossy, about=about, was=was
+            )
 
         return _Chat(node, asked, node.worker.begin(make), name)
 

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ctxreuse.daemon.openai import ApiError, ChatMessage, parse, usage_of
-from ctxreuse.engines.text import Message
 from ctxreuse.errors import SessionError
 from ctxreuse_edge.api.answers import body_of, json_answer
 
@@ -49,7 +48,7 @@ def routes(node: Node) -> list[Route]:
         asked = parse(await body_of(request, node), NewContext)
         if bool(asked.messages) == bool(asked.text):
             raise ApiError(400, "give messages, or a text that is not empty", param="messages")
-        messages = [Message(m.role, m.text(f"messages[{i}].content"), m.name) for i, m in enumerate(asked.messages)]
+        messages = [m.message(f"messages[{i}].content") for i, m in enumerate(asked.messages)]
         try:
             made, usage = await node.worker.call(
                 lambda: node.contexts.create(asked.name, messages, asked.text, pin=asked.pin)

@@ -2,9 +2,9 @@
 
 ::
 
-    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "lossy"?, "about"?}
+    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "parts"?, "lossy"?, "about"?}
                                                                      events {"text", "token", "finish"?}, then {"usage"}
-    POST /api/tokens/warm     {"tokens", "branches"?, "lossy"?, "about"?}                    {"usage"}
+    POST /api/tokens/warm     {"tokens", "branches"?, "parts"?, "lossy"?, "about"?}          {"usage"}
     POST /api/tokens/forget   {"tokens"}                             {"blocks"}
     GET  /api/tokens/model                                           {"space", "digest", "model", "folder"}
 
@@ -38,12 +38,14 @@ _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class TokensRequest(msgspec.Struct, frozen=True):
-    """A prompt in ids, and where in it other contexts may go on differently (``branches``). ``lossy``: see
-    `ctxreuse.daemon.openai.Extra`; ``about``: session, parts and opening, see `ctxreuse.why.About`."""
+    """A prompt in ids, where in it other contexts may go on differently (``branches``), and where parts end that were
+    encoded by themselves (``parts``). ``lossy``: see `ctxreuse.daemon.openai.Extra`; ``about``: session, parts and
+    opening, see `ctxreuse.why.About`."""
 
     tokens: Annotated[list[_Id], msgspec.Meta(min_length=1)]
     sampling: Sampling = Sampling()
     branches: list[int] = []
+    parts: list[int] = []
     lossy: str | None = None
     about: About = About()
 
@@ -55,7 +57,9 @@ def routes(node: Node) -> list[Route]:
         asked = parse(await body_of(request, node), TokensRequest)
         ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
         running = node.worker.begin(
-            lambda: node.runtime.complete(ids, asked.sampling, branches=asked.branches, lossy=lossy, about=about)
+            lambda: node.runtime.complete(
+                ids, asked.sampling, branches=asked.branches, parts=asked.parts, lossy=lossy, about=about
+            )
         )
         return _Pieces(node, running, stream=True)
 
@@ -63,7 +67,7 @@ def routes(node: Node) -> list[Route]:
         asked = parse(await body_of(request, node), TokensRequest)
         ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
         usage = await node.worker.call(
-            lambda: node.runtime.warm(ids, branches=asked.branches, lossy=lossy, about=about)
+            lambda: node.runtime.warm(ids, branches=asked.branches, parts=asked.parts, lossy=lossy, about=about)
         )
         return json_answer({"usage": usage})
 

@@ -96,7 +96,7 @@ def test_nothing_is_left_after_closing(tmp_path: Path) -> None:
     assert names == {
         "gone.journal",
         "owner.json",
-        *(f"{part}/{file}.mdb" for part in ("blocks", "ledger") for file in ("data", "lock")),
+        *(f"{part}/{file}.mdb" for part in ("blocks", "chunks", "ledger") for file in ("data", "lock")),
     }
     for part in ("blocks", "ledger"):
         with lmdb.open(str(tmp_path / part), readonly=True) as env:

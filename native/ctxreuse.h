@@ -69,6 +69,7 @@ enum {
     CTX_CPU_VBMI2 = 16, /* VBMI and VBMI2; only with CTX_CPU_AVX512 */
     CTX_CPU_VNNI = 32,  /* only with CTX_CPU_AVX512 */
     CTX_CPU_BMI2 = 64,  /* BMI1, BMI2 */
+    CTX_CPU_FMA = 128,
 };
 uint32_t ctx_cpu(void); /* those that are here */
 

@@ -56,6 +56,7 @@ static uint32_t cpu_bits(void) {
     uint64_t state = saved_state();
     if ((state & 0x06) != 0x06) return 0; /* XMM, YMM */
     if (c & bit_F16C) bits |= CTX_CPU_F16C;
+    if (c & bit_FMA) bits |= CTX_CPU_FMA;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return bits;
     if (b & bit_AVX2) bits |= CTX_CPU_AVX2;
     if ((b & bit_BMI) && (b & bit_BMI2)) bits |= CTX_CPU_BMI2;

@@ -4,6 +4,7 @@
  * until the entry returns; the GIL is released while more than GIL_BYTES are moved.
  */
 #include "arguments.h"
+#include "module_attend.h"
 #include "module_lossless.h"
 #include "module_policy.h"
 #include "module_klt.h"
@@ -368,6 +369,10 @@ static PyMethodDef methods[] = {
     FAST(klt_decode),
     FAST(klt_encode),
     FAST(klt_bound),
+    FAST(attend),
+    FAST(attend_merge),
+    FAST(attend_quantise),
+    {"attend_name", attend_name, METH_O, NULL},
     {"rans_tables", rans_tables, METH_O, NULL},
     {"rans_name", rans_name, METH_NOARGS, NULL},
     {"klt_name", klt_name, METH_NOARGS, NULL},

@@ -4,7 +4,7 @@ A `Plane` is K or V of a layer, [heads, tokens, dim] with dim contiguous, any st
 any memory (numpy, a memory map, a torch tensor through `.numpy()`). Its numbers, by format:
 
   fp32, fp16, bf16  values as they are; bf16 as uint16 bits. No scales.
-  int8   int8 codes; x = code * scale. `scales` float32 [heads, tokens]: one a row, symmetric. `quantise` uses -127..127.
+  int8   int8 codes; x = code * scale. `scales` float32 [heads, tokens]: symmetric, one a row; -128 is not used.
   int4   uint8 [heads, tokens, dim / 2]; x = low + code * step, codes 0..15, by groups of 32 neighbours along dim (dim
          must be a multiple of 32): byte i of a group's 16 holds value i in its low four bits and value i + 16 in its
          high ones. `scales` float16 [heads, 2, dim / 32, tokens]: steps, then lows. Tokens stand last, so that a
@@ -37,6 +37,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxreuse.kernels import reference_attend
+from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.threads import cores, spread
 
 __all__ = [
     "FORMATS",
@@ -46,6 +48,8 @@ __all__ = [
     "Part",
     "Plane",
     "attend",
+    "attend_name",
+    "attend_ready",
     "dequantise",
     "merge",
     "quantise",
@@ -60,7 +64,19 @@ GROUP: Final = 32
 PARALLEL_VALUES: Final = 1 << 20
 """Products (query rows times K and V values) from which one call uses several threads."""
 _STORED: Final = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int8": np.int8, "int4": np.uint8}
+_SCALES: Final = {"int8": np.float32, "int4": np.float16}
+_FLOATS: Final = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
 _MOST_DIM: Final = 512
+
+
+def attend_ready() -> bool:
+    """True where the native kernels are built; elsewhere numpy does the same."""
+    return hasattr(backend, "attend")
+
+
+def attend_name(dim: int) -> str:
+    """The implementation for rows of so many values: `kernels.active()`, or what stands in where that cannot."""
+    return backend.attend_name(dim) if attend_ready() else "numpy"
 
 
 class Plane(NamedTuple):
@@ -124,47 +140,116 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    threads: int | None = None,
 ) -> Attended:
     """softmax(scale * q K^T) V over all rows of all parts that each query sees.
 
     ``q`` float32 [Hq, S, D]; query head h reads K and V head h // (Hq / Hkv). ``positions``: int64 [S], those of the
     queries in any order; needed if a part has ``at``. ``scale``: 1 / sqrt(D) if None. ``window``: a query sees that
-    many positions, its own included (None: all below). ``softcap``: c * tanh(score / c), as Gemma 2 has.
+    many positions, its own included (None: all below). ``softcap``: c * tanh(score / c), as Gemma 2 has. ``threads``:
+    at most; None for as many as it pays to use.
     """
-    _check(q, parts, positions, window, softcap)
+    q = np.ascontiguousarray(q)
+    where = None if positions is None else np.ascontiguousarray(positions, np.int64)
+    _check(q, where, window, softcap)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-    where = None if positions is None else np.asarray(positions, np.int64)
-    return Attended(*reference_attend.attend(q, parts, where, scale, window, softcap))
+    if not attend_ready():
+        for i, part in enumerate(parts):
+            _check_part(part, q, where, f"part {i}")
+        return Attended(*reference_attend.attend(q, parts, where, scale, window, softcap))
+    if not parts:
+        return Attended(np.zeros_like(q), np.full(q.shape[:2], -np.inf, np.float32))
+    return _native(q, [_fields(part, q) for part in parts], where, (scale, window or 0, softcap or 0.0), threads)
+
+
+def _native(
+    q: Floats,
+    parts: list[tuple[Any, ...]],
+    positions: NDArray[np.int64] | None,
+    numbers: tuple[float, int, float],
+    threads: int | None,
+) -> Attended:
+    query_heads, queries, dim = q.shape
+    heads = parts[0][1].shape[0]
+    rows = sum(part[8] - part[7] for part in parts)
+    if threads is None:
+        threads = cores() if 2 * query_heads * queries * rows * dim > PARALLEL_VALUES else 1
+    by_head = heads % threads == 0
+    shares = 1 if by_head else threads
+    o = np.empty((shares, *q.shape), np.float32)
+    lse = np.empty((shares, query_heads, queries), np.float32)
+
+    def run(i: int) -> None:
+        to, head, row = (0, i, (0, rows)) if by_head else (i, 0, (rows * i // threads, rows * (i + 1) // threads))
+        heads_of = (heads * head // threads, heads * (head + 1) // threads) if by_head else (0, heads)
+        backend.attend(
+            q, o[to], lse[to], query_heads, heads, queries, dim, positions, *numbers, parts, *heads_of, *row
+        )  # fmt: skip
+
+    spread(run, threads)
+    if shares > 1:
+        backend.attend_merge(o, lse, shares, query_heads * queries, dim)
+    return Attended(o[0], lse[0])
+
+
+def _fields(part: Part, q: Floats) -> tuple[Any, ...]:
+    """A part as the extension reads it. It checks shapes and steps itself, but sees no types."""
+    k, v = part.k, part.v
+    for plane in (k, v):
+        if plane.data.dtype != _STORED.get(plane.format) or (
+            plane.scales is not None and plane.scales.dtype != _SCALES.get(plane.format)
+        ):
+            _check_plane(plane, "plane")
+    if (part.q is not None and part.q.dtype != np.float32) or v.data.shape[:2] != k.data.shape[:2]:
+        _check_part(part, q, part.at, "part")
+    tokens = k.data.shape[1]
+    return (
+        FORMATS.index(k.format), k.data, k.scales, FORMATS.index(v.format), v.data, v.scales, tokens, part.first,
+        tokens if part.last is None else part.last, part.at, part.q, part.hidden,
+    )  # fmt: skip
 
 
 def merge(partials: Sequence[Attended]) -> Attended:
     """One result out of those over disjoint sets of rows, in any order: other devices, other calls."""
     if not partials:
         raise ValueError("merge: needs at least one partial result")
-    lse = np.stack([np.asarray(part.lse, np.float32) for part in partials])
-    top = lse.max(0)
-    some = np.isfinite(top)
-    weights = np.exp(lse - np.where(some, top, 0), dtype=np.float32)
-    total = weights.sum(0)
-    share = weights / np.where(total > 0, total, 1)
-    o = np.einsum("phs,phsd->hsd", share, np.stack([part.o for part in partials]), dtype=np.float32)
-    with np.errstate(divide="ignore"):
-        return Attended(o.astype(np.float32), (np.log(total) + np.where(some, top, 0)).astype(np.float32))
+    o, lse = np.stack([p.o for p in partials]), np.stack([p.lse for p in partials])
+    if o.dtype != np.float32 or lse.dtype != np.float32 or o.ndim != 4 or lse.shape != o.shape[:3]:
+        raise ValueError(f"merge: needs float32 o [Hq, S, D] and lse [Hq, S], got {o.dtype} {o.shape}, {lse.shape}")
+    if attend_ready():
+        backend.attend_merge(o, lse, len(partials), o.shape[1] * o.shape[2], o.shape[3])
+        return Attended(o[0], lse[0])
+    return Attended(*reference_attend.merge(o, lse))
 
 
-def quantise(x: NDArray[Any], format: str, *, dtype: str | None = None) -> Plane:
+def quantise(x: NDArray[Any], format: str) -> Plane:
     """A plane of ``format`` from values [heads, tokens, dim]: float32, float16, or bfloat16 as uint16 bits.
 
-    ``dtype``: "bf16" is what uint16 means if None. Floats of the same type are taken as they are, without a copy; other
-    float formats are rounded to nearest even. ValueError for values that are not finite (int8, int4), or beyond what
-    half floats hold (int4).
+    Floats of the same type are taken as they are, without a copy; other float formats are rounded to nearest even.
+    ValueError for values that are not finite (int8, int4), or beyond what half floats hold (int4).
     """
-    of = _format_of(x, dtype)
+    of = _FLOATS.get(x.dtype)
+    if of is None or x.ndim != 3:
+        raise ValueError(
+            f"values: need float32, float16 or (bf16) uint16 [heads, tokens, dim], got {x.dtype} {x.shape}"
+        )
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
     if format == of:
         return Plane(format, x)
-    return Plane(format, *reference_attend.quantise(reference_attend.widen(x, of), format))
+    wide = x if of == "fp32" else reference_attend.widen(x, of)
+    if format not in _SCALES or not attend_ready():
+        return Plane(format, *reference_attend.quantise(wide, format))
+    heads, tokens, dim = x.shape
+    if format == "int4" and dim % GROUP:
+        raise ValueError(f"int4 needs dim in groups of {GROUP}, got {dim}")
+    shape = (heads, tokens) if format == "int8" else (heads, 2, dim // GROUP, tokens)
+    codes = np.empty((heads, tokens, dim if format == "int8" else dim // 2), _STORED[format])
+    scales = np.empty(shape, _SCALES[format])
+    if wide.strides[2] != wide.itemsize or min(wide.strides) < 0:
+        wide = np.ascontiguousarray(wide)
+    backend.attend_quantise(wide, FORMATS.index(format), codes, scales)
+    return Plane(format, codes, scales)
 
 
 def dequantise(plane: Plane) -> Floats:
@@ -173,26 +258,15 @@ def dequantise(plane: Plane) -> Floats:
     return reference_attend.dequantise(plane)
 
 
-def _format_of(x: NDArray[Any], dtype: str | None) -> str:
-    found = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}.get(x.dtype)
-    if found is None or x.ndim != 3 or (dtype is not None and dtype != found):
-        raise ValueError(
-            f"values: need float32, float16 or (bf16) uint16 [heads, tokens, dim], got {x.dtype} {x.shape}"
-        )
-    return found
-
-
-def _check(q: Floats, parts: Sequence[Part], positions: Any, window: int | None, softcap: float | None) -> None:
+def _check(q: Floats, positions: NDArray[np.int64] | None, window: int | None, softcap: float | None) -> None:
     if q.ndim != 3 or q.dtype != np.float32 or not 1 <= q.shape[2] <= _MOST_DIM:
         raise ValueError(f"q: needs float32 [heads, queries, dim of 1 to {_MOST_DIM}], got {q.dtype} {q.shape}")
-    if positions is not None and np.shape(positions) != (q.shape[1],):
-        raise ValueError(f"positions: {np.shape(positions)} for {q.shape[1]} queries")
+    if positions is not None and positions.shape != (q.shape[1],):
+        raise ValueError(f"positions: {positions.shape} for {q.shape[1]} queries")
     if window is not None and window < 1:
         raise ValueError(f"window: {window} sees nothing")
     if softcap is not None and not (0 < softcap < math.inf):
         raise ValueError(f"softcap: {softcap} is not a positive number")
-    for i, part in enumerate(parts):
-        _check_part(part, q, positions, f"part {i}")
 
 
 def _check_part(part: Part, q: Floats, positions: Any, what: str) -> None:
@@ -237,6 +311,5 @@ def _check_plane(plane: Plane, what: str) -> None:
         wanted = (data.shape[0], 2, plane.dim // GROUP, data.shape[1])
     if (None if scales is None else scales.shape) != wanted:
         raise ValueError(f"{what}: {plane.format} needs scales {wanted}")
-    kind = np.float32 if plane.format == "int8" else np.float16
-    if scales is not None and scales.dtype != kind:
-        raise ValueError(f"{what}: {plane.format} needs scales of {np.dtype(kind)}, got {scales.dtype}")
+    if scales is not None and scales.dtype != _SCALES[plane.format]:
+        raise ValueError(f"{what}: {plane.format} needs scales of {_SCALES[plane.format].__name__}, got {scales.dtype}")

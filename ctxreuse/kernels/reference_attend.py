@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from ctxreuse.kernels.attend import Part, Plane
 
-__all__ = ["attend", "dequantise", "quantise", "widen"]
+__all__ = ["attend", "dequantise", "merge", "quantise", "widen"]
 
 Floats = NDArray[np.float32]
 
@@ -61,7 +61,7 @@ def _int4(x: Floats) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     if dim % _GROUP:
         raise ValueError(f"int4 needs dim in groups of {_GROUP}, got {dim}")
     grouped = x.reshape(heads, tokens, dim // _GROUP, _GROUP)
-    low, high = grouped.min(3, initial=np.inf), grouped.max(3, initial=-np.inf)
+    low, high = grouped.min(3, initial=np.inf) + np.float32(0), grouped.max(3, initial=-np.inf)  # + 0: no -0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         step = ((high - low) / np.float32(15)).astype(np.float16)
         low = low.astype(np.float16)
@@ -80,16 +80,25 @@ def dequantise(plane: Plane) -> Floats:
     """float32 [heads, tokens, dim]."""
     data, scales = plane.data, plane.scales
     if plane.format == "int8" and scales is not None:
-        x: Floats = data.astype(np.float32) * scales[..., None]
-        return x
+        return np.asarray(data.astype(np.float32) * scales[..., None], np.float32)
     if plane.format == "int4" and scales is not None:
         heads, tokens, half = data.shape
         packed = data.reshape(heads, tokens, half * 2 // _GROUP, _GROUP // 2)
         codes = np.concatenate([packed & 15, packed >> 4], 3).astype(np.float32)
         step, low = scales.astype(np.float32).transpose(1, 0, 3, 2)[..., None]
-        x = (low + codes * step).reshape(heads, tokens, half * 2)
-        return x
+        return np.asarray(low + codes * step, np.float32).reshape(heads, tokens, half * 2)
     return widen(data, plane.format)
+
+
+def merge(o: Floats, lse: Floats) -> tuple[Floats, Floats]:
+    """o [Hq, S, D] and lse [Hq, S] out of those of disjoint rows, [n, Hq, S, D] and [n, Hq, S]."""
+    top = lse.max(0)
+    top = np.where(top == -np.inf, np.float32(0), top)
+    weights = np.exp(lse - top)
+    total = weights.sum(0)
+    share = weights / np.where(total == 0, np.float32(1), total)
+    with np.errstate(divide="ignore"):
+        return np.asarray((share[..., None] * o).sum(0), np.float32), np.asarray(np.log(total) + top, np.float32)
 
 
 def attend(

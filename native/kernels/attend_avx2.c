@@ -1,0 +1,27 @@
+/* attend_avx2.c - attention with eight lanes and fused multiply-add. */
+#include <immintrin.h>
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define ATTEND ctx_attend_avx2
+#define ATTEND_NEEDS (CTX_CPU_AVX2 | CTX_CPU_F16C | CTX_CPU_FMA)
+#define LANES 8
+#define OWN_HALVES
+
+static inline float nearest(float x) { return rintf(x); }
+
+static inline float total8(__m256 v) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#define total(v) total8((__m256)(v))
+
+static void halves(float *out, const uint8_t *at, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(at + 2 * i))));
+    for (; i < n; i++) out[i] = _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(at[2 * i] | at[2 * i + 1] << 8)));
+}
+
+#include "attend.inc"

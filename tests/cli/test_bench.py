@@ -43,7 +43,19 @@ def test_ls_names_every_bench_module(run: Any) -> None:
     lines = run("bench", "ls").out.splitlines()
     assert [line.split()[0] for line in lines] == list(bench.BENCHES)
     assert all(len(line.split()) > 3 for line in lines)
-    parts = {"__init__", "children", "cuda", "hybrid", "measure", "shaped", "single", "nearby", "report", "table"}
+    parts = {
+        "__init__",
+        "children",
+        "corpus",
+        "cuda",
+        "hybrid",
+        "measure",
+        "shaped",
+        "single",
+        "nearby",
+        "report",
+        "table",
+    }
     folder = Path(bench.__file__).parent
     modules = {f"ctxreuse.bench.{path.stem}" for path in folder.glob("*.py") if path.stem not in parts}
     assert modules == set(bench.BENCHES.values())

@@ -48,3 +48,11 @@ class TestLoadInPrefill(EngineContract):
     @classmethod
     def engine(cls, engine_of):
         return engine_of("llama", background=False)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"], scope="class")
+class TestWholeWindows(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, name, engine_of):
+        return engine_of(name, whole=True)

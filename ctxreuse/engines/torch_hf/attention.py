@@ -70,11 +70,11 @@ def attend(
 def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
     """transformers' boolean mask as an additive one, made once a forward: torch would convert it in every layer.
 
-    In a scattered forward, tokens see by their positions: keys stand at rows 0 to the last of them.
+    In a scattered forward, tokens see by their positions.
     """
     scatter = active()
     if scatter is not None:
-        kwargs |= {"q_offset": 0, "kv_offset": 0, "kv_length": scatter.end, "allow_is_causal_skip": False}
+        kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
         kwargs["mask_function"] = by_position(scatter, kwargs["mask_function"])
     allowed = sdpa_mask(*args, dtype=dtype, **kwargs)
     if allowed is None or allowed.dtype != torch.bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse import models
@@ -65,6 +66,7 @@ class TorchEngine:
         block_tokens: int = 64,
         attention: str | None = None,
         background: bool | None = None,
+        whole: bool = False,
     ) -> None:
         if chunk < 1 or reserve < 0:
             raise ConfigError(
@@ -74,6 +76,7 @@ class TorchEngine:
         self.model, self.text = model.eval(), tokenizer
         self._chunk, self._background = chunk, background
         self._codec: Codec | None = None
+        self._whole = whole
         name = install(model, attention)
         self.space = self._measure(weights, folder, name, block_tokens)
         self._layout = block_layout(self.space)
@@ -85,7 +88,7 @@ class TorchEngine:
         self._windows = {i: s.window for i, s in enumerate(self.space.layers) if s.window}
         self._reach = max((window - 1 for window in self._windows.values()), default=0)
         self._probe = self._snapshot_probe()
-        self._moves = Moves(model, self._forward, self.space, self._layout, chunk)
+        self._moves = Moves(model, self._forward, self.space, self._layout, chunk, self.start)
 
     @classmethod
     def open(
@@ -99,6 +102,7 @@ class TorchEngine:
         block_tokens: int = 64,
         attention: str | None = None,
         background: bool | None = None,
+        whole: bool = False,
     ) -> TorchEngine:
         """Open a known model by name, or a Hugging Face folder; ``threads`` sets torch's for the whole process.
 
@@ -117,11 +121,15 @@ class TorchEngine:
             block_tokens=block_tokens,
             attention=attention,
             background=background,
+            whole=whole,
         )
+
+    def _cache(self) -> DynamicCache:
+        return new_cache(self.model, whole=self._whole)
 
     @inference
     def _measure(self, weights: str | None, folder: Path | None, attention: str, block_tokens: int) -> ModelSpace:
-        new_cache(self.model)  # refuses kinds of layers that cannot be exported, before the model is run
+        self._cache()  # refuses kinds of layers that cannot be exported, before the model is run
         cache = probe.plain_cache(self.model)
         probe.fill(self.model, self._forward, cache)
         self._linear = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
@@ -130,7 +138,7 @@ class TorchEngine:
             if not probe.continues(self.model, self._forward, step=True):
                 raise EngineError("the model does not continue from its own cache", where=type(self.model).__name__)
             self._step = True
-        return model_space(self.model, cache, weights, folder, attention, block_tokens)
+        return model_space(self.model, cache, weights, folder, attention, block_tokens, whole=self._whole)
 
     @inference
     def _snapshot_probe(self) -> states.Snapshot:
@@ -154,7 +162,7 @@ class TorchEngine:
     def start(self, reserve: int = 0) -> TorchLive:
         """See `Engine.start`."""
         check_length(self.space, reserve)
-        return TorchLive(new_cache(self.model), self._pool, self.space.max_tokens, reserve)
+        return TorchLive(self._cache(), self._pool, self.space.max_tokens, reserve)
 
     def _own(self, live: Live) -> TorchLive:
         if not isinstance(live, TorchLive):
@@ -281,7 +289,7 @@ class TorchEngine:
             return None
         ids = check_prompt(self.space, 0, tokens)
         wide, at = (torch.from_numpy(np.asarray(part, np.int64)) for part in (ids, positions))
-        rows = probe.first_keys(self._forward, new_cache(self.model), wide, at)
+        rows = probe.first_keys(self._forward, self._cache(), wide, at)
         return None if rows is None else (0, rows.float().numpy())
 
     def export(self, live: Live, keys: Sequence[bytes], parent: bytes, first: int) -> Iterator[npt.NDArray[np.uint8]]:

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
 
 from ctxreuse.engines.torch_hf.scatter import active
 
-__all__ = ["ArenaLayer", "HybridLayer", "HybridWindowLayer", "WindowLayer"]
+__all__ = ["ArenaLayer", "HybridLayer", "HybridWindowLayer", "WholeWindowLayer", "WindowLayer"]
 
 
 class ArenaLayer(DynamicLayer):  # type: ignore[misc]
@@ -75,6 +75,37 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        scatter = active()
+        return (self.length + query_length if scatter is None else scatter.end), 0
+
+
+class WholeWindowLayer(ArenaLayer):
+    """A sliding-window layer that keeps all tokens, so that any of them can be moved; a forward sees its windows."""
+
+    is_sliding = True
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `ArenaLayer.update`; returns views from the first row that one of the new tokens sees."""
+        low = self._low()
+        k, v = super().update(key_states, value_states)
+        return k[:, :, low:], v[:, :, low:]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        low, (length, _) = self._low(), super().get_mask_sizes(query_length)
+        return length - low, low
+
+    def _low(self) -> int:
+        scatter = active()
+        first = self.length if scatter is None else scatter.first
+        return max(first - self.sliding_window + 1, 0)
 
 
 class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -157,6 +188,10 @@ class WindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def holds(self, n: int) -> bool:
         """True if the window before position ``n`` is in the buffer."""
         return self.floor <= n <= self.cumulative_length and n - self.past(n) >= self._from
+
+    def short(self, n: int) -> bool:
+        """True if the window before position ``n`` lacks tokens, because it began empty not far before."""
+        return self.past(n) < min(n, int(self.sliding_window) - 1)
 
     def window(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V [heads, min(n, window - 1), dim] before position ``n``; `holds` must be true."""

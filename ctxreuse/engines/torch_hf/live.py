@@ -127,6 +127,8 @@ class TorchLive:
 
     def snap(self, position: int, *, passing: bool = False) -> None:
         """Keep the states at ``position``; ``passing``: nobody asked for them there."""
+        if any(window.short(position) for window in self.windows):
+            return  # no state that anybody could load
         self.hold(states.capture(self.cache, position, self.provenance.below(position)), passing=passing)
 
     def hold(self, snapshot: Snapshot, *, passing: bool = False) -> None:

@@ -35,26 +35,66 @@ __all__ = ["Moves"]
 class Moves:
     """Places, compares and mends rows of contexts of one engine. Contexts are the caller's, checked and usable."""
 
-    def __init__(self, model: Any, forward: Forward, space: ModelSpace, layout: Layout, chunk: int) -> None:
-        self._model, self._forward = model, forward
+    def __init__(
+        self,
+        model: Any,
+        forward: Forward,
+        space: ModelSpace,
+        layout: Layout,
+        chunk: int,
+        start: Callable[[], TorchLive],
+    ) -> None:
+        self._model, self._forward, self._start = model, forward, start
         self._space, self._layout, self._chunk = space, layout, chunk
         self._rotaries: dict[int, Rotary] | None = None
+        self._checked = False
 
-    def _usable(self) -> dict[int, Rotary]:
-        """How each layer turns K. Raises EngineError if the model cannot compute tokens at given positions."""
+    def _turns(self) -> dict[int, Rotary]:
+        """How each layer turns K; learnt when it is first asked for."""
         if self._rotaries is None:
-            name = self._model.config._attn_implementation
-            if name != NAME:
-                raise EngineError(
-                    f"attention {name!r} cannot compute tokens at scattered positions",
-                    where=self._space.architecture,
-                    fix="Open the model with the engine's own attention (attention=None), if it has torch's",
-                )
-            if not self._forward.takes_positions:
-                raise EngineError("the model cannot be told positions", where=self._space.architecture)
             self._rotaries = rotary.learn(self._model, self._forward, self._space.max_tokens)
         return self._rotaries
 
+    def _scatters(self) -> None:
+        """Raises EngineError unless the model computes tokens at scattered positions; found out by doing it, once."""
+        if self._checked:
+            return
+        where = self._space.architecture
+        if self._space.needs_state:
+            raise EngineError(
+                "a model that keeps states cannot compute tokens out of order",
+                where=where,
+                fix="If its states are sliding windows only, open it with whole=True",
+            )
+        name = self._model.config._attn_implementation
+        if name != NAME:
+            raise EngineError(
+                f"attention {name!r} cannot compute tokens at scattered positions",
+                where=where,
+                fix="Open the model with the engine's own (attention=None), if it has torch's",
+            )
+        if not self._forward.takes_positions or not self._same_scattered():
+            raise EngineError("the model does not compute tokens at the positions it is told", where=where)
+        self._checked = True
+
+    def _same_scattered(self) -> bool:
+        """True if rows that are computed again, with one more behind them, come out as they were."""
+        ids, rows = torch.arange(1, 13) % self._space.vocab_size, torch.tensor([2, 5, 6, 9, 11])
+        live = self._start()
+        self._forward.call(ids[:11], 0, live.cache)
+        before = [(layer.keys.clone(), layer.values.clone()) for _, layer in live.arena_layers]
+        with scattered(rows):
+            again = self._forward.run(ids[rows], rows, live.cache)
+        pairs = [
+            (a, b[:, :, :11])
+            for kv, (_, layer) in zip(before, live.arena_layers)
+            for a, b in zip(kv, (layer.keys, layer.values))
+        ]
+        pairs.append((self._forward.call(ids, 0, self._start().cache), again))
+        tolerance = 8 * torch.finfo(states.DTYPES[self._space.dtype]).eps
+        return all(float((a - b).abs().max()) <= max(tolerance, 5e-5) * float(a.abs().max()) for a, b in pairs)
+
+    @inference
     def place(
         self,
         live: TorchLive,
@@ -66,7 +106,9 @@ class Moves:
         turn: bool,
     ) -> None:
         """See `Mover.place`; ``codec`` is asked for if a view is coded."""
-        rotaries = self._usable()
+        if not self._space.needs_state:
+            self._scatters()
+        rotaries = self._turns()
         if is_exact(level) or not is_raw(level):
             raise EngineError(f"moved rows cannot be of level {level!r}", fix="Name an approx~ level")
         ids = as_tokens(tokens)
@@ -79,7 +121,8 @@ class Moves:
         covered = sum(move.count for move in moves)
         if self._space.needs_state and covered < len(ids):
             raise EngineError(
-                f"{self._space.architecture} keeps states, so no token can be computed later",
+                "a model that keeps states cannot fill gaps later",
+                where=self._space.architecture,
                 fix="Place moves without gaps",
             )
         live.detach()
@@ -150,14 +193,6 @@ class Moves:
         live.detach()
         result: Logits = logits.numpy().copy()
         return result
-
-    def _scatters(self) -> None:
-        self._usable()
-        if self._space.needs_state:
-            raise EngineError(
-                f"{self._space.architecture} keeps states, so no token can be computed out of order",
-                fix="Open a model of sliding windows with whole=True",
-            )
 
     def _rows(self, live: TorchLive, rows: Tokens) -> npt.NDArray[np.int64]:
         asked = np.asarray(rows, np.int64)

@@ -17,8 +17,8 @@ from ctxreuse.engines.torch_hf.space import config_of
 
 __all__ = ["learn"]
 
-#: A wrong frequency, style or dimension moves K by its own length; float32 by about 1e-6 of it.
-_TOLERANCE = 1e-3
+#: A wrong frequency, style or dimension moves K by its own length; rounding by a few units of the last place.
+_TOLERANCE, _PLACES = 1e-3, 8
 _CHECKED = (0, 1, 2, 5, 37, 300)
 
 
@@ -32,10 +32,11 @@ def learn(model: Any, forward: Forward, positions: int) -> dict[int, Rotary]:
     places = [p for p in _CHECKED if p < positions]
     alone = [_alone(model, forward, p) for p in places]
     found = list(_candidates(model, positions))
+    tolerance = max(_TOLERANCE, _PLACES * torch.finfo(model.dtype).eps)
     result = {}
     for layer, origin in alone[0].items():
         choices = [Rotary("none"), *(r for r in found if 2 * len(r.inv_freq) <= origin.shape[-1])]
-        fits = (r for r in choices if _holds(r, [(p, ks[layer]) for p, ks in zip(places, alone)]))
+        fits = (r for r in choices if _holds(r, [(p, ks[layer]) for p, ks in zip(places, alone)], tolerance))
         result[layer] = next(fits, Rotary("none"))
     return result
 
@@ -49,10 +50,10 @@ def _alone(model: Any, forward: Forward, position: int) -> dict[int, npt.NDArray
     return {i: k[0].float().numpy().copy() for i, k in kept.items() if k is not None and k.numel()}
 
 
-def _holds(rotary: Rotary, seen: list[tuple[int, npt.NDArray[np.float32]]]) -> bool:
+def _holds(rotary: Rotary, seen: list[tuple[int, npt.NDArray[np.float32]]], tolerance: float) -> bool:
     rows = [rotary.turn(k, np.array([p]), back=True) for p, k in seen]
     size = float(np.abs(rows[0]).max())
-    return all(float(np.abs(row - rows[0]).max()) <= _TOLERANCE * size for row in rows)
+    return all(float(np.abs(row - rows[0]).max()) <= tolerance * size for row in rows)
 
 
 def _candidates(model: Any, positions: int) -> Iterator[Rotary]:

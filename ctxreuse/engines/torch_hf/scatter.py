@@ -13,12 +13,12 @@ __all__ = ["Scatter", "active", "by_position", "scattered"]
 
 
 class Scatter:
-    """Positions of the tokens of one forward: ``rows`` int64 [S], ascending; ``end`` is the last one plus 1."""
+    """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1."""
 
-    __slots__ = ("end", "rows")
+    __slots__ = ("end", "first", "rows")
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.rows, self.end = rows, int(rows[-1]) + 1
+        self.rows, self.first, self.end = rows, int(rows[0]), int(rows[-1]) + 1
 
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
         """Put [1, heads, S, dim] into their rows of a plane [1, heads, capacity, dim]."""

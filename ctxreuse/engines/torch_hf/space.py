@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from ctxreuse.engines.text import tokenizer_digest
-from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, HybridWindowLayer, WindowLayer
+from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, HybridWindowLayer, WholeWindowLayer, WindowLayer
 from ctxreuse.errors import EngineError
 from ctxreuse.model import LayerSpec, ModelSpace
 
@@ -37,15 +37,18 @@ def config_of(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def new_cache(model: Any) -> DynamicCache:
-    """A cache with this package's layers; raises EngineError for a kind of layer that cannot be exported."""
+def new_cache(model: Any, *, whole: bool = False) -> DynamicCache:
+    """A cache with this package's layers; raises EngineError for a kind of layer that cannot be exported.
+
+    ``whole``: layers of sliding windows keep all tokens.
+    """
     cache = DynamicCache(config=config_of(model))
     for index, layer in enumerate(cache.layers):
         kind = type(layer)
         if kind is DynamicLayer:
             cache.layers[index] = ArenaLayer()
         elif kind is DynamicSlidingWindowLayer:
-            cache.layers[index] = WindowLayer(layer.sliding_window)
+            cache.layers[index] = (WholeWindowLayer if whole else WindowLayer)(layer.sliding_window)
         elif kind is LinearAttentionAndFullAttentionLayer:
             cache.layers[index] = HybridLayer(layer.number_of_states)
         elif kind is LinearAttentionAndSlidingWindowAttentionLayer:
@@ -60,11 +63,18 @@ def new_cache(model: Any) -> DynamicCache:
 
 
 def model_space(
-    model: Any, filled: DynamicCache, weights: str | None, folder: Path | None, attention: str, block_tokens: int
+    model: Any,
+    filled: DynamicCache,
+    weights: str | None,
+    folder: Path | None,
+    attention: str,
+    block_tokens: int,
+    *,
+    whole: bool = False,
 ) -> ModelSpace:
     """The space of a model; ``filled`` is a plain cache that a few tokens have been run into.
 
-    ``weights`` is the digest of its files, None for a model that exists in memory only.
+    ``weights`` is the digest of its files, None for a model that exists in memory only. ``whole`` as in `new_cache`.
     """
     config = config_of(model)
     held = {t.dtype for layer in filled.layers for t in (getattr(layer, "keys", None),) if t is not None}
@@ -76,7 +86,7 @@ def model_space(
         architecture=architecture(model),
         tokenizer=tokenizer_digest(folder),
         dtype=dtype,
-        layers=layer_specs(model, filled),
+        layers=layer_specs(model, filled, whole),
         rope=rope_of(model),
         vocab_size=int(config.vocab_size),
         max_tokens=_positions(config),
@@ -100,8 +110,8 @@ def _positions(config: Any) -> int:
     return limit
 
 
-def layer_specs(model: Any, filled: DynamicCache) -> tuple[LayerSpec, ...]:
-    """What each layer keeps, from a plain cache that a few tokens have been run into."""
+def layer_specs(model: Any, filled: DynamicCache, whole: bool) -> tuple[LayerSpec, ...]:
+    """What each layer keeps, from a plain cache that a few tokens have been run into; ``whole`` as in `new_cache`."""
     specs = []
     for layer in filled.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -111,7 +121,7 @@ def layer_specs(model: Any, filled: DynamicCache) -> tuple[LayerSpec, ...]:
             continue
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise EngineError("K and V have different heads or types", where=type(model).__name__)
-        slides = isinstance(layer, DynamicSlidingWindowLayer)
+        slides = isinstance(layer, DynamicSlidingWindowLayer) and (linear or not whole)
         kind = ("hybrid_sliding" if linear else "sliding") if slides else "hybrid" if linear else "full"
         window = layer.sliding_window if slides else 0
         specs.append(LayerSpec(kind, keys.shape[1], keys.shape[3], values.shape[3], window))  # type: ignore[arg-type]

@@ -228,7 +228,7 @@ def read(reader: Reader, run: Run, tokens: Tokens, space: ModelSpace) -> list[Pi
 
 def used(store: WholeStore, runs: Sequence[Run]) -> None:
     """Count the blocks of runs, and all before them in their prompts, as used now: the policy keeps what is moved."""
-    store.touch([source.keys[-1] for run in runs for source in run.sources])
+    store.touch([source.keys[-1] for run in runs for source in run.sources], needed=True)
 
 
 def forget(index: ChunkIndex, run: Run) -> None:

@@ -233,8 +233,12 @@ class StoreAdmin(Protocol):
         ``keys``: the context's keys, first block first. Waits for puts accepted before. A pin ends it too.
         """
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count as used now, with all ancestors. Reading does this by itself."""
+    def touch(self, keys: Sequence[bytes], *, needed: bool = False) -> None:
+        """Count as used now, with all ancestors. Reading does this by itself, but for ``peek``.
+
+        ``needed``: the use is part of no context that was `asked` for, as where rows are moved into another one; a
+        policy that learns from prompts is told.
+        """
 
     def asked(self, keys: Sequence[bytes], tokens: int) -> None:
         """Somebody needs the context of ``keys``, blocks of ``tokens`` tokens each, held or not: the policy learns.

@@ -239,10 +239,6 @@ class BlockStore(GuidedStore):
                 self._doomed += gone
             self._writer.put(None, 0, 0.0)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            self._index.touch(keys)
-
     def subscribe(self, listener: Callable[[Sequence[tuple[Kind, bytes]]], None]) -> None:
         """Call ``listener`` in the writer's thread with what each batch committed. It must be quick and not raise."""
         self._listeners.append(listener)

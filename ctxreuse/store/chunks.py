@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import struct
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from ctxreuse.reuse.home import Home
 from ctxreuse.store.chunks_table import DiskTable, MemoryTable, Table
 
 __all__ = ["FOLDER", "HOMES", "ChunkIndex", "Home"]
-
-log = logging.getLogger(__name__)
 
 #: In the store's folder.
 FOLDER = "chunks"
@@ -35,6 +34,7 @@ class ChunkIndex:
     """
 
     def __init__(self, table: Table) -> None:
+        _opened.add(self)
         self._table = table
         self._lock = threading.Lock()
         self._lost: dict[bytes, set[Home]] = {}
@@ -46,17 +46,17 @@ class ChunkIndex:
         *,
         most: int = 1 << 16,
         readonly: bool = False,
-        trusted: bool = True,
+        crashed: bool = False,
     ) -> ChunkIndex:
         """The index in folder ``path``, created if need be; in memory only where ``path`` is None or cannot be used.
 
         ``most``: chunks that are kept, some 250 bytes each. ``readonly``: beside the process that writes it; changes
-        are then kept in memory or not at all. ``trusted``: it was closed cleanly, or its machine has not gone down
-        since; else it begins anew, and so it does if it is damaged.
+        are then kept in memory or not at all. ``crashed``: whoever wrote it last died without closing it, which LMDB
+        survives as long as the machine stays up. What is damaged begins anew.
         """
         if path is None:
             return cls(MemoryTable(most))
-        table = DiskTable.open(path, most, readonly=readonly, trusted=trusted)
+        table = DiskTable.open(path, most, readonly=readonly, crashed=crashed)
         return cls(table if table is not None else MemoryTable(most))
 
     def homes(self, chunk_key: bytes) -> list[Home]:
@@ -142,6 +142,18 @@ class ChunkIndex:
             if self._lost:
                 self._write({})
             self._table.close()
+
+
+_opened: weakref.WeakSet[ChunkIndex] = weakref.WeakSet()
+
+
+def _abandon() -> None:
+    # In a forked child the lock may be held by a thread that is not there, and LMDB's files are its parent's.
+    for index in _opened:
+        index._lock, index._table = threading.Lock(), MemoryTable(0)
+
+
+os.register_at_fork(after_in_child=_abandon)
 
 
 def _newest(fresh: Sequence[Home], known: Sequence[Home]) -> list[Home]:

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import lmdb
+import xxhash
 
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import KEY_BYTES
 from ctxreuse.store.env import Env, broken, open_beside, shortage
+from ctxreuse.store.owner import attended
+from ctxreuse.store.recovery import sound
 
 __all__ = ["DiskTable", "MemoryTable", "Table"]
 
@@ -26,6 +29,8 @@ Merge: TypeAlias = Callable[[bytes, bytes | None], bytes | None]
 _TABLES = ("homes", "order", "info")
 _FORMAT = b"ctxreuse chunks 1"
 _MAP = 1 << 28
+#: Beside the data as long as nobody has it open for writing: its checksum.
+_SUM = "sum"
 _USED = struct.Struct(">Q")
 
 
@@ -101,29 +106,31 @@ class DiskTable:
                 self._sequence = _USED.unpack(cursor.key())[0]
 
     @classmethod
-    def open(cls, path: Path, most: int, *, readonly: bool, trusted: bool) -> DiskTable | None:
+    def open(cls, path: Path, most: int, *, readonly: bool, crashed: bool) -> DiskTable | None:
         """The table in folder ``path``; None, with a warning, where there is none to be had.
 
-        For writing, what cannot be used or trusted is deleted and begun anew.
+        For writing, what is damaged is deleted and begun anew. ``crashed``: see `ChunkIndex.open`.
         """
         if readonly:
             try:
-                if not (path / "data.mdb").exists() or shortage(path):
+                if not (path / "data.mdb").exists() or (not attended(path.parent) and _damage(path, crashed=True)):
                     return None
                 return cls._ours(open_beside(path, _TABLES, map_size=_MAP), most)
             except (lmdb.Error, StoreError, OSError) as error:
                 log.warning("the chunk index at %s cannot be read: %s", path, error)
                 return None
-        for attempt in range(2):
+        wrong = _damage(path, crashed=crashed)
+        for _ in range(2):
             try:
-                if attempt or not trusted or shortage(path):
+                if wrong:
+                    log.warning("the chunk index at %s begins anew: %s", path, wrong)
                     shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(mode=0o700, exist_ok=True)
-                env = Env(path, _TABLES, map_size=_MAP, readonly=False, durable=False)
-                return cls._ours(env, most)
+                (path / _SUM).unlink(missing_ok=True)
+                return cls._ours(Env(path, _TABLES, map_size=_MAP, readonly=False, durable=False), most)
             except (lmdb.Error, StoreError, OSError) as error:
-                what = "is damaged and begins anew" if not attempt else "cannot be used; it is kept in memory only"
-                log.warning("the chunk index at %s %s: %s", path, what, error)
+                wrong = str(error)
+        log.warning("the chunk index at %s cannot be used and is kept in memory: %s", path, wrong)
         return None
 
     @classmethod
@@ -256,5 +263,34 @@ class DiskTable:
             if not env.readonly:
                 env.sync()
             env.close()
-        except (lmdb.Error, StoreError) as error:
+            if not env.readonly:
+                (env.path / _SUM).write_bytes(_sum(env.path))
+        except (lmdb.Error, StoreError, OSError) as error:
             log.warning("the chunk index was not closed cleanly: %s", error)
+
+
+def _damage(path: Path, *, crashed: bool) -> str:
+    """What is wrong with the files in a folder, "" if nothing is or there are none.
+
+    LMDB trusts what it reads and may end the process for it. So a closed file is compared with the checksum beside it
+    (10 GB/s), and one whose owner died is walked page by page (5 µs a chunk), which finds most of what is wrong.
+    """
+    try:
+        if not (path / "data.mdb").exists():
+            return ""
+        if (path / _SUM).exists():
+            return "" if (path / _SUM).read_bytes() == _sum(path) else "its file was changed since it was closed"
+        if not crashed:
+            return "it was not closed, and the machine went down"
+        return "pages are missing at its end" if shortage(path) else sound(path)
+    except OSError as error:
+        return str(error)
+
+
+def _sum(path: Path) -> bytes:
+    """XXH3-128 of the data file. Raises OSError."""
+    digest = xxhash.xxh3_128()
+    with open(path / "data.mdb", "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.digest()

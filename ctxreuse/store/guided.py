@@ -53,6 +53,11 @@ class GuidedStore(DiskListing):
         with self._lock:
             self._index.asked(keys, tokens)
 
+    def touch(self, keys: Sequence[bytes], *, needed: bool = False) -> None:
+        """See ``StoreAdmin.touch``."""
+        with self._lock:
+            self._index.touch(keys, needed)
+
     def mark(self, keys: Sequence[bytes], label: int) -> None:
         """See ``StoreAdmin.mark``."""
         with self._lock:

@@ -121,9 +121,13 @@ class Index:
             if node is not None and node.lossy:
                 node.lossy = worst(node.lossy, lossy) or ""
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Renew the held ones among ``keys`` and all their ancestors; the record on disk follows with ``renewals``."""
+    def touch(self, keys: Iterable[bytes], needed: bool = False) -> None:
+        """Renew the held ones among ``keys`` and all their ancestors; the record on disk follows with ``renewals``.
+
+        ``needed``: no prompt announced this use (`asked`), and a policy that goes by prompts should hear of it.
+        """
         now = self.clock()
+        use = getattr(self.policy, "needed", self.policy.access) if needed else self.policy.access
         nodes = [node for key in keys if (node := self.tree.get(key)) is not None]
         seen: set[bytes] = set()
         for tip in sorted(nodes, key=lambda node: -node.depth):
@@ -138,7 +142,7 @@ class Index:
             for key in path:
                 self._sequence += 1
                 self._touched[key] = self._sequence
-            self.policy.access(path[::-1], now)
+            use(path[::-1], now)
 
     def asked(self, keys: Sequence[bytes], tokens: int) -> None:
         """Somebody needs the context of blocks ``keys``, each of ``tokens`` tokens, whether they are held or not."""

@@ -38,8 +38,8 @@ class Holding(NamedTuple):
 
 
 def chunks_for(capacity: int) -> int:
-    """How many chunks a store of so many bytes knows: more than can lie in it, as long as 64 tokens take 16 KiB."""
-    return max(1024, min(1 << 18, capacity >> 14))
+    """How many chunks a store of so many bytes knows: more than can lie in it, as long as a token takes 2 KiB."""
+    return max(1024, min(1 << 18, capacity >> 17))
 
 
 class Listeners:
@@ -79,7 +79,7 @@ class DiskListing(ABC):
             env.path.parent / FOLDER,
             most=chunks_for(index.capacity),
             readonly=owner is None,
-            trusted=owner is None or owner.before("blocks").clean or owner.same_boot("blocks"),
+            crashed=owner is not None and not owner.before("blocks").clean and owner.same_boot("blocks"),
         )
 
     def _close_notes(self) -> None:

@@ -323,11 +323,11 @@ class TieredStore:
         if self._disk is not None:
             self._disk.adopt(coder)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, needed: bool = False) -> None:
         with self._lock:
             self._host.touch(keys)
         if self._disk is not None:
-            self._disk.touch(keys)
+            self._disk.touch(keys, needed=needed)
 
     def stats(self) -> StoreStats:
         """Figures of both tiers together, what both hold counted once; ``refused`` counts what neither took."""

@@ -96,6 +96,7 @@ def test_nothing_is_left_after_closing(tmp_path: Path) -> None:
     assert names == {
         "gone.journal",
         "owner.json",
+        "chunks/sum",
         *(f"{part}/{file}.mdb" for part in ("blocks", "chunks", "ledger") for file in ("data", "lock")),
     }
     for part in ("blocks", "ledger"):

@@ -128,6 +128,13 @@ class Duel(Generic[K]):
         if path:
             self._serve(path, sizes, tokens, now)
 
+    def needed(self, path: Sequence[K], now: float) -> None:
+        """A use of held blocks that belongs to no prompt: without it, what is only ever moved would look idle."""
+        if path:
+            sizes, tokens = self._roster.sizes(path)
+            self._serve(path, sizes, tokens, now)
+            self._kept = frozenset()
+
     def declines(self, key: K) -> bool:
         """True if the leader is choosy and did not take in a block that a late prompt needed: nor should a full cache.
 

@@ -23,7 +23,7 @@ def test_rotation_of_every_layer_is_found(gauge_of: Any, name: str) -> None:
     assert {r.style for r in rotaries.values()} == {"pairs" if name == "cohere" else "half"}
     assert all(r.scale == (1.25 if name == "yarn" else 1.0) for r in rotaries.values())
     # One token alone has the same K in every layer wherever it stands, once it is turned back.
-    near, far = (_alone(gauge._model, gauge._forward, position) for position in (3, 401))
+    near, far = (_alone(gauge._model, gauge._forward, [position]) for position in (3, 401))
     for layer, rotary in rotaries.items():
         a = rotary.turn(near[layer], np.array([3]), back=True)
         b = rotary.turn(far[layer], np.array([401]), back=True)

@@ -56,11 +56,18 @@ class Forward:
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """As `call`, each token at a position [S] of its own."""
+        return self._run(ids[None], positions[None], cache)
+
+    def each(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> None:
+        """Run each token alone, as a context of its own; what the layers keep has them in its first axis."""
+        self._run(ids[:, None], positions[:, None], cache)
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         options: dict[str, Any] = dict(self._last_only)
         if self._positions:
-            options["position_ids"] = positions[None]
+            options["position_ids"] = positions
         options[self._cache] = cache
-        out = self._model(input_ids=ids[None], use_cache=True, **options)
+        out = self._model(input_ids=ids, use_cache=True, **options)
         logits: torch.Tensor = out.logits[0, -1].float()
         return logits
 

@@ -30,30 +30,30 @@ def learn(model: Any, forward: Forward, positions: int) -> dict[int, Rotary]:
     position once it is turned back, and the first rotary of the model for which that holds is the layer's.
     """
     places = [p for p in _CHECKED if p < positions]
-    alone = [_alone(model, forward, p) for p in places]
+    alone = _alone(model, forward, places)
     found = list(_candidates(model, positions))
     tolerance = max(_TOLERANCE, _PLACES * torch.finfo(model.dtype).eps)
     result = {}
-    for layer, origin in alone[0].items():
-        choices = [Rotary("none"), *(r for r in found if 2 * len(r.inv_freq) <= origin.shape[-1])]
-        fits = (r for r in choices if _holds(r, [(p, ks[layer]) for p, ks in zip(places, alone)], tolerance))
+    for layer, rows in alone.items():
+        choices = [Rotary("none"), *(r for r in found if 2 * len(r.inv_freq) <= rows.shape[-1])]
+        fits = (r for r in choices if _holds(r, places, rows, tolerance))
         result[layer] = next(fits, Rotary("none"))
     return result
 
 
-def _alone(model: Any, forward: Forward, position: int) -> dict[int, npt.NDArray[np.float32]]:
-    """K [heads, 1, dim] of all attention layers for one token at a position."""
+def _alone(model: Any, forward: Forward, places: list[int]) -> dict[int, npt.NDArray[np.float32]]:
+    """K [heads, places, dim] of all attention layers for one token at each of the positions, in one forward."""
     cache = plain_cache(model)
-    place = position if forward.takes_positions else 0
-    forward.run(torch.tensor([1 % config_of(model).vocab_size]), torch.tensor([place]), cache)
+    told = places if forward.takes_positions else [0] * len(places)
+    forward.each(torch.full((len(places),), 1 % config_of(model).vocab_size), torch.tensor(told), cache)
     kept = {i: getattr(layer, "keys", None) for i, layer in enumerate(cache.layers)}
-    return {i: k[0].float().numpy().copy() for i, k in kept.items() if k is not None and k.numel()}
+    return {i: k[:, :, 0].transpose(0, 1).float().numpy() for i, k in kept.items() if k is not None and k.numel()}
 
 
-def _holds(rotary: Rotary, seen: list[tuple[int, npt.NDArray[np.float32]]], tolerance: float) -> bool:
-    rows = [rotary.turn(k, np.array([p]), back=True) for p, k in seen]
-    size = float(np.abs(rows[0]).max())
-    return all(float(np.abs(row - rows[0]).max()) <= tolerance * size for row in rows)
+def _holds(rotary: Rotary, places: list[int], rows: npt.NDArray[np.float32], tolerance: float) -> bool:
+    back = rotary.turn(rows, np.array(places), back=True)
+    first = back[:, :1]
+    return bool(np.abs(back - first).max() <= tolerance * np.abs(first).max())
 
 
 def _candidates(model: Any, positions: int) -> Iterator[Rotary]:

@@ -17,7 +17,7 @@ from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.reuse.card import ChunkCard, Measured, card_model
 from ctxreuse.reuse.policies import parse
 
-__all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "summary", "upper_bound"]
+__all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "upper_bound"]
 
 #: From cheap to dear; the gate takes the cheapest whose bound is within what a request allows.
 REPAIRS = ("rotate", "first-8", "v-5%", "v-15%")
@@ -140,22 +140,3 @@ def upper_bound(values: Sequence[float], confidence: float = 0.9) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3),
     )
     return mean + sum(series) * statistics.stdev(values) / math.sqrt(n)
-
-
-def summary(card: ChunkCard) -> list[tuple[str, ...]]:
-    """Rows for people, best bound first within each shape and kind: shape, kind, repair, KL, bound, top-1, ΔNLL,
-    recomputed."""
-    ordered = sorted(card.measured, key=lambda one: (one.chunks * one.tokens, one.kind, one.recomputed))
-    return [
-        (
-            f"{one.chunks} x {one.tokens}",
-            one.kind,
-            one.repair,
-            f"{one.kl:.4f}",
-            f"{one.kl_high:.4f}",
-            f"{one.top1:.1%}",
-            f"{one.dnll:+.4f}",
-            f"{one.recomputed:.1%}",
-        )
-        for one in ordered
-    ]

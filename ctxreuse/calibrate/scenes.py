@@ -89,7 +89,8 @@ def scenes(texts: Sequence[str], text: TextModel, count: int, shape: Shape, bloc
     while len(found) < count:
         mixed = len(found) % 2 == 1
         pieces = _pieces(documents, shape, mixed=mixed)
-        unrelated = documents.take(shape.width)
+        # Half a chunk: no chunk stands where it stood.
+        unrelated = documents.take(shape.width // 2)
         if pieces is None or unrelated is None:
             break
         chunks, following = pieces[:-1], pieces[-1]

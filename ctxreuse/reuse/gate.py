@@ -52,6 +52,9 @@ class Gate:
         if not kinds or not whole:
             missing = " and ".join(sorted(kinds)) or "no"
             return _refused(f"the chunk card says nothing of {missing} runs: run `ctxreuse calibrate NAME --chunks`")
+        untold = " and ".join(sorted(kind for kind in kinds if kind not in self.card.limits))
+        if untold:
+            return _refused(f"{untold} runs of this model cannot be told from wrong ones, which would go unnoticed")
         limit = damage(lossy)
         fitting = [one for one in whole if _bound(one) <= limit]
         if not fitting:

@@ -99,15 +99,15 @@ def text() -> HFText:
 
 @pytest.fixture(scope="session")
 def engine_of(text: HFText) -> Callable[[str], TorchEngine]:
-    """engine_of(name) -> an engine on a tiny model, the same weights each time."""
+    """engine_of(name, **options) -> an engine on a tiny model, the same weights each time."""
 
-    def make(name: str) -> TorchEngine:
+    def make(name: str, **options: Any) -> TorchEngine:
         torch.manual_seed(7)
         model = _model(name).eval()
         for parameter in model.parameters():  # transformers' initial weights give nearly equal scores
             if parameter.ndim > 1:
                 parameter.data.mul_(4)
-        return TorchEngine(model, text, block_tokens=16)
+        return TorchEngine(model, text, block_tokens=16, **options)
 
     return make
 

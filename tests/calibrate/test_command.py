@@ -10,6 +10,7 @@ import pytest
 
 from ctxreuse.cli import main
 from ctxreuse.codec import Shelf, read_card
+from ctxreuse.reuse import read_chunk_card
 
 
 @pytest.fixture
@@ -80,6 +81,25 @@ def test_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None
     # A damaged file is no card.
     path.write_bytes(path.read_bytes()[:-1])
     assert path.stem not in run("codec", "ls")[1]
+
+
+def test_chunks_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text(" ".join(str(i * i) for i in range(6000)))
+    plot, out = tmp_path / "chunks.svg", tmp_path / "copy.measured"
+    asked = ("--chunks", "--quick", "--text", str(words), "--plot", str(plot), "--out", str(out))
+    code, printed, told = run("calibrate", str(folder), *asked)
+    assert code == 0, told
+    path = Path(printed.strip())
+    assert path.is_relative_to(Shelf().folder)
+    card = read_chunk_card(out.read_bytes())
+    assert path.read_bytes() == out.read_bytes()
+    assert card.notes["text"] == "words.txt"
+    assert card.notes["scenes"] == "2 of 4 x 192, next 128"
+    assert "<svg" in plot.read_text()
+    for one in card.measured:
+        assert one.repair in told
+        assert f"{one.kl:.4f}" in told
 
 
 def test_what_cannot_be_calibrated(run: Any, folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""Calibration of chunk reuse: right models get cards that allow it, wrong ones are refused by what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ctxreuse.calibrate.chunks import ChunkSettings, calibrate_chunks, chunk_settings, upper_bound
+from ctxreuse.calibrate.moved import Trial
+from ctxreuse.calibrate.probing import limit_between
+from ctxreuse.calibrate.scenes import KINDS, Scene, Shape, scenes
+from ctxreuse.engines.gauge import Rotary
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.reuse.card import ChunkCard, Measured, read_chunk_card, write_chunk_card
+from ctxreuse.reuse.gate import Gate
+from ctxreuse.reuse.policies import parse
+
+SHAPE = Shape(4, 32, following=24)
+SETTINGS = ChunkSettings(((SHAPE, 4),), ("rotate", "v-25%@1"))
+ALLOWED = "kl-0.08"
+
+
+@pytest.fixture(scope="module")
+def words(texts: Any) -> dict[Any, list[str]]:
+    """Enough text for a handful of scenes."""
+    return {"held-out": [text[:2_000] for text in texts["held-out"][:8]]}
+
+
+@pytest.fixture(scope="module")
+def sharp(engine_of: Any) -> Callable[..., TorchEngine]:
+    """sharp(name) -> a tiny model whose attention looks at few tokens, so that positions matter to it."""
+
+    def make(name: str, **options: Any) -> TorchEngine:
+        engine = engine_of(name, **options)
+        for key, parameter in engine.model.named_parameters():
+            if key.endswith(("q_proj.weight", "k_proj.weight")):
+                parameter.data.mul_(4)
+            if key == "lm_head.weight":
+                parameter.data.mul_(2)
+        return engine
+
+    return make
+
+
+def calibrated(engine: TorchEngine, words: Any, settings: ChunkSettings = SETTINGS) -> ChunkCard:
+    return calibrate_chunks(engine, words, settings, lambda *_: None, {"model": "tiny"})
+
+
+def best(card: ChunkCard, kind: str) -> Measured:
+    return min((one for one in card.measured if one.kind == kind), key=lambda one: one.kl)
+
+
+@pytest.fixture(scope="module")
+def llama(sharp: Any) -> TorchEngine:
+    return sharp("llama")
+
+
+@pytest.fixture(scope="module")
+def card(llama: TorchEngine, words: Any) -> ChunkCard:
+    return calibrated(llama, words)
+
+
+def test_a_right_model_is_allowed_what_it_was_measured_at(llama: TorchEngine, card: ChunkCard) -> None:
+    assert read_chunk_card(write_chunk_card(card)) == card
+    assert {(one.kind, one.repair) for one in card.measured} == {(k, r) for k in KINDS for r in SETTINGS.repairs}
+    for one in card.measured:
+        assert (one.chunks, one.tokens, one.windows) == (4, 32, 4)
+        assert 0 < one.kl < one.kl_high
+        # A layer of two for all rows, and all of a quarter of them.
+        assert one.recomputed == pytest.approx(0 if one.repair == "rotate" else 0.75)
+    for kind in KINDS:
+        kl = {one.repair: one.kl for one in card.measured if one.kind == kind}
+        assert kl["v-25%@1"] < kl["rotate"]
+    verdict = Gate(llama.space, card).decide(ALLOWED, {"behind"})
+    assert verdict.allowed, verdict.reason
+    assert verdict.kl <= 0.08
+    assert not Gate(llama.space, card).decide("kl-0.001", {"behind"}).allowed
+
+
+def test_probes_part_right_runs_from_those_of_other_tokens(llama: TorchEngine, card: ChunkCard, made: Scene) -> None:
+    assert "behind" in card.limits
+    trial = Trial(llama, made)
+    gate = Gate(llama.space, card)
+    rows = np.arange(trial.runs[0].start, trial.runs[-1].end, dtype="<i4")
+    for wrong in (False, True):
+        distance, length = llama.deviations(trial.placed("behind", wrong=wrong), rows, card.probe_layer, "v")
+        assert gate.exceeded("behind", float(distance.sum() / length.sum())) == wrong
+
+
+@pytest.fixture(scope="module")
+def made(text: Any, words: Any) -> Scene:
+    return scenes(words["held-out"], text, 2, SHAPE, 16)[1]
+
+
+def test_keys_turned_by_the_wrong_angles_are_refused(
+    sharp: Any, words: Any, card: ChunkCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ctxreuse.engines.torch_hf import rotary
+
+    learn = rotary.learn
+
+    def wrong(*args: Any) -> dict[int, Rotary]:
+        right = learn(*args)
+        return {i: msgspec.structs.replace(r, inv_freq=r.inv_freq[::-1]) for i, r in right.items()}
+
+    monkeypatch.setattr(rotary, "learn", wrong)
+    engine = sharp("llama")
+    refused = calibrated(engine, words)
+    assert best(refused, "behind").kl > 1.5 * best(card, "behind").kl
+    verdict = Gate(engine.space, refused).decide(ALLOWED, {"behind"})
+    assert not verdict.allowed
+    assert verdict.reason.startswith("refused: not good enough")
+
+
+def test_windows_that_do_not_see_a_chunk_are_refused_unless_they_are_whole(sharp: Any, words: Any) -> None:
+    kl, allowed = {}, {}
+    for whole in (False, True):
+        engine = sharp("gemma3", whole=whole)
+        made = calibrated(engine, words)
+        kl[whole] = best(made, "behind").kl
+        allowed[whole] = Gate(engine.space, made).decide("kl-0.02", {"behind"}).allowed
+    assert kl[False] > 5 * kl[True]
+    assert allowed == {False: False, True: True}
+
+
+def test_recurrent_states_are_refused(sharp: Any, words: Any) -> None:
+    engine = sharp("falconh1")
+    made = calibrated(engine, words)
+    assert {one.repair for one in made.measured} == {"rotate"}  # no row can be computed anew
+    assert "states" in made.notes["not possible"]
+    assert made.limits == {}
+    for lossy in ("kl-0.05", ALLOWED, "kl-5"):
+        assert not Gate(engine.space, made).decide(lossy, {"behind"}).allowed
+
+
+def test_learnt_positions_are_refused(sharp: Any, words: Any) -> None:
+    engine = sharp("gpt2")
+    made = calibrated(engine, words)
+    # Its V tell where a token stood: rows moved look like rows of other tokens.
+    assert "behind" not in made.limits
+    assert not Gate(engine.space, made).decide("kl-5", {"behind"}).allowed
+
+
+@pytest.fixture
+def trial(llama: TorchEngine, made: Scene) -> Trial:
+    ticks = iter(range(1000))
+    return Trial(llama, made, clock=lambda: float(next(ticks)))
+
+
+def test_computing_everything_anew_is_exact(trial: Trial) -> None:
+    for kind in KINDS:
+        done = trial.outcome(parse("v-100%@1"), kind)
+        assert done.fidelity.kl < 1e-6
+        assert done.fidelity.top1 == 1
+        assert done.recomputed == pytest.approx(0.5 + 1)
+        assert done.seconds == 1
+    assert trial.without().kl > trial.outcome(parse("rotate"), "behind").fidelity.kl
+    unturned, turned = (trial.outcome(parse(name), "head").fidelity.kl for name in ("none", "rotate"))
+    assert unturned > turned
+
+
+def test_too_little_text_and_too_few_positions(llama: TorchEngine, engine_of: Any) -> None:
+    with pytest.raises(ConfigError, match="too little text for chunks of 4 x 32"):
+        calibrate_chunks(llama, {"held-out": ["short"]}, SETTINGS, lambda *_: None, {})  # type: ignore[typeddict-item]
+    shapes = dict(chunk_settings(engine_of("gpt2")).shapes)
+    assert all(shape.tokens + shape.following < 512 and shape.width % 16 == 0 for shape in shapes)
+    assert chunk_settings(llama, quick=True).repairs != chunk_settings(llama).repairs
+
+
+def test_an_engine_that_cannot_move_rows_says_so(llama: TorchEngine, words: Any, monkeypatch: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("the model cannot be told positions")
+
+    monkeypatch.setattr(llama, "place", refuse)
+    with pytest.raises(EngineError, match="no chunk can be moved: the model cannot be told positions"):
+        calibrated(llama, words)
+
+
+def test_bounds_of_means() -> None:
+    assert upper_bound([0.5]) == 1
+    assert upper_bound([1, 1, 1]) == 1
+    # Student's 90 % quantile for 5 degrees of freedom is 1.476.
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert upper_bound(values) == pytest.approx(3.5 + 1.476 * math.sqrt(3.5 / 6), rel=1e-3)
+
+
+def test_limits_lie_between() -> None:
+    assert limit_between([0.01, 0.04], [0.16, 2.0]) == pytest.approx(0.08)
+    assert limit_between([0.01, 0.5], [0.16, 2.0]) == 0.5

@@ -32,6 +32,7 @@ _MAP = 1 << 28
 #: Beside the data as long as nobody has it open for writing: its checksum.
 _SUM = "sum"
 _USED = struct.Struct(">Q")
+_MOST_USED = 1 << 62
 
 
 class Table(Protocol):
@@ -100,10 +101,11 @@ class DiskTable:
         self._env: Env | None = env
         self._most = most
         self._aged: dict[bytes, None] = {}
-        self._sequence = 0
         with env.read() as txn, txn.cursor(db=env.tables["order"]) as cursor:
-            if cursor.last() and len(cursor.key()) == _USED.size:
-                self._sequence = _USED.unpack(cursor.key())[0]
+            last = bytes(cursor.key()) if cursor.last() else _USED.pack(0)
+        self._sequence = _USED.unpack(last)[0] if len(last) == _USED.size else _MOST_USED + 1
+        if self._sequence > _MOST_USED:
+            raise StoreError("its order of use makes no sense", where=str(env.path))
 
     @classmethod
     def open(cls, path: Path, most: int, *, readonly: bool, crashed: bool) -> DiskTable | None:

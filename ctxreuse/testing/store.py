@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
 from ctxreuse.keys import ROOT, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.store.base import Entry, Reader, WholeStore
+from ctxreuse.store.chunks import Home
 
 __all__ = ["Context", "StoreContract"]
 
@@ -238,6 +239,36 @@ class StoreContract(ABC):
             assert len(store.recent()) == 6
         finally:
             store.close()
+
+    def test_what_is_needed_elsewhere_is_named_first_also_where_prompts_are_told(self, tmp_path: Path) -> None:
+        store, one, two = self.open(tmp_path), Context(3), Context(3, seed=1)
+        try:
+            for context in (one, two):
+                store.asked(context.keys, context.size)
+                context.fill(store)
+            assert set(store.recent()[:3]) == set(two.keys)
+            store.touch([one.keys[2]], needed=True)
+            assert set(store.recent()[:3]) == set(one.keys)
+            store.touch([b"?" * 32], needed=True)
+            store.check()
+        finally:
+            store.close()
+
+    def test_it_knows_where_chunks_lie(self, tmp_path: Path) -> None:
+        store, context = self.open(tmp_path), Context(3)
+        try:
+            context.fill(store)
+            chunk, home = b"c" * 32, Home(tuple(context.keys[1:]), 2, 5, 4)
+            assert store.chunks.homes(chunk) == []
+            assert store.chunks.add(chunk, home) == 1
+            assert store.chunks.homes(chunk) == [home]
+            store.drop(context.keys[0], "test")  # a home is a hint: what became of its blocks is another matter
+            assert store.chunks.homes(chunk) == [home]
+            store.chunks.check()
+        finally:
+            store.close()
+        assert store.chunks.homes(chunk) == []
+        assert store.chunks.add(chunk, home) == 0
 
     def test_peeking_needs_no_token_ids_and_is_no_use(self, tmp_path: Path) -> None:
         store, context = self.open(tmp_path), Context(2)

@@ -97,6 +97,29 @@ class _First(NamedTuple):
         return min(1.0, self.count * runs / tokens) if tokens else 0.0
 
 
+class _Last(NamedTuple):
+    """The rows nearest to what is said next, which looks there most: ``most`` of them or a ``share`` of all."""
+
+    most: int = 0
+    share: float = 0.0
+    turned: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"last-{self.most or _percent(self.share)}"
+
+    def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations) -> Tokens:
+        rows = _positions(runs)
+        wanted = self._wanted(len(rows), budget)
+        return rows[len(rows) - wanted :]
+
+    def _wanted(self, total: int, budget: int) -> int:
+        return max(0, min(self.most, total, budget)) if self.most else _share(self.share, total, budget)
+
+    def work(self, tokens: int, runs: int, layers: int) -> float:
+        return self._wanted(tokens, tokens) / tokens if tokens else 0.0
+
+
 class _Random(NamedTuple):
     """A share of all rows, drawn by ``seed`` and the rows' positions: what the others must beat."""
 
@@ -163,7 +186,7 @@ class _Deviant(NamedTuple):
 class _Both(NamedTuple):
     """One repair after the other: each has what budget those before it left."""
 
-    parts: tuple[_First | _Random | _Deviant, ...]
+    parts: tuple[_First | _Last | _Random | _Deviant, ...]
     turned: bool = True
 
     @property
@@ -177,7 +200,8 @@ class _Both(NamedTuple):
             if isinstance(part, _Deviant):
                 more = part.beyond(chosen, runs, left, deviations)
             else:
-                more = np.setdiff1d(part.rows(runs, budget, deviations), chosen)[:left]
+                more = np.setdiff1d(part.rows(runs, budget, deviations), chosen)
+                more = more[max(len(more) - left, 0) :] if isinstance(part, _Last) else more[:left]
             chosen = np.union1d(chosen, more).astype(np.int32)
         return chosen
 
@@ -210,15 +234,16 @@ _SHARE = r"\d{1,3}(?:\.\d{1,3})?%"
 _DEVIANT = re.compile(rf"([kv])-({_SHARE}(?:>{_SHARE}){{0,3}})(?:@(\d{{1,4}}(?:>\d{{1,4}}){{0,3}}))?")
 _RANDOM = re.compile(rf"random-({_SHARE})")
 _FIRST = re.compile(r"first-(\d{1,6})")
+_LAST = re.compile(rf"last-(?:(\d{{1,6}})|({_SHARE}))")
 
 
 def parse(name: str, *, seed: int = 0) -> Repair:
     """The repair of this name. Raises ConfigError for one that there is not.
 
-    ``none`` (moved as it is), ``rotate`` (keys turned), ``first-8`` (rows of each run), ``v-5%`` and ``k-5%`` (the
-    share of all rows that deviates most in V or K at layer 1), ``v-5%@3`` (at layer 3), ``v-15%>8%`` (15 % at layer 1,
-    of which 8 % of all at layer 4; ``v-15%>8%@2>6`` names the layers), ``random-15%`` (drawn by ``seed``), and
-    combinations such as ``first-4+v-5%``.
+    ``none`` (moved as it is), ``rotate`` (keys turned), ``first-8`` (rows of each run), ``last-32`` and ``last-5%`` (of
+    all rows those that stand last), ``v-5%`` and ``k-5%`` (the share of all rows that deviates most in V or K at layer
+    1), ``v-5%@3`` (at layer 3), ``v-15%>8%`` (15 % at layer 1, of which 8 % of all at layer 4; ``v-15%>8%@2>6`` names
+    the layers), ``random-15%`` (drawn by ``seed``), and combinations such as ``first-4+v-5%``.
     """
     if name in ("none", "rotate"):
         return _Nothing(name)
@@ -228,9 +253,11 @@ def parse(name: str, *, seed: int = 0) -> Repair:
     return parts[0] if len(parts) == 1 else _Both(parts)
 
 
-def _part(word: str, seed: int, name: str) -> _First | _Random | _Deviant:
+def _part(word: str, seed: int, name: str) -> _First | _Last | _Random | _Deviant:
     if (found := _FIRST.fullmatch(word)) is not None and int(found[1]):
         return _First(int(found[1]))
+    if (found := _LAST.fullmatch(word)) is not None and (found[2] or int(found[1])):
+        return _Last(share=_fraction(found[2], name)) if found[2] else _Last(int(found[1]))
     if (found := _RANDOM.fullmatch(word)) is not None:
         return _Random(_fraction(found[1], name), seed)
     found = _DEVIANT.fullmatch(word)
@@ -253,7 +280,7 @@ def _fraction(text: str, name: str) -> float:
 
 
 def _unknown(name: str) -> ConfigError:
-    fix = "Choose none, rotate, first-8, v-5%, k-15%@2, v-15%>8%, random-15% or a sum such as first-4+v-5%"
+    fix = "Choose none, rotate, first-8, last-5%, v-5%, k-15%@2, v-15%>8%, random-15% or a sum such as first-4+v-5%"
     return ConfigError(f"no such repair: {name[:64]!r}", fix=fix)
 
 

@@ -1,0 +1,54 @@
+"""Repairs that recompute the rows nearest to what is said next: which rows, what budget, what names."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.reuse.policies import parse
+
+
+class Span(NamedTuple):
+    start: int
+    end: int
+
+
+RUNS = [Span(5, 10), Span(20, 30)]
+
+
+def never(*_: object) -> np.ndarray:
+    raise AssertionError("these repairs compare nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("last-3", [27, 28, 29]),
+        ("last-12", [8, 9, *range(20, 30)]),
+        ("last-100", [*range(5, 10), *range(20, 30)]),
+        ("last-20%", [27, 28, 29]),
+        ("first-2+last-4", [5, 6, 20, 21, 26, 27, 28, 29]),
+        ("first-8+last-20%", [*range(5, 10), *range(20, 30)]),
+    ],
+)
+def test_rows_and_work(name: str, rows: list[int]) -> None:
+    repair = parse(name)
+    assert repair.name == name
+    found = repair.rows(RUNS, 100, never)
+    assert (found.dtype, found.tolist()) == (np.dtype(np.int32), rows)
+    assert repair.work(15, 2, 30) == pytest.approx(min(len(rows) / 15, 1), abs=0.21)  # parts that overlap count twice
+    assert repair.rows(RUNS, 0, never).tolist() == []
+
+
+def test_a_small_budget_takes_the_nearest() -> None:
+    assert parse("last-6").rows(RUNS, 2, never).tolist() == [28, 29]
+    assert parse("first-2+last-4").rows(RUNS, 6, never).tolist() == [5, 6, 20, 21, 28, 29]
+
+
+@pytest.mark.parametrize("name", ["last-0", "last-", "last-0%", "last-101%", "last-1234567", "last-3@2"])
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such repair"):
+        parse(name)

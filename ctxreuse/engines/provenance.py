@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from ctxreuse.levels import EXACT, approx, fits, is_exact, rank
@@ -45,10 +45,7 @@ def tokens_at(runs: Sequence[Run], start: int, end: int) -> dict[str, int]:
     return found
 
 
-def _parts(run: Run, start: int, end: int) -> list[Run]:
-    """What is left of a run outside ``start`` to ``end``."""
-    sides = (run._replace(end=min(run.end, start)), run._replace(start=max(run.start, end)))
-    return [side for side in sides if side.start < side.end]
+Span = tuple[int, int]
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
@@ -62,17 +59,26 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending spans, neighbours as one."""
-    return [(run.start, run.end) for run in _joined([Run(a, b, "") for a, b in spans])]
+def _without(runs: Sequence[Run], gone: Sequence[Span]) -> list[Run]:
+    """What is left of ascending runs outside ascending spans."""
+    left, first = list[Run](), 0
+    for run in runs:
+        at = run.start
+        while first < len(gone) and gone[first][1] <= at:
+            first += 1
+        for a, b in islice(gone, first, None):
+            if a >= run.end:
+                break
+            if at < a:
+                left.append(run._replace(start=at, end=a))
+            at = max(at, b)
+        if at < run.end:
+            left.append(run._replace(start=at))
+    return left
 
 
-def _without(spans: Sequence[tuple[int, int]], gone: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending spans less other ascending spans."""
-    left = [Run(a, b, "") for a, b in spans]
-    for a, b in gone:
-        left = [part for run in left for part in _parts(run, a, b)]
-    return [(run.start, run.end) for run in left]
+def _spans(runs: Sequence[Run]) -> tuple[Span, ...]:
+    return tuple((run.start, run.end) for run in runs)
 
 
 class Provenance:
@@ -81,18 +87,18 @@ class Provenance:
     def __init__(self) -> None:
         self._loaded: list[Run] = []
         self._stains: list[_Stain] = []
-        self._moved: list[tuple[int, int]] = []
-        self._gaps: list[tuple[int, int]] = []
+        self._moved: list[Run] = []
+        self._gaps: list[Run] = []
 
     @property
-    def moved(self) -> tuple[tuple[int, int], ...]:
+    def moved(self) -> tuple[Span, ...]:
         """Spans that were moved to where they are and have not been computed since."""
-        return tuple(self._moved)
+        return _spans(self._moved)
 
     @property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
+    def gaps(self) -> tuple[Span, ...]:
         """Spans that hold nothing yet."""
-        return tuple(self._gaps)
+        return _spans(self._gaps)
 
     def load(self, start: int, size: int, levels: Sequence[str]) -> None:
         """Blocks of ``size`` tokens each were appended from position ``start`` on."""
@@ -104,23 +110,27 @@ class Provenance:
             else:
                 self._loaded.append(Run(at, at + size, level))
 
-    def place(self, start: int, end: int, spans: Sequence[tuple[int, int]], level: str) -> None:
+    def place(self, start: int, end: int, spans: Sequence[Span], level: str) -> None:
         """Tokens ``start`` to ``end`` were appended: ``spans`` (ascending) moved there, the others gaps."""
-        self._loaded = _joined([*self._loaded, *(Run(a, b, level) for a, b in spans)])
-        self._moved = _merged([*self._moved, *spans])
-        self._gaps = _merged([*self._gaps, *_without([(start, end)], spans)])
+        moved = [Run(a, b, level) for a, b in spans]
+        self._loaded = _joined([*self._loaded, *moved])
+        self._moved = _joined([*self._moved, *(run._replace(level="") for run in moved)])
+        self._gaps = _joined([*self._gaps, *_without([Run(start, end, "")], spans)])
 
-    def compute(self, spans: Sequence[tuple[int, int]], n: int) -> None:
+    def compute(self, spans: Sequence[Span], n: int) -> None:
         """The rows in ``spans`` (ascending) of a context of ``n`` tokens were computed, in order, on what is held."""
-        # What stands on rows that are better now was computed on what they were before: its level is written down.
-        fixed = [run for run in self.runs(n) if run.level != EXACT]
-        for a, b in spans:
-            self._loaded = [part for run in fixed for part in _parts(run, a, b)]
-            level = self.below(a)
-            fixed = sorted([*self._loaded, *([] if level == EXACT else [Run(a, b, level)])])
-        self._loaded = _joined(fixed)
-        self._moved = _without(self._moved, spans)
-        self._gaps = _without(self._gaps, spans)
+        # What stands on rows that are better now was computed on what they were before: every level is written down.
+        kept = _without(self.runs(n), spans)
+        lossy, self._loaded = list[str](), []
+        for run in sorted([*kept, *(Run(a, b, "") for a, b in spans)]):
+            if not run.level:
+                below = lossy + [stain.level for stain in self._stains if stain.at <= run.start]
+                run = run._replace(level=approx(max(below, key=rank)) if below else EXACT)
+            if not is_exact(run.level):
+                lossy = [max([*lossy, run.level], key=rank)]
+            self._loaded.append(run)
+        self._loaded = _joined(self._loaded)
+        self._moved, self._gaps = _without(self._moved, spans), _without(self._gaps, spans)
 
     def stain(self, at: int, reach: int, level: str) -> None:
         """The states at ``at`` were loaded at ``level``; they hold tokens as far back as ``reach`` positions."""
@@ -129,10 +139,11 @@ class Provenance:
 
     def crop(self, n: int) -> None:
         """The context ends at position ``n``."""
-        self._loaded = [run._replace(end=min(run.end, n)) for run in self._loaded if run.start < n]
+        self._loaded, self._moved, self._gaps = (
+            [run._replace(end=min(run.end, n)) for run in runs if run.start < n]
+            for runs in (self._loaded, self._moved, self._gaps)
+        )
         self._stains = [stain._replace(at=min(stain.at, n)) for stain in self._stains if stain.least <= n]
-        self._moved = [(a, min(b, n)) for a, b in self._moved if a < n]
-        self._gaps = [(a, min(b, n)) for a, b in self._gaps if a < n]
 
     def below(self, at: int) -> str:
         """The level of what is computed at position ``at``: ``exact`` or ``approx~WORST``."""
@@ -150,7 +161,7 @@ class Provenance:
             if loaded.end > loaded.start:
                 found.append(loaded)
             at = loaded.end
-        return tuple(found)
+        return tuple(_joined(found))
 
     def _computed(self, start: int, end: int) -> list[Run]:
         # A crop may have left a stain inside: what was computed before it was computed on something better.

@@ -147,7 +147,7 @@ def test_states_begin_empty_behind_what_was_placed(name, engine_of):
     seen = continuation(engine, live, engine.mend(live, ids[:0], ids[:5]), 40)
     assert all(np.isfinite(logits).all() for logits in seen)
     live.check()
-    assert [run.level for run in live.levels] == [EXACT, LEVEL, LEVEL]
+    assert [run.level for run in live.levels] == [EXACT, LEVEL]
     # Nobody can load a window that does not reach back far enough, and what is held says that it is not exact.
     assert all(
         at == 16 or engine.export_state(live, sealed.keys[0], sealed.keys[1], at) is not None for at in live.states

@@ -18,30 +18,66 @@ steps = st.lists(
         st.tuples(st.just("load"), st.lists(st.sampled_from(LEVELS), min_size=1, max_size=4)),
         st.tuples(st.just("compute"), st.integers(1, 9)),
         st.tuples(st.just("crop"), st.integers(0, 40)),
+        # Moved and not, and which of the rows held are then computed anew beside the gaps.
+        st.tuples(st.just("place"), st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=4)),
+        st.tuples(st.just("mend"), st.sets(st.integers(0, 60))),
     ),
     max_size=12,
 )
 
 
+def _spans(rows: list[int]) -> list[tuple[int, int]]:
+    starts = [row for row in rows if row - 1 not in rows]
+    ends = [row + 1 for row in rows if row + 1 not in rows]
+    return list(zip(starts, ends))
+
+
 @given(steps)
 def test_runs_say_of_each_token_what_it_is(steps: list[tuple[str, object]]) -> None:
     history, tokens = Provenance(), list[str]()
+    moved, gaps = set[int](), set[int]()
+
+    def crop(n: int) -> None:
+        history.crop(n)
+        del tokens[n:]
+        for rows in (moved, gaps):
+            rows.intersection_update(range(n))
+
+    def below(at: int) -> str:
+        lossy = [level for level in tokens[:at] if not is_exact(level)]
+        return approx(max(lossy, key=rank)) if lossy else EXACT
+
     for kind, what in steps:
         if kind == "load":
             assert isinstance(what, list)
-            below = len(tokens) // SIZE * SIZE
-            history.crop(below)
-            del tokens[below:]
-            history.load(below, SIZE, what)
+            crop(len(tokens) // SIZE * SIZE)
+            history.load(len(tokens), SIZE, what)
             tokens += [level for level in what for _ in range(SIZE)]
         elif kind == "compute":
             assert isinstance(what, int)
-            lossy = [level for level in tokens if not is_exact(level)]
-            tokens += [approx(max(lossy, key=rank)) if lossy else EXACT] * what
+            tokens += [below(len(tokens))] * what
+        elif kind == "place":
+            assert isinstance(what, list)
+            start, spans = len(tokens), []
+            for full, count in what:
+                here = range(len(tokens), len(tokens) + count)
+                if full:
+                    spans.append((here.start, here.stop))
+                (moved if full else gaps).update(here)
+                tokens += ["approx~kl-0.02" if full else below(len(tokens))] * count
+            history.place(start, len(tokens), spans, "approx~kl-0.02")
+        elif kind == "mend":
+            assert isinstance(what, set)
+            rows = sorted({row for row in what if row < len(tokens)} | gaps)
+            history.compute(_spans(rows), len(tokens))
+            for row in rows:
+                tokens[row] = below(row)
+            moved -= set(rows)
+            gaps.clear()
         else:
             assert isinstance(what, int)
-            del tokens[what:]
-            history.crop(len(tokens))
+            crop(min(what, len(tokens)))
+        assert (list(history.moved), list(history.gaps)) == (_spans(sorted(moved)), _spans(sorted(gaps)))
         runs = history.runs(len(tokens))
         assert [level for run in runs for level in [run.level] * (run.end - run.start)] == tokens
         assert all(a.end == b.start for a, b in pairwise(runs))

@@ -153,7 +153,8 @@ def main(number: int) -> None:
     from ctxreuse.engines import open_engine
 
     try:
-        engine = open_engine(wanted.model, dtype=wanted.dtype, threads=wanted.threads or None, chunk=wanted.chunk)
+        threads = wanted.threads or None
+        engine = open_engine(wanted.model, dtype=wanted.dtype, threads=threads, chunk=wanted.chunk, whole=wanted.whole)
     except CtxReuseError as error:
         pipe.send(Broken(str(error)))
         os._exit(3)

@@ -85,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], _about("Numeric type of weights and KV")] = "float32"
     threads: Annotated[int, _about("CPU threads of the engine; 0: one a core", ge=0)] = 0
     chunk: Annotated[int, _about("Tokens of one prefill step: more is faster and takes more memory", ge=1)] = 512
+    whole: Annotated[bool, _about("Keep all tokens of sliding windows: larger blocks, reuse at any position")] = False
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ __all__ = ["Engine", "Live", "Loading", "open_engine"]
 def open_engine(name_or_folder: str | None = None, **options: Any) -> TorchEngine:
     """The engine for a known model name (``smollm2``) or a Hugging Face folder; fetches a known model if need be.
 
-    Without a name: the model, numeric type, threads and chunk of the user's settings (``ctxreuse config show``).
+    Without a name: the model, numeric type, threads, chunk and windows of the user's settings (``ctxreuse config show``).
     ``options`` are those of `TorchEngine.open` and beat the settings. Raises ConfigError for an unknown name, a folder
     without a model, or if the extra ``ctxreuse[torch]`` is not installed.
     """
@@ -25,7 +25,8 @@ def open_engine(name_or_folder: str | None = None, **options: Any) -> TorchEngin
     if name_or_folder is None:
         chosen = load().settings.engine
         name_or_folder = chosen.model
-        options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk, **options}
+        usual = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk, "whole": chosen.whole}
+        options = {**usual, **options}
     try:
         from ctxreuse.engines.torch_hf import TorchEngine
     except ModuleNotFoundError as error:

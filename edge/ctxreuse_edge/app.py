@@ -102,8 +102,13 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
     stack.callback(store.close)
     chosen = settings.engine
     if engine is None:
-        options = {"dtype": chosen.dtype, "threads": chosen.threads or None, "chunk": chosen.chunk}
-        engine = open_engine(chosen.model, **options)
+        engine = open_engine(
+            chosen.model,
+            dtype=chosen.dtype,
+            threads=chosen.threads or None,
+            chunk=chosen.chunk,
+            whole=chosen.whole,
+        )
     recorder = _open_recorder(settings, engine.space)
     if recorder is not None:
         stack.callback(recorder.close)

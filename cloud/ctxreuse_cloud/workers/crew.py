@@ -48,7 +48,7 @@ class Workers:
         rng: random.Random | None = None,
     ) -> None:
         threads = engine.threads or max(1, (os.cpu_count() or 1) // max(1, count))
-        settings = Open(engine.model, engine.dtype, threads, engine.chunk, store, logs.format, logs.level)
+        settings = Open(engine.model, engine.dtype, threads, engine.chunk, engine.whole, store, logs.format, logs.level)
         self._lock = threading.Lock()
         self._settled = threading.Condition()
         self._max_waiting, self._on_open = max_waiting, on_open

@@ -55,6 +55,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     dtype: str
     threads: int
     chunk: int
+    whole: bool
     store: str
     log_format: str
     log_level: str

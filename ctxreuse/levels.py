@@ -6,7 +6,8 @@
     exact+rans                the same, packed without loss
     kl-0.01@0123456789abcdef  lossy: coded by the card with that digest, which aims at a KL of 0.01 nats
     kl-0.05>kl-0.01@…         what turns the first of two levels into the second: no block by itself
-    approx~kl-0.05            raw numbers that were computed on top of lossy ones, the worst of which was kl-0.05
+    approx~kl-0.05            raw numbers that were computed on top of lossy ones, the worst of which was kl-0.05, or
+                              moved from another position, which was measured to cost so much
 
 A permission is the name of the worst level that is allowed, without a card (``kl-0.01``); None allows exact ones only.
 """
@@ -19,7 +20,20 @@ from functools import lru_cache
 
 from ctxreuse.errors import ConfigError
 
-__all__ = ["EXACT", "PACKED", "approx", "check_lossy", "damage", "fits", "is_exact", "is_raw", "rank", "short", "worst"]
+__all__ = [
+    "EXACT",
+    "PACKED",
+    "approx",
+    "check_lossy",
+    "damage",
+    "fits",
+    "is_approx",
+    "is_exact",
+    "is_raw",
+    "rank",
+    "short",
+    "worst",
+]
 
 EXACT, PACKED = "exact", "exact+rans"
 
@@ -47,6 +61,11 @@ def is_exact(level: str) -> bool:
 def is_raw(level: str) -> bool:
     """True if the planes of such blocks are numbers as the engine keeps them."""
     return level == EXACT or level.startswith(_APPROX)
+
+
+def is_approx(level: str) -> bool:
+    """True for what was computed on top of something lossy, or moved."""
+    return level.startswith(_APPROX)
 
 
 def short(level: str) -> str:

@@ -137,6 +137,13 @@ class CostModel:
         load, compute = self.disk.seconds(held_nbytes), self.prefill.seconds(missing, held)
         return None if load is None or compute is None else load + compute
 
+    def moves(self, nbytes: int, lacking: int, left: int, held: int) -> bool:
+        """Whether moving ``nbytes`` of stored chunks, which leaves ``left`` of the ``lacking`` tokens behind the
+        ``held`` ones to compute, is predicted to beat computing all of them; yes while something is unknown."""
+        load, whole = self.disk.seconds(nbytes), self.prefill.seconds(lacking, held)
+        rest = self.prefill.seconds(left, held)
+        return load is None or whole is None or rest is None or load + rest < whole
+
     def meet(self, start: int, end: int, rate: float, lead: float) -> int | None:
         """How many tokens from ``start`` on to compute until the ends meet, if the link brings those before ``end``,
         the last first, at ``rate`` tokens/s after ``lead`` seconds. None if the engine's speed is unknown."""

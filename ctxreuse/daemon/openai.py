@@ -221,13 +221,18 @@ def parse(body: bytes, kind: type[T]) -> T:
 class PromptDetails(msgspec.Struct, frozen=True):
     """``cached_tokens`` were reused; ``sources``: all prompt tokens by where their KV came from. ``levels``: the reused
     ones by the level of their KV; ``approx``: something lossy is in what was answered from. ``missed``: why the first
-    whole block that had to be computed was ("": none had to); ``GET /api/why/ID`` says more."""
+    whole block that had to be computed was ("": none had to); ``GET /api/why/ID`` says more. ``moved``: of the reused
+    tokens those that stood elsewhere when they were computed; ``mended``: how many more were moved and computed again;
+    ``gate``: what was said of moving ("": there was nothing to move)."""
 
     cached_tokens: int = 0
     sources: dict[str, int] = {}
     levels: dict[str, int] = {}
     approx: bool = False
     missed: str = ""
+    moved: int = 0
+    mended: int = 0
+    gate: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -247,7 +252,16 @@ def usage_of(spent: Spent) -> Usage:
         spent.prompt_tokens,
         spent.completion_tokens,
         spent.prompt_tokens + spent.completion_tokens,
-        PromptDetails(spent.cached_tokens, sources, spent.by_level, spent.approx, spent.why or spent.missed),
+        PromptDetails(
+            spent.cached_tokens,
+            sources,
+            spent.by_level,
+            spent.approx,
+            spent.why or spent.missed,
+            spent.moved,
+            spent.mended,
+            spent.gate,
+        ),
     )
 
 

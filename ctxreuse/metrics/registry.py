@@ -45,6 +45,12 @@ class Spent(Protocol):
     @property
     def approx(self) -> bool: ...
     @property
+    def moved(self) -> int: ...
+    @property
+    def mended(self) -> int: ...
+    @property
+    def gate(self) -> str: ...
+    @property
     def completion_tokens(self) -> int: ...
     @property
     def missed(self) -> str: ...
@@ -127,6 +133,8 @@ class Metrics:
         self.add("ctxreuse_prompt_tokens_total", usage.prompt_tokens - usage.cached_tokens, "compute")
         for level, tokens in usage.by_level.items():
             self.add("ctxreuse_reused_tokens_total", tokens, how_kept(level))
+        self.add("ctxreuse_moved_tokens_total", usage.moved)
+        self.add("ctxreuse_mended_tokens_total", usage.mended)
         self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
         if usage.why or usage.missed:
             self.add("ctxreuse_misses_total", 1, usage.why or usage.missed)

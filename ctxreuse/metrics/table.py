@@ -58,6 +58,8 @@ _MISSES = Label(
         "refused",
         "lost",
         "running",
+        "gate",
+        "probe",
     ),
 )
 _REFUSALS = Label(
@@ -74,6 +76,7 @@ _FINISH = Label("finish", ("stop", "length", "stop_string", "cancelled", "error"
 _ROUTE = Label("route", ROUTES)
 _CLASS = Label("class", ("2xx", "3xx", "4xx", "5xx"))
 _STATE = Label("state", ("down", "up", "refused"))
+_VERDICT = Label("verdict", ("allowed", "exceeded", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
 _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
 _UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
@@ -85,6 +88,9 @@ METRICS = (
     Metric("ctxreuse_requests_total", "counter", "Requests that finished.", (_FINISH,)),
     Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by where their KV came from.", (_SOURCE,)),
     Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by how their KV was kept.", (_LEVEL,)),
+    Metric("ctxreuse_moved_tokens_total", "counter", "Prompt tokens reused at another position."),
+    Metric("ctxreuse_mended_tokens_total", "counter", "Moved tokens that were computed again."),
+    Metric("ctxreuse_gated_requests_total", "counter", "Prompts with chunks to move, by what the gate said.", (_VERDICT,)),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric("ctxreuse_missed_tokens_total", "counter", "Tokens of whole blocks computed, by reason.", (_MISSES,)),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Engine, Live, Logits
     from ctxreuse.store.base import Reader, WholeStore
 
-__all__ = ["OVERLAP_TOKENS", "Loaded", "SpoiledError", "load_prefix"]
+__all__ = ["OVERLAP_TOKENS", "Loaded", "SpoiledError", "decodes", "load_prefix"]
 
 #: Loading overlaps computing only if the computing is short: the store's read transaction, which keeps old pages alive,
 #: lasts as long as both. Computing 256 tokens takes several times as long as loading 2,048.
@@ -105,7 +105,7 @@ def _read(
             # A writer that names our space but lays its planes out otherwise: nothing of it may reach the engine.
             store.drop(key, missed := "foreign")
             break
-        if not (is_raw(level) or _decodes(engine, level)):
+        if not (is_raw(level) or decodes(engine, level)):
             missed = "card"  # it stays: the card may come, and others may have it
             break
         views.append(view)
@@ -116,14 +116,15 @@ def _read(
         if n:
             state = reader.state(keys[n - 1], ids[(n - 1) * size : n * size], space.digest)
             missed = missed or reader.missed
-            if state is not None and not (is_raw(state.header.level) or _decodes(engine, state.header.level)):
+            if state is not None and not (is_raw(state.header.level) or decodes(engine, state.header.level)):
                 state, missed = None, missed or "card"
         kept = n if state is not None else max(n - 1, 0)
         del views[kept:], sources[kept:]
     return views, state, {name: sources.count(name) * size for name in dict.fromkeys(sources)}, missed
 
 
-def _decodes(engine: Engine, level: str) -> bool:
+def decodes(engine: Engine, level: str) -> bool:
+    """True if the engine's codec can read blocks of a level that is not raw."""
     try:
         return engine.codec is not None and engine.codec.knows(level)
     except FormatError:

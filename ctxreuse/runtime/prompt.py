@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +14,12 @@ from ctxreuse.levels import fits, short
 from ctxreuse.runtime.advance import advance
 from ctxreuse.runtime.fetching import FetchFailedError, Fetching
 from ctxreuse.runtime.load import OVERLAP_TOKENS, SpoiledError, load_prefix
-from ctxreuse.runtime.usage import Prefilled, Usage
+from ctxreuse.runtime.spans import Spans, together, within, without
+from ctxreuse.runtime.usage import Lacking, Prefilled, Usage
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Live, Logits
+    from ctxreuse.runtime.anywhere import Moving
     from ctxreuse.runtime.runtime import Runtime
     from ctxreuse.store.base import WholeStore
 
@@ -58,7 +61,10 @@ class Prompt:
         lossy: str | None = None,
         parts: Sequence[int] = (),
     ) -> None:
-        self._lossy, self._parts = lossy, parts
+        self._lossy = lossy
+        # Whoever names them may be anybody.
+        self._parts = sorted({at for at in parts if 0 < at < len(ids)})
+        self._moving: Moving | None = None
         self._runtime, self._reserve, self._branches = runtime, reserve, branches
         self.ids = self._ids = ids
         self._fetching, self._clock = fetching, runtime.clock
@@ -96,6 +102,7 @@ class Prompt:
         if stored < most:
             missed = missed or "slow"
         self._points = keeping.points(store, self.keys, self._lossy)
+        self._moving = moving = runtime.anywhere.begin(store, ids, self._parts, self._lossy, cost)
 
         taken = runtime.pool.take(engine, ids, stored, self._lossy)
         self._observe = True
@@ -105,11 +112,14 @@ class Prompt:
             logits, sources = self._finish(live), {"device": reused}
             missed = missed or (_ABSENT if len(ids) - reused > size else "")
         else:
+            reused = 0
             live = engine.start(len(ids) + self._reserve)
             price = self._price("load" if stored else "recompute", stored, keeping.nbytes(stored))
             missed = missed or self._lacking(store, usable[stored // size :])
             if store is not None and stored:
                 overlap = self._fetching is None and len(ids) - stored <= OVERLAP_TOKENS
+                # Chunks are read from the store too, which one thread can do once at a time.
+                overlap = overlap and not (moving is not None and moving.look(stored))
                 self._observe = not overlap
                 keys = usable[: stored // size]
                 done = load_prefix(
@@ -121,7 +131,9 @@ class Prompt:
                     cost.disk.observe(keeping.nbytes(sum(sources.values())), loaded - started)
             else:
                 logits, sources = self._finish(live), {}
-        return self._result(live, logits, sources, missed, Times(began, started, loaded, waited), price)
+        result = self._result(live, logits, sources, missed, Times(began, started, loaded, waited), price)
+        runtime.storing.note(live, self._parts, reused, [(one.start, one.end) for one in result.computed])
+        return result
 
     def _lacking(self, store: WholeStore | None, keys: Sequence[bytes]) -> str:
         """Why the first of the blocks ``keys`` cannot be loaded; "" if there are none."""
@@ -144,6 +156,10 @@ class Prompt:
 
     def _compute(self, live: Live, stop: int, *, observe: bool = True) -> Logits:
         runtime, start, at = self._runtime, live.n, self._clock()
+        if self._moving is not None and observe and self._observe and stop == len(self._ids):
+            moved = self._moving.finish(live)
+            if moved is not None:
+                return moved
         stops = runtime.keeping.stops(live, self._points, self._branches)
         logits = advance(runtime.engine, live, self._ids[start:stop], stops)
         if runtime.cost is not None and observe and self._observe:
@@ -153,49 +169,65 @@ class Prompt:
     def _result(
         self, live: Live, logits: Logits, sources: dict[str, int], missed: str, times: Times, price: Price
     ) -> Prefilled:
-        now, fetching, ids = self._clock(), self._fetching, self._ids
+        now, fetching, moving, ids = self._clock(), self._fetching, self._moving, self._ids
         waited = 0.0
+        here: Spans = ((0, sum(sources.values())),)
         if fetching is not None:
             waited = fetching.waited - times.waited
             if fetching.tokens:
                 # A context of ours may have been cut back to the boundary where the fetched blocks begin.
-                local = {name: min(n, fetching.end - fetching.tokens) for name, n in sources.items()}
+                front = fetching.end - fetching.tokens
+                local = {name: min(n, front) for name, n in sources.items()}
+                here = ((0, sum(local.values())), (front, fetching.end))
                 sources = {**local, fetching.offer.source: fetching.tokens}
             size = self._runtime.engine.space.block_tokens
             whole = sum(sources.values()) >= (len(ids) - 1) // size * size
             missed = "" if whole else fetching.missed or missed or _ABSENT
+        if moving is not None and moving.spans:
+            here = together((*here, *moving.spans))
+            sources = dict(Counter(sources) + Counter(moving.sources))
+        computed = self._computed(without(((0, len(ids)),), here))
         usage = Usage(
             len(ids),
             sum(sources.values()),
             sources,
-            missed,
+            self._why(missed, computed),
             times.loaded - times.started,
             now - times.loaded - waited,
             seconds_fetch=fetching.waited if fetching is not None else 0.0,
             fetched_bytes=fetching.received if fetching is not None else 0,
-            by_level=self._levels(live, sources),
+            by_level=_levels(live, here),
             approx=leading(live.levels, None) < live.n,
+            moved=moving.moved if moving is not None else 0,
+            mended=moving.mended if moving is not None else 0,
+            gate=moving.said if moving is not None else "",
         )
-        if self._runtime.cost is not None:
+        if moving is not None and moving.word and self._runtime.metrics is not None:
+            self._runtime.metrics.add("ctxreuse_gated_requests_total", 1, moving.word)
+        if self._runtime.cost is not None and not usage.moved:
             self._record(self._runtime.cost, price, now - times.began)
-        reused = sum(sources.values())
-        computed = [(reused, len(ids))]
-        if fetching is not None and fetching.tokens:
-            end = fetching.end
-            computed = [(reused - fetching.tokens, end - fetching.tokens), (end, len(ids))]
         return Prefilled(live, logits, usage, computed)
 
-    def _levels(self, live: Live, sources: dict[str, int]) -> dict[str, int]:
-        """Reused tokens by level: those that were here before, and those that were fetched behind what was computed."""
-        fetched = self._fetching.tokens if self._fetching is not None else 0
-        spans = [(0, sum(sources.values()) - fetched)]
-        if self._fetching is not None and fetched:
-            spans.append((self._fetching.end - fetched, self._fetching.end))
-        found: dict[str, int] = {}
-        for start, end in spans:
-            for level, tokens in tokens_at(live.levels, start, end).items():
-                found[short(level)] = found.get(short(level), 0) + tokens
-        return found
+    def _computed(self, spans: Spans) -> list[Lacking]:
+        """The spans with what is known of why they were computed, cut where that changes."""
+        found: list[Lacking] = []
+        rest = spans
+        for reason, chunks in (self._moving.reasons if self._moving is not None else {}).items():
+            found += [Lacking(start, end, reason) for start, end in within(spans, chunks)]
+            rest = without(rest, chunks)
+        return sorted([*found, *(Lacking(start, end) for start, end in rest)])
+
+    def _why(self, missed: str, computed: Sequence[Lacking]) -> str:
+        """What to say of the first whole block that had to be computed; ``missed`` is true of the first that was not in
+        its place."""
+        if self._moving is None or not self._moving.said:
+            return missed
+        size = self._runtime.engine.space.block_tokens
+        last = (len(self._ids) - 1) // size
+        for start, end, reason in computed:
+            if start // size < min(last, end // size):
+                return reason or missed
+        return ""
 
     def _record(self, cost: CostModel, price: Price, seconds: float) -> None:
         fetching = self._fetching
@@ -205,3 +237,12 @@ class Prompt:
         decision, took = fetching.decision, fetching.way if fetching.tokens else "recompute"
         real = fetching.prepared + seconds
         cost.log.add(Record(decision.way, took, price.lacked, decision.predicted, real, fetching.offer.peer))
+
+
+def _levels(live: Live, spans: Spans) -> dict[str, int]:
+    """Reused tokens by level, where ``spans`` are those that were not computed now."""
+    found: dict[str, int] = {}
+    for start, end in spans:
+        for level, tokens in tokens_at(live.levels, start, end).items():
+            found[short(level)] = found.get(short(level), 0) + tokens
+    return found

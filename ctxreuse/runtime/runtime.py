@@ -22,6 +22,7 @@ from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, Store
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
 from ctxreuse.pauses import kind_of
+from ctxreuse.runtime.anywhere import Anywhere
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
 from ctxreuse.runtime.keeping import Keeping
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
     from ctxreuse.pauses import Kind
+    from ctxreuse.reuse import Gate
     from ctxreuse.runtime.recording import Recorder
     from ctxreuse.runtime.remote import Remote
     from ctxreuse.store.base import WholeStore
@@ -64,6 +66,9 @@ class Runtime:
     (default: in memory). ``recorder``: where requests are recorded as hashes and counts; it stays the caller's to close
     (default: nowhere).
 
+    ``gate``: what has been measured of moving KV to other positions (default: the chunk card on this user's shelf, as
+    soon as there is one).
+
     ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
     ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
     """
@@ -84,6 +89,7 @@ class Runtime:
         requests: RequestBook | None = None,
         recorder: Recorder | None = None,
         states: StatePolicy | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.requests = requests if requests is not None else RequestBook()
         self.engine, self.store, self.tenant = engine, store, tenant
@@ -93,10 +99,11 @@ class Runtime:
         self.pool = LivePool(live_bytes)
         self.waiting = Waiting(self.pool, store, self.keys, clock, self._paused)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
-        self._storing = Storing(engine, self.keeping, self.keys)
         self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
+        self.anywhere = Anywhere(engine, self._salt, gate)
+        self.storing = Storing(engine, self.keeping, self.keys, self._salt)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
         if store is not None and engine.codec is not None:
             store.adopt(engine.codec)
@@ -107,10 +114,13 @@ class Runtime:
         return prefix_keys(space.digest, self._salt, as_tokens(tokens), space.block_tokens)
 
     def permit(self, lossy: str | None) -> None:
-        """Raises ConfigError, saying what to do, unless ``lossy`` is None or a level that there is a card for."""
+        """Raises ConfigError, saying what to do, unless ``lossy`` is None or a level that there is a card for: one that
+        names it, or a chunk card, by which any level says how far moved KV may be off."""
         if lossy is None:
             return
         check_lossy(lossy)
+        if self.anywhere.gate.card is not None:
+            return
         if self.engine.codec is None:
             raise ConfigError("this engine has no codec", fix="Leave lossy= out: only exact KV can be reused")
         self.engine.codec.info(lossy)
@@ -149,7 +159,7 @@ class Runtime:
                 done = prompt.bring()
             if fetching is not None and fetching.tokens:
                 late = fetching.late() if self.store is not None else None
-                self._storing.arrivals.note(done.live, fetching.views, late)
+                self.storing.arrivals.note(done.live, fetching.views, late)
             self._note(done, prompt, about, lossy)
             done.recorded = recorded
             return done
@@ -244,7 +254,9 @@ class Runtime:
         ``lossy``: at which levels the store may keep them.
         """
         with self.compute:
-            keys = self._storing.keep(self.store, live, lossy)
+            keys = self.storing.keep(self.store, live, lossy)
+        if self.store is not None:
+            self.storing.index(self.store, live, keys)
         self.requests.kept(live, live.tokens, keys)
         self.pool.put(live)
 
@@ -289,7 +301,7 @@ class Runtime:
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
-        self._storing.close()
+        self.storing.close()
         self.pool.clear()
 
     def calibrate(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
+from ctxreuse.engines.moving import MovedLive
 from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT, Tokens
+from ctxreuse.levels import is_approx
+from ctxreuse.reuse import record
 from ctxreuse.runtime.arrivals import Arrivals, sealed
 from ctxreuse.runtime.keeping import Keeping
 from ctxreuse.runtime.refining import Refining
+from ctxreuse.runtime.spans import Spans, together, within, without
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,22 +31,71 @@ __all__ = ["Storing"]
 
 # Seconds to wait for a full queue of writes: at 0.1 GB/s the default queue of 256 MiB is empty in three.
 _PATIENCE = 10.0
+#: Computed tokens hang on the moved ones before them, which are stored once more for their sake. That is worth it for
+#: at least so many computed ones in a row, and if the moved ones are at most so many times as many.
+_WORTH, _TIMES = 64, 8
+
+
+_EVER = 1 << 62
+
+
+class _Noted(NamedTuple):
+    """Where parts of a context's prompt end, how much of it an earlier request of the same context has noted, and which
+    spans of it were computed now."""
+
+    parts: tuple[int, ...]
+    since: int
+    computed: Spans
 
 
 class Storing:
     """One runtime's way into its store. `keep` is called by the thread that holds the runtime's compute lock."""
 
-    def __init__(self, engine: Engine, keeping: Keeping, keys: Callable[[Tokens], list[bytes]]) -> None:
-        self._engine, self._keeping, self._keys = engine, keeping, keys
+    def __init__(
+        self, engine: Engine, keeping: Keeping, keys: Callable[[Tokens], list[bytes]], salt: bytes = b""
+    ) -> None:
+        self._engine, self._keeping, self._keys, self._salt = engine, keeping, keys, salt
+        self._lock = threading.Lock()
+        self._noted: WeakKeyDictionary[Live, _Noted] = WeakKeyDictionary()
         #: What came encoded from elsewhere is stored as it came.
         self.arrivals = Arrivals()
         self._refining = Refining()
 
+    def note(self, live: Live, parts: Sequence[int], since: int, computed: Sequence[tuple[int, int]]) -> None:
+        """A prompt was brought into ``live``: its ``parts``, its leading tokens that were in memory already, and the
+        spans that were ``computed``."""
+        with self._lock:
+            self._noted[live] = _Noted(tuple(parts), since, together((*computed, (live.n, _EVER))))
+
+    def index(self, store: WholeStore, live: Live, keys: Sequence[bytes]) -> None:
+        """Note where the chunks of a context lie, whose blocks ``keys`` were put, so that other prompts find them."""
+        with self._lock:
+            noted = self._noted.pop(live, None)
+        if noted is None:
+            return
+        # An approximate block that was loaded may hold rows that were moved when it was made.
+        loaded = without([(run.start, run.end) for run in live.levels if is_approx(run.level)], noted.computed)
+        known = without(((0, live.n),), (*_moved(live), *loaded))
+        record(store.chunks, self._salt, self._engine.space, live.tokens, keys, known, noted.parts, noted.since)
+
+    def _offered(self, live: Live) -> int:
+        """Tokens of a context, from its beginning, that are worth storing: what holds nothing but moved rows is held
+        elsewhere."""
+        moved = _moved(live)
+        if not moved:
+            return live.n
+        stop = 0
+        for start, end in without(((0, live.n),), moved):
+            copied = sum(b - a for a, b in within(moved, ((stop, end),)))
+            if end - start >= _WORTH and copied <= _TIMES * (end - stop - copied):
+                stop = end
+        return stop
+
     def keep(self, store: WholeStore | None, live: Live, lossy: str | None) -> list[bytes]:
         """Offer the store the whole blocks and states of ``live`` that it lacks; stop at the first refusal. Returns the
-        keys of all of them."""
+        keys of all that are worth it."""
         engine, size = self._engine, self._engine.space.block_tokens
-        keys = self._keys(live.tokens)
+        keys = self._keys(live.tokens)[: -(-self._offered(live) // size)]
         if store is None:
             return keys
         arrived = self.arrivals.take(live)
@@ -76,6 +131,10 @@ class Storing:
     def close(self) -> None:
         """Stop waiting for refinements."""
         self._refining.close()
+
+
+def _moved(live: Live) -> Spans:
+    return live.moved if isinstance(live, MovedLive) else ()
 
 
 def _put_later(store: WholeStore, key: bytes, data: npt.NDArray[np.uint8], lossy: str | None) -> bool:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Live, Logits
 
-__all__ = ["Prefilled", "Usage"]
+__all__ = ["Lacking", "Prefilled", "Usage"]
+
+
+class Lacking(NamedTuple):
+    """Tokens ``start`` to ``end`` of a prompt were computed, because of ``reason`` if that is known already: ``gate``,
+    ``probe`` or ``slow``, where they were found at another position (see `ctxreuse.why.reasons`)."""
+
+    start: int
+    end: int
+    reason: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -66,6 +75,6 @@ class Prefilled:
 
     __slots__ = ("computed", "live", "logits", "recorded", "usage")
 
-    def __init__(self, live: Live, logits: Logits, usage: Usage, computed: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, live: Live, logits: Logits, usage: Usage, computed: Sequence[Lacking] = ()) -> None:
         self.live, self.logits, self.usage, self.computed = live, logits, usage, computed
         self.recorded = -1

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -33,6 +33,17 @@ FILE = "requests.journal"
 _LIMIT = 16 << 20
 _SEEN = 1 << 16
 _MARKS = 4096
+
+
+class Computed(Protocol):
+    """Tokens of a prompt that were computed; ``reason``: why, if that is known already, else ""."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
 
 
 class RequestBook:
@@ -86,7 +97,7 @@ class RequestBook:
         ids: Tokens,
         keys: Sequence[bytes],
         usage: Spent,
-        computed: Sequence[tuple[int, int]],
+        computed: Sequence[Computed],
         *,
         space: ModelSpace,
         salt: bytes,
@@ -102,7 +113,7 @@ class RequestBook:
         said, size, now = about or About(), space.block_tokens, self._clock()
         name = said.request or f"req-{os.urandom(12).hex()}"
         last = (len(ids) - 1) // size
-        first = next((s // size for s, e in computed if s // size < min(last, e // size)), -1)
+        first = next((c.start // size for c in computed if c.start // size < min(last, c.end // size)), -1)
         tenant = self.tenant(salt)
         mark = self._hash(ids[:size].tobytes()) if len(ids) >= size else b""
         opening = self._hash(said.opening[: 1 << 14].encode("utf-8", "surrogatepass")) if said.opening else b""
@@ -110,8 +121,9 @@ class RequestBook:
             why = self._reason(keys, first, usage.missed, gone, (tenant, space.digest, mark, opening))
             entry = Entry(
                 name, said.alias, said.session, now, tenant, space.digest, size, len(ids), usage.cached_tokens,
-                usage.by_source, why, lossy, said.parts, tuple(Lack(s, e, "") for s, e in computed if e > s), mark,
-                opening,
+                usage.by_source, why, lossy, said.parts,
+                tuple(Lack(c.start, c.end, c.reason) for c in computed if c.end > c.start), mark, opening,
+                moved=usage.moved, mended=usage.mended, gate=usage.gate,
             )  # fmt: skip
             entry.keys = b"".join([key[:SHORT] for key in keys])
             if self.texts:

@@ -30,14 +30,14 @@ def shared_blocks(one: Entry, two: Entry) -> int:
 def lacks_of(
     entry: Entry, gone: Callable[[bytes], Gone | None], seen: Mapping[bytes, float], beside: int
 ) -> tuple[Lack, ...]:
-    """The runs that an entry had computed, cut where the reason changes.
+    """The runs that an entry had computed, cut where the reason changes; what had a reason already keeps it.
 
     ``gone``: how a block left last; ``seen``: when keys were first computed; ``beside``: leading blocks that
     another request was computing meanwhile.
     """
     found: list[Lack] = []
     for run in entry.lacks:
-        found += _run(entry, run.start, run.end, gone, seen, beside)
+        found += [run] if run.reason else _run(entry, run.start, run.end, gone, seen, beside)
     return tuple(found)
 
 

@@ -27,7 +27,9 @@ REASONS = {
     "state": "their blocks are held, but not the state at this position from which the model could go on",
     "level": "they are held at a level that this request does not allow",
     "card": "they are held in a code whose card is not here",
-    "slow": "they are held, and reading them from this disk would take longer than computing them",
+    "slow": "they are held, and reading them would take longer than computing them",
+    "gate": "they are held at another position, and this request does not allow what moving them is measured to cost",
+    "probe": "they are held at another position, and deviated there by more than has been measured to be harmless",
     "link": "the link to the node that holds them was cut or became too slow",
     "audit": "the node that sent them sent what is wrong",
     "corrupt": "what was held was damaged, and was dropped",
@@ -71,6 +73,7 @@ _ADVICE = {
     "state": "Say where contexts branch (branches=), so that states are kept there.",
     "level": "Allow a level (lossy=), or keep it exact (store.level).",
     "card": "Get the card of that level: see `ctxreuse codec ls` and `ctxreuse calibrate`.",
+    "gate": "Allow a worse level (lossy=), or measure the model: `ctxreuse calibrate NAME --chunks`.",
     "link": "Look at the link: ctxreuse_link_bytes_per_second.",
     "unreadable": "Look at the disk and at the log.",
     "no store": "Open a store: KV then outlives the engine's memory.",
@@ -107,6 +110,10 @@ def say(
     """The whole explanation as plain sentences, one a line."""
     held = ", ".join(f"{tokens:,} from {source}" for source, tokens in entry.by_source.items() if tokens)
     lines = [f"{entry.cached:,} of {entry.tokens:,} prompt tokens were reused{f' ({held})' if held else ''}."]
+    if entry.gate:
+        again = f", and computed {entry.mended:,} more of them again" if entry.mended else ""
+        moving = f"Moved {entry.moved:,} of these from other positions{again}" if entry.moved else "None were moved"
+        lines.append(f"{moving} ({entry.gate}).")
     if not reason:
         lines.append("Nothing was missed: the rest does not fill a block, or is the last token.")
     for span in spans:

@@ -54,7 +54,8 @@ class Entry(msgspec.Struct, array_like=True, tag="request"):
     """One request. ``keys``: the first 8 bytes of each of its prefix keys, answer included; ``ids``: all token ids,
     little-endian int32, or nothing where texts are not kept; ``mark`` and ``opening``: keyed hashes of its first
     block's ids and of its first part's text, which are the same in all model spaces and for all tenants. ``tenant``: a
-    hash. ``at``: seconds since 1970. ``unit``: tokens of a block."""
+    hash. ``at``: seconds since 1970. ``unit``: tokens of a block. ``moved``, ``mended``, ``gate``: see
+    `ctxreuse.runtime.Usage`."""
 
     request: str
     alias: str
@@ -74,6 +75,9 @@ class Entry(msgspec.Struct, array_like=True, tag="request"):
     opening: bytes
     keys: bytes = b""
     ids: bytes = b""
+    moved: int = 0
+    mended: int = 0
+    gate: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +134,8 @@ def _fault(entry: Entry) -> str:
         return "spans out of order"
     if len(entry.keys) % SHORT or len(entry.ids) % 4 or {len(entry.mark), len(entry.opening)} - {0, SHORT}:
         return "keys or ids of another size"
+    if min(entry.moved, entry.mended) < 0 or entry.moved > entry.cached:
+        return "more moved than reused"
     if entry.ids and (len(entry.ids) < 4 * n or int(entry.numbers.min()) < 0):
         return "ids that are none"
     if any(not math.isfinite(lack.at) for lack in entry.lacks):

@@ -17,6 +17,7 @@ from ctxreuse.model import LayerSpec, ModelSpace
 from ctxreuse.store.gone import Gone, GoneBook
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.why import FILE, REASONS, About, Part, RequestBook, explain, read_requests
+from ctxreuse.why.records import Lack
 
 SPACE = ModelSpace("w", "tiny", "t", "float32", (LayerSpec("full", 1, 4, 4),), "{}", 1000, 4096, 16)
 SALT = tenant_salt("a")
@@ -26,6 +27,8 @@ class Spent:
     def __init__(self, tokens: int, cached: int, missed: str) -> None:
         self.prompt_tokens, self.cached_tokens, self.missed = tokens, cached, missed
         self.by_source = {"disk": cached} if cached else {}
+        self.moved = self.mended = 0
+        self.gate = ""
 
 
 class Context:
@@ -53,7 +56,7 @@ def ask(
     keys = prefix_keys(space.digest, salt, ids, space.block_tokens)
     spent = Spent(len(ids), cached, missed)
     name, why = book.note(
-        about, ids, keys, spent, [(cached, len(ids))], space=space, salt=salt, lossy=None, live=live, gone=gone
+        about, ids, keys, spent, [Lack(cached, len(ids), "")], space=space, salt=salt, lossy=None, live=live, gone=gone
     )
     if keep:
         whole = ids_of(text + answer)

@@ -1,0 +1,269 @@
+"""Chunks of a prompt that were computed elsewhere: found, allowed, moved, probed, repaired. What fails is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.engines.moving import Move, MoveError, Mover
+from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.keys import Tokens
+from ctxreuse.levels import approx, is_exact, is_raw, rank
+from ctxreuse.reuse import ChunkShelf, Gate, Kind, Run, Verdict, forget, parse, plan, read
+from ctxreuse.reuse.probes import deviation, probe_rows
+from ctxreuse.runtime.load import decodes
+from ctxreuse.runtime.spans import Spans, rows_of, within, without
+
+if TYPE_CHECKING:
+    from ctxreuse.cost import CostModel
+    from ctxreuse.engines.base import Engine, Live, Logits
+    from ctxreuse.reuse.policies import Role
+    from ctxreuse.store.base import Reader, WholeStore
+
+__all__ = ["Anywhere", "Moving"]
+
+
+_BEHIND: set[Kind] = {"behind"}
+
+
+class Anywhere:
+    """One runtime's reuse at other positions. Any thread may call.
+
+    ``gate``: what has been measured of the model (None: the chunk card on this user's shelf, as soon as there is one).
+    """
+
+    def __init__(self, engine: Engine, salt: bytes, gate: Gate | None = None) -> None:
+        self.engine, self.salt = engine, salt
+        self._given, self._lock = gate, threading.Lock()
+        self._shelf: ChunkShelf | None = None
+        self._found: tuple[tuple[int, int], Gate] | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """By what is known now: calibration may end while this runs."""
+        if self._given is not None:
+            return self._given
+        with self._lock:
+            space = self.engine.space
+            self._shelf = self._shelf or ChunkShelf()
+            try:
+                status = self._shelf.path(space).stat()
+                mark = status.st_mtime_ns, status.st_size
+            except OSError:
+                mark = 0, 0
+            if self._found is None or self._found[0] != mark:
+                self._found = mark, Gate(space, self._shelf.find(space) if mark[1] else None)
+            return self._found[1]
+
+    def begin(
+        self,
+        store: WholeStore | None,
+        ids: Tokens,
+        parts: Sequence[int],
+        lossy: str | None,
+        cost: CostModel | None,
+    ) -> Moving | None:
+        """For one prompt; None where nothing can be moved: exact KV is asked for, or there is no store."""
+        if store is None or lossy is None or not isinstance(self.engine, Mover):
+            return None
+        return Moving(self, self.engine, store, ids, parts, lossy, cost)
+
+
+class _Placed(NamedTuple):
+    """Positions ``start`` to ``end`` were moved there from a tier of the store."""
+
+    start: int
+    end: int
+    source: str
+
+
+class Moving:
+    """One attempt at one prompt. Used by the thread that holds the runtime's compute lock.
+
+    `look` says what can be moved behind a position, `finish` does it. ``said``: what there is to tell people; ``runs``:
+    what will be moved, or was; ``reasons``: spans that were found and are computed all the same, by reason.
+    """
+
+    def __init__(
+        self,
+        anywhere: Anywhere,
+        engine: Mover,
+        store: WholeStore,
+        ids: Tokens,
+        parts: Sequence[int],
+        lossy: str,
+        cost: CostModel | None,
+    ) -> None:
+        self._anywhere, self._engine, self._mover = anywhere, anywhere.engine, engine
+        self._store, self._ids, self._parts, self._lossy, self._cost = store, ids, parts, lossy, cost
+        self._gate = anywhere.gate
+        self._start = -1
+        self._verdict: Verdict | None = None
+        self._placed: list[_Placed] = []
+        self.said, self.moved, self.mended = "", 0, 0
+        self.runs: list[Run] = []
+        self.spans: Spans = ()
+        self.reasons: dict[str, Spans] = {}
+        self.sources: dict[str, int] = {}
+
+    def look(self, start: int) -> bool:
+        """Plan what to move behind the ``start`` tokens that are there; False if nothing is. Raises StoreError."""
+        space = self._engine.space
+        self._start, self.said, self.reasons = start, "", {}
+        found = plan(self._store, self._anywhere.salt, space, self._ids, start, self._parts, self._lossy)
+        self.runs = self._allowed(found) if found else []
+        return bool(self.runs)
+
+    def _allowed(self, runs: list[Run]) -> list[Run]:
+        """Those of the runs that the gate lets through and that are predicted to pay."""
+        kinds: set[Kind] = {run.kind for run in runs}
+        verdict = self._gate.decide(self._lossy, kinds)
+        if not verdict.allowed and len(kinds) > 1:
+            # Runs that hold another prompt's head move worst; without them the others may do.
+            some = self._gate.decide(self._lossy, _BEHIND)
+            if some.allowed:
+                verdict, kinds = some, _BEHIND
+        self._verdict, self.said = verdict, verdict.reason
+        limits = self._gate.card.limits if self._gate.card is not None else {}
+        good = [run for run in runs if verdict.allowed and run.kind in kinds and run.kind in limits]
+        self._refuse("gate", [run for run in runs if run not in good])
+        if verdict.allowed and not good:
+            self.said = "refused: the model's moved rows cannot be probed, so nobody knows when they are wrong"
+        if good and not self._pays(good, verdict):
+            self._refuse("slow", good)
+            self.said, good = "refused: computing them is predicted to be quicker", []
+        return good
+
+    def _pays(self, runs: Sequence[Run], verdict: Verdict) -> bool:
+        if self._cost is None:
+            return True
+        space, tokens = self._engine.space, sum(run.end - run.start for run in runs)
+        mended = round(tokens * parse(verdict.repair).work(tokens, len(runs), len(space.layers)))
+        lacking = len(self._ids) - self._start
+        return self._cost.moves(tokens * space.token_nbytes, lacking, lacking - tokens + mended, self._start)
+
+    def _refuse(self, reason: str, runs: Sequence[Run]) -> None:
+        spans = tuple((run.start, run.end) for run in runs)
+        self.reasons[reason] = (*self.reasons.get(reason, ()), *spans)
+
+    @property
+    def word(self) -> str:
+        """What the gate decided, for counting: ``allowed``, ``exceeded`` (by probes), ``refused``; "": nothing."""
+        if not self.said:
+            return ""
+        return "refused" if not self.runs else "exceeded" if "probe" in self.reasons else "allowed"
+
+    def finish(self, live: Live) -> Logits | None:
+        """Bring ``live``, which holds a leading part of the prompt, to its end, with what can be moved there.
+
+        None, and no change, if that is nothing. Raises StoreError, and what `Mover.mend` raises.
+        """
+        if live.n != self._start:
+            self.look(live.n)
+        start = live.n
+        if not self._place(live):
+            return None
+        end = live.n
+        try:
+            rows = self._rows(live, start)
+        except EngineError as error:
+            if not self._engine.crop(live, start):
+                raise
+            self._refuse("gate", self.runs)
+            self.said, self.runs = f"refused: {error.what}", []
+            return None
+        logits = self._mover.mend(live, rows, self._ids[end:])
+        spans = tuple((run.start, run.end) for run in self.runs)
+        self.spans = within(spans, live.moved)  # type: ignore[attr-defined]  # a mover's context: `MovedLive`
+        self.moved = sum(b - a for a, b in self.spans)
+        self.mended = sum(b - a for a, b in spans) - self.moved
+        for source in dict.fromkeys(one.source for one in self._placed):
+            of = within(self.spans, [(one.start, one.end) for one in self._placed if one.source == source])
+            self.sources[source] = sum(b - a for a, b in of)
+        return logits
+
+    def _place(self, live: Live) -> bool:
+        """Move the runs into the context, without those that cannot be read (any more)."""
+        while self.runs:
+            with self._store.read(self._lossy) as reader:
+                moves, of = self._moves(reader)
+                if not moves:
+                    self.said = ""
+                    break
+                assert self._verdict is not None
+                levels = [approx(run.level) for run in self.runs if not is_exact(run.level)]
+                level = max([self._verdict.level, *levels], key=rank)
+                turned = parse(self._verdict.repair).turned
+                try:
+                    self._mover.place(live, self._ids[live.n : self.runs[-1].end], moves, level, turn=turned)
+                    return True
+                except MoveError as error:
+                    bad, key = of[error.index], error.key
+                except (EngineError, ConfigError) as error:
+                    self._refuse("gate", self.runs)
+                    self.said, self.runs = f"refused: {error.what}", []
+                    break
+                finally:
+                    moves.clear()
+            self._store.drop(key, "corrupt")
+            self._lose(bad)
+        return False
+
+    def _moves(self, reader: Reader) -> tuple[list[Move], list[Run]]:
+        """The moves of all runs that can be read, and the run that each belongs to."""
+        moves: list[Move] = []
+        of: list[Run] = []
+        self._placed = []
+        for run in list(self.runs):
+            pieces = read(reader, run, self._ids, self._engine.space)
+            if pieces is None:
+                self._lose(run)
+                continue
+            if not all(is_raw(one.view.header.level) or decodes(self._engine, one.view.header.level) for one in pieces):
+                self.runs.remove(run)  # the card may come: it stays known
+                continue
+            at = run.start
+            for view, row, count in pieces:
+                before = dict(reader.served)
+                # Proven already: this counts it as used, and says where it was.
+                reader.block(view.header.key, view.tokens, self._engine.space.digest)
+                source = next((name for name, n in reader.served.items() if n != before.get(name, 0)), "disk")
+                moves.append(Move(at, view, row, count))
+                of.append(run)
+                self._placed.append(_Placed(at, at + count, source))
+                at += count
+        return moves, of
+
+    def _lose(self, run: Run) -> None:
+        forget(self._store.chunks, run)
+        self.runs.remove(run)
+
+    def _rows(self, live: Live, start: int) -> Tokens:
+        """Positions to compute: gaps, runs whose probes deviate too much, and what the repair chooses of the others."""
+        assert self._gate.card is not None
+        assert self._verdict is not None
+        probes = [probe_rows(run) for run in self.runs]
+        far, size = self._mover.deviations(live, np.concatenate(probes), self._gate.card.probe_layer, "v")
+        at, good = 0, []
+        for run, rows in zip(self.runs, probes):
+            part = slice(at, at + len(rows))
+            at += len(rows)
+            if not self._gate.exceeded(run.kind, deviation(far[part], size[part])):
+                good.append(run)
+        bad = [run for run in self.runs if run not in good]
+        if bad:
+            self._refuse("probe", bad)
+            self.said += f"; {len(bad)} of {len(self.runs)} runs computed, as their probes deviate too much"
+
+        def deviations(rows: Tokens, layer: int, role: Role) -> npt.NDArray[np.float32]:
+            return self._mover.deviations(live, rows, layer, role)[0]
+
+        moved = tuple((run.start, run.end) for run in good)
+        most = sum(b - a for a, b in moved)
+        repaired = parse(self._verdict.repair).rows(good, most, deviations) if good else np.zeros(0, "<i4")
+        computed = rows_of(without(((start, live.n),), moved))
+        return np.union1d(computed, repaired).astype("<i4")

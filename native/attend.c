@@ -78,7 +78,7 @@ static void lay_out(arena *a, work *w, size_t rows, size_t dim) {
     w->s = cut(a, rows * CTX_ATTEND_TILE, sizeof(float));
     w->low = cut(a, rows, sizeof(size_t));
     w->high = cut(a, rows, sizeof(size_t));
-    w->room = cut(a, ctx_attend_room(rows, dim), 1);
+    w->room = cut(a, ctx_attend_room(dim), 1);
 }
 
 /* ---- Who sees what ------------------------------------------------------------------------------------------------ */
@@ -146,12 +146,21 @@ static ctx_rows rows_of(const ctx_plane *p, size_t head, size_t row, size_t coun
     return t;
 }
 
+/* Bytes of `count` rows that stand end to end; 0 where they do not. */
+static size_t end_to_end(const ctx_plane *p, size_t dim, size_t count) {
+    static const size_t eighths[CTX_FORMATS] = {32, 16, 16, 8, 4};
+    return p->row == dim * eighths[p->format] / 8 ? count * p->row : 0;
+}
+
 static void tiles(const ctx_attend_kernels *k, const ctx_attention *a, const ctx_part *p, size_t head, size_t rows, size_t first,
                   size_t last, work *w) {
     for (size_t base = first; base < last; base += CTX_ATTEND_TILE) {
         const size_t count = last - base < CTX_ATTEND_TILE ? last - base : CTX_ATTEND_TILE;
         const size_t end = (count + CTX_ATTEND_STRIP - 1) / CTX_ATTEND_STRIP * CTX_ATTEND_STRIP;
-        const ctx_rows keys = rows_of(&p->k, head, base, count), values = rows_of(&p->v, head, base, count);
+        const size_t next = last - base - count < CTX_ATTEND_TILE ? last - base - count : CTX_ATTEND_TILE;
+        ctx_rows keys = rows_of(&p->k, head, base, count), values = rows_of(&p->v, head, base, count);
+        keys.ahead = values.at, keys.ahead_bytes = end_to_end(&p->v, a->dim, count);
+        values.ahead = keys.at + count * keys.step, values.ahead_bytes = end_to_end(&p->k, a->dim, next);
         k->scores(&w->asked, &keys, w->s, w->room);
         if (a->softcap > 0)
             for (size_t r = 0; r < rows; r++) k->cap(w->s + r * CTX_ATTEND_TILE, end, a->softcap);

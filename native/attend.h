@@ -86,11 +86,11 @@ typedef struct ctx_asked {
     int32_t *bias;      /* [rows, 2]: -128 times the sum of high, of low */
 } ctx_asked;
 
-/* Up to a tile of rows of one head. */
+/* Up to a tile of rows of one head; and what will be read after them, for the caches to fetch meanwhile. */
 typedef struct ctx_rows {
     ctx_format format;
-    const uint8_t *at, *scales, *lows;
-    size_t step, group_step, count;
+    const uint8_t *at, *scales, *lows, *ahead;
+    size_t step, group_step, count, ahead_bytes;
 } ctx_rows;
 
 typedef struct ctx_attend_kernels {
@@ -110,10 +110,9 @@ typedef struct ctx_attend_kernels {
     int (*quantise4)(uint8_t *codes, uint16_t *step, uint16_t *low, const float *x); /* one group */
 } ctx_attend_kernels;
 
-/* Bytes of `room`, which is aligned to 64. */
-static inline size_t ctx_attend_room(size_t rows, size_t dim) {
-    const size_t padded = (dim + 63) / 64 * 64;
-    return CTX_ATTEND_TILE * padded * sizeof(float) + 2 * CTX_ATTEND_TILE * (rows + 4) + 8 * (rows + 16);
+/* Bytes of `room`, which is aligned to 64: a decoded tile of V, and integer weights of four query rows. */
+static inline size_t ctx_attend_room(size_t dim) {
+    return CTX_ATTEND_TILE * ((dim + 63) / 64 * 64) * sizeof(float) + 4 * CTX_ATTEND_TILE * 8;
 }
 
 #endif

@@ -23,8 +23,10 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 BENCHES = {
     "agents": "ctxreuse.bench.agents",
     "bus": "ctxreuse.bench.bus",
+    "chunks": "ctxreuse.bench.chunks",
     "codec": "ctxreuse.bench.codec",
     "cost": "ctxreuse.bench.cost",
+    "decay": "ctxreuse.bench.decay",
     "evict": "ctxreuse.bench.evict",
     "fetch": "ctxreuse.bench.fetch",
     "fork": "ctxreuse.bench.fork",
@@ -38,6 +40,7 @@ BENCHES = {
     "pipeline": "ctxreuse.bench.pipeline",
     "policy": "ctxreuse.bench.policy",
     "proxy": "ctxreuse.bench.proxy",
+    "qa": "ctxreuse.bench.qa",
     "rans": "ctxreuse.bench.rans",
     "resume": "ctxreuse.bench.resume",
     "reuse": "ctxreuse.bench.reuse",

@@ -66,20 +66,20 @@ class Questions(NamedTuple):
     real: bool
 
 
-def _rows(name: str) -> Iterator[dict[str, Any]] | None:
-    """The rows of a trace; None if it is not here. Raises ConfigError for a file that is damaged."""
+def _rows(name: str, *fields: str) -> Iterator[dict[str, Any]] | None:
+    """The rows of a trace, each with these fields; None if it is not here. Raises ConfigError for a damaged file."""
     folder = os.environ.get("CTXREUSE_TRACES", "")
     path = Path(folder) / name
-    return _read(path) if folder and path.is_file() else None
+    return _read(path, fields) if folder and path.is_file() else None
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         with lzma.open(path, "rt", encoding="utf-8") as lines:
             for line in lines:
                 row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError("a line is no JSON object")
+                if not isinstance(row, dict) or not row.keys() >= set(fields):
+                    raise ValueError(f"a line is no JSON object with {', '.join(fields)}")
                 yield row
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise ConfigError(f"the trace cannot be read: {error}", where=str(path), fix="Fetch it again") from error
@@ -87,7 +87,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
 
 def long_texts() -> Corpus:
     """Texts of many thousand tokens: articles and meetings, else what every Python brings along."""
-    articles, meetings = _rows(_ARTICLES), _rows(_MEETINGS)
+    articles, meetings = _rows(_ARTICLES, "text"), _rows(_MEETINGS, "meeting_transcripts")
     if articles is None or meetings is None:
         from ctxreuse.calibrate.texts import default_texts
 
@@ -105,7 +105,7 @@ def _spoken(row: dict[str, Any]) -> str:
 
 def pool(count: int) -> Corpus:
     """Up to ``count`` documents of some hundred tokens, each of its own."""
-    rows = _rows(_TRANSCRIPTS)
+    rows = _rows(_TRANSCRIPTS, "text")
     if rows is None:
         return Corpus([_firm(Random(i), i)[0] for i in range(count)], "made-up documents", False)
     texts = [str(row["text"]) for row in rows]
@@ -115,7 +115,7 @@ def pool(count: int) -> Corpus:
 
 def questions(longest: int = 1_200) -> Questions:
     """Documents of at most ``longest`` characters with questions about single facts in them."""
-    chats, asked = _rows(_CHATS), _rows(_ASKED)
+    chats, asked = _rows(_CHATS, "doc", "text"), _rows(_ASKED, "question", "answer", "evidence", "type")
     if chats is None or asked is None:
         return facts(32)
     held: dict[str, int] = {}

@@ -47,6 +47,7 @@ def test_ls_names_every_bench_module(run: Any) -> None:
         "__init__",
         "children",
         "corpus",
+        "library",
         "cuda",
         "hybrid",
         "measure",

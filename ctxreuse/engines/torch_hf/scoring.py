@@ -36,6 +36,17 @@ class Scores:
         self._nll = -float(self._log.gather(1, following[:, None]).mean())
         self._following = following
 
+    @property
+    def nll(self) -> float:
+        """Nats a token by which the text that follows was unexpected, mean over the positions."""
+        return self._nll
+
+    @property
+    @inference
+    def right(self) -> float:
+        """Share of positions at which the token that follows was the most likely one."""
+        return float((self._log.argmax(-1) == self._following).double().mean())
+
     @inference
     def against(self, exact: Scores) -> Fidelity:
         """What these scores differ from ``exact`` ones of the same text and positions."""

@@ -1,0 +1,157 @@
+"""Questions over reused documents: what the gate's settings do to the answer that is known to be right (live).
+
+Each question comes behind the document that answers it and four others, in an order in which no earlier prompt had
+them. The right answer is fed token by token: how unexpected it is to the model (nats a token), and at how many of its
+tokens it was the first choice, after full prefill and at each permission. With CTXREUSE_TRACES: questions about single
+facts in chats (LiHua-World), without it about made-up firms. ``--model``: another model than SmolLM2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from ctxreuse.bench.corpus import Question, Questions, facts, questions
+from ctxreuse.bench.library import DEFAULT, Library, a_library, model_for
+from ctxreuse.bench.measure import Options
+from ctxreuse.bench.report import Figure
+from ctxreuse.engines.prompt import Prompted
+from ctxreuse.keys import Tokens
+
+__all__ = ["FULL", "OPTIONS", "Told", "figures", "run"]
+
+OPTIONS = ("model",)
+_MODEL = "smollm2"
+FULL = "full prefill"
+#: Permissions, besides the usual one.
+_GATES = ("kl-0.03", DEFAULT, "kl-0.1")
+_QUESTIONS, _DOCUMENTS = 80, 5
+#: Percent of the likelihood, and of the tokens, that the usual gate may lose.
+_LOST = 1.0
+
+
+class Told(NamedTuple):
+    """One right answer under one setting.
+
+    ``tokens``: of the answer; ``nll``: nats a token; ``right``: share of first choices; ``seconds``: to the first
+    logits; ``moved`` of ``prompt`` tokens stood elsewhere before.
+    """
+
+    tokens: int
+    nll: float
+    right: float
+    seconds: float
+    prompt: int
+    moved: int
+    gate: str
+
+
+def run(options: Options) -> list[Figure]:
+    """Likelihood and first choices at each setting, and what the usual one loses."""
+    engine = model_for(options.model or _MODEL, options)
+    asked = facts(6) if options.quick else questions()
+    with a_library(engine, options) as library:
+        told = _told(library, asked, options.pick(2, _QUESTIONS), options)
+    return figures(told, asked.source, bars=asked.real and not options.quick)
+
+
+def _told(library: Library, asked: Questions, count: int, options: Options) -> dict[str, list[Told]]:
+    rng = Random(11)
+    chosen = _spread(asked.questions, count)
+    held = list(dict.fromkeys(question.document for question in chosen))
+    for at in range(0, len(held), _DOCUMENTS):
+        options.step("earlier prompts", at, len(held))
+        some = [asked.documents[i] for i in held[at : at + _DOCUMENTS]]
+        done = library.ask(library.prompt(some, "What is this about?"), None).done
+        library.keep(done, None)
+        del done
+    told: dict[str, list[Told]] = {name: [] for name in (FULL, *_GATES)}
+    for number, question in enumerate(chosen):
+        options.step("questions", number, len(chosen))
+        others = [i for i in held if i != question.document]
+        order = [question.document, *rng.sample(others, min(_DOCUMENTS - 1, len(others)))]
+        rng.shuffle(order)
+        prompted = library.prompt([asked.documents[i] for i in order], question.question)
+        answer = library.text.encode(question.answer, markers=False)
+        # The prompt's last token is scored with the answer, whose first token it predicts.
+        rest = np.concatenate([prompted.ids[-1:], answer]).astype("<i4")
+        shorter = prompted._replace(ids=prompted.ids[:-1])
+        for name in told:
+            told[name].append(_one(library, shorter, rest, name))
+    return told
+
+
+def _spread(asked: Sequence[Question], count: int) -> list[Question]:
+    """Evenly over all of them: neighbours are about one document."""
+    return list(asked[:: max(1, len(asked) // count)])[:count]
+
+
+def _one(library: Library, prompted: Prompted, rest: Tokens, name: str) -> Told:
+    from ctxreuse.engines.torch_hf.live import TorchLive
+    from ctxreuse.engines.torch_hf.scoring import score
+
+    engine, ids = library.engine, prompted.ids
+    if name == FULL:
+        live, began = engine.start(len(ids) + len(rest)), time.perf_counter()
+        engine.prefill(live, ids)
+        seconds, moved, gate = time.perf_counter() - began, 0, ""
+    else:
+        done, seconds = library.ask(prompted, name)
+        moved, gate = done.usage.moved, done.usage.gate
+        assert isinstance(done.live, TorchLive)
+        live = done.live
+    scores = score(engine, live, rest)
+    return Told(len(rest) - 1, scores.nll, scores.right, seconds, len(ids), moved, gate)
+
+
+def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> list[Figure]:
+    """Each setting against full prefill."""
+    full = told[FULL]
+    nll, right = _mean(full)
+    found = []
+    for name, answers in told.items():
+        lost, chosen = _mean(answers)
+        moved = sum(one.moved for one in answers) / sum(one.prompt for one in answers)
+        said = statistics.mode(one.gate for one in answers)
+        took, whole = (statistics.median(one.seconds for one in some) for some in (answers, full))
+        found.append(
+            Figure(
+                metric=f"right answer, {name}",
+                value=lost,
+                unit="nats a token",
+                baseline=None if name == FULL else nll,
+                better="lower",
+                note=f"first choice at {chosen:.1%} of {sum(one.tokens for one in answers)} tokens"
+                + (f", {source}" if name == FULL else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}"),
+            )
+        )
+    lost, chosen = _mean(told[DEFAULT])
+    found += [
+        Figure(
+            metric=f"likelihood lost at {DEFAULT}",
+            value=100 * (lost - nll) / nll,
+            unit="%",
+            better="lower",
+            bar=_LOST if bars else None,
+            note="nats of the right answer, more than after full prefill",
+        ),
+        Figure(
+            metric=f"first choices lost at {DEFAULT}",
+            value=100 * (right - chosen),
+            unit="% of tokens",
+            better="lower",
+            bar=_LOST if bars else None,
+        ),
+    ]
+    return found
+
+
+def _mean(told: Sequence[Told]) -> tuple[float, float]:
+    """Nats a token and share of first choices, over all tokens of all answers."""
+    tokens = sum(one.tokens for one in told)
+    return sum(one.tokens * one.nll for one in told) / tokens, sum(one.tokens * one.right for one in told) / tokens

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ctxreuse.levels import approx, damage
 from ctxreuse.model import ModelSpace
 from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
+
+if TYPE_CHECKING:
+    from ctxreuse.reuse.plan import Run
 
 __all__ = ["Gate", "Verdict"]
 
@@ -20,13 +23,15 @@ _STEPS: Final = 1000
 
 class Verdict(msgspec.Struct, frozen=True):
     """``allowed``: moved rows may be used, repaired by ``repair``, and then have the level ``level``; ``kl`` is the
-    measured bound behind that (nats a token). ``reason`` tells people what was decided, and what they can do."""
+    measured bound behind that (nats a token). ``reason`` tells people what was decided, and what they can do.
+    ``recomputed``: layer-tokens that the repair computes, as a share of those of the moved rows."""
 
     allowed: bool
     repair: str
     kl: float
     level: str
     reason: str
+    recomputed: float = 1.0
 
 
 class Gate:
@@ -66,7 +71,23 @@ class Gate:
         chosen = min(fitting, key=lambda one: (one.recomputed, one.kl_high))
         bound = _bound(chosen)
         level = approx(f"kl-{bound:.3f}")
-        return Verdict(True, chosen.repair, chosen.kl_high, level, f"kl-{bound:.3f} by {chosen.repair}")
+        return Verdict(
+            True, chosen.repair, chosen.kl_high, level, f"kl-{bound:.3f} by {chosen.repair}", chosen.recomputed
+        )
+
+    def admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
+        """The verdict on these runs, and those of them that may be moved: without the ones that stood at the head of
+        their prompts where these are not allowed, or would have more of the others computed than they save."""
+        verdict = self.decide(lossy, {run.kind for run in runs})
+        behind = [run for run in runs if run.kind == "behind"]
+        if not behind or len(behind) == len(runs):
+            return verdict, list(runs) if verdict.allowed else []
+        without = self.decide(lossy, {"behind"})
+        total, left = (sum(run.end - run.start for run in some) for some in (runs, behind))
+        dear = verdict.recomputed * total > without.recomputed * left + total - left
+        if without.allowed and (dear or not verdict.allowed):
+            return without, behind
+        return verdict, list(runs) if verdict.allowed else []
 
     def exceeded(self, kind: Kind, deviation: float) -> bool:
         """True if probe rows of a run deviate more than any did whose KL was measured: then it must be computed."""

@@ -148,7 +148,8 @@ def _tight(home: Home, size: int) -> Home:
 
 
 def _runs(places: Sequence[Sequence[_Place]], held: dict[bytes, Entry | None]) -> list[Run]:
-    """Of the places of each chunk those that make the longest runs."""
+    """Of the places of each chunk those that make the longest runs; one at the head of its prompt only if there is no
+    other, as it may need more repair than all others, or not be allowed at all."""
     # From the end on: to where a run goes that begins with this place.
     reach: list[list[int]] = [[] for _ in places]
     after: list[list[int | None]] = [[] for _ in places]
@@ -169,14 +170,16 @@ def _runs(places: Sequence[Sequence[_Place]], held: dict[bytes, Entry | None]) -
             continue
         chosen: int | None = min(
             range(len(places[i])),
-            key=lambda j: (-reach[i][j], places[i][j].home.first == 0, rank(places[i][j].level), j),
+            key=lambda j: (places[i][j].home.first == 0, -reach[i][j], rank(places[i][j].level), j),
         )
         chain: list[_Place] = []
         while chosen is not None:
             chain.append(places[i][chosen])
             chosen = after[i][chosen]
             i += 1
-        runs.append(_joined(chain))
+        # What follows the chunk at a prompt's head stood behind it, and is as good without it.
+        split = 1 if chain[0].home.first == 0 else 0
+        runs += [_joined(part) for part in (chain[:split], chain[split:]) if part]
     return runs
 
 

@@ -1,0 +1,270 @@
+"""What one prompt left behind is found from any other, proven, and forgotten when it is gone."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ctxreuse.reuse import Home, plan, read, record
+from ctxreuse.reuse.plan import SINK, WORTH
+from ctxreuse.store import open_store
+
+SYSTEM, QUESTION = (1, 70), (2, 20)
+
+
+@pytest.fixture
+def world(new_world):
+    return new_world(open_store(None))
+
+
+def covered(runs) -> int:
+    return sum(run.end - run.start for run in runs)
+
+
+def test_documents_are_found_in_any_order_and_number(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 200), (11, 150), (12, 300), QUESTION))
+    tokens, parts = prompt((3, 40), (12, 300), (10, 200), (4, 30))
+    done = world.ask(tokens, parts)
+    assert [(run.start, run.end, run.shift, run.kind) for run in done.runs] == [
+        (40, 340, 40 - 420, "behind"),
+        (340, 540, 340 - 70, "behind"),
+    ]
+    assert done.prefix == 0
+
+
+def test_a_document_without_marks_is_found_but_for_its_ends(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 600), (5, 100)))
+    tokens, _ = prompt((3, 90), (10, 600), (4, 50))
+    runs = world.plan(tokens)
+    assert len(runs) == 1
+    assert 600 - 2 * 100 < covered(runs) < 600
+
+
+def test_what_follows_a_document_in_two_prompts_is_one_run_of_the_right_one(world, prompt) -> None:
+    """Of several homes that is chosen whose prompt goes on as this one does."""
+    world.ask(*prompt(SYSTEM, (10, 100), (11, 100), QUESTION), lossy=None)
+    world.ask(*prompt((6, 33), (10, 100), (12, 100), QUESTION), lossy=None)
+    world.ask(*prompt((7, 50), (12, 100), (10, 100), QUESTION), lossy=None)
+    for second, came in ((11, 70), (12, 33)):
+        tokens, parts = prompt((3, 40), (10, 100), (second, 100), (4, 30))
+        runs = world.plan(tokens, 0, parts)
+        assert [(run.start, run.end, run.start - run.shift) for run in runs] == [(40, 240, came)]
+        assert len(runs[0].sources) == 1
+
+
+def test_a_home_behind_a_head_is_preferred(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 100), QUESTION), lossy=None)
+    world.ask(*prompt((10, 100), (8, 90)), lossy=None)
+    tokens, parts = prompt((3, 40), (10, 100), (4, 30))
+    assert [run.kind for run in world.plan(tokens, 0, parts)] == ["behind"]
+    tokens, parts = prompt((3, 40), (10, 100), (8, 90), (4, 30))  # also where the other is longer
+    found = [(run.kind, run.start, run.end, run.start - run.shift) for run in world.plan(tokens, 0, parts)]
+    assert found == [("behind", 40, 140, 70), ("behind", 140, 140 + 176 - 100, 100)]
+
+
+def test_what_stood_at_a_head_is_a_run_of_its_own(world, prompt) -> None:
+    world.ask(*prompt((10, 300), QUESTION))
+    tokens, parts = prompt((3, 40), (10, 300), (4, 30))
+    head, rest = world.plan(tokens, 0, parts)
+    assert (head.kind, head.start, head.shift) == ("head", 40, 40)
+    assert (rest.kind, rest.start, rest.end, rest.shift) == ("behind", head.end, 340, 40)
+
+
+def test_the_head_and_the_last_token_are_computed(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 200), QUESTION))
+    tokens, parts = prompt((10, 200))
+    done = world.plan(tokens, 0, parts)
+    assert [(run.start, run.end) for run in done] == [(SINK, 199)]
+    assert world.plan(tokens, 199 - WORTH, parts)[0].start == 199 - WORTH
+    assert world.plan(tokens, 199 - WORTH + 1, parts) == []
+    for n in (0, 1, 5, SINK + WORTH):
+        assert world.plan(tokens[:n], 0) == []
+
+
+def test_a_run_begins_where_the_prefix_ends(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 200), (11, 200), QUESTION))
+    tokens, parts = prompt(SYSTEM, (10, 200), (12, 40), (11, 200), QUESTION)
+    done = world.ask(tokens, parts)
+    assert done.prefix == 256
+    # The last block of the prefix was 14 tokens short of its document's end.
+    assert [(run.start, run.end, run.shift) for run in done.runs] == [(310, 510, 40)]
+
+
+def test_an_exact_session_meets_no_lossy_source(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 200), QUESTION))
+    moved = prompt((3, 40), (10, 200), (11, 200), (4, 30))
+    assert world.ask(*moved).moved == 200
+    # (11) was computed on top of what was moved.
+    tokens, parts = prompt((5, 40), (11, 200), (6, 30))
+    assert world.plan(tokens, 0, parts, None) == []
+    assert world.plan(tokens, 0, parts, "kl-0.01") == []
+    (run,) = world.plan(tokens, 0, parts, "kl-0.05")
+    assert (run.end - run.start, run.level) == (200, "approx~kl-0.05")
+
+
+def test_rows_that_were_moved_are_no_source(world, prompt) -> None:
+    """They would be turned twice, and what one move cost would be paid again with each."""
+    first = prompt(SYSTEM, (10, 200), QUESTION)
+    world.ask(*first)
+    world.ask(*prompt((3, 40), (10, 200), (11, 200), (4, 30)))
+    world.store.drop(world.keys(first[0])[0], "test")
+    tokens, parts = prompt((5, 40), (10, 200), (11, 200), (6, 30))
+    (run,) = world.plan(tokens, 0, parts)
+    assert (run.start, run.end) == (240, 440)
+
+
+def test_where_the_end_of_a_source_went_its_beginning_is_used(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 400), QUESTION)
+    world.ask(tokens, parts)
+    world.store.drop(world.keys(tokens)[13], "test")  # from position 208 on
+    again, ends = prompt((3, 40), (10, 400), (4, 30))
+    (run,) = world.plan(again, 0, ends)
+    assert (run.start, run.end, run.shift) == (40, 40 + 208 - 70, -30)
+
+
+def test_a_document_whose_end_was_not_stored_is_found_as_far_as_it_was(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 205)))  # 275 tokens: 17 blocks, 272 of them
+    (run,) = world.plan(*[prompt((3, 40), (10, 205), (4, 30))[0], 0, [40, 245, 275]])
+    assert (run.start, run.end) == (40, 242)
+
+
+def test_homes_of_evicted_blocks_are_forgotten(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 200), QUESTION)
+    world.ask(tokens, parts)
+    index = world.store.chunks
+    again, ends = prompt((3, 40), (10, 200), (4, 30))
+    (run,) = world.plan(again, 0, ends)
+    assert all(index.homes_many(run.chunks))
+    world.store.forget(world.keys(tokens))
+    assert world.plan(again, 0, ends) == []
+    assert not any(index.homes_many(run.chunks))
+    assert world.ask(tokens, parts).computed == [(0, len(tokens))]
+    assert world.plan(again, 0, ends) == [run]
+
+
+def test_blocks_that_are_not_seen_yet_are_no_reason_to_forget(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 200), QUESTION)
+    record(world.store.chunks, world.salt, world.space, tokens, world.keys(tokens), [(0, len(tokens))], parts)
+    again, ends = prompt((3, 40), (10, 200), (4, 30))
+    assert world.plan(again, 0, ends) == []
+    world.ask(tokens, parts)
+    assert covered(world.plan(again, 0, ends)) == 200
+
+
+def test_other_tenants_and_spaces_find_nothing(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 200), QUESTION)
+    world.ask(tokens, parts)
+    assert plan(world.store, bytes(16), world.space, tokens, 0, parts, "kl-0.05") == []
+    other = type(world)(world.store)
+    other.space = msgspec.structs.replace(world.space, weights="2" * 64)
+    assert other.plan(tokens, 0, parts) == []
+
+
+def test_what_is_read_is_proven(world, prompt) -> None:
+    """Homes that lie: other blocks, other rows, other positions, blocks of another space."""
+    tokens, parts = prompt(SYSTEM, (10, 200), (11, 100), QUESTION)
+    world.ask(tokens, parts)
+    again, ends = prompt((3, 40), (10, 200), (4, 30))
+    (run,) = world.plan(again, 0, ends)
+    (source,) = run.sources
+    keys = world.keys(tokens)
+
+    def reads(changed, wanted=again) -> bool:
+        with world.store.read("kl-0.05") as reader:
+            return read(reader, run._replace(sources=(changed,)), wanted, world.space) is not None
+
+    assert reads(source)
+    assert not reads(source._replace(row=source.row + 1))
+    assert not reads(source._replace(keys=tuple(keys[5 : 5 + len(source.keys)])))
+    assert not reads(source._replace(keys=(b"?" * 32, *source.keys[1:])))
+    assert not reads(source._replace(keys=source.keys[:-1]))
+    assert not reads(source._replace(at=source.at + 16))
+    assert not reads(source._replace(count=source.count - 1))
+    other = again.copy()
+    other[100] += 1
+    assert not reads(source, other)
+
+
+def test_a_lying_home_costs_a_miss_and_is_forgotten(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 64), (11, 64), QUESTION)
+    world.ask(tokens, parts)
+    index = world.store.chunks
+    again, ends = prompt((3, 40), (10, 64), (4, 30))
+    (run,) = world.plan(again, 0, ends)
+    (home,) = index.homes(run.chunks[0])
+    keys = world.keys(tokens)
+    lie = Home(tuple(keys[8:13]), home.row, home.count, 8 * 16)
+    index.forget(run.chunks[0], home)
+    index.add(run.chunks[0], lie)
+    assert [r.shift for r in world.plan(again, 0, ends)] != [run.shift]
+    assert world.ask(again, ends).moved == 0
+    assert lie not in index.homes(run.chunks[0])
+    assert index.homes(run.chunks[0]) != []  # it was computed, and noted
+
+
+def test_homes_for_blocks_of_another_size_are_left_alone(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 64), QUESTION)
+    world.ask(tokens, parts)
+    again, ends = prompt((3, 40), (10, 64), (4, 30))
+    (run,) = world.plan(again, 0, ends)
+    (home,) = world.store.chunks.homes(run.chunks[0])
+    world.store.chunks.forget(run.chunks[0], home)
+    for wrong in (home._replace(at=home.at + 1), home._replace(row=200), home._replace(count=9000)):
+        world.store.chunks.add(run.chunks[0], wrong)
+        assert all(found.end - found.start <= 64 for found in world.plan(again, 0, ends))
+
+
+def test_noting_twice_changes_nothing(world, prompt) -> None:
+    tokens, parts = prompt(SYSTEM, (10, 200), (11, 77), QUESTION)
+    world.ask(tokens, parts)
+    index, keys = world.store.chunks, world.keys(tokens)
+    before = dict(index._table.items())
+    for since in (0, 128):
+        record(index, world.salt, world.space, tokens, keys, [(0, 100), (100, len(tokens))], parts, since)
+    assert dict(index._table.items()) == before
+    assert record(index, world.salt, world.space, tokens, keys, [(0, len(tokens))], parts, len(tokens)) == 0
+    assert record(index, world.salt, world.space, tokens, keys, [], parts) == 0
+    assert record(index, world.salt, world.space, tokens, [], [(0, len(tokens))], parts) == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_prompts_of_shared_pieces(new_world, prompt, data: st.DataObject) -> None:
+    """Pieces of documents in any order, marked or not, exact or not, with blocks dropped now and then: the world
+    checks every row that is reused."""
+    world = new_world(open_store(None))
+    pieces = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([5, 40, 90, 300])), min_size=1, max_size=5)
+    for _ in range(data.draw(st.integers(2, 8))):
+        tokens, parts = prompt(*data.draw(pieces))
+        if data.draw(st.booleans()):
+            parts = []
+        lossy = data.draw(st.sampled_from([None, "kl-0.01", "kl-0.05"]))
+        done = world.ask(tokens, parts, lossy)
+        at = done.prefix
+        for run in done.runs:
+            assert at <= run.start <= run.end - WORTH
+            assert run.start >= SINK
+            assert run.end < len(tokens)
+            at = run.end
+        if data.draw(st.integers(0, 3)) == 0:
+            keys = world.keys(tokens)
+            world.store.drop(keys[data.draw(st.integers(0, len(keys) - 1))], "test") if keys else None
+        world.store.chunks.check()
+
+
+def test_a_prompt_of_32k_tokens_is_planned_in_milliseconds(world, prompt) -> None:
+    documents = [(100 + i, 1024) for i in range(32)]
+    for i in range(0, 32, 4):
+        world.ask(*prompt(SYSTEM, *documents[i : i + 4], QUESTION))
+    tokens, parts = prompt((3, 40), *reversed(documents), (4, 30))
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        runs = world.plan(tokens, 0, parts)
+        took.append(time.process_time() - began)
+    assert covered(runs) == 32 * 1024
+    assert min(took) < 0.05, took  # 8 ms on a quiet machine

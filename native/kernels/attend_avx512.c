@@ -88,7 +88,8 @@ static void integers(ctx_asked *a) {
         int32_t high_sum = 0, low_sum = 0;
         for (size_t g = 0; g < groups; g++) a->sums[r * groups + g] = 0;
         for (size_t d = 0; d < a->dim; d += 16) {
-            const __m512i n = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(inverse)));
+            const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(q + d), _mm512_set1_ps(inverse));
+            const __m512i n = _mm512_maskz_cvtps_epi32(_mm512_cmp_ps_mask(y, y, _CMP_ORD_Q), y);
             const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(128)), 8);
             const __m512i low = _mm512_sub_epi32(n, _mm512_slli_epi32(high, 8));
             _mm_storeu_si128((void *)(a->high + r * a->dim + d), _mm512_cvtepi32_epi8(high));

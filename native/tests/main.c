@@ -39,6 +39,7 @@ int main(void) {
     test_checksums();
     test_rans();
     test_klt();
+    test_attend();
     test_policy();
     puts("all native tests passed");
     return 0;

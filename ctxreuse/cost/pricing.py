@@ -35,6 +35,8 @@ _GAIN = 0.03
 _FINER = 0.03
 #: Price of the risk, as a share of the transfer: in ``layers`` a link that gets slower leaves the engine idle.
 _RISK = 0.1
+#: Moves that must have been seen before one is declined for its price: the first ones take longest.
+_KNOWN = 3
 #: Tokens that go through the model together, so that their computing overlaps the arrival of layers.
 _TOGETHER = 512
 
@@ -100,6 +102,9 @@ class CostModel:
 
     def __init__(self, *, log: DecisionLog | None = None) -> None:
         self.prefill, self.decode, self.disk = PrefillLine(), DecodeLine(), DiskLine()
+        #: Of chunks that were moved, probing them included. Each process learns that anew: whoever stops moving as it
+        #: once took long would never learn that it does no more.
+        self.move = DiskLine()
         self.unpack = Unpacking()
         self.log = log if log is not None else DecisionLog()
 
@@ -139,10 +144,10 @@ class CostModel:
 
     def moves(self, nbytes: int, lacking: int, left: int, held: int) -> bool:
         """Whether moving ``nbytes`` of stored chunks, which leaves ``left`` of the ``lacking`` tokens behind the
-        ``held`` ones to compute, is predicted to beat computing all of them; yes while something is unknown."""
-        load, whole = self.disk.seconds(nbytes), self.prefill.seconds(lacking, held)
-        rest = self.prefill.seconds(left, held)
-        return load is None or whole is None or rest is None or load + rest < whole
+        ``held`` ones to compute, is predicted to beat computing all of them; yes while little is known."""
+        whole, rest = self.prefill.seconds(lacking, held), self.prefill.seconds(left, held)
+        move = self.move.seconds(nbytes) if len(self.move) >= _KNOWN else None
+        return move is None or whole is None or rest is None or move + rest < whole
 
     def meet(self, start: int, end: int, rate: float, lead: float) -> int | None:
         """How many tokens from ``start`` on to compute until the ends meet, if the link brings those before ``end``,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -66,11 +66,12 @@ class Anywhere:
         parts: Sequence[int],
         lossy: str | None,
         cost: CostModel | None,
+        clock: Callable[[], float],
     ) -> Moving | None:
         """For one prompt; None where nothing can be moved: exact KV is asked for, or there is no store."""
         if store is None or lossy is None or not isinstance(self.engine, Mover):
             return None
-        return Moving(self, self.engine, store, ids, parts, lossy, cost)
+        return Moving(self, self.engine, store, ids, parts, lossy, cost, clock)
 
 
 class _Placed(NamedTuple):
@@ -97,9 +98,11 @@ class Moving:
         parts: Sequence[int],
         lossy: str,
         cost: CostModel | None,
+        clock: Callable[[], float],
     ) -> None:
         self._anywhere, self._engine, self._mover = anywhere, anywhere.engine, engine
-        self._store, self._ids, self._parts, self._lossy, self._cost = store, ids, parts, lossy, cost
+        self._store, self._ids, self._parts, self._lossy = store, ids, parts, lossy
+        self._cost, self._clock = cost, clock
         self._gate = anywhere.gate
         self._start = -1
         self._verdict: Verdict | None = None
@@ -164,7 +167,7 @@ class Moving:
         """
         if live.n != self._start:
             self.look(live.n)
-        start = live.n
+        start, at = live.n, self._clock()
         if not self._place(live):
             return None
         end = live.n
@@ -176,8 +179,11 @@ class Moving:
             self._refuse("gate", self.runs)
             self.said, self.runs = f"refused: {error.what}", []
             return None
-        logits = self._mover.mend(live, rows, self._ids[end:])
         spans = tuple((run.start, run.end) for run in self.runs)
+        if self._cost is not None:
+            nbytes = sum(b - a for a, b in spans) * self._engine.space.token_nbytes
+            self._cost.move.observe(nbytes, self._clock() - at)
+        logits = self._mover.mend(live, rows, self._ids[end:])
         self.spans = within(spans, live.moved)  # type: ignore[attr-defined]  # a mover's context: `MovedLive`
         self.moved = sum(b - a for a, b in self.spans)
         self.mended = sum(b - a for a, b in spans) - self.moved

@@ -102,7 +102,7 @@ class Prompt:
         if stored < most:
             missed = missed or "slow"
         self._points = keeping.points(store, self.keys, self._lossy)
-        self._moving = moving = runtime.anywhere.begin(store, ids, self._parts, self._lossy, cost)
+        self._moving = moving = runtime.anywhere.begin(store, ids, self._parts, self._lossy, cost, self._clock)
 
         taken = runtime.pool.take(engine, ids, stored, self._lossy)
         self._observe = True

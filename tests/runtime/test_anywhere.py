@@ -173,7 +173,7 @@ def test_what_is_predicted_not_to_pay_is_computed(llama: TorchEngine, store: Tie
     cost = CostModel()
     for n in (16, 64, 300):
         cost.prefill.observe(n, 0, 1e-5 * n)
-        cost.disk.observe(n * llama.space.token_nbytes, 1e-3 * n)
+        cost.move.observe(n * llama.space.token_nbytes, 1e-3 * n)
     runtime = Runtime(llama, store, gate=gate(llama), cost=cost)
     prefill(runtime, pool.ask(FORWARD))
     S.forget_memory(runtime, store)

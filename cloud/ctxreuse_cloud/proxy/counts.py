@@ -54,7 +54,7 @@ class ProxyCounts:
         self._start(self._requests, OUTCOMES)
         self._start(self._tried, names)
         self._start(self._failed, names)
-        self._start(self._tokens, ("prompt", "cached", "completion"))
+        self._start(self._tokens, ("prompt", "cached", "moved", "mended", "completion"))
 
     @staticmethod
     def _start(counter: Counter, values: Iterable[str]) -> None:
@@ -78,6 +78,8 @@ class ProxyCounts:
         if usage is not None:
             self._tokens.labels("prompt").inc(usage.prompt_tokens)
             self._tokens.labels("cached").inc(usage.cached)
+            self._tokens.labels("moved").inc(usage.moved)
+            self._tokens.labels("mended").inc(usage.mended)
             self._tokens.labels("completion").inc(usage.completion_tokens)
 
     def ended(self, outcome: str, first: float | None, whole: float) -> None:

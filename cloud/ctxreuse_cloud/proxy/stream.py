@@ -32,10 +32,13 @@ class StalledError(Exception):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    moved: int | None = None
+    mended: int | None = None
 
 
 class Counted(msgspec.Struct):
-    """The usage that an answer ends with: tokens, of which ``cached`` cost the backend no computing."""
+    """The usage that an answer ends with: tokens, of which ``cached`` cost the backend no computing. ``moved`` ones of
+    these had stood elsewhere, ``mended`` ones were moved and computed again: only our own daemons say so."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -45,6 +48,20 @@ class Counted(msgspec.Struct):
     def cached(self) -> int:
         """Prompt tokens that were not computed."""
         return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
+
+    @property
+    def moved(self) -> int:
+        """Cached tokens that were reused at another position."""
+        return (self.prompt_tokens_details.moved or 0) if self.prompt_tokens_details else 0
+
+    @property
+    def mended(self) -> int:
+        """Moved tokens that were computed again."""
+        return (self.prompt_tokens_details.mended or 0) if self.prompt_tokens_details else 0
+
+    def sound(self) -> bool:
+        """True if these can be counts."""
+        return min(self.prompt_tokens, self.completion_tokens, self.cached, self.moved, self.mended) >= 0
 
 
 class _Event(msgspec.Struct):
@@ -195,6 +212,6 @@ def usage_of(tail: bytes, *, events: bool) -> Counted | None:
                 usage = _event.decode(line).usage
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
-            if usage is not None and min(usage.prompt_tokens, usage.completion_tokens, usage.cached) >= 0:
+            if usage is not None and usage.sound():
                 return usage
     return None

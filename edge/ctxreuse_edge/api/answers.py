@@ -87,7 +87,8 @@ def sampling_of(asked: SamplingFields, prompt: int, longest: int, max_tokens: in
 def lossy_of(node: Node, asked: str | None) -> str | None:
     """The worst level of KV that a request may reuse; None for exact only. What is allowed need not be there: without a
     card for the model nothing lossy is (yet), and of a card's levels it is the worst that is no worse than what was
-    asked for. Raises ApiError for what names no level."""
+    asked for. With a chunk card it is what was asked for: moved rows have no levels of their own. Raises ApiError for
+    what names no level."""
     wanted = node.settings.edge.lossy if asked is None else asked
     if not wanted:
         return None
@@ -96,6 +97,8 @@ def lossy_of(node: Node, asked: str | None) -> str | None:
     except ConfigError as error:
         raise ApiError(400, str(error), param="lossy") from None
     node.links.want_cards()
+    if node.runtime.anywhere.gate.card is not None:
+        return wanted
     codec = node.runtime.engine.codec
     held = [info.name for info in codec.levels if info.lossy and damage(info.name) <= limit] if codec else []
     return max(held, key=damage, default=None)

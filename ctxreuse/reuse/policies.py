@@ -145,25 +145,28 @@ class _Deviant(NamedTuple):
     """The share of rows that lies farthest from freshly computed ones (CacheBlend, 2025).
 
     ``steps``: (share, layer), layers ascending and shares falling: what is kept at one layer is compared again at the
-    next, where differences that the first layers do not show have grown.
+    next, where differences that the first layers do not show have grown. ``near``: only so many rows that stand last
+    are compared (0: all), and shares are of these: what is said next looks there most.
     """
 
     role: Role
     steps: tuple[tuple[float, int], ...]
+    near: int = 0
     turned: bool = True
 
     @property
     def name(self) -> str:
         shares = ">".join(_percent(share) for share, _ in self.steps)
         usual = tuple(layer for _, layer in self.steps) == _layers(len(self.steps))
-        return f"{self.role}-{shares}" + ("" if usual else "@" + ">".join(str(layer) for _, layer in self.steps))
+        layers = "" if usual else "@" + ">".join(str(layer) for _, layer in self.steps)
+        return f"{self.role}-{shares}{layers}" + (f"/{self.near}" if self.near else "")
 
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations) -> Tokens:
         return self.beyond(np.zeros(0, np.int32), runs, budget, deviations)
 
     def beyond(self, chosen: Tokens, runs: Sequence[Span], budget: int, deviations: Deviations) -> Tokens:
         """As `rows`, but none of ``chosen``, which others have chosen before."""
-        rows = _positions(runs)
+        rows = _positions(runs)[-self.near :]
         total = len(rows)
         for share, layer in self.steps:
             if not len(rows):
@@ -180,7 +183,8 @@ class _Deviant(NamedTuple):
         for kept, layer in self.steps:
             looked += share * (layer - before) / max(layers, 1)
             share, before = kept, layer
-        return min(1.0, looked + share)
+        of = min(self.near, tokens) / tokens if self.near and tokens else 1.0
+        return min(1.0, of * (looked + share))
 
 
 class _Both(NamedTuple):
@@ -231,7 +235,7 @@ def _layers(steps: int) -> tuple[int, ...]:
 
 
 _SHARE = r"\d{1,3}(?:\.\d{1,3})?%"
-_DEVIANT = re.compile(rf"([kv])-({_SHARE}(?:>{_SHARE}){{0,3}})(?:@(\d{{1,4}}(?:>\d{{1,4}}){{0,3}}))?")
+_DEVIANT = re.compile(rf"([kv])-({_SHARE}(?:>{_SHARE}){{0,3}})(?:@(\d{{1,4}}(?:>\d{{1,4}}){{0,3}}))?(?:/(\d{{1,6}}))?")
 _RANDOM = re.compile(rf"random-({_SHARE})")
 _FIRST = re.compile(r"first-(\d{1,6})")
 _LAST = re.compile(rf"last-(?:(\d{{1,6}})|({_SHARE}))")
@@ -242,8 +246,9 @@ def parse(name: str, *, seed: int = 0) -> Repair:
 
     ``none`` (moved as it is), ``rotate`` (keys turned), ``first-8`` (rows of each run), ``last-32`` and ``last-5%`` (of
     all rows those that stand last), ``v-5%`` and ``k-5%`` (the share of all rows that deviates most in V or K at layer
-    1), ``v-5%@3`` (at layer 3), ``v-15%>8%`` (15 % at layer 1, of which 8 % of all at layer 4; ``v-15%>8%@2>6`` names
-    the layers), ``random-15%`` (drawn by ``seed``), and combinations such as ``first-4+v-5%``.
+    1), ``v-5%@3`` (at layer 3), ``v-20%/192`` (of the 192 rows that stand last), ``v-15%>8%`` (15 % at layer 1, of
+    which 8 % of all at layer 4; ``v-15%>8%@2>6`` names the layers), ``random-15%`` (drawn by ``seed``), and
+    combinations such as ``first-4+v-5%``.
     """
     if name in ("none", "rotate"):
         return _Nothing(name)
@@ -267,9 +272,10 @@ def _part(word: str, seed: int, name: str) -> _First | _Last | _Random | _Devian
     layers = tuple(map(int, found[3].split(">"))) if found[3] else _layers(len(shares))
     falling = all(a > b for a, b in pairwise(shares))
     rising = all(a < b for a, b in pairwise(layers))
-    if len(layers) != len(shares) or not (falling and rising):
+    near = int(found[4]) if found[4] else 0
+    if len(layers) != len(shares) or not (falling and rising) or (found[4] and not near):
         raise _unknown(name)
-    return _Deviant("k" if found[1] == "k" else "v", tuple(zip(shares, layers)))
+    return _Deviant("k" if found[1] == "k" else "v", tuple(zip(shares, layers)), near)
 
 
 def _fraction(text: str, name: str) -> float:
@@ -280,7 +286,7 @@ def _fraction(text: str, name: str) -> float:
 
 
 def _unknown(name: str) -> ConfigError:
-    fix = "Choose none, rotate, first-8, last-5%, v-5%, k-15%@2, v-15%>8%, random-15% or a sum such as first-4+v-5%"
+    fix = "Choose none, rotate, first-8, last-5%, v-5%, k-15%@2, v-20%/192, v-15%>8%, random-15% or a sum: first-4+v-5%"
     return ConfigError(f"no such repair: {name[:64]!r}", fix=fix)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -48,7 +48,27 @@ def test_a_small_budget_takes_the_nearest() -> None:
     assert parse("first-2+last-4").rows(RUNS, 6, never).tolist() == [5, 6, 20, 21, 28, 29]
 
 
-@pytest.mark.parametrize("name", ["last-0", "last-", "last-0%", "last-101%", "last-1234567", "last-3@2"])
+def test_deviation_among_the_nearest() -> None:
+    looked: list[list[int]] = []
+
+    def far(rows: Any, layer: int, role: str) -> np.ndarray:
+        looked.append(rows.tolist())
+        return np.abs(rows - 25).astype(np.float32)
+
+    repair = parse("v-25%@2/8")
+    assert repair == parse(repair.name)
+    assert repair.rows(RUNS, 100, far).tolist() == [22, 29]  # of equal ones the first
+    assert looked == [list(range(22, 30))]
+    assert repair.work(80, 2, 20) == pytest.approx(0.1 * (2 / 20 + 0.25))
+    assert repair.work(4, 2, 20) == pytest.approx(2 / 20 + 0.25)
+    assert parse("first-2+v-25%/8").rows(RUNS, 100, far).tolist() == [5, 6, 20, 21, 22, 29]
+    assert parse("v-50%/100").rows(RUNS, 100, far).tolist() == [5, 6, 7, 8, 9, 20, 21, 29]
+    assert parse("v-5%") != parse("v-5%/64")
+
+
+@pytest.mark.parametrize(
+    "name", ["v-5%/0", "v-5%/", "v-5%/x", "last-0", "last-", "last-0%", "last-101%", "last-1234567", "last-3@2"]
+)
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(ConfigError, match="no such repair"):
         parse(name)

@@ -189,16 +189,15 @@ def _encode(homes: Sequence[Home]) -> bytes:
 def _decode(raw: bytes) -> list[Home]:
     """The homes of a value; [] for bytes that are none."""
     homes: list[Home] = []
-    at, end = 0, len(raw)
+    at, end, head = 0, len(raw), _HEAD.size
     while at < end:
-        if end - at < _HEAD.size or len(homes) == HOMES:
+        if end - at < head or len(homes) == HOMES:
             return []
         position, row, count, keys = _HEAD.unpack_from(raw, at)
-        at += _HEAD.size
+        at += head
         until = at + keys * KEY_BYTES
-        home = Home(tuple([raw[i : i + KEY_BYTES] for i in range(at, until, KEY_BYTES)]), row, count, position)
-        if until > end or not _sound(home):
+        if not count or not 0 < keys <= _MOST_KEYS or until > end or position >= _MOST_AT:
             return []
-        homes.append(home)
+        homes.append(Home(tuple([raw[i : i + KEY_BYTES] for i in range(at, until, KEY_BYTES)]), row, count, position))
         at = until
     return homes

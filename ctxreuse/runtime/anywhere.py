@@ -169,6 +169,8 @@ class Moving:
             self.look(live.n)
         start, at = live.n, self._clock()
         if not self._place(live):
+            # Allowed, but nothing of it is there any more.
+            self.said = self.said if self.said.startswith("refused") else ""
             return None
         end = live.n
         try:
@@ -198,7 +200,6 @@ class Moving:
             with self._store.read(self._lossy) as reader:
                 moves, of = self._moves(reader)
                 if not moves:
-                    self.said = ""
                     break
                 assert self._verdict is not None
                 levels = [approx(run.level) for run in self.runs if not is_exact(run.level)]

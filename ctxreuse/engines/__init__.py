@@ -15,9 +15,9 @@ __all__ = ["Engine", "Live", "Loading", "open_engine"]
 def open_engine(name_or_folder: str | None = None, **options: Any) -> TorchEngine:
     """The engine for a known model name (``smollm2``) or a Hugging Face folder; fetches a known model if need be.
 
-    Without a name: the model, numeric type, threads, chunk and windows of the user's settings (``ctxreuse config show``).
-    ``options`` are those of `TorchEngine.open` and beat the settings. Raises ConfigError for an unknown name, a folder
-    without a model, or if the extra ``ctxreuse[torch]`` is not installed.
+    Without a name: what the user's settings (``ctxreuse config show``) say of the engine. ``options`` are those of
+    `TorchEngine.open` and beat the settings. Raises ConfigError for an unknown name, a folder without a model, or if
+    the extra ``ctxreuse[torch]`` is not installed.
     """
     from ctxreuse.config import load
     from ctxreuse.errors import ConfigError

@@ -13,10 +13,13 @@ from ctxreuse.block import BlockView
 from ctxreuse.engines.base import Live, Logits
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
+from ctxreuse.reuse.attend import Held, HeldMove
 
-__all__ = ["Move", "MoveError", "MovedLive", "Mover", "Role"]
+__all__ = ["HeldFormat", "Holder", "Move", "MoveError", "MovedLive", "Mover", "Role", "Rows"]
 
 Role = Literal["k", "v"]
+#: How held rows are kept: quantised to 8 or 4 bits, or as the blocks store them.
+HeldFormat = Literal["int8", "int4", "stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Move:
     """Rows ``row`` to ``row + count`` of a block's tokens are to stand at positions ``start`` to ``start + count``."""
 
     start: int
+    view: BlockView
+    row: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``row`` to ``row + count`` of a block."""
+
     view: BlockView
     row: int
     count: int
@@ -101,5 +113,28 @@ class Mover(Protocol):
         Returns the logits after the last token, float32 [vocab]. ``rows`` must hold every gap; K and V of the others
         are overwritten, so that all later rows of the same call see them. Raises EngineError before anything is changed
         for rows that are not in the context or leave a gap, and what `Engine.prefill` raises.
+        """
+        ...
+
+
+@runtime_checkable
+class Holder(Mover, Protocol):
+    """A mover whose contexts can attend to rows where they are held, without a copy in the context's own memory."""
+
+    def hold(self, pieces: Sequence[Rows], format: HeldFormat = "int8") -> Held:
+        """Rows that stood one behind another in one prompt, as a run that any number of contexts can show.
+
+        Every plane is checked. ``stored`` keeps views of the blocks' buffers (decoded copies of coded ones): they must
+        outlive the run. Raises MoveError, ConfigError and EngineError as `Mover.place` does.
+        """
+        ...
+
+    def show(self, live: Live, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+        """Append ``tokens`` to a context, held runs where ``moves`` name them and gaps elsewhere, as `Mover.place`.
+
+        Takes no time and no memory for what is held: attention turns the queries to each run instead of its K. The
+        context keeps the runs alive. Rows that `Mover.mend` computes hide the held ones; blocks that hold shown rows
+        cannot be exported, and nothing can be loaded or placed into the context any more. Raises EngineError and what
+        `check_prompt` raises before anything is changed.
         """
         ...

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ctxreuse.engines.torch_hf.inplace import call_of
 from ctxreuse.engines.torch_hf.scatter import active, by_position
 
 __all__ = ["NAME", "inference", "install"]
@@ -46,7 +47,13 @@ def attend(
     transformers repeats K and V for every query head of a group whenever there is a mask: for 32 queries on 2,048
     keys (9/3 heads, float32, 2 cores) that took 4.4 ms a layer, this takes 1.2 ms, and the result has the same bits,
     as torch's CPU kernel computes head by head either way.
+
+    K of a context that holds runs in place is marked; such a call is answered from where the runs are.
     """
+    held = call_of(key)
+    if held is not None:
+        special = {name: kwargs.get(name) for name in (*_SPECIAL, "sliding_window")}
+        return held.attend(query, attention_mask, scaling, special), None
     if any(kwargs.get(name) is not None for name in _SPECIAL):
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs

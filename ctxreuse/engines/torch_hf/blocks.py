@@ -97,6 +97,7 @@ def seal_block(
     """The bytes of block ``number`` of a context; K stands there as rotated at its own position."""
     size = space.block_tokens
     at = number * size
+    row = live.row(at, at + size)
     writer = BlockWriter(
         layout,
         kind="block",
@@ -110,8 +111,8 @@ def seal_block(
     )
     for index, _ in live.arena_layers:
         assert live.lease is not None
-        gather(bits(live.lease.arena.k[index]), at, writer.plane(index, "k"))
-        gather(bits(live.lease.arena.v[index]), at, writer.plane(index, "v"))
+        gather(bits(live.lease.arena.k[index]), row, writer.plane(index, "k"))
+        gather(bits(live.lease.arena.v[index]), row, writer.plane(index, "v"))
     return writer.seal()
 
 

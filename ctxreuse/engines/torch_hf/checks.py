@@ -8,14 +8,14 @@ import numpy as np
 
 from ctxreuse.block import BlockView, Layout, parse
 from ctxreuse.codec import Codec
-from ctxreuse.engines.moving import Move, MoveError
+from ctxreuse.engines.moving import Move, MoveError, Rows
 from ctxreuse.engines.torch_hf.states import Snapshot, fits
 from ctxreuse.errors import ConfigError, EngineError, FormatError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
 
-__all__ = ["check_blocks", "check_moves", "check_state", "decoded_state"]
+__all__ = ["check_blocks", "check_moves", "check_rows", "check_spans", "check_state", "decoded_state"]
 
 
 def _check_level(view: BlockView, codec: Codec | None) -> None:
@@ -70,30 +70,56 @@ def check_blocks(
         last = header.key
 
 
+def check_spans(spans: Sequence[tuple[int, int]], start: int, stop: int) -> None:
+    """Raises EngineError unless spans (position, count) ascend within ``start`` to ``stop`` without overlap."""
+    last = start
+    for index, (at, count) in enumerate(spans):
+        if at < last or count < 1 or at + count > stop:
+            raise EngineError(
+                f"move {index} is for positions {at} to {at + count}, there is room from {last} to {stop}"
+            )
+        last = at + count
+
+
 def check_moves(
     moves: Sequence[Move], tokens: Tokens, start: int, space: ModelSpace, layout: Layout, codec: Codec | None
 ) -> None:
     """Raises MoveError unless every move brings rows of this space with the ids of ``tokens``, which stand from
     position ``start``; EngineError if moves are out of order or outside; ConfigError if there is no card for one."""
-    last, stop = start, start + len(tokens)
+    check_spans([(move.start, move.count) for move in moves], start, start + len(tokens))
     for index, move in enumerate(moves):
-        header = move.view.header
-        if move.start < last or move.count < 1 or move.start + move.count > stop:
-            place = f"{move.start} to {move.start + move.count}"
-            raise EngineError(f"move {index} is for positions {place}, there is room from {last} to {stop}")
-        last = move.start + move.count
-        _check_level(move.view, codec)
+        _check_movable(move.view, index, space, layout, codec)
         ids = move.view.tokens[move.row : move.row + move.count] if move.row >= 0 else move.view.tokens[:0]
-        if header.kind != "block" or header.space != space.digest or not _alike(move.view, layout):
-            what = "not a block of this model space"
-        elif len(header.tokens) != 4 * space.block_tokens or header.rope_at < 0:
-            what = f"block has {len(header.tokens) // 4} tokens, rotated at {header.rope_at}"
-        elif not np.array_equal(ids, tokens[move.start - start : last - start]):
-            what = f"rows {move.row} to {move.row + move.count} are of other tokens"
-        else:
-            continue
-        where = f"block {header.key.hex()[:16]} for position {move.start}"
-        raise MoveError(what, where=where, fix="It is recomputed", index=index, key=header.key)
+        if not np.array_equal(ids, tokens[move.start - start : move.start - start + move.count]):
+            raise _other(move.view, f"rows {move.row} to {move.row + move.count} are of other tokens", index)
+
+
+def check_rows(pieces: Sequence[Rows], space: ModelSpace, layout: Layout, codec: Codec | None) -> None:
+    """Raises MoveError unless the pieces are rows of this space that stood one behind another, ConfigError if there is
+    no card for one."""
+    end = -1
+    for index, piece in enumerate(pieces):
+        _check_movable(piece.view, index, space, layout, codec)
+        at = piece.view.header.rope_at + piece.row
+        if piece.row < 0 or piece.count < 1 or piece.row + piece.count > space.block_tokens:
+            raise _other(piece.view, f"rows {piece.row} to {piece.row + piece.count} of {space.block_tokens}", index)
+        if end not in (-1, at):
+            raise _other(piece.view, f"rows that stood at position {at} follow those before {end}", index)
+        end = at + piece.count
+
+
+def _check_movable(view: BlockView, index: int, space: ModelSpace, layout: Layout, codec: Codec | None) -> None:
+    _check_level(view, codec)
+    header = view.header
+    if header.kind != "block" or header.space != space.digest or not _alike(view, layout):
+        raise _other(view, "not a block of this model space", index)
+    if len(header.tokens) != 4 * space.block_tokens or header.rope_at < 0:
+        raise _other(view, f"block has {len(header.tokens) // 4} tokens, rotated at {header.rope_at}", index)
+
+
+def _other(view: BlockView, what: str, index: int) -> MoveError:
+    key = view.header.key
+    return MoveError(what, where=f"block {key.hex()[:16]}", fix="It is recomputed", index=index, key=key)
 
 
 def decoded_state(state: BlockView | None, space: ModelSpace, codec: Codec | None) -> BlockView | None:

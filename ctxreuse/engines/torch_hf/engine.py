@@ -19,7 +19,7 @@ from ctxreuse import models
 from ctxreuse.block import BlockView, block_layout
 from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Live, Logits, check_length, check_prompt
-from ctxreuse.engines.moving import Move, Role
+from ctxreuse.engines.moving import HeldFormat, Move, Role, Rows
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf import probe, states
 from ctxreuse.engines.torch_hf.arena import Pool
@@ -36,6 +36,7 @@ from ctxreuse.errors import ConfigError, EngineError, FormatError, LinkError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
+from ctxreuse.reuse.attend import Held, HeldMove
 
 __all__ = ["TorchEngine"]
 
@@ -181,6 +182,8 @@ class TorchEngine:
         """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
         live = self._own(live)
         live.filled()
+        if live.residents is not None:
+            raise EngineError("the context attends to held runs, so no block can be loaded into it")
         live.detach()
         start = live.n
         if start % self.space.block_tokens:
@@ -281,6 +284,14 @@ class TorchEngine:
         if not len(rows):
             return self.prefill(live, tokens)
         return self._moves.mend(self._own(live), rows, tokens)
+
+    def hold(self, pieces: Sequence[Rows], format: HeldFormat = "int8") -> Held:
+        """See `Holder.hold`."""
+        return self._moves.hold(pieces, format, lambda: self.codec)
+
+    def show(self, live: Live, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+        """See `Holder.show`."""
+        self._moves.show(self._own(live), tokens, moves, level)
 
     @inference
     def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import (
@@ -13,6 +13,9 @@ from transformers.cache_utils import (
 )
 
 from ctxreuse.engines.torch_hf.scatter import active
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.torch_hf.inplace import Beside
 
 __all__ = ["ArenaLayer", "HybridLayer", "HybridWindowLayer", "WholeWindowLayer", "WindowLayer"]
 
@@ -30,6 +33,7 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.beside: Beside | None = None  # what is attended to in place; ``length`` counts own rows then
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
 
@@ -42,6 +46,13 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device = k.dtype, k.device
         self.resize(self.length)
         self.is_initialized = True
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Move these rows, int64 [n], to the front, in their order."""
+        assert self._k is not None
+        assert self._v is not None
+        for plane in (self._k, self._v):
+            plane[:, :, : len(rows)] = plane.index_select(2, rows)
 
     def resize(self, n: int) -> None:
         """Let the layer hold the first ``n`` tokens of its planes."""
@@ -62,6 +73,10 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         """
         self.ready()
         scatter = active()
+        if self.beside is not None:
+            assert self._k is not None
+            assert self._v is not None
+            return self.beside.update(self, key_states, value_states, self._k, self._v)
         if scatter is not None:
             self.resize(max(self.length, scatter.end))
             scatter.write(self.keys, key_states)
@@ -74,11 +89,11 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return self.length
+        return self.length if self.beside is None else self.beside.n
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         scatter = active()
-        return (self.length + query_length if scatter is None else scatter.end), 0
+        return (self.get_seq_length() + query_length if scatter is None else scatter.end), 0
 
 
 class WholeWindowLayer(ArenaLayer):
@@ -96,6 +111,8 @@ class WholeWindowLayer(ArenaLayer):
         """As `ArenaLayer.update`; returns views from the first row that one of the new tokens sees."""
         low = self._low()
         k, v = super().update(key_states, value_states)
+        if self.beside is not None:
+            return k, v  # which knows about windows itself
         return k[:, :, low:], v[:, :, low:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -104,6 +121,8 @@ class WholeWindowLayer(ArenaLayer):
 
     def _low(self) -> int:
         scatter = active()
+        if self.beside is not None:
+            return 0
         first = self.length if scatter is None else scatter.first
         return max(first - self.sliding_window + 1, 0)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
+import torch
 from transformers import DynamicCache
 
 from ctxreuse.engines.provenance import Provenance, Run
 from ctxreuse.engines.torch_hf import states
 from ctxreuse.engines.torch_hf.arena import Lease, Pool
+from ctxreuse.engines.torch_hf.inplace import Beside
 from ctxreuse.engines.torch_hf.layers import ArenaLayer, WindowLayer
 from ctxreuse.engines.torch_hf.loading import Import
 from ctxreuse.engines.torch_hf.states import Snapshot
 from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens
+from ctxreuse.reuse.attend import HeldMove, Residents, Turn
 
 __all__ = ["TorchLive"]
 
@@ -40,6 +44,7 @@ class TorchLive:
         self._ids = np.zeros(0, "<i4")
         self._n = 0
         self.lease: Lease | None = None
+        self.residents: Residents | None = None  # what is attended to in place
         self.arena_layers = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, ArenaLayer)]
         self.windows = [layer for layer in cache.layers if isinstance(layer, WindowLayer)]
         self.room(max(reserve, min(_LEAST, limit)))
@@ -78,7 +83,7 @@ class TorchLive:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena, the windows and the snapshots."""
+        """Bytes of the arena, the windows, the snapshots and the runs held in place (which others may hold too)."""
         arena = self.lease.arena.nbytes if self.lease else 0
         return arena + sum(w.nbytes for w in self.windows) + sum(s.nbytes for s in self.snapshots.values())
 
@@ -95,12 +100,17 @@ class TorchLive:
         if self.gaps:
             raise EngineError(f"the context has gaps at {list(self.gaps)[:4]}", fix="mend() must compute them first")
 
-    def room(self, n: int) -> None:
-        """Have room for ``n`` tokens; grows to twice the capacity, so that appending stays linear in time."""
+    def room(self, n: int, again: int = 0) -> None:
+        """Have room for ``n`` tokens; grows to twice the capacity, so that appending stays linear in time.
+
+        ``again``: how many tokens before the context's end will be computed, which a run may hold by now.
+        """
         if len(self._ids) < n:
             grown = np.zeros(min(max(n, 2 * len(self._ids)), max(self._limit, n)), "<i4")
             grown[: self._n] = self._ids[: self._n]
             self._ids = grown
+        if self.residents is not None:
+            n = self.residents.rows + max(n - self._n, 0) + again
         if not self.arena_layers or (self.lease and self.lease.arena.capacity >= n):
             return
         if self.loading is not None:
@@ -122,8 +132,36 @@ class TorchLive:
             self._ids = self._ids.copy()  # views handed out keep their contents
         self._n = n
         self.provenance.crop(n)
+        kept = self.residents.crop(n) if self.residents is not None else None
         for _, layer in self.arena_layers:
-            layer.resize(min(n, layer.length))
+            if kept is not None:
+                layer.keep(torch.from_numpy(kept))
+            layer.resize(min(n if self.residents is None else self.residents.rows, layer.length))
+            if layer.beside is not None:
+                layer.beside.restart(n)
+        if self.residents is not None and self.residents.plain:
+            self.residents = None
+            for _, layer in self.arena_layers:
+                layer.beside = None
+
+    def show(self, n: int, turns: Mapping[int, Turn], moves: Sequence[HeldMove]) -> None:
+        """Let the context have ``n`` positions (its ids follow), with runs where ``moves`` say."""
+        if self.residents is None:
+            self.residents = Residents(self._n)
+            for index, layer in self.arena_layers:
+                layer.beside = Beside(self.residents, index, turns[index], self._n)
+        for move in moves:
+            self.residents.add(move)
+        for _, layer in self.arena_layers:
+            assert layer.beside is not None
+            layer.beside.restart(n)
+
+    def row(self, start: int, end: int) -> int:
+        """The first of the arena's rows that hold ``start`` to ``end``; EngineError if they are held in place."""
+        found = start if self.residents is None else self.residents.row(start, end)
+        if found < 0:
+            raise EngineError(f"tokens {start} to {end} are held in place, so there is no block of them")
+        return found
 
     def snap(self, position: int, *, passing: bool = False) -> None:
         """Keep the states at ``position``; ``passing``: nobody asked for them there."""
@@ -159,8 +197,13 @@ class TorchLive:
     def check(self) -> None:
         """Raises AssertionError if ids, layers and snapshots do not agree."""
         assert self._n <= min(len(self._ids), self._limit)
+        rows = self._n
+        if self.residents is not None:
+            self.residents.check(self._n)
+            rows = self.residents.rows
         for index, layer in self.arena_layers:
-            assert layer.length == self._n, f"layer {index} holds {layer.length} tokens of {self._n}"
+            assert layer.length == rows, f"layer {index} holds {layer.length} tokens of {rows}"
+            assert layer.beside is None or layer.beside.n == self._n, "held runs end elsewhere"
         for window in self.windows:
             assert window.cumulative_length == self._n, "a window ends elsewhere"
             assert window.holds(self._n), "a window is not whole"

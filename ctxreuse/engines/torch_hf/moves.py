@@ -14,10 +14,11 @@ from ctxreuse.block import Layout
 from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Logits, check_length, check_prompt, check_vocabulary
 from ctxreuse.engines.gauge import Rotary
-from ctxreuse.engines.moving import Move, Role
+from ctxreuse.engines.moving import HeldFormat, Move, Role, Rows
 from ctxreuse.engines.torch_hf import rotary, states
 from ctxreuse.engines.torch_hf.attention import NAME, inference
-from ctxreuse.engines.torch_hf.checks import check_moves
+from ctxreuse.engines.torch_hf.checks import check_moves, check_spans
+from ctxreuse.engines.torch_hf.holding import hold
 from ctxreuse.engines.torch_hf.layers import ArenaLayer
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.pieces import pieces
@@ -28,6 +29,7 @@ from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.levels import is_exact, is_raw
 from ctxreuse.model import ModelSpace
+from ctxreuse.reuse.attend import Held, HeldMove, Turn
 
 __all__ = ["Moves"]
 
@@ -55,6 +57,7 @@ class Moves:
             self._rotaries = rotary.learn(self._model, self._forward, self._space.max_tokens)
         return self._rotaries
 
+    @inference
     def _scatters(self) -> None:
         """Raises EngineError unless the model computes tokens at scattered positions; found out by doing it, once."""
         if self._checked:
@@ -104,14 +107,10 @@ class Moves:
         """See `Mover.place`; ``codec`` is asked for if a view is coded."""
         if not self._space.needs_state:
             self._scatters()
+        self._own_memory(live)
         rotaries = self._turns()
-        if is_exact(level) or not is_raw(level):
-            raise EngineError(f"moved rows cannot be of level {level!r}", fix="Name an approx~ level")
-        ids = as_tokens(tokens)
-        if len(ids):
-            check_vocabulary(self._space, ids)
+        ids = self._placeable(live, tokens, level)
         start, end = live.n, live.n + len(ids)
-        check_length(self._space, end)
         decoder = None if all(is_raw(move.view.header.level) for move in moves) else codec()
         check_moves(moves, ids, start, self._space, self._layout, decoder)
         covered = sum(move.count for move in moves)
@@ -132,12 +131,53 @@ class Moves:
         if self._space.needs_state and len(ids):
             states.begin(live.cache, end)
 
+    def _placeable(self, live: TorchLive, tokens: Tokens, level: str) -> Tokens:
+        """The tokens if they may be appended as rows of that level."""
+        if is_exact(level) or not is_raw(level):
+            raise EngineError(f"moved rows cannot be of level {level!r}", fix="Name an approx~ level")
+        ids = as_tokens(tokens)
+        if len(ids):
+            check_vocabulary(self._space, ids)
+        check_length(self._space, live.n + len(ids))
+        return ids
+
+    def _own_memory(self, live: TorchLive) -> None:
+        if live.residents is not None:
+            raise EngineError("the context attends to held runs, so nothing can be copied into it")
+
+    def hold(self, pieces: Sequence[Rows], format: HeldFormat, codec: Callable[[], Codec]) -> Held:
+        """See `Holder.hold`."""
+        self._scatters()
+        return hold(pieces, format, self._space, self._layout, codec)
+
+    def show(self, live: TorchLive, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+        """See `Holder.show`."""
+        self._scatters()
+        ids = self._placeable(live, tokens, level)
+        start, end = live.n, live.n + len(ids)
+        check_spans([(move.start, move.count) for move in moves], start, end)
+        for index, move in enumerate(moves):
+            held = move.held.tokens[max(move.row, 0) :][: move.count]
+            if move.row < 0 or not np.array_equal(held, ids[move.start - start : move.start - start + move.count]):
+                raise EngineError(f"move {index} shows other tokens")
+            if set(move.held.layers) != {layer for layer, _ in live.arena_layers}:
+                raise EngineError(f"move {index} is of another model")
+        if live.loading is not None:
+            live.loading.wait()
+        live.detach()
+        turns = {layer: _turn(found) for layer, found in self._turns().items()}
+        live.show(end, turns, moves)
+        live.room(end)
+        live.append(ids)
+        live.provenance.place(start, end, [(move.start, move.start + move.count) for move in moves], level)
+
     @inference
     def deviations(
         self, live: TorchLive, rows: Tokens, layer: int, role: Role
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """See `Mover.deviations`."""
         self._scatters()
+        self._own_memory(live)
         asked = self._rows(live, rows)
         target = dict(live.arena_layers).get(layer)
         if target is None or role not in ("k", "v"):
@@ -172,7 +212,7 @@ class Moves:
         open_rows = np.concatenate([np.arange(a, b) for a, b in live.gaps] or [asked[:0]])
         if not np.isin(open_rows, asked).all():
             raise EngineError(f"rows leave gaps at {list(live.gaps)[:4]}", fix="Mend all rows that no move covers")
-        live.room(end)
+        live.room(end, len(asked))
         where = np.concatenate([asked, np.arange(n, end)])
         wide = torch.from_numpy(np.concatenate([live.tokens[asked], ids]).astype(np.int64))
         at = torch.from_numpy(where)
@@ -198,6 +238,10 @@ class Moves:
 
     def _ids(self, live: TorchLive, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(live.tokens[rows].astype(np.int64))
+
+
+def _turn(found: Rotary) -> Turn:
+    return Turn() if found.style == "none" else Turn(found.inv_freq, found.style == "pairs")
 
 
 def _spans(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

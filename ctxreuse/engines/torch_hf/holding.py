@@ -1,0 +1,84 @@
+"""Rows of blocks as runs that are attended to in place: quantised, or as the blocks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView, Layout
+from ctxreuse.codec import Codec
+from ctxreuse.engines.moving import HeldFormat, Rows
+from ctxreuse.engines.torch_hf.checks import check_rows
+from ctxreuse.engines.torch_hf.inplace import FORMATS
+from ctxreuse.errors import EngineError
+from ctxreuse.kernels.attend import GROUP, Plane, quantise
+from ctxreuse.levels import is_raw
+from ctxreuse.model import ModelSpace
+from ctxreuse.reuse.attend import Held, Slab
+
+__all__ = ["hold"]
+
+
+def hold(
+    pieces: Sequence[Rows], format: HeldFormat, space: ModelSpace, layout: Layout, codec: Callable[[], Codec]
+) -> Held:
+    """See `Holder.hold`; ``codec`` is asked for if a view is coded."""
+    widths = {width for spec in space.layers for width in (spec.k_dim, spec.v_dim) if spec.blocked}
+    if any((spec.k_dim != spec.v_dim) for spec in space.layers if spec.blocked):
+        raise EngineError("K and V of different widths cannot be attended to in place", where=space.architecture)
+    if format == "int4" and any(width % GROUP for width in widths):
+        raise EngineError(f"int4 needs heads of a multiple of {GROUP} values", fix="Hold them as int8")
+    if not pieces:
+        raise EngineError("no rows to hold")
+    decoder = None if all(is_raw(piece.view.header.level) for piece in pieces) else codec()
+    check_rows(pieces, space, layout, decoder)
+    first = pieces[0].view.header.rope_at + pieces[0].row
+    tokens = np.concatenate([piece.view.tokens[piece.row : piece.row + piece.count] for piece in pieces])
+    layers: dict[int, tuple[Slab, ...]] = {}
+    for layer, spec in enumerate(space.layers):
+        if not spec.blocked:
+            continue
+        if format == "stored":
+            layers[layer] = tuple(
+                Slab(
+                    _stored(p.view, layer, "k", space, decoder),
+                    _stored(p.view, layer, "v", space, decoder),
+                    p.row,
+                    p.count,
+                )
+                for p in pieces
+            )
+        else:
+            k, v = (_together(pieces, layer, role, spec.kv_heads, spec.k_dim, space, decoder) for role in ("k", "v"))
+            layers[layer] = (Slab(quantise(k, format), quantise(v, format), 0, len(tokens)),)
+    return Held(tokens, first, layers, format)
+
+
+def _values(view: BlockView, layer: int, role: str, space: ModelSpace, codec: Codec | None) -> npt.NDArray[Any]:
+    """A whole plane [heads, tokens, dim]: a view of the block if it is raw, decoded if not."""
+    name, kind = FORMATS[space.dtype]
+    if codec is None or is_raw(view.header.level):
+        return np.asarray(view.array(layer, role)).view(kind)
+    spec = space.layers[layer]
+    whole = np.empty((spec.kv_heads, space.block_tokens, spec.k_dim), np.uint32 if name == "fp32" else np.uint16)
+    codec.fill([view], layer, role, whole, 0)
+    return whole.view(kind)
+
+
+def _stored(view: BlockView, layer: int, role: str, space: ModelSpace, codec: Codec | None) -> Plane:
+    return Plane(FORMATS[space.dtype][0], _values(view, layer, role, space, codec))
+
+
+def _together(
+    pieces: Sequence[Rows], layer: int, role: str, heads: int, dim: int, space: ModelSpace, codec: Codec | None
+) -> npt.NDArray[Any]:
+    rows = np.empty((heads, sum(piece.count for piece in pieces), dim), FORMATS[space.dtype][1])
+    at = 0
+    for piece in pieces:
+        whole = _values(piece.view, layer, role, space, codec)
+        rows[:, at : at + piece.count] = whole[:, piece.row : piece.row + piece.count]
+        at += piece.count
+    return rows

@@ -1,0 +1,6 @@
+"""Attention over chunks where they are and as they are held: queries are turned to them, results merged."""
+
+from ctxreuse.reuse.attend.held import Held, HeldMove, Slab, Turn
+from ctxreuse.reuse.attend.resident import Residents
+
+__all__ = ["Held", "HeldMove", "Residents", "Slab", "Turn"]

@@ -1,0 +1,167 @@
+"""A context whose tokens lie in two kinds of places: runs held where they are, and rows of its own memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ctxreuse.kernels.attend import Attended, Part, Plane, attend
+from ctxreuse.reuse.attend.held import HeldMove, Slab, Turn
+
+__all__ = ["Residents"]
+
+Floats = NDArray[np.float32]
+Positions = NDArray[np.int64]
+
+
+class _Piece(NamedTuple):
+    """Rows of one slab of a run, at positions ``start`` to ``end``."""
+
+    start: int
+    end: int
+    slab: int
+    first: int
+    shift: int
+    move: HeldMove
+
+    def of(self, layer: int) -> Slab:
+        return self.move.held.layers[layer][self.slab]
+
+
+class Residents:
+    """Where each position of a context lies. Not thread-safe: its context's owner calls.
+
+    Own memory is filled in the order in which rows are computed; a row that is computed although a run holds it hides
+    that one. ``n`` positions lie in rows 0 to n - 1 when this is made.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._pieces: list[_Piece] = []
+        self._hidden: dict[int, NDArray[np.int64] | None] = {}
+        self._row_of = np.arange(n, dtype=np.int64)
+        self._at = np.arange(n, dtype=np.int64)
+        #: Rows of own memory in use.
+        self.rows = n
+
+    @property
+    def plain(self) -> bool:
+        """True if nothing is held, and every position lies in the row of its number."""
+        return not self._pieces and bool((self._at[: self.rows] == np.arange(self.rows)).all())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the runs held; another context may hold the same ones."""
+        return sum(held.nbytes for held in {id(p.move.held): p.move.held for p in self._pieces}.values())
+
+    def add(self, move: HeldMove) -> None:
+        """Hold a run at positions behind all others and behind what is computed."""
+        done = 0
+        slabs = next(iter(move.held.layers.values()))
+        shift = move.start - (move.held.at + move.row)
+        skip = move.row
+        for number, slab in enumerate(slabs):
+            take = min(slab.rows - skip, move.count - done)
+            if take > 0:
+                start = move.start + done
+                self._pieces.append(_Piece(start, start + take, number, slab.first + skip, shift, move))
+                done += take
+            skip = max(skip - slab.rows, 0)
+
+    def place(self, positions: Positions) -> Positions:
+        """The rows of own memory for tokens at ascending ``positions``; new ones where they have none yet."""
+        end = int(positions[-1]) + 1
+        if end > len(self._row_of):
+            more = max(end, 2 * len(self._row_of)) - len(self._row_of)
+            self._row_of = np.concatenate([self._row_of, np.full(more, -1, np.int64)])
+        new = positions[self._row_of[positions] < 0]
+        if len(new):
+            self._row_of[new] = np.arange(self.rows, self.rows + len(new))
+            if self.rows + len(new) > len(self._at):
+                grown = np.zeros(max(self.rows + len(new), 2 * len(self._at)), np.int64)
+                grown[: self.rows] = self._at[: self.rows]
+                self._at = grown
+            self._at[self.rows : self.rows + len(new)] = new
+            self.rows += len(new)
+            self._hidden.clear()
+        return self._row_of[positions]
+
+    def row(self, start: int, end: int) -> int:
+        """The first of the rows of own memory that hold ``start`` to ``end`` one behind another; -1 if none do."""
+        rows = self._row_of[start:end]
+        together = len(rows) == end - start and bool((rows >= 0).all() and (np.diff(rows) == 1).all())
+        return int(rows[0]) if together else -1
+
+    def crop(self, n: int) -> Positions | None:
+        """Forget positions from ``n`` on. Returns the rows to keep, in their order, if they are not the first ones."""
+        kept = np.flatnonzero(self._at[: self.rows] < n)
+        self._at = self._at[: self.rows][kept]
+        self._row_of = np.full(n, -1, np.int64)
+        self._row_of[self._at] = np.arange(len(kept))
+        self._pieces = [piece._replace(end=min(piece.end, n)) for piece in self._pieces if piece.start < n]
+        self._hidden.clear()
+        self.rows = len(kept)
+        return kept if len(kept) and kept[-1] != len(kept) - 1 else None
+
+    def attend(
+        self,
+        layer: int,
+        q: Floats,
+        positions: Positions,
+        k: Plane,
+        v: Plane,
+        turn: Turn,
+        *,
+        scale: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Attended:
+        """Attention of ``q`` float32 [Hq, S, D] at ascending ``positions`` [S] over all that stands before each.
+
+        ``k``, ``v``: own memory, [heads, capacity, dim], its rows placed. See `ctxreuse.kernels.attend.attend`.
+        """
+        turned: dict[int, Floats] = {}
+        parts = self._own(k, v)
+        first, last = int(positions[0]), int(positions[-1])
+        for number, piece in enumerate(self._pieces):
+            if piece.start > last or (window is not None and piece.end <= first - window + 1):
+                continue
+            if piece.shift not in turned:
+                turned[piece.shift] = turn.moved(q, piece.shift)
+            slab = piece.of(layer)
+            stop = piece.first + piece.end - piece.start
+            # Rows that all queries see need no look at positions.
+            at = None if piece.end <= first + 1 and window is None else piece.start - piece.first
+            hidden = self._hides(number, piece)
+            parts.append(Part(slab.k, slab.v, piece.first, stop, at, turned[piece.shift], hidden))
+        return attend(q, parts, positions=positions, scale=scale, window=window, softcap=softcap)
+
+    def _own(self, k: Plane, v: Plane) -> list[Part]:
+        at = self._at[: self.rows]
+        cuts = np.flatnonzero(np.diff(at) <= 0) + 1
+        bounds = [0, *cuts.tolist(), self.rows]
+        parts = []
+        for first, last in pairwise(bounds):
+            if first == last:
+                continue
+            base = int(at[first]) - first
+            dense = int(at[last - 1]) - (last - 1) == base
+            parts.append(Part(k, v, first, last, base if dense else at))
+        return parts
+
+    def _hides(self, number: int, piece: _Piece) -> NDArray[np.int64] | None:
+        """Rows of the piece's slab that are computed anew."""
+        if number not in self._hidden:
+            rows = np.flatnonzero(self._row_of[piece.start : piece.end] >= 0) + piece.first
+            self._hidden[number] = rows if len(rows) else None
+        return self._hidden[number]
+
+    def check(self, n: int) -> None:
+        """Raises AssertionError if rows and positions of a context of ``n`` tokens do not agree."""
+        at = self._at[: self.rows]
+        assert np.array_equal(self._row_of[at], np.arange(self.rows)), "a row is not where its position says"
+        assert int((self._row_of[:n] >= 0).sum()) == self.rows, "rows beyond the end"
+        assert all(a.end <= b.start for a, b in pairwise(self._pieces)), "runs overlap"
+        assert not self._pieces or self._pieces[-1].end <= n, "a run is beyond the end"

@@ -235,10 +235,12 @@ def _layers(steps: int) -> tuple[int, ...]:
 
 
 _SHARE = r"\d{1,3}(?:\.\d{1,3})?%"
-_DEVIANT = re.compile(rf"([kv])-({_SHARE}(?:>{_SHARE}){{0,3}})(?:@(\d{{1,4}}(?:>\d{{1,4}}){{0,3}}))?(?:/(\d{{1,6}}))?")
-_RANDOM = re.compile(rf"random-({_SHARE})")
-_FIRST = re.compile(r"first-(\d{1,6})")
-_LAST = re.compile(rf"last-(?:(\d{{1,6}})|({_SHARE}))")
+_DEVIANT = re.compile(
+    rf"([kv])-({_SHARE}(?:>{_SHARE}){{0,3}})(?:@(\d{{1,4}}(?:>\d{{1,4}}){{0,3}}))?(?:/(\d{{1,6}}))?", re.ASCII
+)
+_RANDOM = re.compile(rf"random-({_SHARE})", re.ASCII)
+_FIRST = re.compile(r"first-(\d{1,6})", re.ASCII)
+_LAST = re.compile(rf"last-(?:(\d{{1,6}})|({_SHARE}))", re.ASCII)
 
 
 def parse(name: str, *, seed: int = 0) -> Repair:
@@ -298,7 +300,7 @@ def budget_tokens(budget: str, tokens: int, line: PrefillLine | None = None, hel
     as nothing is known of that. Raises ConfigError for what is no budget.
     """
     if budget.endswith("%"):
-        if re.fullmatch(_SHARE, budget) is None:
+        if re.fullmatch(_SHARE, budget, re.ASCII) is None:
             raise _no_budget(budget)
         return min(tokens, _share(float(budget[:-1]) / 100, tokens, tokens))
     if budget.isascii() and budget.isdigit() and len(budget) < 12:

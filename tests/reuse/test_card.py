@@ -1,0 +1,175 @@
+"""Chunk cards: what is written is read back, and no other bytes are; kept one a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ctxreuse.errors import FormatError
+from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.reuse import ChunkCard, ChunkShelf, Measured, read_chunk_card, write_chunk_card
+from ctxreuse.reuse.card import MAX_CARD, card_model
+
+SPACE = ModelSpace(
+    weights="0" * 64,
+    architecture="made-up",
+    tokenizer="1" * 64,
+    dtype="float32",
+    layers=(LayerSpec("full", 1, 8, 8),),
+    rope="{}",
+    vocab_size=100,
+    max_tokens=1000,
+)
+
+
+def measured(repair: str = "rotate", kind: str = "behind", kl: float = 0.02, **changes: Any) -> Measured:
+    usual = {
+        "chunks": 4,
+        "tokens": 192,
+        "kl_high": kl * 1.2,
+        "top1": 0.92,
+        "dnll": 0.03,
+        "recomputed": 0.0,
+        "windows": 20,
+    }
+    return Measured(repair=repair, kind=kind, kl=kl, **{**usual, **changes})  # type: ignore[arg-type]
+
+
+def card(*rows: Measured, **changes: Any) -> ChunkCard:
+    usual = {
+        "model": card_model(SPACE),
+        "probe_layer": 1,
+        "limits": {"behind": 0.3, "head": 0.5},
+        "notes": {"by": "me"},
+    }
+    return ChunkCard(measured=rows or (measured(), measured("first-8", "head")), **{**usual, **changes})
+
+
+def sealed(body: bytes, version: int = 1) -> bytes:
+    return struct.pack("<8sIIQ", b"CTXRCHNK", version, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def test_it_reads_back() -> None:
+    assert read_chunk_card(write_chunk_card(card())) == card()
+    assert write_chunk_card(card()) == write_chunk_card(card())
+
+
+def test_a_card_is_of_a_model_not_of_a_numeric_type() -> None:
+    other = msgspec.structs.replace(SPACE, dtype="bfloat16", block_tokens=16)
+    assert card_model(other) == card_model(SPACE) != card_model(msgspec.structs.replace(SPACE, weights="2" * 64))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_are_refused(data: st.DataObject) -> None:
+    good = write_chunk_card(card())
+    raw = bytearray(good)
+    for at in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=3)):
+        raw[at] = data.draw(st.integers(0, 255))
+    cut = bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    if cut != good:
+        with pytest.raises(FormatError, match="chunk card"):
+            read_chunk_card(cut)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_hostile_bodies_are_refused_or_sound(data: st.DataObject) -> None:
+    """With a checksum that fits: whatever gets through can be worked with."""
+    body = bytearray(msgspec.msgpack.encode(card()))
+    for at in data.draw(st.lists(st.integers(0, len(body) - 1), max_size=4)):
+        body[at] = data.draw(st.integers(0, 255))
+    body += data.draw(st.binary(max_size=3))
+    try:
+        found = read_chunk_card(sealed(bytes(body)))
+    except FormatError:
+        return
+    assert write_chunk_card(found)
+    assert all(math.isfinite(x) for one in found.measured for x in (one.kl, one.kl_high, one.top1, one.dnll))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": b"short"},
+        {"probe_layer": -1},
+        {"probe_layer": 1 << 20},
+        {"limits": {"behind": math.nan}},
+        {"limits": {"behind": -0.1}},
+        {"limits": {"behind": math.inf}},
+        {"notes": {str(i): "" for i in range(99)}},
+        {"notes": {"by": "x" * 5000}},
+        {"measured": (measured("first-x"),)},
+        {"measured": (measured(kl=math.nan),)},
+        {"measured": (measured(kl_high=0.001),)},
+        {"measured": (measured(kl=-0.1, kl_high=0.1),)},
+        {"measured": (measured(top1=1.1),)},
+        {"measured": (measured(recomputed=math.inf),)},
+        {"measured": (measured(windows=0),)},
+        {"measured": (measured(tokens=1 << 30),)},
+        {"measured": (measured(), measured())},
+        {"measured": tuple(measured(tokens=i + 1) for i in range(2000))},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_card_that_cannot_be_is_refused(changed: dict[str, Any]) -> None:
+    wrong = msgspec.structs.replace(card(), **changed)
+    with pytest.raises(FormatError, match="chunk card"):
+        write_chunk_card(wrong)
+    with pytest.raises(FormatError, match="chunk card"):
+        read_chunk_card(sealed(msgspec.msgpack.encode(wrong)))
+
+
+def test_other_kinds_versions_and_sizes_are_refused() -> None:
+    body = msgspec.msgpack.encode(card())
+    for raw in (
+        b"",
+        sealed(body, version=2),
+        sealed(body).replace(b"CTXRCHNK", b"CTXRCARD"),
+        sealed(body) + b"\0",
+        sealed(msgspec.msgpack.encode({"model": b"x"})),
+        sealed(msgspec.msgpack.encode({**msgspec.to_builtins(card()), "limits": {"sideways": 1.0}})),
+        sealed(b"\x91" * 100_000),
+        bytes(MAX_CARD + 1),
+    ):
+        with pytest.raises(FormatError, match="chunk card"):
+            read_chunk_card(raw)
+
+
+def test_the_shelf_keeps_the_newest_of_each_model(tmp_path: Path) -> None:
+    shelf = ChunkShelf(tmp_path / "cards")
+    assert shelf.find(SPACE) is None
+    shelf.add(card())
+    newest = card(measured(kl=0.01))
+    path = shelf.add(newest)
+    assert path == shelf.path(SPACE)
+    assert ChunkShelf(tmp_path / "cards").find(SPACE) == newest
+    assert shelf.find(msgspec.structs.replace(SPACE, weights="2" * 64)) is None
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_that_is_no_card_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shelf = ChunkShelf(tmp_path)
+    path = shelf.add(card())
+    other = write_chunk_card(card(model=bytes(32)))
+    for content in (b"", path.read_bytes()[:-1], bytes(MAX_CARD + 1), other):
+        path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            assert shelf.find(SPACE) is None
+        assert str(path) in caplog.text
+        caplog.clear()
+
+
+def test_a_card_that_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        ChunkShelf(tmp_path).add(card(measured(kl=math.nan)))
+    assert list(tmp_path.rglob("*")) == []

@@ -1,0 +1,133 @@
+"""The gate lets through what was measured to be good enough, and says why it does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ctxreuse.levels import check_lossy, damage, fits
+from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.reuse import ChunkCard, Gate, Measured, Run, Source
+from ctxreuse.reuse.card import card_model
+
+SPACE = ModelSpace(
+    weights="0" * 64,
+    architecture="made-up",
+    tokenizer="1" * 64,
+    dtype="float32",
+    layers=(LayerSpec("full", 1, 8, 8),),
+    rope="{}",
+    vocab_size=100,
+    max_tokens=1000,
+)
+BOTH = {"head", "behind"}
+
+
+def row(repair: str, kind: str, high: float, recomputed: float = 0.0, chunks: int = 4) -> Measured:
+    return Measured(repair, kind, chunks, 192, high * 0.8, high, 0.9, 0.03, recomputed, 20)  # type: ignore[arg-type]
+
+
+def gate(*rows: Measured, **changes: Any) -> Gate:
+    usual = {"model": card_model(SPACE), "probe_layer": 1, "limits": {"behind": 0.3, "head": 0.5}}
+    return Gate(SPACE, ChunkCard(measured=rows, **{**usual, **changes}))
+
+
+def run(start: int, tokens: int, kind: str) -> Run:
+    source = Source((b"k" * 32,), 0, tokens, 0)
+    return Run(start, start + tokens, (source,), start, kind)  # type: ignore[arg-type]
+
+
+LADDER = (
+    row("rotate", "behind", 0.0243),
+    row("rotate", "head", 0.0664),
+    row("first-8", "behind", 0.022, 0.04),
+    row("first-8", "head", 0.0293, 0.04),
+    row("v-15%", "behind", 0.015, 0.18),
+    row("v-15%", "head", 0.0222, 0.18),
+)
+
+
+def test_the_repair_that_computes_least_of_those_that_fit() -> None:
+    it = gate(*LADDER)
+    assert it.decide("kl-0.05", {"behind"}).repair == "rotate"
+    assert it.decide("kl-0.05", BOTH).repair == "first-8"
+    assert it.decide("kl-0.07", BOTH).repair == "rotate"
+    assert it.decide("kl-0.023", BOTH).repair == "v-15%"
+    verdict = it.decide("kl-0.05", {"behind"})
+    assert (verdict.allowed, verdict.level, verdict.reason) == (True, "approx~kl-0.025", "kl-0.025 by rotate")
+    assert (verdict.kl, verdict.recomputed) == (0.0243, 0.0)
+
+
+def test_the_worst_of_several_measurements_counts() -> None:
+    it = gate(row("rotate", "behind", 0.02), row("rotate", "behind", 0.04, chunks=8), row("v-5%", "behind", 0.02, 0.08))
+    assert it.decide("kl-0.03", {"behind"}).repair == "v-5%"
+
+
+@given(high=st.floats(0, 2), allowed=st.integers(1, 2000))
+def test_what_is_promised_holds_and_is_allowed(high: float, allowed: int) -> None:
+    lossy = check_lossy(f"kl-{allowed / 1000}")
+    verdict = gate(row("rotate", "behind", high)).decide(lossy, {"behind"})
+    if verdict.allowed:
+        assert fits(verdict.level, lossy)
+        assert high <= damage(verdict.level) + 1e-9
+        assert damage(verdict.level) >= 0.001  # moved rows are never passed off as exact
+    else:
+        assert high > damage(lossy) - 0.001
+
+
+def test_refusals_say_what_to_do() -> None:
+    it = gate(*LADDER)
+    for verdict, words in (
+        (it.decide(None, {"behind"}), "exact session"),
+        (Gate(SPACE, None).decide("kl-0.05", {"behind"}), "ctxreuse calibrate"),
+        (it.decide("kl-0.001", {"behind"}), "the best repair, v-15%, has a KL of 0.012"),
+        (it.decide("kl-0.05", set()), "ctxreuse calibrate"),
+        (gate(row("rotate", "behind", 0.02)).decide("kl-0.05", BOTH), "nothing of behind and head runs"),
+        (gate().decide("kl-0.05", {"behind"}), "ctxreuse calibrate"),
+        (gate(*LADDER, limits={}).decide("kl-0.05", {"behind"}), "behind runs of this model cannot be told"),
+    ):
+        assert not verdict.allowed
+        assert verdict.level == verdict.repair == ""
+        assert verdict.kl == math.inf
+        assert verdict.reason.startswith("refused: ")
+        assert words in verdict.reason
+
+
+def test_a_card_of_another_model_is_none() -> None:
+    it = gate(*LADDER, model=bytes(32))
+    assert it.card is None
+    assert not it.decide("kl-0.05", {"behind"}).allowed
+    assert it.exceeded("behind", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("deviation", "over"), [(0.0, False), (0.3, False), (0.31, True), (math.inf, True), (math.nan, True)]
+)
+def test_a_run_that_deviates_more_than_was_measured_is_computed(deviation: float, over: bool) -> None:
+    assert gate(*LADDER).exceeded("behind", deviation) == over
+    assert gate(*LADDER, limits={"head": 9.0}).exceeded("behind", deviation)
+
+
+def test_runs_of_a_head_are_left_out_where_they_would_cost_the_others() -> None:
+    it = gate(*LADDER)
+    behind, head = [run(100, 1000, "behind"), run(1200, 500, "behind")], run(2000, 40, "head")
+    verdict, runs = it.admit("kl-0.05", [*behind, head])
+    # first-8 for all would compute 62 of 1,540, leaving the head's out 40.
+    assert (verdict.repair, runs) == ("rotate", behind)
+    verdict, runs = it.admit("kl-0.05", [run(100, 100, "behind"), run(300, 400, "head")])
+    assert (verdict.repair, [one.kind for one in runs]) == ("first-8", ["behind", "head"])
+    assert it.admit("kl-0.07", [*behind, head])[1] == [*behind, head]
+
+
+def test_runs_of_a_head_are_left_out_where_they_are_refused() -> None:
+    behind, head = run(100, 1000, "behind"), run(2000, 400, "head")
+    it = gate(row("rotate", "behind", 0.02), row("rotate", "head", 0.2))
+    assert it.admit("kl-0.05", [behind, head])[1] == [behind]
+    assert it.admit("kl-0.05", [head]) == (it.decide("kl-0.05", {"head"}), [])
+    for lossy in (None, "kl-0.01"):
+        verdict, runs = it.admit(lossy, [behind, head])
+        assert (verdict.allowed, runs) == (False, [])

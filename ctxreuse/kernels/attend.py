@@ -67,6 +67,7 @@ _STORED: Final = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "in
 _SCALES: Final = {"int8": np.float32, "int4": np.float16}
 _FLOATS: Final = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
 _MOST_DIM: Final = 512
+_FARTHEST: Final = 1 << 60
 
 
 def attend_ready() -> bool:
@@ -154,8 +155,7 @@ def attend(
     _check(q, where, window, softcap)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     if not attend_ready():
-        for i, part in enumerate(parts):
-            _check_part(part, q, where, f"part {i}")
+        _check_all(q, parts, where, (scale, window or 0, softcap or 0.0))
         return Attended(*reference_attend.attend(q, parts, where, scale, window, softcap))
     if not parts:
         return Attended(np.zeros_like(q), np.full(q.shape[:2], -np.inf, np.float32))
@@ -201,7 +201,8 @@ def _fields(part: Part, q: Floats) -> tuple[Any, ...]:
         if (
             plane.data.dtype != _STORED.get(plane.format)
             or plane.data.ndim != 3
-            or (scales is not None and scales.dtype != _SCALES.get(plane.format))
+            or (scales is None) != (plane.format not in _SCALES)
+            or (scales is not None and scales.dtype != _SCALES[plane.format])
         ):
             _check_plane(plane, "plane")
     if v.data.shape[:2] != k.data.shape[:2] or not (
@@ -285,6 +286,21 @@ def _check(q: Floats, positions: NDArray[np.int64] | None, window: int | None, s
         raise ValueError(f"window: {window} sees nothing")
     if softcap is not None and not (0 < softcap < math.inf):
         raise ValueError(f"softcap: {softcap} is not a positive number")
+
+
+def _check_all(
+    q: Floats, parts: Sequence[Part], positions: NDArray[np.int64] | None, numbers: tuple[float, int, float]
+) -> None:
+    """What the extension checks by itself."""
+    for i, part in enumerate(parts):
+        _check_part(part, q, positions, f"part {i}")
+    if len({part.k.data.shape[0] for part in parts}) > 1:
+        raise ValueError("parts: differ in heads")
+    places = [part.at for part in parts if part.at is not None] + ([] if positions is None else [positions])
+    if any(np.abs(at).max(initial=0) > _FARTHEST for at in places) or numbers[1] > _FARTHEST:
+        raise ValueError("positions: beyond 2^60")
+    if not np.isfinite(numbers).all():
+        raise ValueError("scale, softcap: not finite")
 
 
 def _check_part(part: Part, q: Floats, positions: Any, what: str) -> None:

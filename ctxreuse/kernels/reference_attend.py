@@ -61,7 +61,8 @@ def _int4(x: Floats) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     if dim % _GROUP:
         raise ValueError(f"int4 needs dim in groups of {_GROUP}, got {dim}")
     grouped = x.reshape(heads, tokens, dim // _GROUP, _GROUP)
-    low, high = grouped.min(3, initial=np.inf) + np.float32(0), grouped.max(3, initial=-np.inf)  # + 0: no -0
+    zero = np.float32(0)  # added, so that there is no -0
+    low, high = grouped.min(3, initial=np.inf) + zero, grouped.max(3, initial=-np.inf) + zero
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         step = ((high - low) / np.float32(15)).astype(np.float16)
         low = low.astype(np.float16)

@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from ctxreuse import kernels
+from ctxreuse.engines.torch_hf.attention import normal
 
 __all__ = ["Arena", "Lease", "Pool"]
 
@@ -34,6 +35,8 @@ class Arena:
     Heads are outermost, as attention reads them: appending a token writes one row a head and moves nothing.
     """
 
+    # Made by whoever needs room, maybe in the middle of a forward: it must be writable outside of inference mode too.
+    @normal
     def __init__(self, shape: Shape, dtype: torch.dtype, capacity: int) -> None:
         self.capacity = capacity
         sizes = [heads * capacity * width * dtype.itemsize for _, heads, *widths in shape for width in widths]

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ctxreuse.engines.torch_hf.inplace import call_of
 from ctxreuse.engines.torch_hf.scatter import active, by_position
 
-__all__ = ["NAME", "inference", "install"]
+__all__ = ["NAME", "inference", "install", "normal"]
 
 NAME = "ctxreuse_gqa"
 
@@ -24,6 +24,12 @@ _Result = TypeVar("_Result")
 def inference(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """`torch.inference_mode` with its types kept: no autograd inside, on this thread."""
     wrapped: Callable[_Args, _Result] = torch.inference_mode()(function)
+    return wrapped
+
+
+def normal(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """The opposite: tensors made inside are such as everybody may write to."""
+    wrapped: Callable[_Args, _Result] = torch.inference_mode(mode=False)(function)
     return wrapped
 
 

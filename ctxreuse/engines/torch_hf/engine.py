@@ -245,6 +245,7 @@ class TorchEngine:
     def _run(self, live: TorchLive, ids: Tokens) -> Logits:
         try:
             logits = self._forward.call(torch.from_numpy(ids.astype(np.int64)), live.n, live.cache)
+            live.settle()
         except BaseException as error:
             self._undo(live, error)
             raise

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from ctxreuse.block import BlockView, Layout
 from ctxreuse.codec import Codec
-from ctxreuse.engines.moving import HeldFormat, Rows
+from ctxreuse.engines.moving import HeldFormat, MoveError, Rows
 from ctxreuse.engines.torch_hf.checks import check_rows
 from ctxreuse.engines.torch_hf.inplace import FORMATS
-from ctxreuse.errors import EngineError
+from ctxreuse.errors import EngineError, FormatError
 from ctxreuse.kernels.attend import GROUP, Plane, quantise
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
@@ -42,17 +42,15 @@ def hold(
         if not spec.blocked:
             continue
         if format == "stored":
+            name = FORMATS[space.dtype][0]
+            planes = [
+                [_plane(pieces, i, layer, role, space, decoder) for role in ("k", "v")] for i in range(len(pieces))
+            ]
             layers[layer] = tuple(
-                Slab(
-                    _stored(p.view, layer, "k", space, decoder),
-                    _stored(p.view, layer, "v", space, decoder),
-                    p.row,
-                    p.count,
-                )
-                for p in pieces
+                Slab(Plane(name, k), Plane(name, v), piece.row, piece.count) for (k, v), piece in zip(planes, pieces)
             )
         else:
-            k, v = (_together(pieces, layer, role, spec.kv_heads, spec.k_dim, space, decoder) for role in ("k", "v"))
+            k, v = (_together(pieces, layer, role, space, decoder) for role in ("k", "v"))
             layers[layer] = (Slab(quantise(k, format), quantise(v, format), 0, len(tokens)),)
     return Held(tokens, first, layers, format)
 
@@ -68,17 +66,24 @@ def _values(view: BlockView, layer: int, role: str, space: ModelSpace, codec: Co
     return whole.view(kind)
 
 
-def _stored(view: BlockView, layer: int, role: str, space: ModelSpace, codec: Codec | None) -> Plane:
-    return Plane(FORMATS[space.dtype][0], _values(view, layer, role, space, codec))
+def _plane(
+    pieces: Sequence[Rows], index: int, layer: int, role: str, space: ModelSpace, codec: Codec | None
+) -> npt.NDArray[Any]:
+    view = pieces[index].view
+    try:
+        return _values(view, layer, role, space, codec)
+    except FormatError as error:
+        raise MoveError(error.what, where=error.where, fix=error.fix, index=index, key=view.header.key) from error
 
 
 def _together(
-    pieces: Sequence[Rows], layer: int, role: str, heads: int, dim: int, space: ModelSpace, codec: Codec | None
+    pieces: Sequence[Rows], layer: int, role: str, space: ModelSpace, codec: Codec | None
 ) -> npt.NDArray[Any]:
-    rows = np.empty((heads, sum(piece.count for piece in pieces), dim), FORMATS[space.dtype][1])
-    at = 0
-    for piece in pieces:
-        whole = _values(piece.view, layer, role, space, codec)
+    """The pieces' rows [heads, n, dim] in new memory."""
+    spec, at = space.layers[layer], 0
+    rows = np.empty((spec.kv_heads, sum(piece.count for piece in pieces), spec.k_dim), FORMATS[space.dtype][1])
+    for index, piece in enumerate(pieces):
+        whole = _plane(pieces, index, layer, role, space, codec)
         rows[:, at : at + piece.count] = whole[:, piece.row : piece.row + piece.count]
         at += piece.count
     return rows

@@ -87,16 +87,19 @@ class Beside:
         """The context has ``n`` positions now, and no forward is in flight."""
         self.n, self.pending = n, False
 
+    def settle(self) -> None:
+        """Raises EngineError if the model attended to something else than what the last call returned."""
+        if self.pending:
+            raise EngineError("the model changes what its cache gives it, so it cannot attend to held runs")
+
     def update(
         self, own: ArenaLayer, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write K and V [1, heads, S, dim] to rows of the layer's own planes ``k`` and ``v``.
 
-        Returns views of these rows, the first of them marked for `call_of`. Raises EngineError if there is no room, or
-        if the model did not attend to what the last call returned: it would see its own memory only.
+        Returns views of these rows, the first of them marked for `call_of`. Raises EngineError if there is no room.
         """
-        if self.pending:
-            raise EngineError("the model changes what its cache gives it, so runs cannot be held in place")
+        self.settle()
         scatter, count = active(), keys.shape[-2]
         positions = np.arange(self.n, self.n + count) if scatter is None else scatter.rows.numpy()
         rows = torch.from_numpy(self.residents.place(positions))

@@ -100,6 +100,12 @@ class TorchLive:
         if self.gaps:
             raise EngineError(f"the context has gaps at {list(self.gaps)[:4]}", fix="mend() must compute them first")
 
+    def settle(self) -> None:
+        """After a forward: raises EngineError if the model did not attend to what is held in place."""
+        for _, layer in self.arena_layers:
+            if layer.beside is not None:
+                layer.beside.settle()
+
     def room(self, n: int, again: int = 0) -> None:
         """Have room for ``n`` tokens; grows to twice the capacity, so that appending stays linear in time.
 

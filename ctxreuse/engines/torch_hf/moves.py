@@ -221,6 +221,7 @@ class Moves:
             for a, b in pieces(0, len(where), self._chunk, 0, False):
                 with scattered(at[a:b]):
                     logits = self._forward.run(wide[a:b], at[a:b], live.cache)
+                live.settle()
         except BaseException as error:
             live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
             raise

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from ctxreuse.store import BlockStore, Ledger, NewTurn
+from ctxreuse.store.chunks import Home
 from ctxreuse.testing.store import Context
 
 CAPACITY = 40 * 4096
@@ -37,6 +38,9 @@ def verify(folder: Path, acked: list[list[object]], random_: random.Random) -> t
     assert blocks.stats().recovered in ("", "kept"), blocks.stats().recovered
     blocks.check()
     assert blocks.verify() == []
+    blocks.chunks.check()
+    for _, chunk in [a for a in acked if a[0] == "chunk"][-100:]:
+        assert blocks.chunks.homes(bytes.fromhex(str(chunk))), f"chunk {chunk} was lost"
     return ledger, blocks
 
 
@@ -64,6 +68,9 @@ def write(ledger: Ledger, blocks: BlockStore, say: int, random_: random.Random) 
             for i, key in enumerate(context.keys):
                 blocks.put(key, context.block(i))
             blocks.put(context.keys[2], context.state(2), kind="state")
+            chunk = random_.randbytes(32)
+            if blocks.chunks.add(chunk, Home(tuple(context.keys[1:3]), 2, 5, 4)):
+                tell("chunk", chunk.hex())
             if random_.random() < 0.2:
                 blocks.drop(context.keys[random_.randrange(6)], "test")
 

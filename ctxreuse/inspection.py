@@ -8,6 +8,7 @@ import msgspec
 
 from ctxreuse.errors import StoreError
 from ctxreuse.levels import rank, short
+from ctxreuse.store.chunks import FOLDER, ChunkIndex
 from ctxreuse.store.readonly import open_readonly
 from ctxreuse.store.recovery import Unusable, records
 
@@ -16,7 +17,8 @@ __all__ = ["Held", "held"]
 
 class Held(msgspec.Struct, frozen=True):
     """Entries of a cache, tokens of its blocks, bytes in whole pages, bytes of the file; ``levels``: blocks, their
-    tokens and bytes of all that is kept at each level, cards left out."""
+    tokens and bytes of all that is kept at each level, cards left out; ``chunks``: runs of tokens that any prompt can
+    find in the blocks, or could."""
 
     blocks: int
     states: int
@@ -24,6 +26,7 @@ class Held(msgspec.Struct, frozen=True):
     nbytes: int
     file_bytes: int
     levels: dict[str, tuple[int, int, int]] = {}
+    chunks: int = 0
 
 
 def held(folder: Path) -> Held:
@@ -37,6 +40,11 @@ def held(folder: Path) -> Held:
         raise StoreError(f"the cache cannot be used: {error}", where=str(folder), fix=fix) from None
     finally:
         env.close()
+    known = ChunkIndex.open(folder / FOLDER, readonly=True)
+    try:
+        chunks = len(known)
+    finally:
+        known.close()
     levels: dict[str, tuple[int, int, int]] = {}
     for row in rows:
         for level, count, tokens, nbytes in (
@@ -53,4 +61,5 @@ def held(folder: Path) -> Held:
         nbytes=sum(row.nbytes + row.state_nbytes for row in rows),
         file_bytes=file_bytes,
         levels=dict(sorted(levels.items(), key=lambda entry: rank(entry[0]))),
+        chunks=chunks,
     )

@@ -102,6 +102,7 @@ def stat(ctx: typer.Context, path: _Path = None, json: _Json = False) -> None:
         rows += [
             ("KV", f"{cache.tokens:,} tokens in {cache.blocks:,} blocks, {cache.states:,} states"),
             ("size", f"{rounded_bytes(cache.nbytes)} of {rounded_bytes(settings.capacity)}"),
+            ("chunks", f"{cache.chunks:,} are known to other prompts"),
             ("file", rounded_bytes(cache.file_bytes)),
         ]
         rows += [

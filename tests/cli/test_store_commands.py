@@ -14,6 +14,7 @@ import pytest
 from ctxreuse.block import BlockWriter, Plane, layout_of
 from ctxreuse.keys import ROOT, as_tokens, prefix_keys
 from ctxreuse.store import BlockStore, Ledger, NewTurn
+from ctxreuse.store.chunks import Home
 from ctxreuse.testing.store_levels import CodedContext
 
 PLANES = (Plane(0, "k", "float32", (2, 4, 8)), Plane(0, "v", "float32", (2, 4, 8)))
@@ -34,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
                 writer.plane(plane.layer, plane.role)[:] = np.frombuffer(b"block-%d." % i * 32, np.uint8)
             assert store.put(key, writer.seal())
         store.flush()
+        store.chunks.add(b"c" * 32, Home(tuple(keys[:2]), 1, 5, 0))
     with Ledger.open(place) as ledger:
         session = ledger.create("trunk")
         turns = ledger.append(session.id, [NewTurn("user", "one"), NewTurn("assistant", "two")])
@@ -64,10 +66,11 @@ def test_ls(run: Any, folder: Path) -> None:
 
 def test_stat(run: Any, folder: Path) -> None:
     body = json.loads(run("store", "stat", "--json", "--path", str(folder)).out)
-    assert (body["blocks"]["blocks"], body["blocks"]["tokens"]) == (3, 12)
+    assert (body["blocks"]["blocks"], body["blocks"]["tokens"], body["blocks"]["chunks"]) == (3, 12, 1)
     assert (body["ledger"]["sessions"], body["ledger"]["turns"]) == (2, 3)
     text = run("store", "stat", "--path", str(folder)).out
     assert "12 tokens in 3 blocks" in text
+    assert "1 are known to other prompts" in text
     assert "2 sessions, 3 turns" in text
 
 

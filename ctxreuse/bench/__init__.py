@@ -22,6 +22,7 @@ __all__ = ["BENCHES", "Figure", "Options", "Report", "about", "run"]
 #: Bench name to module, imported when it runs.
 BENCHES = {
     "agents": "ctxreuse.bench.agents",
+    "attend": "ctxreuse.bench.attend",
     "bus": "ctxreuse.bench.bus",
     "chunks": "ctxreuse.bench.chunks",
     "codec": "ctxreuse.bench.codec",

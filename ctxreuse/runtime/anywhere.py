@@ -13,7 +13,7 @@ from ctxreuse.engines.moving import Move, MoveError, Mover
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import approx, is_exact, is_raw, rank
-from ctxreuse.reuse import ChunkShelf, Gate, Kind, Run, Verdict, forget, parse, plan, read
+from ctxreuse.reuse import ChunkShelf, Gate, Run, Verdict, forget, parse, plan, read, used
 from ctxreuse.reuse.probes import deviation, probe_rows
 from ctxreuse.runtime.load import decodes
 from ctxreuse.runtime.spans import Spans, rows_of, within, without
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["Anywhere", "Moving"]
-
-
-_BEHIND: set[Kind] = {"behind"}
 
 
 class Anywhere:
@@ -123,20 +120,10 @@ class Moving:
 
     def _allowed(self, runs: list[Run]) -> list[Run]:
         """Those of the runs that the gate lets through and that are predicted to pay."""
-        kinds: set[Kind] = {run.kind for run in runs}
-        verdict = self._gate.decide(self._lossy, kinds)
-        if not verdict.allowed and len(kinds) > 1:
-            # Runs that hold another prompt's head move worst; without them the others may do.
-            some = self._gate.decide(self._lossy, _BEHIND)
-            if some.allowed:
-                verdict, kinds = some, _BEHIND
-        self._verdict, self.said = verdict, verdict.reason
-        limits = self._gate.card.limits if self._gate.card is not None else {}
-        good = [run for run in runs if verdict.allowed and run.kind in kinds and run.kind in limits]
+        self._verdict, good = self._gate.admit(self._lossy, runs)
+        self.said = self._verdict.reason
         self._refuse("gate", [run for run in runs if run not in good])
-        if verdict.allowed and not good:
-            self.said = "refused: the model's moved rows cannot be probed, so nobody knows when they are wrong"
-        if good and not self._pays(good, verdict):
+        if good and not self._pays(good, self._verdict):
             self._refuse("slow", good)
             self.said, good = "refused: computing them is predicted to be quicker", []
         return good
@@ -186,6 +173,7 @@ class Moving:
             nbytes = sum(b - a for a, b in spans) * self._engine.space.token_nbytes
             self._cost.move.observe(nbytes, self._clock() - at)
         logits = self._mover.mend(live, rows, self._ids[end:])
+        used(self._store, self.runs)
         self.spans = within(spans, live.moved)  # type: ignore[attr-defined]  # a mover's context: `MovedLive`
         self.moved = sum(b - a for a, b in self.spans)
         self.mended = sum(b - a for a, b in spans) - self.moved

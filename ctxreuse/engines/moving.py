@@ -13,7 +13,7 @@ from ctxreuse.block import BlockView
 from ctxreuse.engines.base import Live, Logits
 from ctxreuse.errors import FormatError
 from ctxreuse.keys import Tokens
-from ctxreuse.reuse.attend import Held, HeldMove
+from ctxreuse.reuse.attend import Held, HeldMove, Selection
 
 __all__ = ["HeldFormat", "Holder", "Move", "MoveError", "MovedLive", "Mover", "Role", "Rows"]
 
@@ -129,12 +129,21 @@ class Holder(Mover, Protocol):
         """
         ...
 
-    def show(self, live: Live, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+    def show(
+        self,
+        live: Live,
+        tokens: Tokens,
+        moves: Sequence[HeldMove],
+        level: str,
+        *,
+        selection: Selection | None = None,
+    ) -> None:
         """Append ``tokens`` to a context, held runs where ``moves`` name them and gaps elsewhere, as `Mover.place`.
 
         Takes no time and no memory for what is held: attention turns the queries to each run instead of its K. The
         context keeps the runs alive. Rows that `Mover.mend` computes hide the held ones; blocks that hold shown rows
-        cannot be exported, and nothing can be loaded or placed into the context any more. Raises EngineError and what
-        `check_prompt` raises before anything is changed.
+        cannot be exported, and nothing can be loaded or placed into the context any more. ``selection``: which pages
+        of all runs of the context are read from now on (None: all). Raises EngineError and what `check_prompt` raises
+        before anything is changed.
         """
         ...

@@ -36,7 +36,7 @@ from ctxreuse.errors import ConfigError, EngineError, FormatError, LinkError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
-from ctxreuse.reuse.attend import Held, HeldMove
+from ctxreuse.reuse.attend import Held, HeldMove, Selection
 
 __all__ = ["TorchEngine"]
 
@@ -290,9 +290,17 @@ class TorchEngine:
         """See `Holder.hold`."""
         return self._moves.hold(pieces, format, lambda: self.codec)
 
-    def show(self, live: Live, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+    def show(
+        self,
+        live: Live,
+        tokens: Tokens,
+        moves: Sequence[HeldMove],
+        level: str,
+        *,
+        selection: Selection | None = None,
+    ) -> None:
         """See `Holder.show`."""
-        self._moves.show(self._own(live), tokens, moves, level)
+        self._moves.show(self._own(live), tokens, moves, level, selection)
 
     @inference
     def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:

@@ -18,7 +18,7 @@ from ctxreuse.engines.torch_hf.loading import Import
 from ctxreuse.engines.torch_hf.states import Snapshot
 from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens
-from ctxreuse.reuse.attend import HeldMove, Residents, Turn
+from ctxreuse.reuse.attend import HeldMove, Residents, Selection, Turn
 
 __all__ = ["TorchLive"]
 
@@ -150,12 +150,13 @@ class TorchLive:
             for _, layer in self.arena_layers:
                 layer.beside = None
 
-    def show(self, n: int, turns: Mapping[int, Turn], moves: Sequence[HeldMove]) -> None:
+    def show(self, n: int, turns: Mapping[int, Turn], moves: Sequence[HeldMove], selection: Selection | None) -> None:
         """Let the context have ``n`` positions (its ids follow), with runs where ``moves`` say."""
         if self.residents is None:
             self.residents = Residents(self._n)
             for index, layer in self.arena_layers:
                 layer.beside = Beside(self.residents, index, turns[index], self._n)
+        self.residents.selection = selection
         for move in moves:
             self.residents.add(move)
         for _, layer in self.arena_layers:

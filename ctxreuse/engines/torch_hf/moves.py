@@ -29,7 +29,7 @@ from ctxreuse.errors import EngineError
 from ctxreuse.keys import Tokens, as_tokens
 from ctxreuse.levels import is_exact, is_raw
 from ctxreuse.model import ModelSpace
-from ctxreuse.reuse.attend import Held, HeldMove, Turn
+from ctxreuse.reuse.attend import Held, HeldMove, Selection, Turn
 
 __all__ = ["Moves"]
 
@@ -150,7 +150,9 @@ class Moves:
         self._scatters()
         return hold(pieces, format, self._space, self._layout, codec)
 
-    def show(self, live: TorchLive, tokens: Tokens, moves: Sequence[HeldMove], level: str) -> None:
+    def show(
+        self, live: TorchLive, tokens: Tokens, moves: Sequence[HeldMove], level: str, selection: Selection | None
+    ) -> None:
         """See `Holder.show`."""
         self._scatters()
         ids = self._placeable(live, tokens, level)
@@ -166,7 +168,7 @@ class Moves:
             live.loading.wait()
         live.detach()
         turns = {layer: _turn(found) for layer, found in self._turns().items()}
-        live.show(end, turns, moves)
+        live.show(end, turns, moves, selection)
         live.room(end)
         live.append(ids)
         live.provenance.place(start, end, [(move.start, move.start + move.count) for move in moves], level)

@@ -2,5 +2,6 @@
 
 from ctxreuse.reuse.attend.held import Held, HeldMove, Slab, Turn
 from ctxreuse.reuse.attend.resident import Residents
+from ctxreuse.reuse.attend.select import Selection
 
-__all__ = ["Held", "HeldMove", "Residents", "Slab", "Turn"]
+__all__ = ["Held", "HeldMove", "Residents", "Selection", "Slab", "Turn"]

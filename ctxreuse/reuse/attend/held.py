@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ctxreuse.kernels import rope_shift, shift_tables
 from ctxreuse.kernels.attend import Plane
 from ctxreuse.keys import Tokens
+from ctxreuse.reuse.attend.select import Bounds, bounds_of
 
 __all__ = ["Held", "HeldMove", "Slab", "Turn"]
 
@@ -61,6 +62,7 @@ class Held:
         if len(rows) != 1 or sum(held for _, held in next(iter(rows))) != len(tokens):
             raise ValueError(f"layers do not hold the same rows of {len(tokens)} tokens")
         self.tokens, self.at, self.layers, self.format = tokens, at, dict(layers), format
+        self._bounds: dict[tuple[int, int, int], Bounds] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -73,6 +75,13 @@ class Held:
         """Bytes of K and V, scales included."""
         planes = [(plane, slab) for slabs in self.layers.values() for slab in slabs for plane in (slab.k, slab.v)]
         return sum(plane.nbytes * slab.rows // plane.tokens for plane, slab in planes)
+
+    def bounds(self, layer: int, slab: int, page: int) -> Bounds:
+        """The bounds of a K plane's pages (of the whole plane, whatever rows the slab has); made once."""
+        found = self._bounds.get((layer, slab, page))
+        if found is None:
+            found = self._bounds[layer, slab, page] = bounds_of(self.layers[layer][slab].k, page)
+        return found
 
 
 @dataclass(frozen=True, slots=True)

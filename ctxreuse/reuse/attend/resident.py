@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from ctxreuse.kernels.attend import Attended, Part, Plane, attend
 from ctxreuse.reuse.attend.held import HeldMove, Slab, Turn
+from ctxreuse.reuse.attend.select import Selection, ceilings, chosen
 
 __all__ = ["Residents"]
 
@@ -31,6 +33,21 @@ class _Piece(NamedTuple):
         return self.move.held.layers[layer][self.slab]
 
 
+def _end(part: Part) -> int:
+    return part.k.tokens if part.last is None else part.last
+
+
+def _of_head(part: Part, head: int, group: int) -> Part:
+    """The part as one KV head and its queries see it; views."""
+    q = None if part.q is None else part.q[head * group : (head + 1) * group]
+    return part._replace(k=_plane_of_head(part.k, head), v=_plane_of_head(part.v, head), q=q)
+
+
+def _plane_of_head(plane: Plane, head: int) -> Plane:
+    scales = None if plane.scales is None else plane.scales[head : head + 1]
+    return Plane(plane.format, plane.data[head : head + 1], scales)
+
+
 class Residents:
     """Where each position of a context lies. Not thread-safe: its context's owner calls.
 
@@ -43,6 +60,8 @@ class Residents:
         self._hidden: dict[int, NDArray[np.int64] | None] = {}
         self._row_of = np.arange(n, dtype=np.int64)
         self._at = np.arange(n, dtype=np.int64)
+        #: Which pages of the runs are read; None: all. Own memory always is.
+        self.selection: Selection | None = None
         #: Rows of own memory in use.
         self.rows = n
 
@@ -123,8 +142,8 @@ class Residents:
         ``k``, ``v``: own memory, [heads, capacity, dim], its rows placed. See `ctxreuse.kernels.attend.attend`.
         """
         turned: dict[int, Floats] = {}
-        parts = self._own(k, v)
         first, last = int(positions[0]), int(positions[-1])
+        runs = list[tuple[_Piece, Part]]()
         for number, piece in enumerate(self._pieces):
             if piece.start > last or (window is not None and piece.end <= first - window + 1):
                 continue
@@ -135,8 +154,41 @@ class Residents:
             # Rows that all queries see need no look at positions.
             at = None if piece.end <= first + 1 and window is None else piece.start - piece.first
             hidden = self._hides(number, piece)
-            parts.append(Part(slab.k, slab.v, piece.first, stop, at, turned[piece.shift], hidden))
-        return attend(q, parts, positions=positions, scale=scale, window=window, softcap=softcap)
+            runs.append((piece, Part(slab.k, slab.v, piece.first, stop, at, turned[piece.shift], hidden)))
+        own = self._own(k, v)
+        if self.selection is None or not runs:
+            parts = [*own, *(part for _, part in runs)]
+            return attend(q, parts, positions=positions, scale=scale, window=window, softcap=softcap)
+        each = [
+            attend(mine, parts, positions=positions, scale=scale, window=window, softcap=softcap)
+            for mine, parts in self._by_head(layer, q, own, runs, self.selection)
+        ]
+        return Attended(np.concatenate([one.o for one in each]), np.concatenate([one.lse for one in each]))
+
+    def _by_head(
+        self, layer: int, q: Floats, own: list[Part], runs: list[tuple[_Piece, Part]], selection: Selection
+    ) -> Iterator[tuple[Floats, list[Part]]]:
+        """For each KV head its queries and what it reads: own memory, and the pages that it selects."""
+        page = selection.page
+        spans = [(part.first // page, -(-_end(part) // page)) for _, part in runs]
+        tops = [
+            ceilings(q if part.q is None else part.q, piece.move.held.bounds(layer, piece.slab, page))[:, a:b]
+            for (piece, part), (a, b) in zip(runs, spans)
+        ]
+        picked = chosen(np.concatenate(tops, axis=1), selection)
+        heads = len(picked)
+        group = len(q) // heads
+        for head in range(heads):
+            parts, at = [_of_head(part, head, group) for part in own], 0
+            for (_, part), (a, b) in zip(runs, spans):
+                mine = _of_head(part, head, group)
+                pages = np.flatnonzero(picked[head, at : at + b - a]) + a
+                at += b - a
+                for some in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+                    if len(some):
+                        low, high = int(some[0]) * page, (int(some[-1]) + 1) * page
+                        parts.append(mine._replace(first=max(mine.first, low), last=min(_end(mine), high)))
+            yield q[head * group : (head + 1) * group], parts
 
     def _own(self, k: Plane, v: Plane) -> list[Part]:
         at = self._at[: self.rows]

@@ -147,7 +147,8 @@ def show_chunk_card(card: ChunkCard, console: Console) -> None:
 
     table = Table(title="chunks at other positions", title_justify="left")
     for column in ("chunks", "stood", "repair", "KL", "at most", "top-1", "ΔNLL", "recomputed"):
-        table.add_column(column, justify="left" if column in ("chunks", "stood", "repair") else "right")
+        words = column in ("chunks", "stood", "repair")
+        table.add_column(column, justify="left" if words else "right", overflow="fold")
     for one in sorted(card.measured, key=lambda one: (one.chunks * one.tokens, one.kind, one.recomputed)):
         figures = (f"{one.kl:.4f}", f"{one.kl_high:.4f}", f"{one.top1:.1%}", f"{one.dnll:+.4f}")
         table.add_row(f"{one.chunks} x {one.tokens}", one.kind, one.repair, *figures, f"{one.recomputed:.1%}")

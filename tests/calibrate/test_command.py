@@ -95,7 +95,7 @@ def test_chunks_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) 
     card = read_chunk_card(out.read_bytes())
     assert path.read_bytes() == out.read_bytes()
     assert card.notes["text"] == "words.txt"
-    assert card.notes["scenes"] == "2 of 4 x 192, next 128"
+    assert card.notes["scenes"] == "4 of 4 x 128, next 128"
     assert "<svg" in plot.read_text()
     for one in card.measured:
         assert one.repair in told

@@ -14,6 +14,14 @@ from ctxreuse.errors import ConfigError
 __all__ = ["FILES", "INSTALL", "Launcher", "missing", "open_device", "text_folder"]
 
 FILES: Final[Mapping[str, tuple[str, ...]]] = {
+    "attend.cu": (
+        "ctx_attend_64",
+        "ctx_attend_128",
+        "ctx_attend_256",
+        "ctx_attend_64_wide",
+        "ctx_attend_128_wide",
+        "ctx_attend_merge",
+    ),
     "rans.cu": ("ctx_rans_decode", "ctx_rans_encode", "ctx_rans_count"),
     "klt_decode.cu": ("ctx_klt_decode",),
     "klt_encode.cu": ("ctx_klt_quantise", "ctx_klt_code", "ctx_klt_pack"),
@@ -41,6 +49,10 @@ class Launcher(Protocol):
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one block may have."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many the device has."""
 
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         """Queue ``grid`` blocks of ``block`` threads with ``shared`` bytes of shared memory each. 0 blocks: nothing."""
@@ -91,6 +103,7 @@ class _Cupy:
         attributes = device.attributes
         self.name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
         self.shared_bytes = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
         self._modules = {
             name: cupy.RawModule(code=(folder / name).read_text("utf-8"), options=options, backend="nvrtc")
             for name in FILES

@@ -22,6 +22,7 @@ enum Status : u32 { OK = 0, CORRUPT = 1, BAD_SYMBOL = 2, BAD_TABLE = 3, BAD_PAGE
 
 static const u32 WARP = 32, EVERYONE = 0xffffffffu;
 
+struct alignas(8) Pair { u32 at[2]; };
 struct alignas(16) Quad { u32 at[4]; };
 struct alignas(16) Floats { float at[4]; };
 
@@ -56,6 +57,69 @@ __device__ __forceinline__ void multiply_add(u32 (&d)[4], const u32 (&a)[4], u32
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// The same of halves, or of bfloats: a [16][16], b [16][8], sums in fp32.
+__device__ __forceinline__ void multiply_add_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void multiply_add_bfloats(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two numbers of 16 bits in a register, the first in its low half.
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 pack_bfloats(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u32 subtract_halves(u32 a, u32 b) {
+    u32 both;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
+    return both;
+}
+
+__device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
+    u32 both;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    return both;
+}
+
+// 2^x to 2 units in the last place; below 2^-126: 0.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Aligned bytes that nobody writes while the kernel runs; asked for here, not where they are needed.
+__device__ __forceinline__ Quad load_quad(const u8 *at) {
+    Quad q;
+    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(q.at[0]), "=r"(q.at[1]), "=r"(q.at[2]), "=r"(q.at[3])
+                 : "l"(at));
+    return q;
+}
+
+__device__ __forceinline__ Pair load_pair(const u8 *at) {
+    Pair p;
+    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(p.at[0]), "=r"(p.at[1]) : "l"(at));
+    return p;
+}
+#else
+__device__ __forceinline__ Pair load_pair(const u8 *at) { return *(const Pair *)at; }
+__device__ __forceinline__ Quad load_quad(const u8 *at) { return *(const Quad *)at; }
 #endif
 
 #endif

@@ -38,8 +38,6 @@ __device__ __forceinline__ void store_item(u8 *at, u32 item, u32 type) {
         *(u16 *)at = (u16)item;
 }
 
-struct alignas(8) Pair { u32 at[2]; };
-
 __device__ __forceinline__ void load_four(const u8 *at, u32 type, u32 (&bits)[4]) {
     if (type == FP32) {
         const Quad all = *(const Quad *)at;

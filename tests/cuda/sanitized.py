@@ -8,6 +8,7 @@ import numpy as np
 from ctxreuse import kernels
 from ctxreuse.cuda import CodedPlane, Pages, decode_to_pages, rans
 from ctxreuse.errors import FormatError
+from ctxreuse.testing.attention import Chunk, compare_attention
 from ctxreuse.testing.device import Sample, compare_planes, compare_streams, sample_streams
 from ctxreuse.testing.shim import Shim
 
@@ -16,6 +17,11 @@ random = np.random.default_rng(0)
 compare_streams(shim, 0, [1000, 1, 64, 0])
 compare_planes(shim, Sample("bfloat16", 20, dim=64, start=0, spread=(300.0, 0.98)), "kl-0.005", page_tokens=3)
 compare_planes(shim, Sample("float32", 65, groups=(1, 2), style="pairs"), "kl-0.01", heads_first=False)
+for dim in (64, 128, 256):
+    hidden = np.array([0, 7, 69], np.int64)
+    chunks = [Chunk(70, "int8", hidden=hidden, shift=9), Chunk(33, "int4", first=1, at=5), Chunk(19, "bf16", last=18)]
+    for queries in (1, 12):
+        compare_attention(shim, chunks, (6, queries, dim), 2, positions=np.arange(queries) + 20, window=30)
 
 refused = 0
 symbols, tables, steps, seeds = sample_streams(1, [700])

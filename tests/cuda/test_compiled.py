@@ -17,7 +17,8 @@ from ctxreuse.errors import ConfigError
 # Registers a thread: what was seen, with some room. Beyond, fewer warps fit onto a multiprocessor.
 MOST = {
     "ctx_rans_decode": 40, "ctx_rans_encode": 40, "ctx_rans_count": 40, "ctx_klt_decode": 160, "ctx_klt_quantise": 72,
-    "ctx_klt_code": 48, "ctx_klt_pack": 48,
+    "ctx_klt_code": 48, "ctx_klt_pack": 48, "ctx_attend_64": 128, "ctx_attend_128": 128, "ctx_attend_256": 240,
+    "ctx_attend_64_wide": 240, "ctx_attend_128_wide": 255, "ctx_attend_merge": 40,
 }  # fmt: skip
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(')
 
@@ -75,7 +76,7 @@ def test_the_doctor_says_how_the_kernels_stand(monkeypatch: pytest.MonkeyPatch) 
     assert (found["device"].status, found["device"].value) == ("missing", "none: cupy is not installed")
     monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: None)
     found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
-    assert found["text"].value == "7 kernels, not compiled here: nvcc is not installed"
+    assert found["text"].value == "13 kernels, not compiled here: nvcc is not installed"
 
 
 def test_importing_the_wrappers_imports_no_device_library() -> None:

@@ -128,6 +128,7 @@ void run(unsigned grid, unsigned block, size_t bytes, void (*thread)(const void 
 
 } // namespace shim
 
+#include "../attend.cu"
 #include "../klt_decode.cu"
 #include "../klt_encode.cu"
 #include "../rans.cu"
@@ -143,6 +144,12 @@ extern "C" int ctx_shim_launch(const char *name, unsigned grid, unsigned block, 
     KERNEL(ctx_klt_quantise)
     KERNEL(ctx_klt_code)
     KERNEL(ctx_klt_pack)
+    KERNEL(ctx_attend_64)
+    KERNEL(ctx_attend_128)
+    KERNEL(ctx_attend_256)
+    KERNEL(ctx_attend_64_wide)
+    KERNEL(ctx_attend_128_wide)
+    KERNEL(ctx_attend_merge)
 #undef KERNEL
     return -1;
 }
@@ -158,6 +165,9 @@ extern "C" size_t ctx_shim_size(const char *name) {
     STRUCTURE(KltGroup)
     STRUCTURE(KltPlane)
     STRUCTURE(KltCell)
+    STRUCTURE(AttendPlane)
+    STRUCTURE(AttendRun)
+    STRUCTURE(AttendItem)
 #undef STRUCTURE
     return 0;
 }

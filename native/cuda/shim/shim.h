@@ -28,7 +28,7 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shim {
 
-enum Kind { SYNC = 1, BALLOT, SHUFFLE, MULTIPLY };
+enum Kind { SYNC = 1, BALLOT, SHUFFLE, MULTIPLY, MULTIPLY_16 };
 struct Slot {
     unsigned char bytes[24];
 };
@@ -104,6 +104,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __int2float_rn(int x) { return static_cast<float>(x); }
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline long long __double_as_longlong(double x) { return shim::unpack<long long>(shim::pack(x)); }
 inline double __longlong_as_double(long long x) { return shim::unpack<double>(shim::pack(x)); }
 
@@ -150,5 +152,48 @@ inline void multiply_add(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, 
         d[i] += static_cast<unsigned>(sum);
     }
 }
+
+// mma.m16n8k16 of 16-bit floats: a: rows group, group + 8 and columns 2 part .., 8 + 2 part ..; b and d as above.
+inline void multiply_add_16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, float (*widened)(unsigned)) {
+    struct Fragments {
+        unsigned a[4], b[2];
+    };
+    const shim::Slot *all = shim::meet(~0u, shim::MULTIPLY_16, shim::pack(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}));
+    const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    float left[2][16], right[2][16];
+    for (unsigned part = 0; part < 4; part++) {
+        const Fragments rows = shim::unpack<Fragments>(all[4 * row + part]);
+        for (unsigned i = 0; i < 4; i++)
+            for (unsigned h = 0; h < 2; h++) left[i % 2][8 * (i / 2) + 2 * part + h] = widened(rows.a[i] >> 16 * h & 0xffff);
+        for (unsigned e = 0; e < 2; e++) {
+            const Fragments columns = shim::unpack<Fragments>(all[4 * (column + e) + part]);
+            for (unsigned i = 0; i < 4; i++) right[e][8 * (i / 2) + 2 * part + i % 2] = widened(columns.b[i / 2] >> 16 * (i % 2) & 0xffff);
+        }
+    }
+    for (unsigned i = 0; i < 4; i++)
+        for (unsigned k = 0; k < 16; k++) d[i] += left[i / 2][k] * right[i % 2][k];
+}
+inline float of_bfloat(unsigned bits) { return bits_float(bits << 16); }
+inline void multiply_add_halves(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add_16(d, a, b0, b1, of_half);
+}
+inline void multiply_add_bfloats(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    multiply_add_16(d, a, b0, b1, of_bfloat);
+}
+
+// Not for NaN, as half_of.
+inline unsigned pack_halves(float low, float high) { return half_of(low) | half_of(high) << 16; }
+inline unsigned pack_bfloats(float low, float high) {
+    const unsigned a = float_bits(low), b = float_bits(high);
+    return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000);
+}
+inline unsigned subtract_halves(unsigned a, unsigned b) {
+    return pack_halves(of_half(a & 0xffff) - of_half(b & 0xffff), of_half(a >> 16) - of_half(b >> 16));
+}
+inline unsigned fma_halves(unsigned a, unsigned b, unsigned c) {
+    const float low = of_half(a & 0xffff) * of_half(b & 0xffff) + of_half(c & 0xffff);
+    return pack_halves(low, of_half(a >> 16) * of_half(b >> 16) + of_half(c >> 16));
+}
+inline float power_of_two(float x) { return x < -126 ? 0 : std::exp2(x); }
 
 #endif

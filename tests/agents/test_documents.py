@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import runpy
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,7 +19,10 @@ from ctxreuse_agents.segments import Segment, unpack
 from hypothesis import given
 
 from ctxreuse.errors import ContextTooLongError, SessionError
+from ctxreuse.runtime import Runtime, Usage
+from ctxreuse.store import open_store
 
+S: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "shuffled.py")))
 SHORT = {"max_tokens": 4, "ignore_eos": True}
 TRIMS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -117,3 +122,66 @@ def test_asyncio_asks_over_documents_too(tmp_path: Path, engine: Any) -> None:
 
     cuts = asyncio.run(run())
     assert len(cuts) == 3
+
+
+LONG = [document * 8 for document in DOCUMENTS]
+
+
+@pytest.fixture
+def moving(tmp_path: Path, engine: Any) -> Iterator[Memory]:
+    """A memory whose sessions may reuse documents at other positions."""
+    with open_store(tmp_path / "kv", capacity=1 << 27) as store:
+        runtime = Runtime(engine, store, gate=S.gate(engine), live_bytes=0)
+        with Memory.open(tmp_path / "m", runtime, lossy="kl-0.05") as memory:
+            yield memory
+            memory.check()
+        runtime.close()
+
+
+def asked(memory: Memory, documents: list[str], **more: Any) -> Usage:
+    session = memory.create(**more)
+    session.system("Answer from the documents in one short sentence.")
+    answer = session.ask("How often?", documents=documents, max_tokens=3)
+    assert answer.text is not None
+    memory.flush()
+    assert answer.usage.cached_tokens == sum(answer.usage.by_source.values()) < answer.usage.prompt_tokens
+    return answer.usage
+
+
+def test_documents_in_any_order_and_number_are_moved(moving: Memory) -> None:
+    first = asked(moving, LONG)
+    assert (first.moved, first.gate) == (0, "")
+    for documents in (LONG[::-1], LONG[1:], [LONG[2], LONG[0]], [LONG[1]]):
+        usage = asked(moving, documents)
+        assert usage.gate == "kl-0.020 by rotate"
+        assert usage.moved > 0.7 * sum(map(len, documents))
+        assert usage.prompt_tokens - usage.cached_tokens < 140
+    new = "Nobody has asked about this one before now. " * 4
+    mixed = asked(moving, [LONG[2], new, LONG[0]])
+    assert mixed.moved > 0.8 * len(LONG[0] + LONG[2])
+    assert mixed.prompt_tokens - mixed.cached_tokens > len(new)
+    # It was computed behind moved rows, and is found from elsewhere all the same.
+    assert asked(moving, [new, LONG[1]]).moved > 0.8 * len(LONG[1] + new)
+
+
+def test_an_exact_session_among_them_moves_nothing(moving: Memory) -> None:
+    asked(moving, LONG)
+    exact = asked(moving, LONG[::-1], lossy="exact")
+    assert (exact.moved, exact.gate, exact.approx) == (0, "", False)
+    assert asked(moving, LONG[::-1]).cached_tokens > 0
+
+
+def test_a_session_goes_on_and_explains_itself(moving: Memory) -> None:
+    asked(moving, LONG)
+    session = moving.create()
+    session.system("Answer from the documents in one short sentence.")
+    answer = session.ask("How often?", documents=LONG[::-1], max_tokens=70, ignore_eos=True)
+    usage = (answer.text, answer.usage)[1]
+    assert f"Moved {usage.moved:,} of these from other positions (kl-0.020 by rotate)." in session.why().text
+    moving.flush()
+    second = session.ask("And when?", documents=[LONG[1]], max_tokens=3).usage
+    # The first turn is stored now, as its answer hangs on it; the new document comes from where it stood first.
+    assert second.moved > 0.8 * len(LONG[1])
+    assert second.cached_tokens > 0.9 * second.prompt_tokens
+    assert second.approx
+    assert session.warm().cached_tokens > 0.8 * second.prompt_tokens

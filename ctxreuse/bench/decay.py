@@ -37,6 +37,7 @@ class Query(NamedTuple):
     moved: int
     prefix: int
     seconds: float
+    gate: str = ""
 
 
 def run(options: Options) -> list[Figure]:
@@ -70,6 +71,7 @@ def _asked(library: Library, documents: Sequence[str], count: int, taken: int, o
                 usage.moved,
                 served * library.engine.space.block_tokens,
                 answered.seconds,
+                usage.gate,
             )
         )
         library.keep(answered.done, DEFAULT)
@@ -88,7 +90,8 @@ def figures(queries: Sequence[Query], window: int, what: str, *, bars: bool) -> 
         where = f"questions {number * window + 1} to {(number + 1) * window}"
         prefix = sum(query.prefix for query in one) / sum(query.tokens for query in one)
         moved = sum(query.moved for query in one) / sum(query.tokens for query in one)
-        note = f"{what}; {moved:.0%} moved; baseline: a prefix cache of unlimited size"
+        said = statistics.mode(query.gate for query in one)
+        note = f"{what}; {moved:.0%} moved, {said or 'nothing found'}; baseline: a prefix cache of unlimited size"
         found += [
             Figure(metric=f"reused, {where}", value=100 * rate, unit="% of tokens", baseline=100 * prefix, note=note),
             Figure(metric=f"first token, {where}", value=took, unit="s", baseline=cold, better="lower"),

@@ -56,17 +56,17 @@ def run(options: Options) -> list[Figure]:
     engine = model_for(options.model or _MODEL, options)
     asked = facts(6) if options.quick else questions()
     with a_library(engine, options) as library:
-        told = _told(library, asked, options.pick(2, _QUESTIONS), options)
+        told = _told(library, asked, options.pick(4, _QUESTIONS), options.pick(3, _DOCUMENTS), options)
     return figures(told, asked.source, bars=asked.real and not options.quick)
 
 
-def _told(library: Library, asked: Questions, count: int, options: Options) -> dict[str, list[Told]]:
+def _told(library: Library, asked: Questions, count: int, taken: int, options: Options) -> dict[str, list[Told]]:
     rng = Random(11)
     chosen = _spread(asked.questions, count)
     held = list(dict.fromkeys(question.document for question in chosen))
-    for at in range(0, len(held), _DOCUMENTS):
+    for at in range(0, len(held), taken):
         options.step("earlier prompts", at, len(held))
-        some = [asked.documents[i] for i in held[at : at + _DOCUMENTS]]
+        some = [asked.documents[i] for i in held[at : at + taken]]
         done = library.ask(library.prompt(some, "What is this about?"), None).done
         library.keep(done, None)
         del done
@@ -74,7 +74,7 @@ def _told(library: Library, asked: Questions, count: int, options: Options) -> d
     for number, question in enumerate(chosen):
         options.step("questions", number, len(chosen))
         others = [i for i in held if i != question.document]
-        order = [question.document, *rng.sample(others, min(_DOCUMENTS - 1, len(others)))]
+        order = [question.document, *rng.sample(others, min(taken - 1, len(others)))]
         rng.shuffle(order)
         prompted = library.prompt([asked.documents[i] for i in order], question.question)
         answer = library.text.encode(question.answer, markers=False)

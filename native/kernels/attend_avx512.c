@@ -54,7 +54,16 @@ static inline void fetch_some(fetch *f) {
     for (size_t i = 0; i < f->each; i++, f->at += 64) _mm_prefetch((const char *)f->at, _MM_HINT_T1);
 }
 
-/* Calls f(first row, how many as a constant) for all rows, by fours or by sixes. */
+/* Calls f(first row, how many as a constant) for all rows, by threes, fours or sixes. */
+#define BY_THREES(rows, f) /* the last four as two and two */    \
+    for (size_t r = 0; r < (rows);) {                            \
+        const size_t left = (rows) - r;                          \
+        const size_t here = left == 4 ? 2 : left < 3 ? left : 3; \
+        if (here == 1) f(r, 1);                                  \
+        else if (here == 2) f(r, 2);                             \
+        else f(r, 3);                                            \
+        r += here;                                               \
+    }
 #define BY_FOURS(rows, f)                                        \
     for (size_t r = 0; r < (rows); r += 4) {                     \
         switch ((rows) - r) {                                    \
@@ -344,16 +353,22 @@ ALWAYS void byte_values(float *o, const float *s, const float *factor, const siz
     }
 }
 
-/* `rows` (to 2) query rows over a tile of int4. A register of V holds 4 lanes: groups of one quad, or of the next ones. */
+/* A quad's words for the groups in a register of V: each 128 bits have their own. */
+static inline __m512i spread(const uint32_t *words) {
+    const __m512i order_of = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    return _mm512_permutexvar_epi32(order_of, _mm512_castsi128_si512(_mm_load_si128((const void *)words)));
+}
+
+/* `rows` (to 3) query rows over a tile of int4: its low nibbles, then its high ones. A register of V holds 4 lanes: groups of
+ * one quad, or of the next ones. */
 ALWAYS void nibble_values(float *o, const float *s, const float *factor, const size_t rows, size_t dim, const ctx_rows *v,
-                          const __m512i *tile, uint32_t *words, int first_rows) {
-    const __m512i spread_of = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), mask = _mm512_set1_epi8(15);
+                          const __m512i *tile, uint32_t *words, int first) {
     const size_t groups = dim / GROUP, width = groups < 3 ? groups : 4, across = 4 / width; /* quads in a register */
     const size_t steps = ((v->count + 3) / 4 + across - 1) / across, blocks = (groups + 3) / 4;
-    fetch next = first_rows ? fetch_of(v, steps * blocks) : (fetch){0, 0};
+    fetch next = first ? fetch_of(v, steps * blocks * 2) : (fetch){0, 0};
     for (size_t b = 0; b < blocks; b++) {
         const size_t here = groups - 4 * b < 4 ? groups - 4 * b : 4;
-        float unit[2][4], lows[2][4];
+        float unit[3][4], lows[3][4];
         UNROLL
         for (size_t i = 0; i < rows; i++) {
             __m512i high[4][2], low[4][2];
@@ -369,43 +384,49 @@ ALWAYS void nibble_values(float *o, const float *s, const float *factor, const s
             interleave_words(words + i * 256, high, width);
             interleave_words(words + i * 256 + 128, low, width);
         }
-        __m512i high[2][8], low[2][8];
         UNROLL
-        for (size_t i = 0; i < rows; i++)
+        for (size_t half = 0; half < 2; half++) {
+            const __m512i mask = _mm512_set1_epi8(15);
+            __m512i high[3][4], low[3][4];
             UNROLL
-            for (int w = 0; w < 8; w++) high[i][w] = low[i][w] = _mm512_setzero_si512();
-        for (size_t t = 0; t < steps; t++) {
-            fetch_some(&next);
-            UNROLL
-            for (size_t i = 0; i < rows; i++) {
-                const __m512i *of = tile + (t * blocks + b) * 4;
-                const __m512i ph = _mm512_permutexvar_epi32(spread_of, _mm512_castsi128_si512(_mm_load_si128((const void *)(words + i * 256 + 4 * t))));
-                const __m512i pl = _mm512_permutexvar_epi32(spread_of, _mm512_castsi128_si512(_mm_load_si128((const void *)(words + i * 256 + 128 + 4 * t))));
+            for (size_t i = 0; i < rows; i++)
                 UNROLL
-                for (int w = 0; w < 4; w++) {
-                    const __m512i first = _mm512_and_si512(of[w], mask), second = _mm512_and_si512(_mm512_srli_epi16(of[w], 4), mask);
-                    add_products(&high[i][w], ph, first);
-                    add_products(&low[i][w], pl, first);
-                    add_products(&high[i][4 + w], ph, second);
-                    add_products(&low[i][4 + w], pl, second);
+                for (size_t w = 0; w < 4; w++) high[i][w] = low[i][w] = _mm512_setzero_si512();
+            for (size_t t = 0; t < steps; t++) {
+                __m512i of[4];
+                UNROLL
+                for (size_t w = 0; w < 4; w++) {
+                    const __m512i both = tile[(t * blocks + b) * 4 + w];
+                    of[w] = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, mask);
+                }
+                fetch_some(&next);
+                UNROLL
+                for (size_t i = 0; i < rows; i++) {
+                    const __m512i ph = spread(words + i * 256 + 4 * t), pl = spread(words + i * 256 + 128 + 4 * t);
+                    UNROLL
+                    for (size_t w = 0; w < 4; w++) {
+                        add_products(&high[i][w], ph, of[w]);
+                        add_products(&low[i][w], pl, of[w]);
+                    }
                 }
             }
-        }
-        UNROLL
-        for (size_t i = 0; i < rows; i++)
             UNROLL
-            for (size_t half = 0; half < 2; half++) {
+            for (size_t i = 0; i < rows; i++) {
                 __m512 x[4];
                 UNROLL
-                for (size_t w = 0; w < 4; w++) x[w] = joined(high[i][4 * half + w], low[i][4 * half + w]);
+                for (size_t w = 0; w < 4; w++) x[w] = joined(high[i][w], low[i][w]);
                 lanes_in_order(x);
-                for (size_t g = width; g < 4; g++) x[g % width] = _mm512_add_ps(x[g % width], x[g]);
-                for (size_t g = 0; g < here; g++) {
+                if (width == 2) x[0] = _mm512_add_ps(x[0], x[2]), x[1] = _mm512_add_ps(x[1], x[3]);
+                if (width == 1) x[0] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+                UNROLL
+                for (size_t g = 0; g < 4; g++) {
+                    if (g >= here) continue;
                     float *to = o + i * dim + (4 * b + g) * GROUP + 16 * half;
                     const __m512 before = _mm512_fmadd_ps(_mm512_loadu_ps(to), _mm512_set1_ps(factor[i]), _mm512_set1_ps(lows[i][g]));
                     _mm512_storeu_ps(to, _mm512_fmadd_ps(x[g], _mm512_set1_ps(unit[i][g]), before));
                 }
             }
+        }
     }
 }
 
@@ -415,21 +436,14 @@ static void values(float *o, const float *s, const float *factor, size_t rows, s
     if (v->format == CTX_ROWS_INT8) {
         interleave_bytes((__m512i *)(void *)room, v, dim, 1);
 #define BYTE_ROWS(r, n) byte_values(o + r * dim, s + r * TILE, factor + r, n, dim, v, tile, words, r == 0)
-        for (size_t r = 0; r < rows;) {
-            const size_t left = rows - r, here = left == 4 || left == 2 ? 2 : left < 3 ? left : 3;
-            if (here == 3) BYTE_ROWS(r, 3);
-            else if (here == 2) BYTE_ROWS(r, 2);
-            else BYTE_ROWS(r, 1);
-            r += here;
-        }
+        BY_THREES(rows, BYTE_ROWS)
         return;
     }
     if (v->format == CTX_ROWS_INT4) {
         const size_t groups = dim / GROUP;
         interleave_bytes((__m512i *)(void *)room, v, dim / 2, groups < 3 ? 4 / groups : 1);
-        size_t r = 0;
-        for (; r + 2 <= rows; r += 2) nibble_values(o + r * dim, s + r * TILE, factor + r, 2, dim, v, tile, words, r == 0);
-        if (r < rows) nibble_values(o + r * dim, s + r * TILE, factor + r, 1, dim, v, tile, words, r == 0);
+#define NIBBLE_ROWS(r, n) nibble_values(o + r * dim, s + r * TILE, factor + r, n, dim, v, tile, words, r == 0)
+        BY_THREES(rows, NIBBLE_ROWS)
         return;
     }
     const uint8_t *at = v->at;

@@ -103,7 +103,7 @@ class Mover(Protocol):
         each. The rows run through the layers below ``layer``, together with the gaps before the last of them; they
         attend to what is held and to each other's fresh rows. Costs that share of a prefill of these rows; the context
         is unchanged afterwards. Raises EngineError for rows or a layer that the context has not, or an engine that
-        cannot.
+        cannot; what `Loading.wait` raises if a load in flight fails.
         """
         ...
 

@@ -23,7 +23,7 @@ from ctxreuse.block import BlockView, parse
 from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Engine, Logits
 from ctxreuse.engines.moving import Move, MovedLive, MoveError, Mover
-from ctxreuse.errors import ContextTooLongError, EngineError, TokenRangeError
+from ctxreuse.errors import ContextTooLongError, EngineError, LinkDownError, TokenRangeError
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.levels import EXACT, PACKED
 from ctxreuse.testing.plain_card import plain_card
@@ -280,6 +280,36 @@ class EngineMovingContract:
         assert live.gaps == ((size, size + 5),)
         logits = engine.mend(live, np.arange(size, size + 5, dtype=np.int32), ids[:4])
         assert self.close(logits, engine.prefill(engine.start(), np.concatenate([ids, ids[:4]])))
+
+    def test_rows_are_placed_behind_blocks_that_are_still_on_their_way(self, engine: MovingEngine) -> None:
+        ids, views = self.source(engine)
+        size = engine.space.block_tokens
+        suffix = random_tokens(engine, 5, seed=3)
+        whole = engine.prefill(engine.start(), np.concatenate([ids, suffix]))
+        gap = np.arange(2 * size, 2 * size + 3, dtype=np.int32)
+        moves = list(moves_of(views, 2 * size + 3, len(ids) - 2 * size - 3, 2 * size + 3))
+        for compare in (False, True):
+            live, asked = self.start(engine), list[int]()
+            loading = engine.load(live, views[:2], None, asked.append)
+            engine.place(live, ids[2 * size :], moves, _LEVEL)
+            if compare:
+                distance, length = engine.deviations(
+                    live, gap + 3, max(i for i, s in enumerate(engine.space.layers) if s.blocked), "v"
+                )
+                assert (distance <= 1e-8 * length).all()
+            assert self.close(engine.mend(live, gap, suffix), whole)
+            loading.wait()
+            assert asked
+
+        def cut(layer: int) -> None:
+            raise LinkDownError("the link was cut")
+
+        live = self.start(engine)
+        loading = engine.load(live, views[:2], None, cut)
+        engine.place(live, ids[2 * size :], moves, _LEVEL)
+        _raises(LinkDownError, engine.mend, live, gap, suffix)
+        _raises(LinkDownError, loading.wait)
+        _raises(EngineError, engine.prefill, live, suffix)
 
     def test_coded_views_are_moved_as_what_they_decode_to(self, engine: MovingEngine) -> None:
         ids, views = self.source(engine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,10 +255,7 @@ class TorchEngine:
 
     def _undo(self, live: TorchLive, error: BaseException) -> None:
         """After a failed forward: back to where it began, or unusable where that is impossible."""
-        if live.loading is not None:
-            # The caller may close the views' transaction as soon as it sees the error.
-            with suppress(FormatError, LinkError):
-                live.loading.wait()
+        live.abandon()
         if isinstance(error, FormatError):
             live.broken = "a block that it was loaded from is corrupt"
         elif isinstance(error, LinkError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from ctxreuse.engines.torch_hf.inplace import Beside
 from ctxreuse.engines.torch_hf.layers import ArenaLayer, WindowLayer
 from ctxreuse.engines.torch_hf.loading import Import
 from ctxreuse.engines.torch_hf.states import Snapshot
-from ctxreuse.errors import EngineError
+from ctxreuse.errors import EngineError, FormatError, LinkError
 from ctxreuse.keys import Tokens
 from ctxreuse.reuse.attend import HeldMove, Residents, Selection, Turn
 
@@ -193,6 +194,12 @@ class TorchLive:
         self.loading = loading
         for index, layer in self.arena_layers:
             layer.ready = partial(loading.ensure, index)  # type: ignore[method-assign]
+
+    def abandon(self) -> None:
+        """After a failure: return when no load reads its views any more; their owner may free them then."""
+        if self.loading is not None:
+            with suppress(FormatError, LinkError):
+                self.loading.wait()
 
     def detach(self) -> None:
         """Forget a load that is complete, so that its views are no longer referred to."""

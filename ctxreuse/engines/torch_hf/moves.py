@@ -189,6 +189,8 @@ class Moves:
         run = np.union1d(asked, [p for a, b in live.gaps for p in range(a, min(b, int(asked[-1])))]).astype(np.int64)
         at = torch.from_numpy(run)
         found: list[torch.Tensor] = []
+        if live.loading is not None:
+            live.loading.wait()
         with _restored([held for index, held in live.arena_layers if index < layer], at), _ending(target, role):
             for a, b in pieces(0, len(run), self._chunk, 0, False):
                 try:
@@ -225,6 +227,7 @@ class Moves:
                     logits = self._forward.run(wide[a:b], at[a:b], live.cache)
                 live.settle()
         except BaseException as error:
+            live.abandon()
             live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
             raise
         live.provenance.compute(_spans(asked), n)
@@ -266,7 +269,6 @@ def _ending(layer: ArenaLayer, role: Role) -> Iterator[None]:
     """Forwards inside end where they come to the cache of ``layer``."""
 
     def reach(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        layer.ready()
         raise _Reached(keys if role == "k" else values)
 
     layer.update = reach  # type: ignore[assignment]
@@ -279,8 +281,6 @@ def _ending(layer: ArenaLayer, role: Role) -> Iterator[None]:
 @contextmanager
 def _restored(layers: Sequence[ArenaLayer], rows: torch.Tensor) -> Iterator[None]:
     """Put the rows of ``layers`` back as they are now, whatever is written inside."""
-    for layer in layers:
-        layer.ready()
     before = [(layer.keys.index_select(2, rows), layer.values.index_select(2, rows)) for layer in layers]
     try:
         yield

@@ -156,7 +156,7 @@ class Residents:
             hidden = self._hides(number, piece)
             runs.append((piece, Part(slab.k, slab.v, piece.first, stop, at, turned[piece.shift], hidden)))
         own = self._own(k, v)
-        if self.selection is None or not runs:
+        if self.selection is None or not runs or not self.selection.applies(layer, q.shape[1]):
             parts = [*own, *(part for _, part in runs)]
             return attend(q, parts, positions=positions, scale=scale, window=window, softcap=softcap)
         each = [

@@ -20,11 +20,21 @@ Floats = NDArray[np.float32]
 
 
 class Selection(NamedTuple):
-    """Read ``share`` of the pages of ``page`` rows, for each KV head its own; all if that would be under ``least``."""
+    """Read ``share`` of the pages of ``page`` rows, but ``least`` pages; each KV head has its own.
+
+    The first ``dense`` layers read all: attention there is spread evenly. So do forwards of more than ``queries``
+    tokens, as their queries together want most pages, and reading is a small part of what they cost.
+    """
 
     share: float = 0.25
-    page: int = 32
+    page: int = 16
     least: int = 16
+    dense: int = 2
+    queries: int = 4
+
+    def applies(self, layer: int, queries: int) -> bool:
+        """True if a forward of so many tokens selects pages in that layer."""
+        return layer >= self.dense and queries <= self.queries
 
 
 class Bounds(NamedTuple):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime"]
 
+_MEASURE = "To reuse documents in any order: `ctxreuse calibrate NAME --chunks`"
 #: Every so many prompts the store's policy hears what computing takes.
 _PRICED = 32
 
@@ -122,8 +123,11 @@ class Runtime:
         if self.anywhere.gate.card is not None:
             return
         if self.engine.codec is None:
-            raise ConfigError("this engine has no codec", fix="Leave lossy= out: only exact KV can be reused")
-        self.engine.codec.info(lossy)
+            raise ConfigError("this engine has no codec", fix=f"{_MEASURE}; or leave lossy= out, for exact KV only")
+        try:
+            self.engine.codec.info(lossy)
+        except ConfigError as error:
+            raise ConfigError(error.what, where=error.where, fix=f"{error.fix}; {_MEASURE}") from None
 
     def prefill(
         self,

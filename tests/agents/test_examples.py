@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from ctxreuse.engines import open_engine
+from ctxreuse.reuse import ChunkShelf
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -36,3 +44,18 @@ def test_memory_twice_in_one_folder(tmp_path: Path, child_env: dict[str, str]) -
     second = run("agent_memory.py", str(tmp_path / "m"), env=child_env)
     assert "Found the session with 3 turns" in second
     assert second.count("disk") >= 1
+
+
+def test_documents(tmp_path: Path, engine: Any, child_env: dict[str, str]) -> None:
+    model = tmp_path / "tiny"
+    engine.model.save_pretrained(model)
+    engine.text._tokenizer.save(str(model / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": engine.text._template}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    env = child_env | {"CTXREUSE_CARDS": str(tmp_path / "cards"), "CTXREUSE_CONFIG": os.devnull}
+
+    shuffled: Any = SimpleNamespace(**runpy.run_path(str(EXAMPLES.parent / "tests" / "runtime" / "shuffled.py")))
+    ChunkShelf(tmp_path / "cards").add(shuffled.card(open_engine(str(model))))
+    out = run("documents.py", str(tmp_path / "two"), str(model), env=env)
+    assert out.count("gate: kl-0.020 by rotate") == 3
+    assert out.count("gate: nothing to move") == 1

@@ -148,7 +148,7 @@ def test_the_gate_refuses_by_what_was_measured(
 
 def test_without_a_card_the_answer_says_what_to_do(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
     runtime = Runtime(llama, store, gate=Gate(llama.space, None))
-    with pytest.raises(ConfigError, match="card"):
+    with pytest.raises(ConfigError, match="ctxreuse calibrate NAME --chunks"):
         runtime.prefill(pool.ask(FORWARD)[0], lossy=LOSSY)
 
 

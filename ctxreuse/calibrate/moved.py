@@ -149,7 +149,7 @@ class Trial:
 
 
 def _mixed_up(views: Sequence[BlockView]) -> list[BlockView]:
-    """The same blocks, each with K and V of another one: what a store would give whose keys lie."""
+    """The same blocks with the rows of other ones, half a block further on: what a store would give whose keys lie."""
     mixed = []
     for number, view in enumerate(views):
         head, other = view.header, views[(number + max(1, len(views) // 2)) % len(views)]
@@ -165,6 +165,7 @@ def _mixed_up(views: Sequence[BlockView]) -> list[BlockView]:
             extra=head.extra,
         )
         for plane in view.layout.planes:
-            writer.plane(plane.layer, plane.role)[:] = other.plane(plane.layer, plane.role)
+            rows = np.roll(other.array(plane.layer, plane.role), plane.shape[1] // 2, axis=1)
+            writer.plane(plane.layer, plane.role)[:] = np.ascontiguousarray(rows).view(np.uint8).ravel()
         mixed.append(parse(writer.seal()))
     return mixed

@@ -24,13 +24,16 @@ _LAYERS = (1, 2, 3, 4, 6, 8)
 _WORTH = 1.25
 #: Where keys that were not turned deviate less than so many times as much, turning makes no difference.
 _MATTERS = 2.0
+#: Rows that deviate so much are no nearer to fresh ones than nothing is.
+_ALIKE = 1.0
 _States = Literal["right", "unturned", "other"]
 
 
 class Limits(NamedTuple):
     """The layer to probe, the limit of each kind, and what that parts, in words.
 
-    A kind has none if runs that hold rows of other tokens cannot be told from right ones: it is not to be used.
+    A kind has none if runs that hold rows of other tokens cannot be told from right ones, or if right ones are nothing
+    like what would be computed: it is not to be used.
     """
 
     layer: int
@@ -74,7 +77,8 @@ class Probing:
             if gaps[layer] > _WORTH * gaps[chosen]:
                 chosen = layer
         found = {kind: limit_between(self._right(chosen, kind), self._wrong(chosen, kind)) for kind in KINDS}
-        trusted = {kind: found[kind] for kind in KINDS if found[kind] < min(self._found["other", chosen, kind])}
+        told = {kind: min(_ALIKE, *self._found["other", chosen, kind]) for kind in KINDS}
+        trusted = {kind: min(found[kind], _ALIKE) for kind in KINDS if max(self._right(chosen, kind)) < told[kind]}
         return Limits(chosen, trusted, "; ".join(self._words(chosen, kind, trusted.get(kind)) for kind in KINDS))
 
     def _right(self, layer: int, kind: Kind) -> list[float]:

@@ -31,7 +31,9 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less data and fewer rounds; wider error.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON to FILE.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Of `codec`: the model to measure on.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Of benches of one model: another one than theirs.")
+    ] = None,
     text: Annotated[
         list[Path] | None, typer.Option("--text", metavar="FILE", help="Of `codec`: texts to measure with; repeatable.")
     ] = None,

@@ -15,8 +15,11 @@ from ctxreuse.errors import ConfigError
 
 __all__ = ["SANITIZE", "Shim", "build_shim"]
 
-SANITIZE: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
-"""Compiler options for a shim that ends the process at the first access out of bounds and at undefined behaviour."""
+SANITIZE: Final = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g", "-O0")
+"""Compiler options for a shim that ends the process at the first access out of bounds and at undefined behaviour.
+
+Not optimised: g++ takes ten times as long to optimise checks as it takes to run what the tests run.
+"""
 
 _OPTIONS: Final = (
     "-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-DCTX_SHIM",

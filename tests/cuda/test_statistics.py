@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from ctxreuse.cuda import statistics
+from ctxreuse.cuda.plain import decode_int8
+from ctxreuse.kernels.attend import Part, attend, quantise
 
 SIMULATED = """
 import warnings
@@ -27,6 +29,13 @@ np.testing.assert_allclose(statistics.channel_mean(x), mean, rtol=1e-6)
 np.testing.assert_allclose(statistics.channel_mean(long), long.mean(0, dtype=np.float64), rtol=1e-5)
 np.testing.assert_allclose(statistics.token_rms(x, mean), np.sqrt(((x - mean) ** 2).mean(1)), rtol=1e-6)
 device = [statistics.exit_scores(logits), statistics.exit_scores(few)]
+from ctxreuse.cuda.plain import decode_int8
+from ctxreuse.kernels.attend import Part, attend, quantise
+q = random.standard_normal((2, 1, 16)).astype(np.float32)
+k, v = (quantise(random.standard_normal((1, 530, 16)).astype(np.float32), "int8") for _ in range(2))
+got, want = decode_int8(q, k, v, scale=0.25), attend(q, [Part(k, v)])
+np.testing.assert_allclose(got.o, want.o, atol=1e-4)
+np.testing.assert_allclose(got.lse, want.lse, rtol=1e-4)
 statistics.on_device.cache_clear()
 import os
 del os.environ["NUMBA_ENABLE_CUDASIM"]
@@ -60,6 +69,19 @@ def test_numpy_stands_in_without_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     x = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
     assert statistics.channel_mean(x).tolist() == [2, 4]
     np.testing.assert_allclose(statistics.token_rms(x, [2, 4]), [np.sqrt(2.5)] * 2)
+
+
+def test_plain_attention_without_a_device_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxreuse.cuda.plain.on_device", lambda: False)
+    random = np.random.default_rng(0)
+    q = random.standard_normal((4, 1, 32), np.float32)
+    k, v = (quantise(random.standard_normal((2, 9, 32), np.float32), "int8") for _ in range(2))
+    want = attend(q, [Part(k, v)], scale=0.5)
+    got = decode_int8(q, k, v, scale=0.5)
+    assert (got.o == want.o).all()
+    for wrong in (k._replace(format="int4"), k.rows(0, 8), quantise(np.zeros((2, 9, 32), np.float32), "fp16")):
+        with pytest.raises(ValueError):
+            decode_int8(q, wrong, v, scale=0.5)
 
 
 def test_wrong_arrays_are_refused() -> None:

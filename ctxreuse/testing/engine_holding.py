@@ -26,13 +26,10 @@ from ctxreuse.kernels.attend import Plane, dequantise
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.levels import EXACT, PACKED
 from ctxreuse.reuse.attend import Held, HeldMove, Slab
-from ctxreuse.testing.engine_moving import moves_of
-from ctxreuse.testing.sealed import continuation, random_tokens, seal
+from ctxreuse.testing.moving import BLOCKS, LEVEL, MovingScene, moves_of, raises
+from ctxreuse.testing.sealed import continuation, random_tokens
 
 __all__ = ["EngineHoldingContract", "HoldingEngine", "rows_of"]
-
-_BLOCKS = 5
-_LEVEL = "approx~kl-0.05"
 
 
 class HoldingEngine(Engine, Holder, Protocol):
@@ -44,39 +41,15 @@ def rows_of(views: Sequence[BlockView], first: int, count: int) -> list[Rows]:
     return [Rows(move.view, move.row, move.count) for move in moves_of(views, first, count, 0)]
 
 
-def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
-    assert callable(action)
-    try:
-        action(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
-
-
-class EngineHoldingContract:
+class EngineHoldingContract(MovingScene):
     """Inherit, and give a fixture ``engine``."""
 
-    #: Largest |difference| of logits between two ways to compute the same numbers, as a share of the largest |logit|.
-    tolerance = 1e-5
-    #: The same where queries and weights are rounded to 16 bits.
+    #: As `tolerance`, where queries and weights are rounded to 16 bits.
     rounded = 1e-3
 
     def near(self, a: Sequence[Logits], b: Sequence[Logits], tolerance: float) -> bool:
         """True if the logits differ by rounding only."""
         return all(bool(np.abs(x - y).max() <= tolerance * np.abs(y).max()) for x, y in zip(a, b, strict=True))
-
-    def source(self, engine: HoldingEngine) -> tuple[Tokens, list[BlockView]]:
-        """Tokens of a context, and its blocks."""
-        ids = random_tokens(engine, _BLOCKS * engine.space.block_tokens)
-        return ids, [parse(data) for data in seal(engine, ids).blocks]
-
-    def start(self, engine: HoldingEngine, tokens: Tokens | None = None) -> MovedLive:
-        """A context of ``tokens`` that were computed."""
-        live = engine.start()
-        assert isinstance(live, MovedLive)
-        if tokens is not None:
-            engine.prefill(live, tokens)
-        return live
 
     def shown(self, engine: HoldingEngine, held: Held, ids: Tokens) -> MovedLive:
         """A head, then pieces of a run of all of ``ids`` in another order, with a gap of 7 tokens."""
@@ -91,7 +64,7 @@ class EngineHoldingContract:
             if count == 2:
                 tokens.append(random_tokens(engine, 7, seed=2))
                 at += 7
-        engine.show(live, np.concatenate(tokens), moves, _LEVEL)
+        engine.show(live, np.concatenate(tokens), moves, LEVEL)
         return live
 
     def gap(self, live: MovedLive) -> Tokens:
@@ -109,7 +82,7 @@ class EngineHoldingContract:
         for first, count in [(2 * size + 3, size + 5), (size, size), (5, 2), (0, 2 * size - 1)]:
             moves += moves_of(views, first, count, at)
             at += count + 7 * (count == 2)
-        engine.place(twin, live.tokens[head:].copy(), moves, _LEVEL)
+        engine.place(twin, live.tokens[head:].copy(), moves, LEVEL)
         assert (live.gaps, live.moved, live.levels) == (twin.gaps, twin.moved, twin.levels)
         rows = np.union1d(self.gap(live), [head + 2, head + 3, head + size + 9]).astype(np.int32)
         suffix = random_tokens(engine, 5, seed=3)
@@ -158,19 +131,19 @@ class EngineHoldingContract:
         held = engine.hold(rows_of(views, 3, 2 * size), "stored")
         lives = [self.start(engine, random_tokens(engine, count, seed=count)) for count in (3, 40)]
         for live in lives:
-            engine.show(live, held.tokens, [HeldMove(live.n, held, 0, len(held))], _LEVEL)
+            engine.show(live, held.tokens, [HeldMove(live.n, held, 0, len(held))], LEVEL)
         twins = []
         for live in lives:
             n = live.moved[0][0]
             twin = self.start(engine, live.tokens[:n].copy())
-            engine.place(twin, held.tokens, list(moves_of(views, 3, 2 * size, n)), _LEVEL)
+            engine.place(twin, held.tokens, list(moves_of(views, 3, 2 * size, n)), LEVEL)
             twins.append(twin)
         suffix = random_tokens(engine, 5, seed=3)
         for _ in range(3):
             for live, twin in zip(lives, twins):
                 assert self.near([engine.prefill(live, suffix)], [engine.prefill(twin, suffix)], self.tolerance)
-        engine.show(lives[0], held.tokens[4:9], [HeldMove(lives[0].n, held, 4, 5)], _LEVEL)
-        engine.place(twins[0], held.tokens[4:9], list(moves_of(views, 7, 5, twins[0].n)), _LEVEL)
+        engine.show(lives[0], held.tokens[4:9], [HeldMove(lives[0].n, held, 4, 5)], LEVEL)
+        engine.place(twins[0], held.tokens[4:9], list(moves_of(views, 7, 5, twins[0].n)), LEVEL)
         assert self.near([engine.prefill(lives[0], suffix)], [engine.prefill(twins[0], suffix)], self.tolerance)
 
     def test_crop_goes_back_to_where_it_was(self, engine: HoldingEngine) -> None:
@@ -207,17 +180,17 @@ class EngineHoldingContract:
         size = engine.space.block_tokens
         live = self.start(engine)
         held = engine.hold(rows_of(views, 0, 2 * size), "stored")
-        engine.show(live, ids[: 2 * size], [HeldMove(0, held, 0, 2 * size)], _LEVEL)
+        engine.show(live, ids[: 2 * size], [HeldMove(0, held, 0, 2 * size)], LEVEL)
         engine.prefill(live, ids[2 * size :])
-        keys = [bytes([i]) * 32 for i in range(_BLOCKS)]
+        keys = [bytes([i]) * 32 for i in range(BLOCKS)]
         later = [parse(data) for data in engine.export(live, keys[2:], keys[1], 2)]
         for view, exact in zip(later, views[2:]):
-            assert view.header.level == _LEVEL
+            assert view.header.level == LEVEL
             assert view.header.tokens == exact.header.tokens
             for plane in exact.layout.planes:
                 a, b = (one.array(plane.layer, plane.role).astype(np.float64) for one in (view, exact))
                 assert np.abs(a - b).max() <= self.tolerance * np.abs(b).max()
-        _raises(EngineError, lambda: list(engine.export(live, keys, ROOT, 0)))
+        raises(EngineError, lambda: list(engine.export(live, keys, ROOT, 0)))
 
     def test_packed_blocks_are_held_as_what_they_unpack_to(self, engine: HoldingEngine) -> None:
         ids, views = self.source(engine)
@@ -243,15 +216,15 @@ class EngineHoldingContract:
             [Rows(views[1], 1, size)],
             [Rows(views[1], 0, 0)],
         ):
-            error = _raises(MoveError, engine.hold, pieces)
+            error = raises(MoveError, engine.hold, pieces)
             assert isinstance(error, MoveError)
             assert error.index == len(pieces) - 1
-        _raises(EngineError, engine.hold, [])
+        raises(EngineError, engine.hold, [])
         spoiled = bytearray(views[1].buffer)
         plane = next(plane for plane in views[1].layout.planes if plane.nbytes)
         spoiled[views[1].offset(plane.layer, plane.role)] ^= 1
         for format in ("int8", "stored"):
-            error = _raises(MoveError, engine.hold, [Rows(views[0], 0, size), Rows(parse(spoiled), 0, size)], format)
+            error = raises(MoveError, engine.hold, [Rows(views[0], 0, size), Rows(parse(spoiled), 0, size)], format)
             assert isinstance(error, MoveError)
             assert (error.index, error.key) == (1, views[1].header.key)
         held = engine.hold(rows_of(views, 0, 2 * size), "stored")
@@ -267,15 +240,15 @@ class EngineHoldingContract:
             HeldMove(5, held, 0, 0),
             HeldMove(5, alien, 0, 2 * size),
         ):
-            _raises(EngineError, engine.show, live, ids[: 2 * size], [move], _LEVEL)
-        _raises(EngineError, engine.show, live, ids[: 2 * size], [good], EXACT)
+            raises(EngineError, engine.show, live, ids[: 2 * size], [move], LEVEL)
+        raises(EngineError, engine.show, live, ids[: 2 * size], [good], EXACT)
         assert (live.n, live.moved) == (5, ())
         assert np.array_equal(engine.prefill(live, ids[:3]), engine.prefill(twin, ids[:3]))
         live = self.start(engine, ids[:size])
-        engine.show(live, ids[: 2 * size], [HeldMove(size, held, 0, 2 * size)], _LEVEL)
-        _raises(EngineError, engine.load, live, views[3:4])
-        _raises(EngineError, engine.place, live, ids[:size], list(moves_of(views, 0, size, live.n)), _LEVEL)
-        _raises(EngineError, engine.deviations, live, np.arange(size, 2 * size, dtype=np.int32), 0, "v")
+        engine.show(live, ids[: 2 * size], [HeldMove(size, held, 0, 2 * size)], LEVEL)
+        raises(EngineError, engine.load, live, views[3:4])
+        raises(EngineError, engine.place, live, ids[:size], list(moves_of(views, 0, size, live.n)), LEVEL)
+        raises(EngineError, engine.deviations, live, np.arange(size, 2 * size, dtype=np.int32), 0, "v")
 
 
 def _widened(slab: Slab) -> Slab:

@@ -12,100 +12,27 @@ The engine is a `Mover`, keeps no states, and its ``codec`` can be set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ctxreuse.block import BlockView, parse
 from ctxreuse.codec import Codec
-from ctxreuse.engines.base import Engine, Logits
-from ctxreuse.engines.moving import Move, MovedLive, MoveError, Mover
+from ctxreuse.engines.base import Logits
+from ctxreuse.engines.moving import Move, MoveError
 from ctxreuse.errors import ContextTooLongError, EngineError, LinkDownError, TokenRangeError
-from ctxreuse.keys import ROOT, Tokens
+from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, PACKED
+from ctxreuse.testing.moving import LEVEL, MovingEngine, MovingScene, moves_of, raises
 from ctxreuse.testing.plain_card import plain_card
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, seal
 
 __all__ = ["EngineMovingContract", "MovingEngine", "moves_of"]
 
-_BLOCKS = 5
-_LEVEL = "approx~kl-0.05"
 
-
-class MovingEngine(Engine, Mover, Protocol):
-    """An engine that is a mover."""
-
-
-def moves_of(views: Sequence[BlockView], first: int, count: int, start: int) -> Iterator[Move]:
-    """Moves of the tokens ``first`` to ``first + count`` of consecutive blocks to positions from ``start``."""
-    size = len(views[0].header.tokens) // 4
-    at = first
-    while at < first + count:
-        n = min(size - at % size, first + count - at)
-        yield Move(start + at - first, views[at // size], at % size, n)
-        at += n
-
-
-def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
-    assert callable(action)
-    try:
-        action(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
-
-
-class EngineMovingContract:
+class EngineMovingContract(MovingScene):
     """Inherit, and give a fixture ``engine``."""
-
-    #: Largest |difference| of logits between two ways to compute the same numbers, as a share of the largest |logit|.
-    tolerance = 1e-5
-    #: False for a model that adds positions to its tokens: turning K does not move what it keeps, and it shows.
-    relative = True
-
-    def close(self, a: Logits, b: Logits) -> bool:
-        """True if two logits differ by rounding only."""
-        return bool(np.abs(a - b).max() <= self.tolerance * np.abs(b).max())
-
-    def source(self, engine: MovingEngine) -> tuple[Tokens, list[BlockView]]:
-        """Tokens of a context, and its blocks."""
-        ids = random_tokens(engine, _BLOCKS * engine.space.block_tokens)
-        return ids, [parse(data) for data in seal(engine, ids).blocks]
-
-    def start(self, engine: MovingEngine, tokens: Tokens | None = None) -> MovedLive:
-        """A context of ``tokens`` that were computed."""
-        live = engine.start()
-        assert isinstance(live, MovedLive)
-        if tokens is not None:
-            engine.prefill(live, tokens)
-        return live
-
-    def rows(self, engine: MovingEngine, live: MovedLive) -> dict[tuple[int, str], npt.NDArray[np.float64]]:
-        """K and V [heads, tokens, dim] of the whole blocks of a context."""
-        sealed = [parse(data) for data in Sealed(engine, live).blocks]
-        parts = {(p.layer, p.role): [v.array(p.layer, p.role) for v in sealed] for p in sealed[0].layout.planes}
-        return {at: np.concatenate([_wide(plane) for plane in planes], axis=1) for at, planes in parts.items()}
-
-    def shuffled(self, engine: MovingEngine) -> tuple[MovedLive, list[tuple[int, int, int]]]:
-        """A computed head, then pieces of a source that were moved, with a gap; the pieces as (source, start, end)."""
-        ids, views = self.source(engine)
-        size = engine.space.block_tokens
-        live = self.start(engine, random_tokens(engine, size // 2, seed=1))
-        cuts = [(2 * size + 3, size + 5), (size, size), (5, 2), (0, 2 * size - 1)]
-        tokens, moves, pieces, at = list[Tokens](), list[Move](), [], live.n
-        for first, count in cuts:
-            moves += moves_of(views, first, count, at)
-            tokens.append(ids[first : first + count])
-            pieces.append((first, at, at + count))
-            at += count
-            if count == 2:  # what no move covers
-                tokens.append(random_tokens(engine, 7, seed=2))
-                at += 7
-        engine.place(live, np.concatenate(tokens), moves, _LEVEL)
-        return live, pieces
 
     def test_rows_moved_to_where_they_are_give_the_bits_of_a_load(self, engine: MovingEngine) -> None:
         ids, views = self.source(engine)
@@ -114,7 +41,7 @@ class EngineMovingContract:
         engine.load(loaded, views).wait()
         expected = continuation(engine, loaded, engine.prefill(loaded, suffix), 2)
         live = self.start(engine)
-        engine.place(live, ids, list(moves_of(views, 0, len(ids), 0)), _LEVEL)
+        engine.place(live, ids, list(moves_of(views, 0, len(ids), 0)), LEVEL)
         assert not live.gaps
         got = continuation(engine, live, engine.mend(live, ids[:0], suffix), 2)
         assert all(np.array_equal(a, b) for a, b in zip(got, expected))
@@ -126,7 +53,7 @@ class EngineMovingContract:
         whole = engine.prefill(engine.start(), np.concatenate([ids, ids[:3]]))
         live = self.start(engine, ids[:3])
         moves = [*moves_of(views, 7, size, 7), *moves_of(views, 2 * size, 9, 2 * size)]
-        engine.place(live, ids[3:], moves, _LEVEL)
+        engine.place(live, ids[3:], moves, LEVEL)
         assert list(live.gaps) == [(3, 7), (7 + size, 2 * size), (2 * size + 9, len(ids))]
         assert list(live.moved) == [(7, 7 + size), (2 * size, 2 * size + 9)]
         rows = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in live.gaps])
@@ -151,11 +78,11 @@ class EngineMovingContract:
         size = engine.space.block_tokens
         live = self.start(engine, random_tokens(engine, 3 * size // 2, seed=1))
         at = live.n
-        engine.place(live, ids, list(moves_of(views, 0, len(ids), at)), _LEVEL)
+        engine.place(live, ids, list(moves_of(views, 0, len(ids), at)), LEVEL)
         engine.mend(live, ids[:0], random_tokens(engine, size, seed=2))
         there = [parse(data) for data in Sealed(engine, live).blocks]
         back = self.start(engine)
-        engine.place(back, ids, list(moves_of(there, at, len(ids), 0)), _LEVEL)
+        engine.place(back, ids, list(moves_of(there, at, len(ids), 0)), LEVEL)
         engine.mend(back, ids[:0], ids[:1])
         expected, turned = self.rows(engine, self.start(engine, ids)), self.rows(engine, live)
         for plane, rows in self.rows(engine, back).items():
@@ -167,7 +94,7 @@ class EngineMovingContract:
         ids, views = self.source(engine)
         size = engine.space.block_tokens
         live = self.start(engine, random_tokens(engine, 5, seed=1))
-        engine.place(live, ids[3 : 3 * size], list(moves_of(views, 3, 3 * size - 3, 5)), _LEVEL, turn=False)
+        engine.place(live, ids[3 : 3 * size], list(moves_of(views, 3, 3 * size - 3, 5)), LEVEL, turn=False)
         engine.mend(live, ids[:0], random_tokens(engine, size, seed=2))
         expected = self.rows(engine, self.start(engine, ids))
         for plane, rows in self.rows(engine, live).items():
@@ -258,13 +185,13 @@ class EngineMovingContract:
         ids, views = self.source(engine)
         size = engine.space.block_tokens
         live = self.start(engine)
-        engine.place(live, ids[: 2 * size], list(moves_of(views, 3, size, 3)), _LEVEL)
+        engine.place(live, ids[: 2 * size], list(moves_of(views, 3, size, 3)), LEVEL)
         assert list(live.gaps) == [(0, 3), (3 + size, 2 * size)]
-        assert "mend" in str(_raises(EngineError, engine.prefill, live, ids[:2]))
-        _raises(EngineError, engine.export, live, [ROOT], ROOT, 0)
-        _raises(EngineError, engine.load, live, views[2:3])
-        _raises(EngineError, engine.mend, live, ids[:0], ids[:2])
-        _raises(EngineError, engine.mend, live, np.arange(2 * size - 1, dtype=np.int32), ids[:2])
+        assert "mend" in str(raises(EngineError, engine.prefill, live, ids[:2]))
+        raises(EngineError, engine.export, live, [ROOT], ROOT, 0)
+        raises(EngineError, engine.load, live, views[2:3])
+        raises(EngineError, engine.mend, live, ids[:0], ids[:2])
+        raises(EngineError, engine.mend, live, np.arange(2 * size - 1, dtype=np.int32), ids[:2])
         rows = np.concatenate([np.arange(3), np.arange(3 + size, 2 * size)]).astype(np.int32)
         assert self.close(
             engine.mend(live, rows, ids[:2]), engine.prefill(self.start(engine), np.append(ids[: 2 * size], ids[:2]))
@@ -274,9 +201,9 @@ class EngineMovingContract:
         ids, views = self.source(engine)
         size = engine.space.block_tokens
         live = self.start(engine)
-        engine.place(live, ids[:size], list(moves_of(views, 0, size, 0)), _LEVEL)
-        engine.place(live, ids[size : size + 5], [], _LEVEL)
-        engine.place(live, ids[size + 5 :], list(moves_of(views, size + 5, len(ids) - size - 5, size + 5)), _LEVEL)
+        engine.place(live, ids[:size], list(moves_of(views, 0, size, 0)), LEVEL)
+        engine.place(live, ids[size : size + 5], [], LEVEL)
+        engine.place(live, ids[size + 5 :], list(moves_of(views, size + 5, len(ids) - size - 5, size + 5)), LEVEL)
         assert live.gaps == ((size, size + 5),)
         logits = engine.mend(live, np.arange(size, size + 5, dtype=np.int32), ids[:4])
         assert self.close(logits, engine.prefill(engine.start(), np.concatenate([ids, ids[:4]])))
@@ -291,7 +218,7 @@ class EngineMovingContract:
         for compare in (False, True):
             live, asked = self.start(engine), list[int]()
             loading = engine.load(live, views[:2], None, asked.append)
-            engine.place(live, ids[2 * size :], moves, _LEVEL)
+            engine.place(live, ids[2 * size :], moves, LEVEL)
             if compare:
                 distance, length = engine.deviations(
                     live, gap + 3, max(i for i, s in enumerate(engine.space.layers) if s.blocked), "v"
@@ -306,10 +233,10 @@ class EngineMovingContract:
 
         live = self.start(engine)
         loading = engine.load(live, views[:2], None, cut)
-        engine.place(live, ids[2 * size :], moves, _LEVEL)
-        _raises(LinkDownError, engine.mend, live, gap, suffix)
-        _raises(LinkDownError, loading.wait)
-        _raises(EngineError, engine.prefill, live, suffix)
+        engine.place(live, ids[2 * size :], moves, LEVEL)
+        raises(LinkDownError, engine.mend, live, gap, suffix)
+        raises(LinkDownError, loading.wait)
+        raises(EngineError, engine.prefill, live, suffix)
 
     def test_coded_views_are_moved_as_what_they_decode_to(self, engine: MovingEngine) -> None:
         ids, views = self.source(engine)
@@ -319,7 +246,7 @@ class EngineMovingContract:
 
         def moved(held: Sequence[BlockView]) -> Logits:
             live = self.start(engine, head)
-            engine.place(live, ids[3:-2], list(moves_of(held, 3, len(ids) - 5, 7)), _LEVEL)
+            engine.place(live, ids[3:-2], list(moves_of(held, 3, len(ids) - 5, 7)), LEVEL)
             return engine.mend(live, ids[:0], suffix)
 
         packed = [
@@ -341,23 +268,23 @@ class EngineMovingContract:
         beyond = Move(5 + size, views[1], 1, size)
         foreign = (Move(5 + size, view, 0, size) for view in (other, unturned))
         for wrong in (*foreign, shifted, beyond, Move(5 + size, views[1], -1, 2)):
-            error = _raises(MoveError, engine.place, live, two, [good[0], wrong], _LEVEL)
+            error = raises(MoveError, engine.place, live, two, [good[0], wrong], LEVEL)
             assert isinstance(error, MoveError)
             assert (error.index, error.key) == (1, wrong.view.header.key)
         overlap, before = Move(4 + size, views[1], 0, size), Move(4, views[0], 0, size)
         for moves in ([good[0], overlap], [before], [good[0], Move(5 + size, views[1], 0, 0)], good[::-1]):
-            _raises(EngineError, engine.place, live, two, moves, _LEVEL)
-        _raises(EngineError, engine.place, live, ids[: 2 * size - 1], good, _LEVEL)
+            raises(EngineError, engine.place, live, two, moves, LEVEL)
+        raises(EngineError, engine.place, live, ids[: 2 * size - 1], good, LEVEL)
         for level in (EXACT, PACKED, "kl-0.05"):
-            _raises(EngineError, engine.place, live, two, good, level)
-        _raises(TokenRangeError, engine.place, live, np.append(two, space.vocab_size).astype(np.int32), good, _LEVEL)
-        _raises(ContextTooLongError, engine.place, live, np.zeros(space.max_tokens, np.int32), [], _LEVEL)
+            raises(EngineError, engine.place, live, two, good, level)
+        raises(TokenRangeError, engine.place, live, np.append(two, space.vocab_size).astype(np.int32), good, LEVEL)
+        raises(ContextTooLongError, engine.place, live, np.zeros(space.max_tokens, np.int32), [], LEVEL)
         for rows in ([5], [-1], [3, 2], [3, 3], [[1, 2]]):
-            _raises(EngineError, engine.mend, live, np.array(rows, np.int32), ids[:2])
-            _raises(EngineError, engine.deviations, live, np.array(rows, np.int32), 0, "v")
+            raises(EngineError, engine.mend, live, np.array(rows, np.int32), ids[:2])
+            raises(EngineError, engine.deviations, live, np.array(rows, np.int32), 0, "v")
         one = np.array([1], np.int32)
-        _raises(EngineError, engine.deviations, live, one, len(space.layers), "v")
-        _raises(EngineError, engine.mend, live, one, ids[:0])
+        raises(EngineError, engine.deviations, live, one, len(space.layers), "v")
+        raises(EngineError, engine.mend, live, one, ids[:0])
         assert (live.n, live.moved, live.gaps) == (5, (), ())
         assert np.array_equal(engine.prefill(live, ids[:3]), engine.prefill(twin, ids[:3]))
 
@@ -376,7 +303,7 @@ class EngineMovingContract:
                 data[parse(data).offset(plane.layer, plane.role) + int(rng.integers(plane.nbytes))] ^= 0x10
                 live, twin = self.start(engine, ids[:7]), self.start(engine, ids[:7])
                 moves = list(moves_of([parse(one) for one in held], 2, len(ids) - 4, 7))
-                error = _raises(MoveError, engine.place, live, ids[2:-2], moves, _LEVEL)
+                error = raises(MoveError, engine.place, live, ids[2:-2], moves, LEVEL)
                 assert isinstance(error, MoveError)
                 assert (error.index, error.key) == (number, parse(data).header.key)
                 assert live.n == 7
@@ -388,7 +315,7 @@ class EngineMovingContract:
         views = [parse(data) for data in seal(engine, ids).blocks]
         live = self.start(engine, random_tokens(engine, 3, seed=1))
         held = list(moves_of(views, 0, len(views) * size, 3))
-        engine.place(live, ids, held[1::2], _LEVEL)
+        engine.place(live, ids, held[1::2], LEVEL)
         rows = np.arange(3, live.n, dtype=np.int32)
         odd = rows[rows % 3 > 0]
         rest = np.union1d(odd, np.concatenate([np.arange(a, b) for a, b in live.gaps])).astype(np.int32)
@@ -407,9 +334,3 @@ class EngineMovingContract:
 def _named(view: BlockView, **fields: object) -> BlockView:
     """The block with another header, as one that another node made."""
     return BlockView(msgspec.structs.replace(view.header, **fields), view.layout, view.start, view.buffer)
-
-
-def _wide(plane: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    if plane.dtype == np.uint16:  # the bits of bfloat16
-        return (plane.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return plane.astype(np.float64)

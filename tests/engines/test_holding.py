@@ -11,7 +11,7 @@ from ctxreuse.errors import EngineError
 from ctxreuse.reuse.attend import HeldMove
 from ctxreuse.testing.engine import continuation, random_tokens, seal
 from ctxreuse.testing.engine_holding import EngineHoldingContract, rows_of
-from ctxreuse.testing.engine_moving import moves_of
+from ctxreuse.testing.moving import moves_of
 
 LEVEL = "approx~kl-0.05"
 

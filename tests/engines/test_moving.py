@@ -12,7 +12,8 @@ from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import EngineError
 from ctxreuse.levels import EXACT
 from ctxreuse.testing.engine import continuation, random_tokens, seal, views
-from ctxreuse.testing.engine_moving import EngineMovingContract, moves_of
+from ctxreuse.testing.engine_moving import EngineMovingContract
+from ctxreuse.testing.moving import moves_of
 
 LEVEL = "approx~kl-0.05"
 

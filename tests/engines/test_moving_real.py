@@ -8,7 +8,7 @@ from ctxreuse.calibrate import default_texts
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.scoring import score
 from ctxreuse.testing.engine import continuation, seal
-from ctxreuse.testing.engine_moving import moves_of
+from ctxreuse.testing.moving import moves_of
 
 CHUNKS, WIDTH, SCORED = 4, 128, 64
 

@@ -1,0 +1,100 @@
+"""Contexts with moved rows, for tests of engines: sources, pieces in another order, and K and V to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block import BlockView, parse
+from ctxreuse.engines.base import Engine, Logits
+from ctxreuse.engines.moving import Move, MovedLive, Mover
+from ctxreuse.keys import Tokens
+from ctxreuse.testing.sealed import Sealed, random_tokens, seal
+
+__all__ = ["BLOCKS", "LEVEL", "MovingEngine", "MovingScene", "moves_of", "raises"]
+
+BLOCKS = 5
+LEVEL = "approx~kl-0.05"
+
+
+class MovingEngine(Engine, Mover, Protocol):
+    """An engine that is a mover."""
+
+
+def moves_of(views: Sequence[BlockView], first: int, count: int, start: int) -> Iterator[Move]:
+    """Moves of the tokens ``first`` to ``first + count`` of consecutive blocks to positions from ``start``."""
+    size = len(views[0].header.tokens) // 4
+    at = first
+    while at < first + count:
+        n = min(size - at % size, first + count - at)
+        yield Move(start + at - first, views[at // size], at % size, n)
+        at += n
+
+
+def raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
+    """The error of that kind that the action raises."""
+    assert callable(action)
+    try:
+        action(*arguments)
+    except kind as error:
+        return error
+    raise AssertionError(f"{action} did not raise {kind.__name__}")
+
+
+class MovingScene:
+    """What contracts of movers share."""
+
+    #: Largest |difference| of logits between two ways to compute the same numbers, as a share of the largest |logit|.
+    tolerance = 1e-5
+    #: False for a model that adds positions to its tokens: turning K does not move what it keeps, and it shows.
+    relative = True
+
+    def close(self, a: Logits, b: Logits) -> bool:
+        """True if two logits differ by rounding only."""
+        return bool(np.abs(a - b).max() <= self.tolerance * np.abs(b).max())
+
+    def source(self, engine: MovingEngine) -> tuple[Tokens, list[BlockView]]:
+        """Tokens of a context, and its blocks."""
+        ids = random_tokens(engine, BLOCKS * engine.space.block_tokens)
+        return ids, [parse(data) for data in seal(engine, ids).blocks]
+
+    def start(self, engine: MovingEngine, tokens: Tokens | None = None) -> MovedLive:
+        """A context of ``tokens`` that were computed."""
+        live = engine.start()
+        assert isinstance(live, MovedLive)
+        if tokens is not None:
+            engine.prefill(live, tokens)
+        return live
+
+    def rows(self, engine: MovingEngine, live: MovedLive) -> dict[tuple[int, str], npt.NDArray[np.float64]]:
+        """K and V [heads, tokens, dim] of the whole blocks of a context."""
+        sealed = [parse(data) for data in Sealed(engine, live).blocks]
+        parts = {(p.layer, p.role): [v.array(p.layer, p.role) for v in sealed] for p in sealed[0].layout.planes}
+        return {at: np.concatenate([_wide(plane) for plane in planes], axis=1) for at, planes in parts.items()}
+
+    def shuffled(self, engine: MovingEngine) -> tuple[MovedLive, list[tuple[int, int, int]]]:
+        """A computed head, then pieces of a source that were moved, with a gap; the pieces as (source, start, end)."""
+        ids, views = self.source(engine)
+        size = engine.space.block_tokens
+        live = self.start(engine, random_tokens(engine, size // 2, seed=1))
+        cuts = [(2 * size + 3, size + 5), (size, size), (5, 2), (0, 2 * size - 1)]
+        tokens, moves, pieces, at = list[Tokens](), list[Move](), [], live.n
+        for first, count in cuts:
+            moves += moves_of(views, first, count, at)
+            tokens.append(ids[first : first + count])
+            pieces.append((first, at, at + count))
+            at += count
+            if count == 2:  # what no move covers
+                tokens.append(random_tokens(engine, 7, seed=2))
+                at += 7
+        engine.place(live, np.concatenate(tokens), moves, LEVEL)
+        return live, pieces
+
+
+def _wide(plane: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    if plane.dtype == np.uint16:  # the bits of bfloat16
+        return (plane.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return plane.astype(np.float64)

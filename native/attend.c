@@ -238,27 +238,28 @@ void ctx_attend_merge(float *o, float *lse, size_t count, size_t rows, size_t di
 
 /* ---- Quantising --------------------------------------------------------------------------------------------------- */
 
-int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint8_t *x, size_t row_step, size_t rows, size_t dim) {
+int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint8_t *x, ctx_dtype dtype, size_t row_step,
+                  size_t rows, size_t dim) {
     const ctx_attend_kernels *kernels = built[chosen(k, dim)].kernels;
     float row[CTX_ATTEND_DIM];
     int wrong = 0;
     for (size_t r = 0; r < rows && !wrong; r++) {
-        memcpy(row, x + r * row_step, dim * sizeof(float));
+        k->convert[dtype][CTX_FP32]((uint8_t *)row, x + r * row_step, dim);
         wrong = kernels->quantise8(codes + r * dim, &scales[r], row, dim);
     }
     return wrong;
 }
 
 int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint16_t *steps, uint16_t *lows, size_t groups_step, const uint8_t *x,
-                  size_t row_step, size_t rows, size_t dim) {
+                  ctx_dtype dtype, size_t row_step, size_t rows, size_t dim) {
     const ctx_attend_kernels *kernels = built[chosen(k, dim)].kernels;
-    float group[CTX_ATTEND_GROUP];
+    float row[CTX_ATTEND_DIM];
     int wrong = 0;
-    for (size_t r = 0; r < rows && !wrong; r++)
-        for (size_t g = 0; g < dim / CTX_ATTEND_GROUP && !wrong; g++) {
-            memcpy(group, x + r * row_step + g * sizeof group, sizeof group);
+    for (size_t r = 0; r < rows && !wrong; r++) {
+        k->convert[dtype][CTX_FP32]((uint8_t *)row, x + r * row_step, dim);
+        for (size_t g = 0; g < dim / CTX_ATTEND_GROUP && !wrong; g++)
             wrong = kernels->quantise4(codes + (r * dim + g * CTX_ATTEND_GROUP) / 2, &steps[g * groups_step + r],
-                                       &lows[g * groups_step + r], group);
-        }
+                                       &lows[g * groups_step + r], row + g * CTX_ATTEND_GROUP);
+    }
     return wrong;
 }

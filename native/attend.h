@@ -67,11 +67,12 @@ void ctx_attend_merge(float *o, float *lse, size_t count, size_t rows, size_t di
 /* The table that attends for k and this dim: that of k's name, or the next that runs here. */
 const char *ctx_attend_name(const ctx_kernels *k, size_t dim);
 
-/* Rows to codes. `rows` rows of dim float32, row_step bytes apart, of one head; int8: scales[row]; int4: steps and lows of
+/* Rows to codes. `rows` rows of dim values, row_step bytes apart, of one head; int8: scales[row]; int4: steps and lows of
  * group g at scales + g * groups_step + row. Every table gives the same bits. 0, or -1: not finite, -2: beyond half floats. */
-int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint8_t *x, size_t row_step, size_t rows, size_t dim);
+int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint8_t *x, ctx_dtype dtype, size_t row_step,
+                  size_t rows, size_t dim);
 int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint16_t *steps, uint16_t *lows, size_t groups_step, const uint8_t *x,
-                  size_t row_step, size_t rows, size_t dim);
+                  ctx_dtype dtype, size_t row_step, size_t rows, size_t dim);
 
 /* ---- What a table holds ------------------------------------------------------------------------------------------- */
 

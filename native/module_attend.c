@@ -264,7 +264,8 @@ PyObject *attend_merge(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     return result;
 }
 
-static int quantise(const ctx_kernels *k, size_t format, const size_t shape[3], const region *x, region *codes, region *scales) {
+static int quantise(const ctx_kernels *k, ctx_dtype dtype, size_t format, const size_t shape[3], const region *x, region *codes,
+                    region *scales) {
     const size_t rows = shape[1], dim = shape[2], groups = dim / CTX_ATTEND_GROUP;
     const size_t head = (size_t)x->view.strides[0], row = (size_t)x->view.strides[1];
     int wrong = 0;
@@ -273,28 +274,29 @@ static int quantise(const ctx_kernels *k, size_t format, const size_t shape[3], 
         if (format == CTX_ROWS_INT8) {
             int8_t *to = codes->view.buf;
             float *scale = scales->view.buf;
-            wrong = ctx_quantise8(k, to + h * rows * dim, scale + h * rows, from, row, rows, dim);
+            wrong = ctx_quantise8(k, to + h * rows * dim, scale + h * rows, from, dtype, row, rows, dim);
         } else {
             uint8_t *to = codes->view.buf;
             uint16_t *steps = (uint16_t *)scales->view.buf + h * 2 * groups * rows;
-            wrong = ctx_quantise4(k, to + h * rows * dim / 2, steps, steps + groups * rows, rows, from, row, rows, dim);
+            wrong = ctx_quantise4(k, to + h * rows * dim / 2, steps, steps + groups * rows, rows, from, dtype, row, rows, dim);
         }
     }
     return wrong;
 }
 
-/* (x float32 [heads, tokens, dim], format, codes, scales): what the planes of a format hold, contiguous. */
+/* (x [heads, tokens, dim], dtype, format, codes, scales): what the planes of a format hold, contiguous. */
 PyObject *attend_quantise(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_kernels *k = ctx_active();
     region buffers[3];
     held h = {buffers, 0};
     size_t format, shape[3], ignored[2];
+    ctx_dtype dtype;
     PyObject *result = NULL;
     int wrong = 0;
     (void)module;
     if (!k) PyErr_SetString(PyExc_RuntimeError, "no kernel table is active");
-    if (!k || arity(nargs, 4, "attend_quantise") < 0 || size_of(args[1], "format", &format) < 0 ||
-        take(args[0], 0, "x", &buffers[0]) < 0)
+    if (!k || arity(nargs, 5, "attend_quantise") < 0 || dtype_of(args[1], "dtype", &dtype) < 0 ||
+        size_of(args[2], "format", &format) < 0 || take(args[0], 0, "x", &buffers[0]) < 0)
         return NULL;
     const Py_buffer *x = &buffers[0].view;
     const int fits = x->ndim == 3 && x->shape && x->strides;
@@ -302,7 +304,7 @@ PyObject *attend_quantise(PyObject *module, PyObject *const *args, Py_ssize_t na
     PyBuffer_Release(&buffers[0].view);
     if (!fits || (format != CTX_ROWS_INT8 && format != CTX_ROWS_INT4) || shape[2] == 0 || shape[2] > CTX_ATTEND_DIM ||
         (format == CTX_ROWS_INT4 && shape[2] % CTX_ATTEND_GROUP)) {
-        PyErr_SetString(PyExc_ValueError, "x: needs float32 [heads, tokens, dim] of at most 512, in whole groups for int4");
+        PyErr_SetString(PyExc_ValueError, "x: needs [heads, tokens, dim] of at most 512, in whole groups for int4");
         return NULL;
     }
     size_t values;
@@ -312,16 +314,16 @@ PyObject *attend_quantise(PyObject *module, PyObject *const *args, Py_ssize_t na
         return NULL;
     }
     values /= 4;
-    if (array(&h, args[0], 3, sizeof(float), shape, "x", ignored) &&
-        (codes = numbers(&h, args[2], 1, 1, "codes")))
-        scales = numbers(&h, args[3], 1, format == CTX_ROWS_INT8 ? 4 : 2, "scales");
+    if (array(&h, args[0], 3, ctx_dtype_bytes(dtype), shape, "x", ignored) &&
+        (codes = numbers(&h, args[3], 1, 1, "codes")))
+        scales = numbers(&h, args[4], 1, format == CTX_ROWS_INT8 ? 4 : 2, "scales");
     if (scales) {
         const size_t half = format == CTX_ROWS_INT4;
         if (codes->bytes != (half ? values / 2 : values) ||
             scales->bytes != shape[0] * shape[1] * (half ? 4 * (shape[2] / CTX_ATTEND_GROUP) : 4)) {
             PyErr_SetString(PyExc_ValueError, "codes, scales: do not fit x");
         } else {
-            Py_BEGIN_ALLOW_THREADS wrong = quantise(k, format, shape, &buffers[0], &buffers[1], &buffers[2]);
+            Py_BEGIN_ALLOW_THREADS wrong = quantise(k, dtype, format, shape, &buffers[0], &buffers[1], &buffers[2]);
             Py_END_ALLOW_THREADS
             if (wrong)
                 PyErr_SetString(PyExc_ValueError, wrong == -1 ? "values: not finite" : "values: beyond what half floats hold");

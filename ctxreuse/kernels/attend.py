@@ -256,18 +256,17 @@ def quantise(x: NDArray[Any], format: str) -> Plane:
         raise ValueError(f"format {format!r} is unknown; use one of {', '.join(FORMATS)}")
     if format == of:
         return Plane(format, x)
-    wide = x if of == "fp32" else reference_attend.widen(x, of)
     if format not in _SCALES or not attend_ready():
-        return Plane(format, *reference_attend.quantise(wide, format))
+        return Plane(format, *reference_attend.quantise(reference_attend.widen(x, of), format))
     heads, tokens, dim = x.shape
     if format == "int4" and dim % GROUP:
         raise ValueError(f"int4 needs dim in groups of {GROUP}, got {dim}")
     shape = (heads, tokens) if format == "int8" else (heads, 2, dim // GROUP, tokens)
     codes = np.empty((heads, tokens, dim if format == "int8" else dim // 2), _STORED[format])
     scales = np.empty(shape, _SCALES[format])
-    if wide.strides[2] != wide.itemsize or min(wide.strides) < 0:
-        wide = np.ascontiguousarray(wide)
-    backend.attend_quantise(wide, FORMATS.index(format), codes, scales)
+    if x.strides[2] != x.itemsize or min(x.strides) < 0:
+        x = np.ascontiguousarray(x)
+    backend.attend_quantise(x, FORMATS.index(of), FORMATS.index(format), codes, scales)
     return Plane(format, codes, scales)
 
 

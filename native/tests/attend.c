@@ -42,8 +42,8 @@ static made make(ctx_format format, size_t heads, size_t tokens, size_t dim) {
         float *x = m.x + h * tokens * dim;
         const size_t from = h * tokens;
         uint16_t *steps = halves + h * 2 * groups * tokens, *lows = steps + groups * tokens;
-        if (format == CTX_ROWS_INT8) CHECK(!ctx_quantise8(generic_table(), codes + from * dim, scales + from, (uint8_t *)x, 4 * dim, tokens, dim), "finite");
-        if (format == CTX_ROWS_INT4) CHECK(!ctx_quantise4(generic_table(), (uint8_t *)codes + from * dim / 2, steps, lows, tokens, (uint8_t *)x, 4 * dim, tokens, dim), "finite");
+        if (format == CTX_ROWS_INT8) CHECK(!ctx_quantise8(generic_table(), codes + from * dim, scales + from, (uint8_t *)x, CTX_FP32, 4 * dim, tokens, dim), "finite");
+        if (format == CTX_ROWS_INT4) CHECK(!ctx_quantise4(generic_table(), (uint8_t *)codes + from * dim / 2, steps, lows, tokens, (uint8_t *)x, CTX_FP32, 4 * dim, tokens, dim), "finite");
         for (size_t t = 0; t < tokens; t++) {
             uint8_t *to = packed + (from + t) * row;
             if (format <= CTX_ROWS_BF16) {
@@ -218,12 +218,12 @@ static void test_quantise(void) {
         for (size_t i = count; i-- > 0;) {
             const int now = i != count - 1;
             memset(scales[now], 0, sizeof scales[now]), memset(halves[now], 0, sizeof halves[now]), memset(codes, 0, sizeof codes);
-            int failed = ctx_quantise8(tables[i], (int8_t *)codes, scales[now], (uint8_t *)x, 4 * dim, rows, dim);
+            int failed = ctx_quantise8(tables[i], (int8_t *)codes, scales[now], (uint8_t *)x, CTX_FP32, 4 * dim, rows, dim);
             CHECK(failed == (round >= 58 ? -1 : 0), "%d", failed);
             if (!now) memcpy(first[0], codes, sizeof codes);
             CHECK(!memcmp(first[0], codes, sizeof codes) && !memcmp(scales[0], scales[now], sizeof scales[0]), "%s: int8", tables[i]->name);
             memset(codes, 0, sizeof codes);
-            wrong[now] = ctx_quantise4(tables[i], codes, halves[now], halves[now] + 120, 40, (uint8_t *)x, 4 * dim, rows, dim);
+            wrong[now] = ctx_quantise4(tables[i], codes, halves[now], halves[now] + 120, 40, (uint8_t *)x, CTX_FP32, 4 * dim, rows, dim);
             if (!now) memcpy(first[1], codes, sizeof codes);
             CHECK(wrong[now] == wrong[0] && (round < 58 || wrong[now]), "%d and %d", wrong[0], wrong[now]);
             CHECK(!memcmp(first[1], codes, sizeof codes) && !memcmp(halves[0], halves[now], sizeof halves[0]), "%s: int4", tables[i]->name);

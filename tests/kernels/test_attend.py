@@ -143,14 +143,18 @@ def test_merging_is_in_any_order_and_nothing_is_neutral() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32), shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from([32, 64, 96])),
-    size=st.sampled_from([1.0, 1e-6, 1e3, 0.0]), strided=st.booleans(),
+    size=st.sampled_from([1.0, 1e-6, 1e3, 0.0]), strided=st.booleans(), of=st.sampled_from(["fp32", "fp16", "bf16"]),
 )  # fmt: skip
-def test_quantising_gives_numpys_codes(seed: int, shape: tuple[int, int, int], size: float, strided: bool) -> None:
+def test_quantising_gives_numpys_codes(
+    seed: int, shape: tuple[int, int, int], size: float, strided: bool, of: str
+) -> None:
     x = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(size)
     x[0, 0, :5] = 0, -0.0, size, -size, 0
+    x, _ = reference_attend.quantise(x, of)
     given_ = np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1) if strided else x
     for format in ("int8", "int4"):
-        wanted = reference_attend.quantise(x, format)
+        wide = reference_attend.widen(x, of)
+        wanted = reference_attend.quantise(wide, format)
         for name in kernels.available():
             kernels.use(name)
             plane = quantise(given_, format)
@@ -158,8 +162,8 @@ def test_quantising_gives_numpys_codes(seed: int, shape: tuple[int, int, int], s
             assert wanted[1] is not None
             assert (plane.data == wanted[0]).all()
             assert plane.scales.tobytes() == wanted[1].tobytes()
-        half = np.abs(x).max() / 127 if format == "int8" else np.ptp(x) / 15 + 2e-3 * np.abs(x).max()
-        assert np.abs(dequantise(plane) - x).max() <= 0.51 * half + 1e-6  # fp16's least is 6e-8, fifteen times
+        half = np.abs(wide).max() / 127 if format == "int8" else np.ptp(wide) / 15 + 2e-3 * np.abs(wide).max()
+        assert np.abs(dequantise(plane) - wide).max() <= 0.51 * half + 1e-6  # fp16's least is 6e-8, fifteen times
 
 
 def test_formats_of_floats() -> None:
@@ -277,10 +281,10 @@ def test_the_extension_checks_for_itself() -> None:
             _native.attend_merge(result, logs, *sizes)
     codes, found = np.zeros((2, 6, 32), np.int8), np.zeros((2, 6), np.float32)
     for wrong in (
-        (plane, 0, codes, found), (plane, 3, codes[:1], found), (plane, 3, codes, found[:1]),
-        (plane, 4, codes, found), (plane[:, :, ::2], 3, codes, found), (b"abc", 3, codes, found),
-        (plane, 3, bytes(384), found), (plane[0], 3, codes, found),
-        (np.broadcast_to(np.float32(0), (2**20, 2**20, 512)), 3, codes, found),
+        (plane, 0, 0, codes, found), (plane, 0, 3, codes[:1], found), (plane, 0, 3, codes, found[:1]),
+        (plane, 0, 4, codes, found), (plane[:, :, ::2], 0, 3, codes, found), (b"abc", 0, 3, codes, found),
+        (plane, 0, 3, bytes(384), found), (plane[0], 0, 3, codes, found), (plane, 1, 3, codes, found),
+        (plane, 3, 3, codes, found), (np.broadcast_to(np.float32(0), (2**20, 2**20, 512)), 0, 3, codes, found),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             _native.attend_quantise(*wrong)

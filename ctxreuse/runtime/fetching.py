@@ -25,7 +25,7 @@ from ctxreuse.runtime.watch import Watch
 
 if TYPE_CHECKING:
     from ctxreuse.block import BlockView
-    from ctxreuse.engines.base import Engine, Live, Logits
+    from ctxreuse.engines.base import Engine, Live, Loading, Logits
     from ctxreuse.runtime.remote import Fetch, Offer, Order, Remote
 
 __all__ = ["FetchFailedError", "Fetching", "ask"]
@@ -95,8 +95,8 @@ class Fetching:
 
     `prepare` may be called while another request computes; `finish` brings a context to the prompt's end. ``way`` is
     how it goes on now (it changes when the link disappoints), ``missed`` why not as decided, ``tokens`` how many
-    fetched ones were used and ``views`` their blocks (valid as long as they are referenced), ``asked`` seconds of
-    asking, ``prepared`` seconds of preparing.
+    fetched ones were used and ``views`` their blocks (valid as long as they are referenced), ``loading`` what may be in
+    flight, ``asked`` seconds of asking, ``prepared`` seconds of preparing.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Fetching:
         self.began = clock()
         self.prepared = 0.0
         self.missed, self.tokens = "", 0
+        self.loading: Loading | None = None
         self._late: Fetch | None = None
         self._watches: list[Watch] = []
         self.decision = self._choose(offer.bandwidth)
@@ -248,7 +249,7 @@ class Fetching:
                 watch.wait(partial(fetch.wait_layer, self._layers[0]))
             if self._liar(views):
                 return self.finish(live, compute)
-            loading = self._engine.load(live, views, state, self._ready)
+            self.loading = loading = self._engine.load(live, views, state, self._ready)
         except LinkError:
             self._switch("link")
             return self.finish(live, compute)

@@ -156,8 +156,11 @@ class Prompt:
 
     def _compute(self, live: Live, stop: int, *, observe: bool = True) -> Logits:
         runtime, start, at = self._runtime, live.n, self._clock()
-        if self._moving is not None and observe and self._observe and stop == len(self._ids):
-            moved = self._moving.finish(live)
+        moving, fetching = self._moving, self._fetching
+        if moving is not None and self._observe and stop == len(self._ids) and moving.look(start):
+            if not observe and fetching is not None and fetching.loading is not None:
+                fetching.loading.wait()  # the store is not to be read for as long as a link may take
+            moved = moving.finish(live)
             if moved is not None:
                 return moved
         stops = runtime.keeping.stops(live, self._points, self._branches)

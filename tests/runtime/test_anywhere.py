@@ -14,13 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ctxreuse.block import parse
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError
+from ctxreuse.keys import tenant_salt
 from ctxreuse.metrics import Metrics
-from ctxreuse.reuse import ChunkShelf, Gate
+from ctxreuse.reuse import ChunkShelf, Gate, record
 from ctxreuse.runtime import Runtime
 from ctxreuse.store import TieredStore, open_store
+from ctxreuse.testing.plain_card import shelved
 
 S: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("shuffled.py"))))
 BLOCK, LOSSY, Pool, card, gate, holds, prefill, tokens = (
@@ -258,6 +261,47 @@ def test_a_conversation_goes_on_from_moved_rows(llama: TorchEngine, store: Tiere
     assert done.usage.by_source == {"device": len(ids)}
     assert done.usage.moved == 0
     assert done.usage.approx
+
+
+def test_a_model_of_states_computes_what_it_cannot_move(gemma: TorchEngine, store: TieredStore, pool: Any) -> None:
+    # A card that claims it could: the engine says that it cannot, and nothing is lost.
+    runtime = Runtime(gemma, store, gate=gate(gemma))
+    prefill(runtime, pool.ask(FORWARD))
+    S.forget_memory(runtime, store)
+    done = prefill(runtime, pool.ask(BACKWARD))
+    assert done.usage.gate.startswith("refused: a model that keeps states")
+    assert done.usage.moved == 0
+    np.testing.assert_allclose(done.logits, full(gemma, done.live.tokens), atol=2e-5)
+
+
+def test_sources_of_any_level_are_moved(
+    llama: TorchEngine, pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks as they were computed, packed and lossy, side by side; what is worse than a request allows is computed."""
+    with open_store(None, host_bytes=1 << 27) as plain, open_store(None, host_bytes=1 << 27) as store:
+        prefill(Runtime(llama, plain, gate=gate(llama)), pool.ask(FORWARD))
+        with plain.read() as reader:
+            found = [reader.peek(entry.key) for entry in plain.walk()]
+            raw = [parse(bytes(view.buffer)) for view in found if view is not None]
+            found.clear()
+        codec = shelved(llama.space, raw, tmp_path / "cards")
+        monkeypatch.setattr(llama, "_codec", codec)
+        for i, view in enumerate(raw):
+            assert store.put(
+                view.header.key, codec.encode(view, ("kl-0.01", "exact+rans", "exact")[i % 3]), lossy=LOSSY
+            )
+        ids, parts = pool.ask(FORWARD)
+        keys, salt = [view.header.key for view in raw], tenant_salt("default")
+        record(store.chunks, salt, llama.space, ids, keys, [(0, len(ids))], parts)
+        runtime = Runtime(llama, store, gate=gate(llama, ("rotate", 0.005)), live_bytes=0)
+        done = prefill(runtime, pool.ask(BACKWARD), "kl-0.01")
+        assert done.usage.moved > 300
+        # Rows are no better than what they were copied from.
+        assert {run.level for run in done.live.levels if run.end > 40} == {"approx~kl-0.01"}
+        strict = prefill(runtime, pool.ask((1, 0, 2, 3), seed=3), "kl-0.005")
+        assert 0 < strict.usage.moved < 200
+        assert {run.level for run in strict.live.levels} <= {"exact", "exact+rans", "approx~kl-0.005"}
+        store.check()
 
 
 orders = st.lists(st.integers(0, 4), min_size=1, max_size=4)

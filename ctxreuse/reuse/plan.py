@@ -9,6 +9,7 @@ import numpy as np
 
 from ctxreuse.keys import Tokens, chunk_keys
 from ctxreuse.reuse.chunking import chunks
+from ctxreuse.reuse.extend import BEHIND, SINK, extended
 from ctxreuse.reuse.home import Home
 from ctxreuse.reuse.search import Run, Search, Source
 
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from ctxreuse.store.base import Reader, WholeStore
     from ctxreuse.store.chunks import ChunkIndex
 
-__all__ = ["SINK", "WORTH", "Piece", "Run", "Source", "forget", "plan", "read", "record", "used"]
+__all__ = ["SINK", "TAIL", "WORTH", "Piece", "Run", "Source", "forget", "plan", "read", "record", "used"]
 
 #: Fewer tokens are not worth a run: placing one costs as much as computing a few rows.
 WORTH = 16
-#: So many tokens at the head of a prompt are always computed: all later ones attend to them, and rows that were
-#: computed behind others cannot stand in for them.
-SINK = 4
+#: Of what a prompt ends with so many tokens are never moved: that is mostly a question, and rows of the same question
+#: that were computed behind other documents know the answer of those.
+TAIL = 64
+_WORDS = 8
 
 
 class Piece(NamedTuple):
@@ -44,13 +46,14 @@ def plan(
     parts: Sequence[int] = (),
     lossy: str | None = None,
 ) -> list[Run]:
-    """Runs of ``tokens[start:-1]`` that the store holds somewhere at levels that ``lossy`` allows, in order, apart.
+    """Runs of ``tokens[start:]`` that the store holds somewhere at levels that ``lossy`` allows, in order, apart.
 
     ``start``: tokens that are there already (an exact prefix). ``parts``: see `chunks`; they should be those that were
-    given when the chunks were recorded. The last token is left out, as its logits are wanted. Reads no value; homes
-    that are known to be gone are forgotten. A plan is a hint: blocks may go before they are read.
+    given when the chunks were recorded. What a prompt ends with is left out: its last part, at most `TAIL` tokens.
+    Reads no plane; homes that are known to be gone are forgotten. A plan is a hint: blocks may go before they are read.
+    Raises StoreError.
     """
-    first, limit = max(start, SINK), len(tokens) - 1
+    first, limit = max(start, SINK), _tail(len(tokens), parts)
     wanted = [chunk for chunk in chunks(tokens, parts) if chunk.end > first and chunk.start < limit]
     keys = chunk_keys(space.digest, salt, tokens, wanted)
     homes = store.chunks.homes_many(keys)
@@ -58,7 +61,17 @@ def plan(
     runs = search.runs()
     if search.stale:
         store.chunks.forget_many(search.stale)
+    if runs:
+        with store.read(lossy) as reader:
+            runs = extended(reader, runs, tokens, space, first, limit)
     return [run for run in runs if run.end - run.start >= WORTH]
+
+
+def _tail(n: int, parts: Sequence[int]) -> int:
+    """Where the end begins that is always computed. Parts of a few tokens, such as the words that open an answer, are
+    not taken for the last."""
+    ends = [at for at in parts if at <= n - _WORDS]
+    return max(n - TAIL, max(ends, default=0), 0)
 
 
 def read(reader: Reader, run: Run, tokens: Tokens, space: ModelSpace) -> list[Piece] | None:
@@ -117,7 +130,7 @@ def record(
     ``since``: chunks that end before this position are known. Noting twice changes nothing.
     """
     size, spans = space.block_tokens, _union(computed)
-    stored = min(len(keys) * size, len(tokens))
+    stored, more = min(len(keys) * size, len(tokens)), -(-BEHIND // size)
     noted: list[tuple[tuple[int, int], Home]] = []
     at = 0
     for chunk in chunks(tokens, parts):
@@ -130,7 +143,7 @@ def record(
             continue
         block = chunk.start // size
         until = -(-(chunk.start + count) // size)
-        noted.append((chunk, Home(tuple(keys[block:until]), chunk.start - block * size, count, block * size)))
+        noted.append((chunk, Home(tuple(keys[block : until + more]), chunk.start - block * size, count, block * size)))
     names = chunk_keys(space.digest, salt, tokens, [chunk for chunk, _ in noted])
     return index.add_many(list(zip(names, (home for _, home in noted))))
 

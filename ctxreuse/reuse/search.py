@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     ``sources``: these rows, in order, ``end - start`` of them. ``shift``: new position less old one, the same for all.
     ``kind``: where they stood. ``level``: the worst at which their blocks are held. ``chunks``: keys of the chunks
-    that led there.
+    that led there. ``ahead``: blocks behind the last, as far as they are known.
     """
 
     start: int
@@ -40,6 +40,7 @@ class Run(NamedTuple):
     kind: Kind
     level: str = EXACT
     chunks: tuple[bytes, ...] = ()
+    ahead: tuple[bytes, ...] = ()
 
 
 class _Link(NamedTuple):
@@ -57,6 +58,7 @@ class _Place(NamedTuple):
     end: int
     level: str
     chunk: bytes
+    ahead: tuple[bytes, ...]
 
 
 class Search:
@@ -94,7 +96,9 @@ class Search:
             i += len(places) or not chain
             # What follows the chunk at a prompt's head stood behind it, and is as good without it.
             split = 1 if places and places[0].home.first == 0 else 0
-            found += [_joined(part) for part in (places[:split], places[split:]) if part]
+            found += [
+                _joined(part) for part in (places[:split], places[split:]) if part and part[0].end > part[0].start
+            ]
         return found
 
     def _longest(self, i: int) -> list[Home]:
@@ -127,7 +131,7 @@ class Search:
                 before = link.home
                 if before.count < length or before.at + before.row + length != at:
                     continue
-                last = before.keys[-1]
+                last = self._needed(before)[-1]
                 if first == last or (not home.row and self._parent(first) == last):
                     found.append(_Link(home, link))
                     break
@@ -135,7 +139,7 @@ class Search:
 
     def _places(self, i: int, chain: Sequence[Home]) -> list[_Place]:
         """The homes of ``chain``, which begins with chunk ``i``, as far as all their blocks are held."""
-        self._look([key for home in chain for key in home.keys])
+        self._look([key for home in chain for key in self._needed(home)])
         found: list[_Place] = []
         for at, home in enumerate(chain, start=i):
             count, level = self._extent(home)
@@ -147,19 +151,23 @@ class Search:
             end = min(chunk.start + min(count, chunk.end - chunk.start), self._limit)
             # Nothing wanted of it is a place as well, an empty one: the chunk is done.
             place = max(end - chunk.start - skip, 0)
-            tight = _tight(home, skip, place, self._size)
-            found.append(_Place(tight, chunk.start + skip, chunk.start + skip + place, level, self._keys[at]))
+            tight, ahead = _tight(home, skip, place, self._size)
+            found.append(_Place(tight, chunk.start + skip, chunk.start + skip + place, level, self._keys[at], ahead))
             if chunk.start + count < chunk.end:
                 break
         return found
 
     def _extent(self, home: Home) -> tuple[int, str]:
         """How many leading rows of a home are held at levels that are allowed, and the worst of these."""
-        level, blocks = EXACT, 0
-        while blocks < len(home.keys) and self._usable(home, blocks):
+        level, blocks, needed = EXACT, 0, len(self._needed(home))
+        while blocks < needed and self._usable(home, blocks):
             level = max(level, self._level(home, blocks), key=rank)
             blocks += 1
         return min(home.count, blocks * self._size - home.row), level
+
+    def _needed(self, home: Home) -> tuple[bytes, ...]:
+        """The blocks that hold its rows."""
+        return home.keys[: -(-(home.row + home.count) // self._size)]
 
     def _usable(self, home: Home, i: int) -> bool:
         # Noted by somebody else, or for blocks of another size: what does not fit is not used.
@@ -200,11 +208,12 @@ def _unrolled(link: _Link | None) -> list[Home]:
     return homes[::-1]
 
 
-def _tight(home: Home, skip: int, count: int, size: int) -> Home:
-    """``count`` rows of a home from row ``skip`` on, named by the blocks that hold them and no others."""
+def _tight(home: Home, skip: int, count: int, size: int) -> tuple[Home, tuple[bytes, ...]]:
+    """``count`` rows of a home from row ``skip`` on, named by the blocks that hold them, and those behind these."""
     row = home.row + skip
     before, end = row // size, max(-(-(row + count) // size), row // size + 1)
-    return Home(home.keys[before:end], row - before * size, count, home.at + before * size)
+    tight = Home(home.keys[before:end], row - before * size, count, home.at + before * size)
+    return tight, home.keys[end:]
 
 
 def _joined(places: Sequence[_Place]) -> Run:
@@ -216,4 +225,5 @@ def _joined(places: Sequence[_Place]) -> Run:
     source = Source(tuple(keys), home.row, end - start, home.at)
     level = max((place.level for place in places), key=rank)
     kind: Kind = "head" if home.first == 0 else "behind"
-    return Run(start, end, (source,), start - home.first, kind, level, tuple(place.chunk for place in places))
+    chunks, ahead = tuple(place.chunk for place in places), places[-1].ahead
+    return Run(start, end, (source,), start - home.first, kind, level, chunks, ahead)

@@ -21,7 +21,7 @@ FOLDER = "chunks"
 HOMES = 4
 
 _HEAD = struct.Struct("<QHHB")
-_MOST_KEYS, _MOST_AT = 64, 1 << 40
+_MOST_KEYS, _MOST_AT = 255, 1 << 40
 # Forgotten homes that wait to be written; more are written at once.
 _WAITING = 256
 
@@ -164,7 +164,7 @@ def _newest(fresh: Sequence[Home], known: Sequence[Home]) -> list[Home]:
         at = next((i for i, other in enumerate(homes) if other.first == home.first and _same(other, home)), None)
         if at is None:
             homes.append(home)
-        elif home.count > homes[at].count:
+        elif (home.count, len(home.keys)) > (homes[at].count, len(homes[at].keys)):
             homes[at] = home
     while len(homes) > HOMES:
         behind = [i for i, home in enumerate(homes) if home.first]

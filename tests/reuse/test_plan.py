@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ctxreuse.reuse import Home, plan, read, record
-from ctxreuse.reuse.plan import SINK, WORTH
+from ctxreuse.reuse.plan import SINK, TAIL, WORTH
 from ctxreuse.store import open_store
 
 SYSTEM, QUESTION = (1, 70), (2, 20)
@@ -41,7 +42,7 @@ def test_a_document_without_marks_is_found_but_for_its_ends(world, prompt) -> No
     tokens, _ = prompt((3, 90), (10, 600), (4, 50))
     runs = world.plan(tokens)
     assert len(runs) == 1
-    assert 600 - 2 * 100 < covered(runs) < 600
+    assert 600 - 100 < covered(runs) <= 600
 
 
 def test_what_follows_a_document_in_two_prompts_is_one_run_of_the_right_one(world, prompt) -> None:
@@ -74,20 +75,67 @@ def test_what_stood_at_a_head_is_a_run_of_its_own(world, prompt) -> None:
     assert (rest.kind, rest.start, rest.end, rest.shift) == ("behind", head.end, 340, 40)
 
 
-def test_the_head_and_the_last_token_are_computed(world, prompt) -> None:
+def test_the_head_and_the_end_are_computed(world, prompt) -> None:
     world.ask(*prompt(SYSTEM, (10, 200), QUESTION))
     tokens, parts = prompt((10, 200))
-    done = world.plan(tokens, 0, parts)
-    assert [(run.start, run.end) for run in done] == [(SINK, 199)]
-    assert world.plan(tokens, 199 - WORTH, parts)[0].start == 199 - WORTH
-    assert world.plan(tokens, 199 - WORTH + 1, parts) == []
-    for n in (0, 1, 5, SINK + WORTH):
+    assert [(run.start, run.end) for run in world.plan(tokens, 0, parts)] == [(SINK, 200 - TAIL)]
+    end = 200 - TAIL
+    assert [(run.start, run.end) for run in world.plan(tokens, end - WORTH, parts)] == [(end - WORTH, end)]
+    assert world.plan(tokens, end - WORTH + 1, parts) == []
+    for n in (0, 1, 5, TAIL, SINK + WORTH):
         assert world.plan(tokens[:n], 0) == []
+
+
+def test_a_question_is_never_moved(world, prompt) -> None:
+    """Asked of another document, its rows would know the answer of the first."""
+    question, opening = (7, 50), (8, 4)
+    world.ask(*prompt(SYSTEM, (10, 200), question, opening, (9, 100)))
+    tokens, parts = prompt((3, 40), (11, 90), question, opening)
+    assert world.plan(tokens, 0, parts) == []
+    tokens, parts = prompt((3, 40), (10, 200), question, opening)
+    assert [(run.start, run.end) for run in world.plan(tokens, 0, parts)] == [(40, 240)]
+    assert [run.end for run in world.plan(tokens, 0)] == [294 - TAIL]  # nobody says where the question begins
+
+
+def test_an_edit_costs_little_more_than_itself(world, prompt) -> None:
+    world.ask(*prompt(SYSTEM, (10, 600), QUESTION))
+    tokens, parts = prompt((3, 40), (10, 600), (4, 30))
+    for at in (200, 300, 333, 500):
+        edited = tokens.copy()
+        edited[at] = 50_001
+        done = world.plan(edited, 0, parts)
+        assert len(done) == 2
+        assert done[0].start == 40
+        assert done[1].start == at + 1
+        assert done[1].end == 640
+        assert done[0].end == at
+
+
+def test_between_documents_nobody_marked_runs_meet(world, prompt) -> None:
+    documents = [(10 + i, 250 + 7 * i) for i in range(6)]
+    world.ask(prompt(SYSTEM, *documents, (5, 100))[0])
+    tokens, ends = prompt((3, 40), *reversed(documents), (4, 90))
+    runs = world.plan(tokens)
+    assert covered(runs) > 0.9 * sum(n for _, n in documents)
+    # Each ends, and the next begins, where its document does, or a little within it.
+    for run in runs:
+        assert any(start <= run.start and run.end <= end for start, end in pairwise(ends))
+
+
+def test_rows_beside_a_chunk_are_taken_from_exact_blocks_only(world, prompt) -> None:
+    """What is beside a chunk in an approximate block may have been moved there."""
+    first = prompt(SYSTEM, (10, 200), QUESTION)
+    world.ask(*first)
+    world.ask(*prompt((3, 40), (10, 200), (11, 200), (4, 90)))
+    world.store.drop(world.keys(first[0])[0], "test")
+    tokens, parts = prompt((5, 40), (10, 200), (11, 200), (6, 30))
+    (run,) = world.plan(tokens, 0, parts)
+    assert run.start == 240
 
 
 def test_a_run_begins_where_the_prefix_ends(world, prompt) -> None:
     world.ask(*prompt(SYSTEM, (10, 200), (11, 200), QUESTION))
-    tokens, parts = prompt(SYSTEM, (10, 200), (12, 40), (11, 200), QUESTION)
+    tokens, parts = prompt(SYSTEM, (10, 200), (12, 40), (11, 200), (4, 20))
     done = world.ask(tokens, parts)
     assert done.prefix == 256
     # The last block of the prefix was 14 tokens short of its document's end.

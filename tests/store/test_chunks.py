@@ -141,7 +141,7 @@ def test_what_cannot_be_a_home_is_not_noted(place: Path | None) -> None:
     wrong = [
         Home((), 0, 1, 0),
         Home((b"short",), 0, 1, 0),
-        Home((bytes(32),) * 65, 0, 1, 0),
+        Home((bytes(32),) * 256, 0, 1, 0),
         Home((bytes(32),), -1, 1, 0),
         Home((bytes(32),), 0, 0, 0),
         Home((bytes(32),), 0, 1 << 16, 0),

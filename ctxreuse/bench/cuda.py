@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
+from ctxreuse.bench import cuda_attend
 from ctxreuse.bench.measure import Options, paired
 from ctxreuse.bench.report import Figure
 from ctxreuse.codec import Card, CardLevel, ChannelGroup, Coding, LevelInfo, PlaneCard, Rope
@@ -38,6 +39,7 @@ __all__ = ["measure", "run"]
 _HEADS, _DIM, _PAIR, _PAGE = 8, 128, 2, 16
 _LEVEL: Final = "kl-0.01"
 _STEP: Final = 0.8
+_CACHE: Final = 64 << 20  # bytes; the second cache of no device up to Hopper is larger
 
 
 def run(options: Options) -> list[Figure]:
@@ -45,7 +47,13 @@ def run(options: Options) -> list[Figure]:
     launcher = open_device()
     options.step("CUDA")
     streams, tokens = options.pick(4_000, 40_000), options.pick(4_096, 32_768)
-    return measure(launcher, streams=streams, tokens=tokens, copied=options.pick(1 << 28, 1 << 30), rounds=9)
+    figures = measure(launcher, streams=streams, tokens=tokens, copied=options.pick(1 << 28, 1 << 30), rounds=9)
+    lengths = options.pick((4_096, 32_768), (4_096, 16_384, 32_768, 131_072))
+    cases = [cuda_attend.Case(n, group, kind) for kind in ("int8", "int4") for group in (1, 4, 8) for n in lengths]
+    for i, case in enumerate(cases):
+        options.step(f"{case.format} attention, {case.tokens} tokens", i, len(cases))
+        figures += cuda_attend.measure(launcher, [case], figures[0].value * 1e9, cache=_CACHE, rounds=9)
+    return figures
 
 
 def measure(launcher: Launcher, *, streams: int, tokens: int, copied: int, rounds: int) -> list[Figure]:

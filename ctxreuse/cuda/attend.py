@@ -37,7 +37,7 @@ from ctxreuse.cuda.launch import Launcher
 from ctxreuse.cuda.planes import address
 from ctxreuse.kernels.attend import Attended, Plane
 
-__all__ = ["ChunkAttention", "DevicePart", "Turn", "attend", "plane_on"]
+__all__ = ["ChunkAttention", "DevicePart", "Room", "Turn", "attend", "plane_on"]
 
 _TYPES: Final = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
 _TILES: Final = {64: 32, 128: 16, 256: 16}
@@ -62,6 +62,15 @@ class DevicePart(NamedTuple):
     hidden: npt.NDArray[np.int64] | None = None
 
 
+class Room(NamedTuple):
+    """What one call writes: ``o``, ``lse``, and the results of its blocks. Reused, the next call overwrites it."""
+
+    o: Any
+    lse: Any
+    parts: Any
+    ends: Any
+
+
 def plane_on(launcher: Launcher, plane: Plane) -> Plane:
     """A copy of a host's plane in the device's memory."""
     scales = None if plane.scales is None else launcher.xp.asarray(np.ascontiguousarray(plane.scales))
@@ -77,7 +86,7 @@ class ChunkAttention:
     """Attention of queries of one shape over ``parts``, laid out once and called for every such q.
 
     While no part has ``at`` (all rows stand before all queries) and no row is added, one serves a whole answer. Making
-    one waits for the device; calls are queued on the current stream and may overlap. It keeps the parts' arrays.
+    one waits for the device; calls are queued on the current stream. It keeps the parts' arrays.
 
     ``shape``: (Hq, S, D). ``positions``, ``scale``, ``window``, ``softcap``: as of `ctxreuse.kernels.attend.attend`.
     ValueError: shapes, types, formats, rows outside of their planes, what the kernels cannot do.
@@ -119,29 +128,33 @@ class ChunkAttention:
         self._raised = math.ldexp(1.0, min(100, max(-100, 14 - math.frexp(peak)[1]))) if peak > 0 else 1.0
         self._lay_out([self._runs(part, where, window, f"part {i}") for i, part in enumerate(parts)])
 
-    def __call__(self, q: Any) -> Attended:
+    def room(self) -> Room:
+        """Memory for a call, for callers that record calls into a CUDA graph, which may not allocate."""
+        xp, (query_heads, queries, dim) = self._launcher.xp, self._shape
+        o, lse = xp.empty(self._shape, np.float32), xp.empty((query_heads, queries), np.float32)
+        if self._shares <= 1:
+            return Room(o, lse, o, lse)
+        rows = query_heads * queries
+        return Room(o, lse, xp.empty((rows, self._shares, dim), np.float32), xp.empty((rows, self._shares), np.float32))
+
+    def __call__(self, q: Any, room: Room | None = None) -> Attended:
         """o and lse of ``q``, a C-contiguous array on the device: float32, float16, or uint16 that hold bfloat16."""
-        xp = self._launcher.xp
+        xp, (_, queries, dim) = self._launcher.xp, self._shape
         if not isinstance(q, xp.ndarray) or q.shape != self._shape or q.dtype not in _TYPES or not q.flags.c_contiguous:
             raise ValueError(f"q: needs a contiguous array {self._shape} of 16- or 32-bit floats on the device")
-        query_heads, queries, dim = self._shape
-        o, lse = xp.empty(q.shape, np.float32), xp.empty((query_heads, queries), np.float32)
+        o, lse, parts, ends = room or self.room()
         if not self._shares:
             o[...], lse[...] = 0, -np.inf
             return Attended(o, lse)
-        one = self._shares == 1
-        rows = self._heads * self._rows
-        part = o if one else xp.empty((rows, self._shares, dim), np.float32)
-        ends = lse if one else xp.empty((rows, self._shares), np.float32)
         numbers = (np.uint32(_TYPES[q.dtype]), np.uint32(self._heads), np.uint32(self._rows), np.uint32(queries))
         floats = (np.float32(self._scale), np.float32(self._cap), np.float32(self._raised))
         share = (self._runs_there, self._items_there, np.uint32(self._shares))
         grid = self._shares * self._heads * -(-self._rows // self._columns)
         shared = _shared_bytes(dim, self._columns)
-        self._launcher.launch(self._kernel, grid, _THREADS, shared, (q, *numbers, *floats, *share, part, ends))
-        if not one:
-            merging = (part, ends, np.uint32(self._shares), np.uint32(dim), o, lse)
-            self._launcher.launch("ctx_attend_merge", rows, _THREADS, 16 * _THREADS, merging)
+        self._launcher.launch(self._kernel, grid, _THREADS, shared, (q, *numbers, *floats, *share, parts, ends))
+        if self._shares > 1:
+            merging = (parts, ends, np.uint32(self._shares), np.uint32(dim), o, lse)
+            self._launcher.launch("ctx_attend_merge", self._heads * self._rows, _THREADS, 16 * _THREADS, merging)
         return Attended(o, lse)
 
     def _peak(self, part: DevicePart, what: str, positions: Any) -> float:

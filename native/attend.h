@@ -8,7 +8,7 @@
  *
  * Guarantee: nothing outside of the planes' rows first..last is read. Results of two tables differ by rounding only (sums
  * have other orders, FMA where there is one): 1e-5 of the largest value for float formats. AVX-512 multiplies int8 and
- * int4 with queries and weights as 16-bit integers, two bytes each: there it is 1e-4.
+ * int4 with queries and weights as 16-bit integers, two bytes each: there it is 3e-4.
  */
 #ifndef CTXREUSE_ATTEND_H
 #define CTXREUSE_ATTEND_H

@@ -18,7 +18,7 @@ held un-rotated, or rotated to other positions than it should stand at, turn the
 
 Numbers. `lse` is the natural logarithm of the sum of exp(score). Arithmetic is fp32; on processors with dot products of
 bytes, int8 and int4 parts take queries and weights rounded to 16 bits of their largest. Against float64 over the same
-codes: 1e-5 of the largest value for float parts, 1e-4 for quantised ones. Tables do not give the same bits. A query
+codes: 1e-5 of the largest value for float parts, 3e-4 for quantised ones. Tables do not give the same bits. A query
 that sees nothing has o = 0 and lse = -inf. What is not finite in seen rows or queries makes results that are not.
 
 Threads. Any thread may call anything; the interpreter lock is released while the kernels run, and arrays must not be

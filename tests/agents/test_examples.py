@@ -46,16 +46,30 @@ def test_memory_twice_in_one_folder(tmp_path: Path, child_env: dict[str, str]) -
     assert second.count("disk") >= 1
 
 
-def test_documents(tmp_path: Path, engine: Any, child_env: dict[str, str]) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, engine: Any) -> Path:
+    """The tiny engine's model as a folder."""
     model = tmp_path / "tiny"
     engine.model.save_pretrained(model)
     engine.text._tokenizer.save(str(model / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "chat_template": engine.text._template}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model
+
+
+def test_held_chunks(folder: Path, child_env: dict[str, str]) -> None:
+    out = run("held_chunks.py", str(folder), env=child_env | {"CTXREUSE_CONFIG": os.devnull})
+    answers = [line.partition(": ")[2] for line in out.splitlines() if line.startswith("  ")]
+    assert len(answers) == 4
+    assert answers[0::2] == answers[1::2]
+    assert "tokens held once" in out
+
+
+def test_documents(tmp_path: Path, folder: Path, child_env: dict[str, str]) -> None:
     env = child_env | {"CTXREUSE_CARDS": str(tmp_path / "cards"), "CTXREUSE_CONFIG": os.devnull}
 
     shuffled: Any = SimpleNamespace(**runpy.run_path(str(EXAMPLES.parent / "tests" / "runtime" / "shuffled.py")))
-    ChunkShelf(tmp_path / "cards").add(shuffled.card(open_engine(str(model))))
-    out = run("documents.py", str(tmp_path / "two"), str(model), env=env)
+    ChunkShelf(tmp_path / "cards").add(shuffled.card(open_engine(str(folder))))
+    out = run("documents.py", str(tmp_path / "two"), str(folder), env=env)
     assert out.count("gate: kl-0.020 by rotate") == 3
     assert out.count("gate: nothing to move") == 1

@@ -3,7 +3,8 @@
 `open_device()` gives the device (CuPy compiles the kernels' text for it at first use; ConfigError says what is
 missing), `DeviceCard` holds one level of a card there, `decode_to_pages`, `decode_planes` and `encode_planes` do the
 work. Arrays are CuPy's, or any that speak DLPack (torch, JAX). `ctxreuse.cuda.rans` has the entropy coder by itself,
-and `ctxreuse.cuda.statistics` the sums of calibration and gates.
+`ctxreuse.cuda.attend` attention over chunks that stay quantised, and `ctxreuse.cuda.statistics` the sums of calibration
+and gates.
 
 The kernels are plain CUDA C++ in `native/cuda`. Without a GPU their text is compiled for sm_90, and run on the CPU
 with a fibre for each thread, by the tests.

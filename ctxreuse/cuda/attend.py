@@ -164,7 +164,7 @@ class ChunkAttention:
         if part.v.data.shape[:2] != (heads, tokens) or not part.k.dim == part.v.dim == dim:
             raise ValueError(f"{what}: k {part.k.data.shape}, v {part.v.data.shape} and q {self._shape} do not fit")
         last = tokens if part.last is None else part.last
-        if not 0 <= part.first <= last <= tokens or tokens >= 1 << 31:
+        if not 0 <= part.first <= last <= tokens or tokens > 1 << 30:
             raise ValueError(f"{what}: rows {part.first}..{last} of {tokens}")
         if (part.k.format in ("int8", "int4")) != (part.v.format in ("int8", "int4")):
             raise ValueError(f"{what}: of k {part.k.format} and v {part.v.format} one only is quantised")

@@ -101,6 +101,7 @@ class DiskTable:
         self._env: Env | None = env
         self._most = most
         self._aged: dict[bytes, None] = {}
+        self._troubled = False
         with env.read() as txn, txn.cursor(db=env.tables["order"]) as cursor:
             last = bytes(cursor.key()) if cursor.last() else _USED.pack(0)
         self._sequence = _USED.unpack(last)[0] if len(last) == _USED.size else _MOST_USED + 1
@@ -198,6 +199,7 @@ class DiskTable:
             self._trouble(error)
             return False
         self._aged.clear()
+        self._troubled = False
         return True
 
     def _unorder(self, txn: Any, used: bytes, key: bytes) -> None:
@@ -251,7 +253,9 @@ class DiskTable:
 
     def _trouble(self, error: lmdb.Error | StoreError) -> None:
         env = self._env
-        log.warning("the chunk index failed: %s", error)
+        if not self._troubled:  # a full disk fails each write until there is room: said once is enough
+            log.warning("the chunk index failed: %s", error)
+        self._troubled = True
         if env is not None and not env.readonly and broken(error):
             # What is damaged stays so; the next to open it finds nothing and begins anew.
             self.close()

@@ -219,6 +219,36 @@ def test_a_reader_beside_the_writer_follows_it(tmp_path: Path, spawn: Callable[.
     index.close()
 
 
+FULL = """
+import logging, resource, signal, sys
+from pathlib import Path
+from ctxreuse.store.chunks import ChunkIndex, Home
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s")
+key = lambda n: n.to_bytes(32, "little")
+add = lambda n: index.add(key(n), Home((key(n),), 1, 60, 64))
+index = ChunkIndex.open(Path(sys.argv[1]))
+held = sum(add(n) for n in range(100))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+refused = [n for n in range(100, 400) if not add(n)]
+found = sum(bool(index.homes(key(n))) for n in range(100))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+again = add(1000)
+index.check()
+index.close()
+print(held, len(refused) > 200, found, again)
+"""
+
+
+def test_a_full_disk_costs_what_is_added_and_is_said_once(tmp_path: Path, spawn: Callable[..., Any]) -> None:
+    out, err = spawn(FULL, tmp_path / "chunks").communicate(timeout=60)
+    assert out.splitlines() == ["WARNING", "100 True 100 1"], err
+    index = ChunkIndex.open(tmp_path / "chunks")
+    assert len(index.homes((1000).to_bytes(32, "little"))) == 1
+    index.check()
+    index.close()
+
+
 def test_a_store_keeps_its_index_unless_the_machine_went_down(tmp_path: Path) -> None:
     context = Context(3)
     home = Home(tuple(context.keys[:2]), 1, 5, 0)

@@ -7,7 +7,9 @@ from ctxreuse.block import parse
 from ctxreuse.calibrate import default_texts
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.scoring import score
+from ctxreuse.reuse.attend import HeldMove
 from ctxreuse.testing.engine import continuation, seal
+from ctxreuse.testing.engine_holding import rows_of
 from ctxreuse.testing.moving import moves_of
 
 CHUNKS, WIDTH, SCORED = 4, 128, 64
@@ -65,6 +67,26 @@ def test_repairs_come_in_the_known_order(smollm2):
     assert still > 2 * turned
     assert turned > 1.5 * max(first, few)
     assert min(first, few) > many
+
+
+@pytest.mark.model
+def test_runs_held_in_8_bits_say_what_was_computed(smollm2):
+    (ids,) = windows(smollm2, 1)
+    n, lead = CHUNKS * WIDTH, 64
+    live = smollm2.start()
+    smollm2.prefill(live, ids[:n])
+    exact = score(smollm2, live, ids[n:])
+    blocks = [parse(data) for data in seal(smollm2, ids[:n]).blocks]
+    found = {}
+    for format in ("stored", "int8", "int4"):
+        held = smollm2.hold(rows_of(blocks, lead, n - lead), format)
+        live = smollm2.start()
+        smollm2.prefill(live, ids[:lead])
+        smollm2.show(live, held.tokens, [HeldMove(lead, held, 0, len(held))], "approx")
+        found[format] = score(smollm2, live, ids[n:]).against(exact).kl
+    assert found["stored"] < 1e-6
+    assert found["int8"] < 1e-3
+    assert found["int4"] < 0.02
 
 
 @pytest.mark.gemma

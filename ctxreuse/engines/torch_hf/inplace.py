@@ -92,6 +92,10 @@ class Beside:
         if self.pending:
             raise EngineError("the model changes what its cache gives it, so it cannot attend to held runs")
 
+    def read(self, role: str, positions: npt.NDArray[np.int64], own: torch.Tensor) -> npt.NDArray[np.float32]:
+        """K or V [heads, n, dim] for ``positions``; ``own`` is the layer's own memory of it."""
+        return self.residents.read(self.layer, role, positions, plane_of(own), self.turn)
+
     def update(
         self, own: ArenaLayer, keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from ctxreuse.engines.moving import Role
 from ctxreuse.engines.provenance import Provenance, Run
 from ctxreuse.engines.torch_hf import states
 from ctxreuse.engines.torch_hf.arena import Lease, Pool
@@ -163,6 +165,32 @@ class TorchLive:
         for _, layer in self.arena_layers:
             assert layer.beside is not None
             layer.beside.restart(n)
+
+    @contextmanager
+    def tried(self, layer: int, positions: npt.NDArray[np.int64]) -> Iterator[None]:
+        """Rows at ``positions`` may be written inside, in the layers below ``layer``; all is as before afterwards."""
+        below = [held for index, held in self.arena_layers if index < layer]
+        rows = torch.from_numpy(positions if self.residents is None else self.residents.own(positions))
+        before = [(held.keys.index_select(2, rows), held.values.index_select(2, rows)) for held in below]
+        try:
+            with self.residents.tried() if self.residents is not None else nullcontext():
+                yield
+        finally:
+            for held, (keys, values) in zip(below, before):
+                held.keys.index_copy_(2, rows, keys)
+                held.values.index_copy_(2, rows, values)
+                if held.beside is not None and self.residents is not None:
+                    held.resize(self.residents.rows)
+                    held.beside.restart(self._n)
+
+    def read(self, layer: int, role: Role, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """K or V [heads, n, dim] that a layer holds for ``positions``, K as it stands there."""
+        own = dict(self.arena_layers)[layer]
+        if own.beside is None:
+            held = own.keys if role == "k" else own.values
+            rows: npt.NDArray[np.float32] = held[0, :, torch.from_numpy(positions)].float().numpy()
+            return rows
+        return own.beside.read(role, positions, own.keys if role == "k" else own.values)
 
     def row(self, start: int, end: int) -> int:
         """The first of the arena's rows that hold ``start`` to ``end``; EngineError if they are held in place."""

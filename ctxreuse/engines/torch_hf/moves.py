@@ -179,7 +179,6 @@ class Moves:
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """See `Mover.deviations`."""
         self._scatters()
-        self._own_memory(live)
         asked = self._rows(live, rows)
         target = dict(live.arena_layers).get(layer)
         if target is None or role not in ("k", "v"):
@@ -191,7 +190,8 @@ class Moves:
         found: list[torch.Tensor] = []
         if live.loading is not None:
             live.loading.wait()
-        with _restored([held for index, held in live.arena_layers if index < layer], at), _ending(target, role):
+        live.room(live.n, len(run))
+        with live.tried(layer, run), _ending(target, role):
             for a, b in pieces(0, len(run), self._chunk, 0, False):
                 try:
                     with scattered(at[a:b]):
@@ -202,7 +202,7 @@ class Moves:
                 raise EngineError(f"layer {layer} of the model never came to its cache")
         wanted = torch.from_numpy(np.isin(run, asked))
         fresh = torch.cat(found, 2)[0, :, wanted].float()
-        held = getattr(target, "keys" if role == "k" else "values")[0, :, torch.from_numpy(asked)].float()
+        held = torch.from_numpy(live.read(layer, role, asked))
         distance, length = ((fresh - held) ** 2).sum((0, 2)), (fresh**2).sum((0, 2))
         return distance.numpy(), length.numpy()
 
@@ -276,15 +276,3 @@ def _ending(layer: ArenaLayer, role: Role) -> Iterator[None]:
         yield
     finally:
         del layer.update
-
-
-@contextmanager
-def _restored(layers: Sequence[ArenaLayer], rows: torch.Tensor) -> Iterator[None]:
-    """Put the rows of ``layers`` back as they are now, whatever is written inside."""
-    before = [(layer.keys.index_select(2, rows), layer.values.index_select(2, rows)) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, (keys, values) in zip(layers, before):
-            layer.keys.index_copy_(2, rows, keys)
-            layer.values.index_copy_(2, rows, values)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxreuse.kernels.attend import Attended, Part, Plane, attend
+from ctxreuse.kernels.attend import Attended, Part, Plane, attend, dequantise
 from ctxreuse.reuse.attend.held import HeldMove, Slab, Turn
 from ctxreuse.reuse.attend.select import Selection, ceilings, chosen
 
@@ -106,6 +107,45 @@ class Residents:
             self.rows += len(new)
             self._hidden.clear()
         return self._row_of[positions]
+
+    def own(self, positions: Positions) -> Positions:
+        """The rows of own memory that hold some of these positions, in their order."""
+        rows = self._known(positions)
+        return rows[rows >= 0]
+
+    def _known(self, positions: Positions) -> Positions:
+        """Rows of own memory, -1 where there is none; positions may lie beyond all that was computed."""
+        known = np.full(len(positions), -1, np.int64)
+        inside = positions < len(self._row_of)
+        known[inside] = self._row_of[positions[inside]]
+        return known
+
+    @contextmanager
+    def tried(self) -> Iterator[None]:
+        """Rows that get a place inside lose it afterwards, and what they hid is seen again."""
+        rows, row_of = self.rows, self._row_of.copy()
+        try:
+            yield
+        finally:
+            self.rows, self._row_of = rows, row_of
+            self._hidden.clear()
+
+    def read(self, layer: int, role: str, positions: Positions, own: Plane, turn: Turn) -> Floats:
+        """K or V float32 [heads, n, dim] as attention takes it for these positions; zeros where nothing is."""
+        found = np.zeros((own.data.shape[0], len(positions), own.dim), np.float32)
+        for piece in self._pieces:
+            inside = np.flatnonzero((positions >= piece.start) & (positions < piece.end))
+            if len(inside):
+                plane = piece.of(layer).k if role == "k" else piece.of(layer).v
+                at = positions[inside] - piece.start + piece.first
+                rows = dequantise(plane.rows(int(at.min()), int(at.max()) + 1))[:, at - at.min()]
+                found[:, inside] = turn.moved(np.ascontiguousarray(rows), -piece.shift) if role == "k" else rows
+        known = self._known(positions)
+        computed = np.flatnonzero(known >= 0)
+        if len(computed):
+            plane = Plane(own.format, np.ascontiguousarray(own.data[:, known[computed]]))
+            found[:, computed] = dequantise(plane)
+        return found
 
     def row(self, start: int, end: int) -> int:
         """The first of the rows of own memory that hold ``start`` to ``end`` one behind another; -1 if none do."""

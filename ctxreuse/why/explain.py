@@ -53,7 +53,8 @@ class Why(msgspec.Struct, frozen=True):
     """Why a request reused what it did and no more. ``reason``: of the first block that had to be computed; "" if all
     blocks were reused. ``spans`` cover the prompt. ``difference``: from the request that it has most in common with.
     ``fields``: where the same text was computed in another model space, what differs. ``text``: the whole in
-    sentences, ``advice``: what to do about it ("": nothing). ``at``: seconds since 1970."""
+    sentences, ``advice``: what to do about it ("": nothing). ``at``: seconds since 1970. ``moved``, ``mended``
+    and ``gate``: of reuse at other positions, see `ctxreuse.runtime.Usage`."""
 
     request: str
     at: float
@@ -69,6 +70,9 @@ class Why(msgspec.Struct, frozen=True):
     fields: tuple[Field, ...] = ()
     text: str = ""
     advice: str = ""
+    moved: int = 0
+    mended: int = 0
+    gate: str = ""
 
 
 def explain(
@@ -111,7 +115,8 @@ def explain(
     text = say(entry, reason, spans, difference, fields)
     return Why(
         entry.request, entry.at, entry.session, entry.space.hex()[:16], entry.tokens, entry.cached, entry.by_source,
-        reason, spans, entry.parts, difference, fields, text, advise(reason, difference, spans),
+        reason, spans, entry.parts, difference, fields, text, advise(reason, difference, spans), entry.moved,
+        entry.mended, entry.gate,
     )  # fmt: skip
 
 

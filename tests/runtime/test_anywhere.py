@@ -112,6 +112,7 @@ def test_a_repair_computes_its_share(llama: TorchEngine, store: TieredStore, poo
     assert done.usage.gate == "kl-0.010 by first-4+v-10%"
     assert done.usage.moved > 4 * done.usage.mended > 100
     why = runtime.why()
+    assert (why.moved, why.mended, why.gate) == (done.usage.moved, done.usage.mended, done.usage.gate)
     assert f"Moved {done.usage.moved:,} of these from other positions" in why.text
     assert f"computed {done.usage.mended:,} more of them again (kl-0.010 by first-4+v-10%)" in why.text
 

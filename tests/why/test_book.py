@@ -292,3 +292,24 @@ def test_every_reason_has_its_sentence() -> None:
 
     counted = next(row for row in METRICS if row.name == "ctxreuse_misses_total").labels[0].values
     assert set(counted) == set(REASONS) - {"tail", "tenant"}
+
+
+def test_what_was_moved_is_remembered_over_restarts(tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    with contextlib.closing(RequestBook(file).open()) as book:
+        ids = ids_of(LONG)
+        spent = Spent(len(ids), 100, "gate")
+        spent.moved, spent.mended, spent.gate = 90, 10, "kl-0.020 by first-8"
+        keys = prefix_keys(SPACE.digest, SALT, ids, 16)
+        lacks = [Lack(10, 60, ""), Lack(60, 102, "probe")]
+        book.note(
+            None, ids, keys, spent, lacks, space=SPACE, salt=SALT, lossy="kl-0.05", live=None, gone=lambda _: None
+        )
+        newest = book.last()
+        assert newest is not None
+        assert book.lacked(newest.request)["probe"] == 42
+    with contextlib.closing(RequestBook(file).open()) as book:
+        found = explain(book)
+        assert (found.moved, found.mended, found.gate) == (90, 10, "kl-0.020 by first-8")
+        assert "Moved 90 of these from other positions, and computed 10 more of them again (kl-0.020" in found.text
+        assert "Tokens 60 to 101 were computed: they are held at another position, and deviated there" in found.text

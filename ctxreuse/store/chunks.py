@@ -50,7 +50,7 @@ class ChunkIndex:
     ) -> ChunkIndex:
         """The index in folder ``path``, created if need be; in memory only where ``path`` is None or cannot be used.
 
-        ``most``: chunks that are kept, some 250 bytes each. ``readonly``: beside the process that writes it; changes
+        ``most``: chunks that are kept, 300 to 500 bytes each. ``readonly``: beside the process that writes it; changes
         are then kept in memory or not at all. ``crashed``: whoever wrote it last died without closing it, which LMDB
         survives as long as the machine stays up. What is damaged begins anew.
         """

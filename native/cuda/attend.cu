@@ -26,7 +26,7 @@ template <u32 D, u32 TILES>
 __device__ __forceinline__ void weigh(float (&s)[TILES][AttendRoom<D, TILES>::keys / 8][2], Sums<D, TILES> &sums,
                                       const AttendRoom<D, TILES> &room, i32 tile, u32 hidden, const float *scales, const Asked &asked) {
     const AttendRun &run = room.run;
-    const u32 keys = room.keys, lane = lane_number(), g = lane / 4, t = lane % 4;
+    const u32 keys = AttendRoom<D, TILES>::keys, lane = lane_number(), g = lane / 4, t = lane % 4;
     const bool clear = tile >= run.clear_first && tile + (i32)keys <= run.clear_last && hidden == 0;
     if (asked.cap > 0)
 #pragma unroll

@@ -12,7 +12,7 @@
 
 // Where a warp is, and what it has asked for: codes of a tile of K and of V, its scales.
 template <u32 D, u32 TILES> struct AttendWalk {
-    static const u32 keys = AttendRoom<D, TILES>::keys, held = keys * D / 128, listed = D == 256 ? 8 : 4;
+    static constexpr u32 keys = AttendRoom<D, TILES>::keys, held = keys * D / 128, listed = D == 256 ? 8 : 4;
     const u8 *k, *v;           // this thread's bytes of row 0
     u32 k_codes[held], v_codes[held];
     u32 scales[2 * listed];
@@ -95,7 +95,7 @@ __device__ __forceinline__ void ask_scales(AttendWalk<D, TILES> &walk, const Att
 // What was asked for, to the warp's shared memory; scales of hidden rows are 0, for they may be anything.
 template <u32 D, u32 TILES>
 __device__ __forceinline__ void put_scales(const u32 *from, const AttendWalk<D, TILES> &walk, u32 format, float by, u32 none, float *to) {
-    const u32 keys = walk.keys, row = lane_number() % keys;
+    const u32 keys = AttendWalk<D, TILES>::keys, row = lane_number() % keys;
     const bool hidden = none >> row & 1;
     if (format == ROWS_INT8) {
         to[row] = hidden ? 0 : bits_float(from[0]) * by;
@@ -137,7 +137,7 @@ __device__ __forceinline__ u32 two_halves(const float *scales, u32 at) { return 
 template <u32 D, u32 TILES>
 __device__ __forceinline__ void score(float (&s)[TILES][AttendWalk<D, TILES>::keys / 8][2], AttendWalk<D, TILES> &walk,
                                       const AttendRoom<D, TILES> &room, const float *scales) {
-    const u32 keys = walk.keys, lane = lane_number(), g = lane / 4, t = lane % 4, format = room.run.k.format;
+    const u32 keys = AttendWalk<D, TILES>::keys, lane = lane_number(), g = lane / 4, t = lane % 4, format = room.run.k.format;
     if (format == ROWS_INT8) {
 #pragma unroll
         for (u32 c = 0; c < TILES; c++) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ void pair_bytes(u32 (&pairs)[4], u32 a, u32 b) {
 template <u32 D, u32 TILES>
 __device__ __forceinline__ void add_values(float (&sums)[TILES][D / 16][4], const float (&weights)[TILES][AttendWalk<D, TILES>::keys / 8][2],
                                            const AttendWalk<D, TILES> &walk, u32 format, const float *scales) {
-    const u32 keys = walk.keys, lane = lane_number(), g = lane / 4, t = lane % 4;
+    const u32 keys = AttendWalk<D, TILES>::keys, lane = lane_number(), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (u32 u = 0; u < keys / 16; u++) {
         u32 w[TILES][2];

@@ -10,7 +10,7 @@
 template <u32 D, u32 TILES, bool HALVES>
 __device__ __forceinline__ void score_floats(float (&s)[TILES][AttendRoom<D, TILES>::keys / 8][2], const AttendRoom<D, TILES> &room, i32 tile) {
     const AttendRun &run = room.run;
-    const u32 keys = room.keys, lane = lane_number(), g = lane / 4, t = lane % 4;
+    const u32 keys = AttendRoom<D, TILES>::keys, lane = lane_number(), g = lane / 4, t = lane % 4;
 #pragma unroll
     for (u32 i = 0; i < keys / 8; i++) {
         float sums[TILES][4] = {};

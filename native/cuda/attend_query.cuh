@@ -12,8 +12,8 @@ static const u32 COLUMNS = 8, WARPS = 8, SCALES = 2;
 
 // What a block's shared memory holds; queries are columns. ints of a part's order: bytes; floats: 16-bit items.
 template <u32 D, u32 TILES> struct AttendRoom {
-    static const u32 groups = D / 32, columns = COLUMNS * TILES;
-    static const u32 keys = D == 64 ? 32 : 16; // rows of a warp's step
+    static constexpr u32 groups = D / 32, columns = COLUMNS * TILES;
+    static constexpr u32 keys = D == 64 ? 32 : 16; // rows of a warp's step
     AttendRun run;                             // the present one; this and the next: they would take many registers
     AttendItem item;                           // runs that are left
     u32 share, head, first;                    // of the block; first: of its columns

@@ -49,6 +49,7 @@ def test_ls_names_every_bench_module(run: Any) -> None:
         "corpus",
         "library",
         "cuda",
+        "cuda_attend",
         "hybrid",
         "measure",
         "shaped",
@@ -56,6 +57,7 @@ def test_ls_names_every_bench_module(run: Any) -> None:
         "nearby",
         "report",
         "table",
+        "triton_decode",
     }
     folder = Path(bench.__file__).parent
     modules = {f"ctxreuse.bench.{path.stem}" for path in folder.glob("*.py") if path.stem not in parts}

@@ -90,7 +90,7 @@ METRICS = (
     Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by how their KV was kept.", (_LEVEL,)),
     Metric("ctxreuse_moved_tokens_total", "counter", "Prompt tokens reused at another position."),
     Metric("ctxreuse_mended_tokens_total", "counter", "Moved tokens that were computed again."),
-    Metric("ctxreuse_gated_requests_total", "counter", "Prompts with chunks to move, by the gate's verdict.", (_VERDICT,)),
+    Metric("ctxreuse_gated_requests_total", "counter", "Prompts with chunks to move, by verdict.", (_VERDICT,)),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric("ctxreuse_missed_tokens_total", "counter", "Tokens of whole blocks computed, by reason.", (_MISSES,)),

@@ -20,7 +20,7 @@ from ctxreuse.reuse.policies import parse
 __all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "upper_bound"]
 
 #: From cheap to dear; the gate takes the cheapest whose bound is within what a request allows.
-REPAIRS = ("rotate", "first-8", "first-4+last-16+v-17%/192", "v-15%")
+REPAIRS = ("rotate", "first-8", "first-4+last-16+v-17%/192", "v-15%", "first-8+v-30%")
 _QUICK = ("rotate", "first-4+last-16+v-17%/192")
 #: Values of all scores of one scene, as for levels.
 _SCORES = 1 << 25

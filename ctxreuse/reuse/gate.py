@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ctxreuse.levels import approx, damage
+from ctxreuse.levels import approx, damage, is_raw
 from ctxreuse.model import ModelSpace
 from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
 
@@ -45,9 +45,12 @@ class Gate:
         self.card = card if card is not None and card.model == card_model(space) else None
         self._name = space.architecture
 
-    def decide(self, lossy: str | None, kinds: Collection[Kind]) -> Verdict:
+    def decide(self, lossy: str | None, kinds: Collection[Kind], below: float = 0.0) -> Verdict:
         """For a request that allows ``lossy`` at worst and would move runs of ``kinds``: of the repairs whose bound
-        fits for all of these, the one that recomputes least."""
+        fits for all of these, the one that recomputes least.
+
+        ``below``: the KL that the sources stand for themselves, as they are kept in a lossy code; it adds up.
+        """
         if lossy is None:
             return _refused("exact session: allow a lossy level, such as kl-0.05, to reuse chunks at other positions")
         if self.card is None:
@@ -61,28 +64,39 @@ class Gate:
         if untold:
             return _refused(f"{untold} runs of this model cannot be told from wrong ones, which would go unnoticed")
         limit = damage(lossy)
-        fitting = [one for one in whole if _bound(one) <= limit]
+        fitting = [one for one in whole if _bound(one, below) <= limit]
         if not fitting:
             best = min(whole, key=lambda one: (one.kl_high, one.recomputed))
+            coded = f", its sources another {below:g}" if below else ""
             return _refused(
                 f"not good enough: the best repair, {best.repair}, has a KL of {best.kl:.3f} (at most"
-                f" {best.kl_high:.3f}), and {lossy} is allowed; allow more, or reuse exact prefixes only"
+                f" {best.kl_high:.3f}){coded}, and {lossy} is allowed; allow more, or reuse exact prefixes only"
             )
         chosen = min(fitting, key=lambda one: (one.recomputed, one.kl_high))
-        bound = _bound(chosen)
+        bound = _bound(chosen, below)
         level = approx(f"kl-{bound:.3f}")
         return Verdict(
-            True, chosen.repair, chosen.kl_high, level, f"kl-{bound:.3f} by {chosen.repair}", chosen.recomputed
+            True, chosen.repair, chosen.kl_high + below, level, f"kl-{bound:.3f} by {chosen.repair}", chosen.recomputed
         )
 
     def admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
         """The verdict on these runs, and those of them that may be moved: without the ones that stood at the head of
-        their prompts where these are not allowed, or would have more of the others computed than they save."""
-        verdict = self.decide(lossy, {run.kind for run in runs})
+        their prompts where these are not allowed, or would have more of the others computed than they save; and
+        without those that are kept in a lossy code where that and the moving are too much together."""
+        verdict, admitted = self._admit(lossy, runs)
+        numbers = [run for run in runs if not _coded(run)]
+        if verdict.allowed or not numbers or len(numbers) == len(runs):
+            return verdict, admitted
+        other, admitted = self._admit(lossy, numbers)
+        return (other if other.allowed else verdict), admitted
+
+    def _admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
+        below = max(map(_coded, runs), default=0.0)
+        verdict = self.decide(lossy, {run.kind for run in runs}, below)
         behind = [run for run in runs if run.kind == "behind"]
         if not behind or len(behind) == len(runs):
             return verdict, list(runs) if verdict.allowed else []
-        without = self.decide(lossy, {"behind"})
+        without = self.decide(lossy, {"behind"}, max(map(_coded, behind)))
         total, left = (sum(run.end - run.start for run in some) for some in (runs, behind))
         dear = verdict.recomputed * total > without.recomputed * left + total - left
         if without.allowed and (dear or not verdict.allowed):
@@ -105,9 +119,15 @@ class Gate:
         return msgspec.structs.replace(worst, recomputed=max(one.recomputed for one in found))
 
 
-def _bound(measured: Measured) -> float:
+def _bound(measured: Measured, below: float) -> float:
     """What the level promises: the upper bound, rounded up to what a level's name can say, and never nothing."""
-    return max(1, math.ceil(measured.kl_high * _STEPS - 1e-9)) / _STEPS
+    return max(1, math.ceil((measured.kl_high + below) * _STEPS - 1e-9)) / _STEPS
+
+
+def _coded(run: Run) -> float:
+    """The KL of the lossy code that a run's rows come from. Rows computed on something lossy are another matter: moved
+    rows saw another context anyway, and that is what the card measures."""
+    return 0.0 if is_raw(run.level) else damage(run.level)
 
 
 def _refused(why: str) -> Verdict:

@@ -97,6 +97,21 @@ def test_refusals_say_what_to_do() -> None:
         assert words in verdict.reason
 
 
+def test_what_a_source_lost_in_its_code_adds_up() -> None:
+    it = gate(*LADDER)
+    coded = run(0, 64, "behind")._replace(level="kl-0.01@0123456789abcdef")
+    computed = run(64, 64, "behind")._replace(level="approx~kl-0.03")
+    verdict, runs = it.admit("kl-0.035", [coded, computed])
+    assert (verdict.repair, verdict.level, len(runs)) == ("rotate", "approx~kl-0.035", 2)
+    assert it.admit("kl-0.034", [coded])[0].repair == "first-8"
+    verdict, runs = it.admit("kl-0.02", [coded, computed])  # with the code it would be 0.025 at least
+    assert (verdict.repair, runs) == ("v-15%", [computed])
+    verdict, runs = it.admit("kl-0.02", [coded])
+    assert not verdict.allowed
+    assert not runs
+    assert "its sources another 0.01" in verdict.reason
+
+
 def test_a_card_of_another_model_is_none() -> None:
     it = gate(*LADDER, model=bytes(32))
     assert it.card is None

@@ -38,7 +38,7 @@ def chunk_settings(engine: TorchEngine, *, quick: bool = False) -> ChunkSettings
     """The usual amounts for a model: fewer scored tokens for a large vocabulary, shorter chunks for a short model."""
     space = engine.space
     scored = min(128, max(32, _SCORES // space.vocab_size))
-    wanted = ((4, 128, 4),) if quick else ((4, 192, 6), (8, 256, 2))
+    wanted = ((4, 128, 4),) if quick else ((4, 192, 6), (8, 256, 4))
     # A source holds about as much as the prompt: a lead, half of the chunks, and another document.
     room = space.max_tokens - scored - 256
     least = space.block_tokens

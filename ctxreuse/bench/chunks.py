@@ -16,8 +16,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ctxreuse.bench.archive import DEFAULT, Archive, an_archive, cut_to, model_for
 from ctxreuse.bench.corpus import long_texts, pool
-from ctxreuse.bench.library import DEFAULT, Library, a_library, cut_to, model_for
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import ConfigError
@@ -76,8 +76,8 @@ def run(options: Options) -> list[Figure]:
         if number == 0:
             bars = corpus.real and not options.quick and name == _MODEL
             figures += _verdicts(table, corpus.source, bars=bars)
-    with a_library(engine, options) as library:
-        figures += _first_token(library, options)
+    with an_archive(engine, options) as archive:
+        figures += _first_token(archive, options)
     return figures
 
 
@@ -165,27 +165,27 @@ def _verdicts(table: Table, source: str, *, bars: bool) -> list[Figure]:
     ]
 
 
-def _first_token(library: Library, options: Options) -> list[Figure]:
+def _first_token(archive: Archive, options: Options) -> list[Figure]:
     """Seconds over eight documents that earlier prompts had in other orders, each way in turn."""
     corpus = pool(options.pick(12, 3 * _DOCUMENTS))
     count = options.pick(4, _DOCUMENTS)
-    documents = cut_to(library.text, corpus.texts, options.pick(128, _TOKENS)) or corpus.texts
+    documents = cut_to(archive.text, corpus.texts, options.pick(128, _TOKENS)) or corpus.texts
     rounds = options.pick(1, 5)
     seconds: dict[str, list[float]] = {"full": [], "prefix": [], "ours": []}
     moved, said = 0, ""
     for first in range(0, count, count // 2):
         options.step("earlier prompts")
         half = documents[first : first + count // 2]
-        done = library.ask(library.prompt([documents[-1], *half[::-1]], _QUESTION), None).done
-        library.keep(done, None)
+        done = archive.ask(archive.prompt([documents[-1], *half[::-1]], _QUESTION), None).done
+        archive.keep(done, None)
         del done
     for turn in range(rounds):
         options.step("documents in a new order", turn, rounds)
         chosen = [documents[(i * 3 + turn) % count] for i in range(count)]
-        prompted = library.prompt(chosen, _QUESTION)
-        seconds["full"].append(library.prefill(prompted.ids))
+        prompted = archive.prompt(chosen, _QUESTION)
+        seconds["full"].append(archive.prefill(prompted.ids))
         for name, lossy in (("prefix", None), ("ours", DEFAULT)):
-            answered = library.ask(prompted, lossy)
+            answered = archive.ask(prompted, lossy)
             seconds[name].append(answered.seconds)
             if name == "ours":
                 moved, said = answered.done.usage.moved, answered.done.usage.gate

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
+from ctxreuse.bench.archive import DEFAULT, Archive, an_archive, cut_to, model_for
 from ctxreuse.bench.corpus import pool
-from ctxreuse.bench.library import DEFAULT, Library, a_library, cut_to, model_for
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 
@@ -45,23 +45,23 @@ def run(options: Options) -> list[Figure]:
     engine = model_for(options.model or _MODEL, options)
     count, size = options.pick((8, _POOL), (_QUERIES, _POOL))
     corpus = pool(2 * size)
-    with a_library(engine, options) as library:
-        documents = (cut_to(library.text, corpus.texts, _TOKENS) or corpus.texts)[: options.pick(6, size)]
+    with an_archive(engine, options) as archive:
+        documents = (cut_to(archive.text, corpus.texts, _TOKENS) or corpus.texts)[: options.pick(6, size)]
         taken = min(options.pick(3, _TAKEN), len(documents))
-        queries = _asked(library, documents, count, taken, options)
+        queries = _asked(archive, documents, count, taken, options)
     what = f"{taken} of {len(documents)} documents a question, {corpus.source}"
     return figures(queries, options.pick(2, _WINDOW), what, bars=not options.quick)
 
 
-def _asked(library: Library, documents: Sequence[str], count: int, taken: int, options: Options) -> list[Query]:
+def _asked(archive: Archive, documents: Sequence[str], count: int, taken: int, options: Options) -> list[Query]:
     rng = Random(7)
     known: set[bytes] = set()
     found = []
     for number in range(count):
         options.step("questions", number, count)
-        prompted = library.prompt(rng.sample(list(documents), taken), _ASKED.format(number))
-        answered = library.ask(prompted, DEFAULT)
-        usage, keys = answered.done.usage, library.runtime.keys(prompted.ids)
+        prompted = archive.prompt(rng.sample(list(documents), taken), _ASKED.format(number))
+        answered = archive.ask(prompted, DEFAULT)
+        usage, keys = answered.done.usage, archive.runtime.keys(prompted.ids)
         served = next((i for i, key in enumerate(keys) if key not in known), len(keys))
         known.update(keys)
         found.append(
@@ -69,12 +69,12 @@ def _asked(library: Library, documents: Sequence[str], count: int, taken: int, o
                 usage.prompt_tokens,
                 usage.cached_tokens,
                 usage.moved,
-                served * library.engine.space.block_tokens,
+                served * archive.engine.space.block_tokens,
                 answered.seconds,
                 usage.gate,
             )
         )
-        library.keep(answered.done, DEFAULT)
+        archive.keep(answered.done, DEFAULT)
         del answered
     return found
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ctxreuse.bench.archive import DEFAULT, Archive, an_archive, model_for
 from ctxreuse.bench.corpus import Question, Questions, facts, questions
-from ctxreuse.bench.library import DEFAULT, Library, a_library, model_for
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.engines.prompt import Prompted
@@ -55,20 +55,20 @@ def run(options: Options) -> list[Figure]:
     """Likelihood and first choices at each setting, and what the usual one loses."""
     engine = model_for(options.model or _MODEL, options)
     asked = facts(6) if options.quick else questions()
-    with a_library(engine, options) as library:
-        told = _told(library, asked, options.pick(4, _QUESTIONS), options.pick(3, _DOCUMENTS), options)
+    with an_archive(engine, options) as archive:
+        told = _told(archive, asked, options.pick(4, _QUESTIONS), options.pick(3, _DOCUMENTS), options)
     return figures(told, asked.source, bars=asked.real and not options.quick)
 
 
-def _told(library: Library, asked: Questions, count: int, taken: int, options: Options) -> dict[str, list[Told]]:
+def _told(archive: Archive, asked: Questions, count: int, taken: int, options: Options) -> dict[str, list[Told]]:
     rng = Random(11)
     chosen = _spread(asked.questions, count)
     held = list(dict.fromkeys(question.document for question in chosen))
     for at in range(0, len(held), taken):
         options.step("earlier prompts", at, len(held))
         some = [asked.documents[i] for i in held[at : at + taken]]
-        done = library.ask(library.prompt(some, "What is this about?"), None).done
-        library.keep(done, None)
+        done = archive.ask(archive.prompt(some, "What is this about?"), None).done
+        archive.keep(done, None)
         del done
     told: dict[str, list[Told]] = {name: [] for name in (FULL, *_GATES)}
     for number, question in enumerate(chosen):
@@ -76,13 +76,13 @@ def _told(library: Library, asked: Questions, count: int, taken: int, options: O
         others = [i for i in held if i != question.document]
         order = [question.document, *rng.sample(others, min(taken - 1, len(others)))]
         rng.shuffle(order)
-        prompted = library.prompt([asked.documents[i] for i in order], question.question)
-        answer = library.text.encode(question.answer, markers=False)
+        prompted = archive.prompt([asked.documents[i] for i in order], question.question)
+        answer = archive.text.encode(question.answer, markers=False)
         # The prompt's last token is scored with the answer, whose first token it predicts.
         rest = np.concatenate([prompted.ids[-1:], answer]).astype("<i4")
         shorter = prompted._replace(ids=prompted.ids[:-1])
         for name in told:
-            told[name].append(_one(library, shorter, rest, name))
+            told[name].append(_one(archive, shorter, rest, name))
     return told
 
 
@@ -91,17 +91,17 @@ def _spread(asked: Sequence[Question], count: int) -> list[Question]:
     return list(asked[:: max(1, len(asked) // count)])[:count]
 
 
-def _one(library: Library, prompted: Prompted, rest: Tokens, name: str) -> Told:
+def _one(archive: Archive, prompted: Prompted, rest: Tokens, name: str) -> Told:
     from ctxreuse.engines.torch_hf.live import TorchLive
     from ctxreuse.engines.torch_hf.scoring import score
 
-    engine, ids = library.engine, prompted.ids
+    engine, ids = archive.engine, prompted.ids
     if name == FULL:
         live, began = engine.start(len(ids) + len(rest)), time.perf_counter()
         engine.prefill(live, ids)
         seconds, moved, gate = time.perf_counter() - began, 0, ""
     else:
-        done, seconds = library.ask(prompted, name)
+        done, seconds = archive.ask(prompted, name)
         moved, gate = done.usage.moved, done.usage.gate
         assert isinstance(done.live, TorchLive)
         live = done.live

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView, BlockWriter, parse
+from ctxreuse.block import BlockView, parse, reseal
 from ctxreuse.calibrate.scenes import KINDS, Kind, Scene, Stood
 from ctxreuse.engines.moving import Move
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.scoring import Fidelity, Scores, score
 from ctxreuse.keys import KEY_BYTES, ROOT, Tokens
+from ctxreuse.levels import EXACT
 from ctxreuse.reuse.policies import Repair, Role
 
 __all__ = ["Outcome", "Placed", "Trial"]
@@ -152,20 +153,10 @@ def _mixed_up(views: Sequence[BlockView]) -> list[BlockView]:
     """The same blocks with the rows of other ones, half a block further on: what a store would give whose keys lie."""
     mixed = []
     for number, view in enumerate(views):
-        head, other = view.header, views[(number + max(1, len(views) // 2)) % len(views)]
-        writer = BlockWriter(
-            view.layout,
-            kind=head.kind,
-            space=head.space,
-            key=head.key,
-            parent=head.parent,
-            end=head.end,
-            tokens=view.tokens,
-            rope_at=head.rope_at,
-            extra=head.extra,
-        )
+        other = views[(number + max(1, len(views) // 2)) % len(views)]
+        planes = {}
         for plane in view.layout.planes:
             rows = np.roll(other.array(plane.layer, plane.role), plane.shape[1] // 2, axis=1)
-            writer.plane(plane.layer, plane.role)[:] = np.ascontiguousarray(rows).view(np.uint8).ravel()
-        mixed.append(parse(writer.seal()))
+            planes[plane.layer, plane.role] = np.ascontiguousarray(rows).view(np.uint8).ravel()
+        mixed.append(parse(reseal(view, planes, level=EXACT)))
     return mixed

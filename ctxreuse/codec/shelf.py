@@ -13,7 +13,7 @@ from ctxreuse.codec.card_bytes import MAX_CARD, card_digest, read_card
 from ctxreuse.errors import FormatError
 from ctxreuse.model import ModelSpace
 
-__all__ = ["Shelf"]
+__all__ = ["Shelf", "put_card"]
 
 
 class Shelf:
@@ -56,18 +56,7 @@ class Shelf:
     def add(self, data: bytes) -> Path:
         """Check and keep a card; returns its file. Raises FormatError for bytes that are none."""
         card = read_card(data)
-        folder = self.folder / card.model.hex()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{card_digest(data).hex()[:16]}.card"
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        return path
+        return put_card(self.folder / card.model.hex()[:16] / f"{card_digest(data).hex()[:16]}.card", data)
 
     def _read(self, path: Path, space: ModelSpace) -> tuple[str, Card]:
         if path.stat().st_size > MAX_CARD:
@@ -80,3 +69,17 @@ class Shelf:
         if card.model != model_digest(space):
             raise FormatError("card belongs to another model", where=str(path))
         return digest, card
+
+
+def put_card(path: Path, data: bytes) -> Path:
+    """Write a card's file, which appears complete or not at all; returns it. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return path

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from pathlib import Path
 
-from ctxreuse.codec.shelf import Shelf
+from ctxreuse.codec.shelf import Shelf, put_card
 from ctxreuse.errors import FormatError
 from ctxreuse.model import ModelSpace
 from ctxreuse.reuse.card import MAX_CARD, ChunkCard, card_model, read_chunk_card, write_chunk_card
@@ -53,14 +51,4 @@ class ChunkShelf:
 
     def add(self, card: ChunkCard) -> Path:
         """Keep a card in the place of an older one of its model; returns its file. Raises FormatError, OSError."""
-        data, path = write_chunk_card(card), self._path(card.model)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-        return path
+        return put_card(self._path(card.model), write_chunk_card(card))

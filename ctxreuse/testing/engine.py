@@ -20,20 +20,12 @@ from ctxreuse.block import parse
 from ctxreuse.engines.base import Engine, Live, Logits
 from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, LinkDownError, TokenRangeError
 from ctxreuse.keys import ROOT
+from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, resume, seal, views
 
 __all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume", "seal", "views"]
 
 _BLOCKS = 6
-
-
-def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
-    assert callable(action)
-    try:
-        action(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
 
 
 class EngineContract:
@@ -186,8 +178,8 @@ class EngineContract:
             assert live.n == len(ids)
             one = ids[:1]
             assert np.array_equal(engine.prefill(live, one), engine.prefill(twin, one))
-        _raises(EngineError, engine.crop, live, live.n + 1)
-        _raises(EngineError, engine.crop, live, -1)
+        raises(EngineError, engine.crop, live, live.n + 1)
+        raises(EngineError, engine.crop, live, -1)
 
     def test_growth_far_beyond_the_reserve(self, engine: Engine) -> None:
         ids = random_tokens(engine, min(700, engine.space.max_tokens))
@@ -201,22 +193,22 @@ class EngineContract:
         live = engine.start()
         engine.prefill(live, ids)
         limit = engine.space.max_tokens
-        _raises(EngineError, engine.prefill, live, ids[:0])
-        _raises(TokenRangeError, engine.prefill, live, np.array([1, engine.space.vocab_size], np.int32))
-        _raises(TokenRangeError, engine.prefill, live, np.array([-1], np.int32))
-        error = _raises(ContextTooLongError, engine.prefill, live, np.zeros(limit, np.int32))
+        raises(EngineError, engine.prefill, live, ids[:0])
+        raises(TokenRangeError, engine.prefill, live, np.array([1, engine.space.vocab_size], np.int32))
+        raises(TokenRangeError, engine.prefill, live, np.array([-1], np.int32))
+        error = raises(ContextTooLongError, engine.prefill, live, np.zeros(limit, np.int32))
         assert str(limit) in str(error)
         assert str(limit + 5) in str(error)
-        _raises(ContextTooLongError, engine.start, limit + 1)
+        raises(ContextTooLongError, engine.start, limit + 1)
         assert live.n == 5
         engine.prefill(live, ids)
 
     def test_exports_that_do_not_exist_are_refused(self, engine: Engine) -> None:
         live = engine.start()
         engine.prefill(live, random_tokens(engine, engine.space.block_tokens + 1))
-        _raises(EngineError, engine.export, live, [ROOT, ROOT], ROOT, 0)
-        _raises(EngineError, engine.export, live, [ROOT], ROOT, -1)
-        _raises(EngineError, engine.export_state, live, ROOT, ROOT, engine.space.block_tokens + 1)
+        raises(EngineError, engine.export, live, [ROOT, ROOT], ROOT, 0)
+        raises(EngineError, engine.export, live, [ROOT], ROOT, -1)
+        raises(EngineError, engine.export_state, live, ROOT, ROOT, engine.space.block_tokens + 1)
 
     def test_loads_that_do_not_fit_are_refused_before_anything_changes(self, engine: Engine) -> None:
         size = engine.space.block_tokens
@@ -227,22 +219,22 @@ class EngineContract:
         other = seal(engine, random_tokens(engine, 3 * size, seed=9))
         strange = [blocks[0], parse(other.blocks[1]), blocks[2]]
         for wrong in (swapped, strange, blocks[1:]):
-            _raises(FormatError, engine.load, live, wrong, state)
+            raises(FormatError, engine.load, live, wrong, state)
             assert live.n == 0
         if engine.space.needs_state:
             assert state is not None
-            _raises(EngineError, engine.load, live, blocks, None)
-            _raises(FormatError, engine.load, live, blocks[:2], state)
-            _raises(FormatError, engine.load, live, blocks, blocks[2])
-            _raises(FormatError, engine.load, live, [*blocks[:2], state], state)
+            raises(EngineError, engine.load, live, blocks, None)
+            raises(FormatError, engine.load, live, blocks[:2], state)
+            raises(FormatError, engine.load, live, blocks, blocks[2])
+            raises(FormatError, engine.load, live, [*blocks[:2], state], state)
         else:
-            _raises(EngineError, engine.load, live, blocks, blocks[2])
+            raises(EngineError, engine.load, live, blocks, blocks[2])
         engine.load(live, blocks, state).wait()
         assert np.array_equal(live.tokens, sealed.tokens)
-        _raises(FormatError, engine.load, live, blocks, state)
+        raises(FormatError, engine.load, live, blocks, state)
         assert live.n == 3 * size
         engine.prefill(live, sealed.tokens[:1])
-        _raises(EngineError, engine.load, live, blocks, state)
+        raises(EngineError, engine.load, live, blocks, state)
 
     def test_blocks_continue_a_context_at_a_boundary(self, engine: Engine) -> None:
         size = engine.space.block_tokens
@@ -307,9 +299,9 @@ class EngineContract:
             return
         live = engine.start()
         loading = engine.load(live, blocks, state, cut)
-        _raises(LinkDownError, engine.prefill, live, sealed.tokens[:3])
-        _raises(LinkDownError, loading.wait)
-        _raises(EngineError, engine.prefill, live, sealed.tokens[:3])
+        raises(LinkDownError, engine.prefill, live, sealed.tokens[:3])
+        raises(LinkDownError, loading.wait)
+        raises(EngineError, engine.prefill, live, sealed.tokens[:3])
 
     def test_first_rows_are_those_that_a_prefill_stores(self, engine: Engine) -> None:
         size = engine.space.block_tokens
@@ -341,7 +333,7 @@ class EngineContract:
                 at = view.offset(plane.layer, plane.role) + int(rng.integers(plane.nbytes))
                 data[at] ^= 0x10
                 live = engine.start()
-                error = _raises(FormatError, self._use, engine, live, sealed)
+                error = raises(FormatError, self._use, engine, live, sealed)
                 assert plane.role in str(error)
                 data[at] ^= 0x10
         self._use(engine, engine.start(), sealed)
@@ -352,7 +344,7 @@ class EngineContract:
         try:
             engine.prefill(live, sealed.tokens[:3])
         except FormatError:
-            _raises(FormatError, loading.wait)
-            _raises(EngineError, engine.prefill, live, sealed.tokens[:3])
+            raises(FormatError, loading.wait)
+            raises(EngineError, engine.prefill, live, sealed.tokens[:3])
             raise
         loading.wait()

@@ -26,7 +26,8 @@ from ctxreuse.kernels.attend import Plane, dequantise
 from ctxreuse.keys import ROOT, Tokens
 from ctxreuse.levels import EXACT, PACKED
 from ctxreuse.reuse.attend import Held, HeldMove, Slab
-from ctxreuse.testing.moving import BLOCKS, LEVEL, MovingScene, moves_of, raises
+from ctxreuse.testing.moving import BLOCKS, LEVEL, MovingScene, moves_of
+from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import continuation, random_tokens
 
 __all__ = ["EngineHoldingContract", "HoldingEngine", "rows_of"]

@@ -24,20 +24,12 @@ from ctxreuse.errors import ConfigError, EngineError, FormatError, LinkDownError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, PACKED, short
 from ctxreuse.testing.plain_card import plain_card
+from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, seal, views
 
 __all__ = ["EngineLevelsContract"]
 
 _BLOCKS = 5
-
-
-def _raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
-    assert callable(action)
-    try:
-        action(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
 
 
 class EngineLevelsContract:
@@ -141,7 +133,7 @@ class EngineLevelsContract:
         blocks, state = self.coded(engine, sealed, codec, [EXACT, PACKED, "kl-0.01", EXACT, EXACT], PACKED)
         engine.codec = Codec(engine.space, shelf=Shelf("/nonexistent"))  # type: ignore[misc]
         live = engine.start()
-        error = _raises(ConfigError, engine.load, live, blocks, state)
+        error = raises(ConfigError, engine.load, live, blocks, state)
         assert "calibrate" in str(error)
         assert live.n == 0
         if state is None:
@@ -165,9 +157,9 @@ class EngineLevelsContract:
                 data[number][at] ^= 0x10
                 live = engine.start()
                 loading = engine.load(live, [parse(block) for block in data], state)
-                _raises(FormatError, engine.prefill, live, sealed.tokens[:3])
-                _raises(FormatError, loading.wait)
-                _raises(EngineError, engine.prefill, live, sealed.tokens[:3])
+                raises(FormatError, engine.prefill, live, sealed.tokens[:3])
+                raises(FormatError, loading.wait)
+                raises(EngineError, engine.prefill, live, sealed.tokens[:3])
                 data[number][at] ^= 0x10
 
     def test_layers_are_decoded_as_they_come(self, engine: Engine) -> None:
@@ -189,5 +181,5 @@ class EngineLevelsContract:
         if seen:
             broken = engine.start()
             loading = engine.load(broken, blocks, state, never)
-            _raises(LinkDownError, engine.prefill, broken, suffix)
-            _raises(LinkDownError, loading.wait)
+            raises(LinkDownError, engine.prefill, broken, suffix)
+            raises(LinkDownError, loading.wait)

@@ -24,8 +24,9 @@ from ctxreuse.engines.moving import Move, MoveError
 from ctxreuse.errors import ContextTooLongError, EngineError, LinkDownError, TokenRangeError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, PACKED
-from ctxreuse.testing.moving import LEVEL, MovingEngine, MovingScene, moves_of, raises
+from ctxreuse.testing.moving import LEVEL, MovingEngine, MovingScene, moves_of
 from ctxreuse.testing.plain_card import plain_card
+from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, seal
 
 __all__ = ["EngineMovingContract", "MovingEngine", "moves_of"]

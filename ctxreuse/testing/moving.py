@@ -14,7 +14,7 @@ from ctxreuse.engines.moving import Move, MovedLive, Mover
 from ctxreuse.keys import Tokens
 from ctxreuse.testing.sealed import Sealed, random_tokens, seal
 
-__all__ = ["BLOCKS", "LEVEL", "MovingEngine", "MovingScene", "moves_of", "raises"]
+__all__ = ["BLOCKS", "LEVEL", "MovingEngine", "MovingScene", "moves_of"]
 
 BLOCKS = 5
 LEVEL = "approx~kl-0.05"
@@ -32,16 +32,6 @@ def moves_of(views: Sequence[BlockView], first: int, count: int, start: int) -> 
         n = min(size - at % size, first + count - at)
         yield Move(start + at - first, views[at // size], at % size, n)
         at += n
-
-
-def raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
-    """The error of that kind that the action raises."""
-    assert callable(action)
-    try:
-        action(*arguments)
-    except kind as error:
-        return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
 
 
 class MovingScene:

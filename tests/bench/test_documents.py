@@ -1,4 +1,4 @@
-"""Benches of reuse at other positions: their corpora, their library on a tiny model, and what they make of numbers."""
+"""Benches of reuse at other positions: their corpora, their archive on a tiny model, and what they make of numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from ctxreuse.bench import chunks, decay, qa
+from ctxreuse.bench.archive import Archive, cut_to
 from ctxreuse.bench.corpus import facts, long_texts, pool, questions
-from ctxreuse.bench.library import Library, cut_to
 from ctxreuse.errors import ConfigError
 from ctxreuse.reuse import ChunkCard, Measured
 from ctxreuse.reuse.card import card_model
@@ -22,7 +22,7 @@ from ctxreuse.store import BlockStore
 
 
 @pytest.fixture(scope="module")
-def library(engine_of: Any, tmp_path_factory: Any) -> Iterator[Library]:
+def archive(engine_of: Any, tmp_path_factory: Any) -> Iterator[Archive]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from ctxreuse.engines.text import HFText
@@ -35,44 +35,44 @@ def library(engine_of: Any, tmp_path_factory: Any) -> Iterator[Library]:
     engine = TorchEngine(engine_of("llama").model, HFText(tokenizer), block_tokens=16)
     row = Measured("rotate", "behind", 4, 192, kl=0.01, kl_high=0.02, top1=0.9, dnll=0.0, recomputed=0.0, windows=4)
     card = ChunkCard(card_model(engine.space), 1, {"behind": 1e9}, (row,))
-    with BlockStore.open(tmp_path_factory.mktemp("library")) as store:
-        made = Library(engine, store, card)
+    with BlockStore.open(tmp_path_factory.mktemp("archive")) as store:
+        made = Archive(engine, store, card)
         yield made
         made.runtime.close()
 
 
-def test_documents_are_reused_in_another_order(library: Library) -> None:
+def test_documents_are_reused_in_another_order(archive: Archive) -> None:
     documents = [document[:300] for document in facts(3).documents]
-    first = library.ask(library.prompt(documents, "What now?"), None)
+    first = archive.ask(archive.prompt(documents, "What now?"), None)
     assert first.done.usage.cached_tokens == 0
-    library.keep(first.done, None)
-    turned = library.prompt(documents[::-1], "What now?")
-    exact = library.ask(turned, None).done.usage
+    archive.keep(first.done, None)
+    turned = archive.prompt(documents[::-1], "What now?")
+    exact = archive.ask(turned, None).done.usage
     assert exact.moved == 0
-    loose = library.ask(turned, "kl-0.05").done.usage
-    assert loose.moved > 0.8 * sum(len(library.text.encode(document)) for document in documents)
+    loose = archive.ask(turned, "kl-0.05").done.usage
+    assert loose.moved > 0.8 * sum(len(archive.text.encode(document)) for document in documents)
     assert loose.cached_tokens == exact.cached_tokens + loose.moved
     assert loose.gate.startswith("kl-0.020 by rotate")
-    assert library.ask(turned, "kl-0.01").done.usage.moved == 0
+    assert archive.ask(turned, "kl-0.01").done.usage.moved == 0
 
 
-def test_a_document_has_the_same_ids_wherever_it_stands(library: Library) -> None:
+def test_a_document_has_the_same_ids_wherever_it_stands(archive: Archive) -> None:
     one, two = (document[:300] for document in facts(2).documents)
     found = []
     for pair in ((one, two), (two, one)):
-        prompted = library.prompt(pair, "Who?")
+        prompted = archive.prompt(pair, "Who?")
         ends = (0, *prompted.parts, len(prompted.ids))
-        found.append({library.text.decode(prompted.ids[a:b].tolist()) for a, b in pairwise(ends)})
+        found.append({archive.text.decode(prompted.ids[a:b].tolist()) for a, b in pairwise(ends)})
     assert found[0] == found[1] >= {f"{one}\n\n", f"{two}\n\n"}
 
 
-def test_reuse_does_not_decay(library: Library) -> None:
+def test_reuse_does_not_decay(archive: Archive) -> None:
     documents = [document[:200] for document in facts(12).documents[4:]]
 
     class Silent:
         def step(self, *_: object) -> None: ...
 
-    asked = decay._asked(library, documents, 24, 3, Silent())  # type: ignore[arg-type]
+    asked = decay._asked(archive, documents, 24, 3, Silent())  # type: ignore[arg-type]
     rate = [sum(q.reused for q in some) / sum(q.tokens for q in some) for some in (asked[8:16], asked[16:])]
     assert rate[1] > 0.97 * rate[0] > 0.8
     assert sum(query.prefix for query in asked[8:]) < 0.6 * sum(query.reused for query in asked[8:])
@@ -179,9 +179,9 @@ def test_a_damaged_trace_is_an_error(traces: Path, data: bytes) -> None:
     assert "podcasts" in str(raised.value.where)
 
 
-def test_documents_are_cut_where_words_end(library: Library) -> None:
+def test_documents_are_cut_where_words_end(archive: Archive) -> None:
     text = " ".join(f"word{Random(i).randrange(100)}" for i in range(50))
-    (cut,) = cut_to(library.text, [text, "too short"], 100)
+    (cut,) = cut_to(archive.text, [text, "too short"], 100)
     assert text.startswith(cut)
     assert text[len(cut)] == " "
     assert 90 < len(cut) <= 100

@@ -47,7 +47,7 @@ def test_ls_names_every_bench_module(run: Any) -> None:
         "__init__",
         "children",
         "corpus",
-        "library",
+        "archive",
         "cuda",
         "cuda_attend",
         "hybrid",

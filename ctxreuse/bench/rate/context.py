@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.bench.rivals import Rival
-from ctxreuse.block import BlockView, BlockWriter, parse
+from ctxreuse.block import BlockView, parse, reseal
 from ctxreuse.codec import Codec
 from ctxreuse.engines.gauge import Rotary
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.scoring import Fidelity, Scores, score
 from ctxreuse.keys import Tokens
+from ctxreuse.levels import EXACT
 
 __all__ = ["CODED", "RAW_BITS", "RAW_TOKENS", "SCORED", "Context"]
 
@@ -104,28 +104,15 @@ class Context:
         return [self._sealed(view, whole) for view in self.views]
 
     def _sealed(self, view: BlockView, whole: dict[tuple[int, str], Array]) -> BlockView:
-        head: Any = view.header
-        writer = BlockWriter(
-            view.layout,
-            kind=head.kind,
-            space=head.space,
-            key=head.key,
-            parent=head.parent,
-            end=head.end,
-            tokens=view.tokens,
-            rope_at=head.rope_at,
-            extra=head.extra,
-        )
+        planes = {}
         for plane in view.layout.planes:
             held = whole.get((plane.layer, plane.role))
-            if held is None:
-                writer.plane(plane.layer, plane.role)[:] = view.plane(plane.layer, plane.role)
-                continue
-            # The last row of a plane is that of the last token, in blocks and in windows.
-            end = held.shape[1] - (CODED - head.end)
-            rows = held[:, end - plane.shape[1] : end]
-            writer.plane(plane.layer, plane.role)[:] = np.ascontiguousarray(rows).view(np.uint8).ravel()
-        return parse(writer.seal())
+            if held is not None:
+                # The last row of a plane is that of the last token, in blocks and in windows.
+                end = held.shape[1] - (CODED - view.header.end)
+                rows = held[:, end - plane.shape[1] : end]
+                planes[plane.layer, plane.role] = np.ascontiguousarray(rows).view(np.uint8).ravel()
+        return parse(reseal(view, planes, level=EXACT))
 
 
 def _array(view: BlockView, layer: int, role: str) -> Array:

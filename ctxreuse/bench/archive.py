@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf import TorchEngine
     from ctxreuse.runtime.usage import Prefilled
 
-__all__ = ["DEFAULT", "SYSTEM", "Answered", "Library", "a_library", "cut_to", "model_for"]
+__all__ = ["DEFAULT", "SYSTEM", "Answered", "Archive", "an_archive", "cut_to", "model_for"]
 
 #: The permission at which these benches ask unless they vary it.
 DEFAULT = "kl-0.05"
@@ -38,7 +38,7 @@ class Answered(NamedTuple):
     seconds: float
 
 
-class Library:
+class Archive:
     """Prompts of documents and a question, through one runtime whose blocks are on disk; used by one thread."""
 
     def __init__(self, engine: TorchEngine, store: BlockStore, card: ChunkCard) -> None:
@@ -86,8 +86,8 @@ def model_for(name: str, options: Options) -> TorchEngine:
 
 
 @contextmanager
-def a_library(engine: TorchEngine, options: Options) -> Iterator[Library]:
-    """An empty library on a disk that is gone afterwards, by the model's chunk card, else by a quick one."""
+def an_archive(engine: TorchEngine, options: Options) -> Iterator[Archive]:
+    """An empty archive on a disk that is gone afterwards, by the model's chunk card, else by a quick one."""
     card = ChunkShelf().find(engine.space)
     if card is None:
         card = _measured(engine, options)
@@ -95,11 +95,11 @@ def a_library(engine: TorchEngine, options: Options) -> Iterator[Library]:
         tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as place,
         BlockStore.open(Path(place)) as store,
     ):
-        library = Library(engine, store, card)
+        archive = Archive(engine, store, card)
         try:
-            yield library
+            yield archive
         finally:
-            library.runtime.close()
+            archive.runtime.close()
 
 
 def _measured(engine: TorchEngine, options: Options) -> ChunkCard:

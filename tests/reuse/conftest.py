@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
 from ctxreuse.block import BlockWriter, block_layout
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import EXACT, approx
-from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.model import LayerSpec
 from ctxreuse.reuse.plan import Run, forget, plan, read, record, used
 from ctxreuse.store import WholeStore
 
-SPACE = ModelSpace(
-    weights="0" * 64,
-    architecture="made-up",
-    tokenizer="1" * 64,
-    dtype="float32",
-    layers=(LayerSpec("full", 1, 2, 2),),
-    rope="{}",
-    vocab_size=1 << 20,
-    max_tokens=1 << 20,
-    block_tokens=16,
+sys.path.insert(0, str(Path(__file__).parent))  # for made_up.py
+import made_up
+
+SPACE = msgspec.structs.replace(
+    made_up.SPACE, layers=(LayerSpec("full", 1, 2, 2),), vocab_size=1 << 20, max_tokens=1 << 20, block_tokens=16
 )
 
 

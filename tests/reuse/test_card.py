@@ -13,22 +13,11 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import SPACE
 
 from ctxreuse.errors import FormatError
-from ctxreuse.model import LayerSpec, ModelSpace
 from ctxreuse.reuse import ChunkCard, ChunkShelf, Measured, read_chunk_card, write_chunk_card
 from ctxreuse.reuse.card import MAX_CARD, card_model
-
-SPACE = ModelSpace(
-    weights="0" * 64,
-    architecture="made-up",
-    tokenizer="1" * 64,
-    dtype="float32",
-    layers=(LayerSpec("full", 1, 8, 8),),
-    rope="{}",
-    vocab_size=100,
-    max_tokens=1000,
-)
 
 
 def measured(repair: str = "rotate", kind: str = "behind", kl: float = 0.02, **changes: Any) -> Measured:

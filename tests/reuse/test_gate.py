@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_up import SPACE
 
 from ctxreuse.levels import check_lossy, damage, fits
-from ctxreuse.model import LayerSpec, ModelSpace
 from ctxreuse.reuse import ChunkCard, Gate, Measured, Run, Source
 from ctxreuse.reuse.card import card_model
 
-SPACE = ModelSpace(
-    weights="0" * 64,
-    architecture="made-up",
-    tokenizer="1" * 64,
-    dtype="float32",
-    layers=(LayerSpec("full", 1, 8, 8),),
-    rope="{}",
-    vocab_size=100,
-    max_tokens=1000,
-)
 BOTH = {"head", "behind"}
 
 

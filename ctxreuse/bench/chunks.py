@@ -34,9 +34,11 @@ OPTIONS = ("model",)
 _MODEL = "smollm2"
 #: The best repair of those that recompute at most so much must be at most so far from full prefill.
 _SHARE, _KL = 0.10, 0.034
-BEST = "first-4+last-16+v-17%/192"
-_ALL = ("none", "rotate", "random-15%", "first-8", "first-16", "v-5%", "v-15%", "k-15%", BEST, "first-8+v-30%")
-_SOME = ("rotate", "first-8", "v-15%", BEST, "first-8+v-30%")
+BEST = "first-4+last-16+every-20+drift"
+_OURS = (BEST, "first-4+every-12+ask-5%+drift", "first-4+every-8+ask-15%+drift")
+_PUBLISHED = ("none", "rotate", "random-15%", "first-8", "first-16", "v-5%", "v-15%", "k-15%", "first-8+v-30%")
+_ALL = (*_PUBLISHED, "ask-10%", *_OURS)
+_SOME = ("rotate", "first-8", "v-15%", "first-8+v-30%", *_OURS)
 #: How many times quicker than full prefill the first token over documents in a new order must come.
 _FASTER = 5.0
 _DOCUMENTS, _TOKENS = 8, 256

@@ -15,13 +15,19 @@ from ctxreuse.calibrate.texts import Texts
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.reuse.card import ChunkCard, Measured, card_model
-from ctxreuse.reuse.policies import parse
+from ctxreuse.reuse.naming import parse
 
 __all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "upper_bound"]
 
 #: From cheap to dear; the gate takes the cheapest whose bound is within what a request allows.
-REPAIRS = ("rotate", "first-8", "first-4+last-16+v-17%/192", "v-15%", "first-8+v-30%")
-_QUICK = ("rotate", "first-4+last-16+v-17%/192")
+REPAIRS = (
+    "rotate",
+    "first-4+last-16+every-20+drift",
+    "first-4+every-12+ask-5%+drift",
+    "v-15%",
+    "first-4+every-8+ask-15%+drift",
+)
+_QUICK = ("rotate", "first-4+last-16+every-20+drift")
 #: Values of all scores of one scene, as for levels.
 _SCORES = 1 << 25
 _Found = dict[tuple[Shape, Kind, str], list[Outcome]]

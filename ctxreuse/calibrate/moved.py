@@ -17,7 +17,7 @@ from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.scoring import Fidelity, Scores, score
 from ctxreuse.keys import KEY_BYTES, ROOT, Tokens
 from ctxreuse.levels import EXACT
-from ctxreuse.reuse.policies import Repair, Role
+from ctxreuse.reuse.repair import Repair, Role, looking
 
 __all__ = ["Outcome", "Placed", "Trial"]
 
@@ -136,10 +136,17 @@ class Trial:
             work += len(rows) * layer
             return engine.deviations(live, rows, layer, role)[0]
 
+        def attention(rows: Tokens) -> npt.NDArray[np.float32]:
+            nonlocal work
+            looks = looking(live.n, len(self._told))
+            work += (len(looks) + len(self._told)) * layers
+            return engine.attention(live, rows, looks, self._told)
+
         began = self._clock()
         engine.place(live, np.concatenate(self.scene.chunks), moves, _LEVEL, turn=repair.turned)
-        rows = repair.rows(self.runs, self.tokens, deviations)
-        engine.mend(live, rows, self._told)
+        rows = repair.rows(self.runs, self.tokens, deviations, attention)
+        drift = [(run.start, run.end) for run in self.runs] if repair.drifts else []
+        engine.mend(live, rows, self._told, drift=drift)
         seconds = self._clock() - began
         work += len(rows) * layers
         return Outcome(self._against(live), work / (self.tokens * layers), seconds)

@@ -107,12 +107,30 @@ class Mover(Protocol):
         """
         ...
 
-    def mend(self, live: Live, rows: Tokens, tokens: Tokens) -> Logits:
+    def attention(self, live: Live, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """How much attention the rows at ``rows`` (int32 [n], ascending) get, as they are held, from what comes last.
+
+        ``tokens`` (at least one) run as if they were appended, behind the gaps and the rows at ``looks`` (int32,
+        ascending), which are computed afresh. Returns the softmax weights of ``looks`` and ``tokens`` on each row,
+        summed over these, heads and layers, float32 [n]. A layer whose softmax has more terms than keys counts without
+        these. Costs a prefill of what runs; the context is unchanged afterwards. Raises EngineError for rows that the
+        context has not, or an engine that cannot; what `Engine.prefill` raises; what `Loading.wait` raises if a load
+        in flight fails.
+        """
+        ...
+
+    def mend(self, live: Live, rows: Tokens, tokens: Tokens, *, drift: Sequence[tuple[int, int]] = ()) -> Logits:
         """Compute ``rows`` (int32, ascending positions in the context) anew and append ``tokens`` (at least one).
 
         Returns the logits after the last token, float32 [vocab]. ``rows`` must hold every gap; K and V of the others
-        are overwritten, so that all later rows of the same call see them. Raises EngineError before anything is changed
-        for rows that are not in the context or leave a gap, and what `Engine.prefill` raises.
+        are overwritten, so that all later rows of the same call see them.
+
+        ``drift``: spans (start, end) of rows that were moved together, ascending. To those of them that are not
+        computed is added, layer by layer, what the computed ones of the same span let expect that they are off, in V
+        and in K as it is before it is turned. They still count as moved. A context that shows held runs takes none.
+
+        Raises EngineError before anything is changed for rows that are not in the context or leave a gap, for a span
+        that was not moved there, and what `Engine.prefill` raises.
         """
         ...
 

@@ -1,14 +1,17 @@
 """Reuse at any position: runs of tokens cut by content, found wherever they were computed, moved, and repaired."""
 
+from ctxreuse.reuse.budget import budget_tokens
 from ctxreuse.reuse.card import ChunkCard, Kind, Measured, read_chunk_card, write_chunk_card
 from ctxreuse.reuse.chunking import Chunk, chunks
 from ctxreuse.reuse.gate import Gate, Verdict
 from ctxreuse.reuse.home import Home
+from ctxreuse.reuse.naming import parse
 from ctxreuse.reuse.plan import Piece, Run, Source, forget, plan, read, record, used
-from ctxreuse.reuse.policies import Deviations, Repair, budget_tokens, parse
+from ctxreuse.reuse.repair import Attention, Deviations, Repair, looking
 from ctxreuse.reuse.shelf import ChunkShelf
 
 __all__ = [
+    "Attention",
     "Chunk",
     "ChunkCard",
     "ChunkShelf",
@@ -25,6 +28,7 @@ __all__ = [
     "budget_tokens",
     "chunks",
     "forget",
+    "looking",
     "parse",
     "plan",
     "read",

@@ -24,7 +24,7 @@ from ctxreuse.codec.card import model_digest
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.keys import KEY_BYTES
 from ctxreuse.model import ModelSpace
-from ctxreuse.reuse.policies import parse
+from ctxreuse.reuse.naming import parse
 
 __all__ = ["MAX_CARD", "ChunkCard", "Kind", "Measured", "card_model", "read_chunk_card", "write_chunk_card"]
 

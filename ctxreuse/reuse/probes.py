@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.keys import Tokens
-from ctxreuse.reuse.policies import Span
+from ctxreuse.reuse.repair import Span
 
 __all__ = ["PROBES", "deviation", "probe_rows"]
 

@@ -13,7 +13,7 @@ from ctxreuse.engines.moving import Move, MoveError, Mover
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import approx, is_exact, is_raw, rank
-from ctxreuse.reuse import ChunkShelf, Gate, Run, Verdict, forget, parse, plan, read, used
+from ctxreuse.reuse import ChunkShelf, Gate, Run, Verdict, forget, looking, parse, plan, read, used
 from ctxreuse.reuse.probes import deviation, probe_rows
 from ctxreuse.runtime.load import decodes
 from ctxreuse.runtime.spans import Spans, rows_of, within, without
@@ -21,7 +21,7 @@ from ctxreuse.runtime.spans import Spans, rows_of, within, without
 if TYPE_CHECKING:
     from ctxreuse.cost import CostModel
     from ctxreuse.engines.base import Engine, Live, Logits
-    from ctxreuse.reuse.policies import Role
+    from ctxreuse.reuse.repair import Role
     from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["Anywhere", "Moving"]
@@ -120,7 +120,8 @@ class Moving:
 
     def _allowed(self, runs: list[Run]) -> list[Run]:
         """Those of the runs that the gate lets through and that are predicted to pay."""
-        self._verdict, good = self._gate.admit(self._lossy, runs)
+        new = len(self._ids) - self._start - sum(run.end - run.start for run in runs)
+        self._verdict, good = self._gate.admit(self._lossy, runs, new)
         self.said = self._verdict.reason
         self._refuse("gate", [run for run in runs if run not in good])
         if good and not self._pays(good, self._verdict):
@@ -132,8 +133,9 @@ class Moving:
         if self._cost is None:
             return True
         space, tokens = self._engine.space, sum(run.end - run.start for run in runs)
-        mended = round(tokens * parse(verdict.repair).work(tokens, len(runs), len(space.layers)))
-        lacking = len(self._ids) - self._start
+        lacking, repair = len(self._ids) - self._start, parse(verdict.repair)
+        mended = round(tokens * repair.work(tokens, len(runs), len(space.layers)))
+        mended += lacking - tokens if repair.asks else 0
         return self._cost.moves(tokens * space.token_nbytes, lacking, lacking - tokens + mended, self._start)
 
     def _refuse(self, reason: str, runs: Sequence[Run]) -> None:
@@ -161,7 +163,7 @@ class Moving:
             return None
         end = live.n
         try:
-            rows = self._rows(live, start)
+            rows, good = self._rows(live, start)
         except EngineError as error:
             if not self._engine.crop(live, start):
                 raise
@@ -172,7 +174,9 @@ class Moving:
         if self._cost is not None:
             nbytes = sum(b - a for a, b in spans) * self._engine.space.token_nbytes
             self._cost.move.observe(nbytes, self._clock() - at)
-        logits = self._mover.mend(live, rows, self._ids[end:])
+        assert self._verdict is not None
+        drift = good if parse(self._verdict.repair).drifts else ()
+        logits = self._mover.mend(live, rows, self._ids[end:], drift=drift)
         used(self._store, self.runs)
         self.spans = within(spans, live.moved)  # type: ignore[attr-defined]  # a mover's context: `MovedLive`
         self.moved = sum(b - a for a, b in self.spans)
@@ -237,8 +241,9 @@ class Moving:
         forget(self._store.chunks, run)
         self.runs.remove(run)
 
-    def _rows(self, live: Live, start: int) -> Tokens:
-        """Positions to compute: gaps, runs whose probes deviate too much, and what the repair chooses of the others."""
+    def _rows(self, live: Live, start: int) -> tuple[Tokens, Spans]:
+        """Positions to compute: gaps, runs whose probes deviate too much, and what the repair chooses of the others;
+        and where these others are."""
         assert self._gate.card is not None
         assert self._verdict is not None
         probes = [probe_rows(run) for run in self.runs]
@@ -257,8 +262,12 @@ class Moving:
         def deviations(rows: Tokens, layer: int, role: Role) -> npt.NDArray[np.float32]:
             return self._mover.deviations(live, rows, layer, role)[0]
 
+        def attention(rows: Tokens) -> npt.NDArray[np.float32]:
+            new = self._ids[live.n :]
+            return self._mover.attention(live, rows, looking(live.n, len(new)), new)
+
         moved = tuple((run.start, run.end) for run in good)
         most = sum(b - a for a, b in moved)
-        repaired = parse(self._verdict.repair).rows(good, most, deviations) if good else np.zeros(0, "<i4")
+        repaired = parse(self._verdict.repair).rows(good, most, deviations, attention) if good else np.zeros(0, "<i4")
         computed = rows_of(without(((start, live.n),), moved))
-        return np.union1d(computed, repaired).astype("<i4")
+        return np.union1d(computed, repaired).astype("<i4"), moved

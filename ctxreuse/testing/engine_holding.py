@@ -111,7 +111,7 @@ class EngineHoldingContract(MovingScene):
         assert self.near(seen[0], seen[1], self.rounded)
         assert self.near(seen[0], seen[2], 0.05)
 
-    def test_deviations_are_those_of_rows_that_were_copied(self, engine: HoldingEngine) -> None:
+    def test_deviations_and_attention_are_those_of_rows_that_were_copied(self, engine: HoldingEngine) -> None:
         _, views = self.source(engine)
         size = engine.space.block_tokens
         head, suffix = random_tokens(engine, size // 2, seed=1), random_tokens(engine, 5, seed=3)
@@ -134,6 +134,8 @@ class EngineHoldingContract(MovingScene):
                     )
                     assert np.abs(ours[0] - theirs[0]).max() <= tolerance * theirs[1].max()
                     assert np.abs(ours[1] - theirs[1]).max() <= tolerance * theirs[1].max()
+            looks = engine.attention(live, rows, rows[2:], suffix), engine.attention(plain, rows, rows[2:], suffix)
+            assert np.abs(looks[0] - looks[1]).max() <= tolerance * looks[1].max()
             assert (live.gaps, live.moved, live.n) == (twin.gaps, twin.moved, twin.n)
             mended = np.array([*range(at - 2, at), at + 7], np.int32)
             assert np.array_equal(engine.mend(live, mended, suffix), engine.mend(twin, mended, suffix))

@@ -24,7 +24,8 @@ from ctxreuse.engines.moving import Move, MoveError
 from ctxreuse.errors import ContextTooLongError, EngineError, LinkDownError, TokenRangeError
 from ctxreuse.keys import ROOT
 from ctxreuse.levels import EXACT, PACKED
-from ctxreuse.testing.moving import LEVEL, MovingEngine, MovingScene, moves_of
+from ctxreuse.testing.engine_looking import EngineLookingContract
+from ctxreuse.testing.moving import LEVEL, MovingEngine, moves_of
 from ctxreuse.testing.plain_card import plain_card
 from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, seal
@@ -32,7 +33,7 @@ from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, seal
 __all__ = ["EngineMovingContract", "MovingEngine", "moves_of"]
 
 
-class EngineMovingContract(MovingScene):
+class EngineMovingContract(EngineLookingContract):
     """Inherit, and give a fixture ``engine``."""
 
     def test_rows_moved_to_where_they_are_give_the_bits_of_a_load(self, engine: MovingEngine) -> None:

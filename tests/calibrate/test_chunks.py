@@ -17,9 +17,9 @@ from ctxreuse.calibrate.scenes import KINDS, Scene, Shape, scenes
 from ctxreuse.engines.gauge import Rotary
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.reuse import parse
 from ctxreuse.reuse.card import ChunkCard, Measured, read_chunk_card, write_chunk_card
 from ctxreuse.reuse.gate import Gate
-from ctxreuse.reuse.policies import parse
 
 SHAPE = Shape(4, 32, following=24)
 SETTINGS = ChunkSettings(((SHAPE, 4),), ("rotate", "v-25%@1"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.reuse.policies import parse
+from ctxreuse.reuse import parse
 
 
 class Span(NamedTuple):
@@ -37,15 +37,15 @@ def never(*_: object) -> np.ndarray:
 def test_rows_and_work(name: str, rows: list[int]) -> None:
     repair = parse(name)
     assert repair.name == name
-    found = repair.rows(RUNS, 100, never)
+    found = repair.rows(RUNS, 100, never, never)
     assert (found.dtype, found.tolist()) == (np.dtype(np.int32), rows)
     assert repair.work(15, 2, 30) == pytest.approx(min(len(rows) / 15, 1), abs=0.21)  # parts that overlap count twice
-    assert repair.rows(RUNS, 0, never).tolist() == []
+    assert repair.rows(RUNS, 0, never, never).tolist() == []
 
 
 def test_a_small_budget_takes_the_nearest() -> None:
-    assert parse("last-6").rows(RUNS, 2, never).tolist() == [28, 29]
-    assert parse("first-2+last-4").rows(RUNS, 6, never).tolist() == [5, 6, 20, 21, 28, 29]
+    assert parse("last-6").rows(RUNS, 2, never, never).tolist() == [28, 29]
+    assert parse("first-2+last-4").rows(RUNS, 6, never, never).tolist() == [5, 6, 20, 21, 28, 29]
 
 
 def test_deviation_among_the_nearest() -> None:
@@ -57,12 +57,12 @@ def test_deviation_among_the_nearest() -> None:
 
     repair = parse("v-25%@2/8")
     assert repair == parse(repair.name)
-    assert repair.rows(RUNS, 100, far).tolist() == [22, 29]  # of equal ones the first
+    assert repair.rows(RUNS, 100, far, never).tolist() == [22, 29]  # of equal ones the first
     assert looked == [list(range(22, 30))]
     assert repair.work(80, 2, 20) == pytest.approx(0.1 * (2 / 20 + 0.25))
     assert repair.work(4, 2, 20) == pytest.approx(2 / 20 + 0.25)
-    assert parse("first-2+v-25%/8").rows(RUNS, 100, far).tolist() == [5, 6, 20, 21, 22, 29]
-    assert parse("v-50%/100").rows(RUNS, 100, far).tolist() == [5, 6, 7, 8, 9, 20, 21, 29]
+    assert parse("first-2+v-25%/8").rows(RUNS, 100, far, never).tolist() == [5, 6, 20, 21, 22, 29]
+    assert parse("v-50%/100").rows(RUNS, 100, far, never).tolist() == [5, 6, 7, 8, 9, 20, 21, 29]
     assert parse("v-5%") != parse("v-5%/64")
 
 

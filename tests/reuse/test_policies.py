@@ -36,10 +36,18 @@ NAMES = [
     "v-25%@2/8",
     "first-4+v-5%",
     "first-4+v-5%@3+random-1%",
+    "ask-10%",
+    "ask*v-10%",
+    "ask*k-7.5%@3",
+    "first-4+ask*v-8%+last-9",
+    "v-5%+drift",
+    "every-12+drift",
+    "first-4+every-24+ask-5%",
+    "first-4+ask-8%+drift",
 ]
 
 
-def never(rows, layer, role):
+def never(*_):
     raise AssertionError("nothing deviates that is not looked at")
 
 
@@ -74,6 +82,9 @@ def test_a_name_names_one_repair(name: str) -> None:
             "first-4+" * 40 + "first-4",
         ),
         *("v-5%/", "v-5%/0", "v-5%@2/-1"),
+        *("ask", "ask-", "ask-0%", "ask*-5%", "ask*q-5%", "ask-5%@2", "ask*v-5%@", "ask-5", "ask-10%>5%", "ask-5%/64"),
+        *("every", "every-0", "every--2", "every-5%"),
+        *("drift", "+drift", "rotate+drift", "drift+v-5%", "v-5%+drift+drift", "v-5%+drift+first-4"),
     ],
 )
 def test_other_names_are_refused(name: str) -> None:
@@ -93,35 +104,38 @@ def test_rows_lie_in_the_runs_and_in_the_budget(data: st.DataObject, name: str, 
     def deviations(rows, layer, role):
         return np.random.default_rng([seed, layer]).random(1 << 10, np.float32)[rows % 1024]
 
+    def attention(rows):
+        return deviations(rows, 99, "v")
+
     repair = parse(name)
-    rows = repair.rows(runs, budget, deviations)
+    rows = repair.rows(runs, budget, deviations, attention)
     assert rows.dtype == np.int32
     assert (np.diff(rows) > 0).all()
     assert len(rows) <= max(budget, 0)
     inside = {position for run in runs for position in range(run.start, run.end)}
     assert set(rows.tolist()) <= inside
-    assert (rows == repair.rows(runs, budget, deviations)).all()
+    assert (rows == repair.rows(runs, budget, deviations, attention)).all()
     # The budget is used where the repair wants it, and more budget takes nothing away.
-    most = repair.rows(runs, 10_000, deviations)
+    most = repair.rows(runs, 10_000, deviations, attention)
     assert len(rows) == min(len(most), max(budget, 0))
 
 
 def test_nothing() -> None:
     for name in ("none", "rotate"):
-        assert parse(name).rows(RUNS, 100, never).tolist() == []
+        assert parse(name).rows(RUNS, 100, never, never).tolist() == []
         assert parse(name).work(200, 2, 30) == 0
 
 
 def test_first_rows_of_each_run() -> None:
-    assert parse("first-3").rows(RUNS, 100, never).tolist() == [10, 11, 12, 200, 201, 202]
-    assert parse("first-3").rows(RUNS, 3, never).tolist() == [10, 11, 200]  # the first ones matter most
-    assert parse("first-9").rows([Span(5, 8)], 100, never).tolist() == [5, 6, 7]
+    assert parse("first-3").rows(RUNS, 100, never, never).tolist() == [10, 11, 12, 200, 201, 202]
+    assert parse("first-3").rows(RUNS, 3, never, never).tolist() == [10, 11, 200]  # the first ones matter most
+    assert parse("first-9").rows([Span(5, 8)], 100, never, never).tolist() == [5, 6, 7]
 
 
 def test_the_rows_that_deviate_most() -> None:
-    assert parse("v-2%@2").rows(RUNS, 100, by_position).tolist() == [296, 297, 298, 299]
-    assert parse("v-2%").rows(RUNS, 100, by_position).tolist() == [10, 11, 12, 13]
-    assert parse("v-2%").rows(RUNS, 2, by_position).tolist() == [10, 11]
+    assert parse("v-2%@2").rows(RUNS, 100, by_position, never).tolist() == [296, 297, 298, 299]
+    assert parse("v-2%").rows(RUNS, 100, by_position, never).tolist() == [10, 11, 12, 13]
+    assert parse("v-2%").rows(RUNS, 2, by_position, never).tolist() == [10, 11]
     asked = []
 
     def deviations(rows, layer, role):
@@ -129,7 +143,7 @@ def test_the_rows_that_deviate_most() -> None:
         return by_position(rows, layer, role)
 
     # 20 rows that are early at layer 1, of these the 8 that are late at layer 4.
-    assert parse("k-10%>4%").rows(RUNS, 100, deviations).tolist() == list(range(22, 30))
+    assert parse("k-10%>4%").rows(RUNS, 100, deviations, never).tolist() == list(range(22, 30))
     assert asked == [(200, 1, "k"), (20, 4, "k")]
 
 
@@ -137,18 +151,18 @@ def test_rows_that_are_no_number_deviate_most() -> None:
     def deviations(rows, layer, role):
         return np.where(rows == 250, np.nan, 0.0).astype(np.float32)
 
-    assert parse("v-0.5%").rows(RUNS, 100, deviations).tolist() == [250]
+    assert parse("v-0.5%").rows(RUNS, 100, deviations, never).tolist() == [250]
 
 
 def test_of_a_sum_each_part_adds_rows_of_its_own() -> None:
-    rows = parse("first-3+v-2%").rows(RUNS, 100, by_position)
+    rows = parse("first-3+v-2%").rows(RUNS, 100, by_position, never)
     assert rows.tolist() == [10, 11, 12, 13, 14, 15, 16, 200, 201, 202]
-    assert parse("first-3+v-2%").rows(RUNS, 7, by_position).tolist() == [10, 11, 12, 13, 200, 201, 202]
-    assert len(parse("first-3+random-10%").rows(RUNS, 100, never)) >= 20
+    assert parse("first-3+v-2%").rows(RUNS, 7, by_position, never).tolist() == [10, 11, 12, 13, 200, 201, 202]
+    assert len(parse("first-3+random-10%").rows(RUNS, 100, never, never)) >= 20
 
 
 def test_random_rows_hang_on_the_seed() -> None:
-    one, two = (parse("random-15%", seed=seed).rows(RUNS, 100, never) for seed in (1, 2))
+    one, two = (parse("random-15%", seed=seed).rows(RUNS, 100, never, never) for seed in (1, 2))
     assert len(one) == len(two) == 30
     assert one.tolist() != two.tolist()
 

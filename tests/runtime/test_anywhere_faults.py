@@ -153,19 +153,22 @@ class Failing:
         return self.__getattr__("place")(*given, **more)
 
     deviations: Callable[..., Any] = lambda self, *given: self.__getattr__("deviations")(*given)
-    mend: Callable[..., Any] = lambda self, *given: self.__getattr__("mend")(*given)
+    attention: Callable[..., Any] = lambda self, *given: self.__getattr__("attention")(*given)
+    mend: Callable[..., Any] = lambda self, *given, **more: self.__getattr__("mend")(*given, **more)
 
 
-def failing(llama: TorchEngine, store: TieredStore, name: str, error: Exception, times: int = 1) -> Runtime:
+def failing(
+    llama: TorchEngine, store: TieredStore, name: str, error: Exception, times: int = 1, *, repair: str = "rotate"
+) -> Runtime:
     engine: Any = Failing(llama, name, error, times)
-    return Runtime(engine, store, gate=S.gate(llama))
+    return Runtime(engine, store, gate=S.gate(llama, (repair, 0.02)))
 
 
-@pytest.mark.parametrize("name", ["place", "deviations"])
+@pytest.mark.parametrize("name", ["place", "deviations", "attention"])
 def test_an_engine_that_cannot_says_so_and_computes(
     llama: TorchEngine, store: TieredStore, runtime: Runtime, pool: Any, name: str
 ) -> None:
-    other = failing(llama, store, name, EngineError("this attention cannot"))
+    other = failing(llama, store, name, EngineError("this attention cannot"), repair="ask-5%")
     done = S.prefill(other, pool.ask(BACKWARD))
     assert done.usage.gate == "refused: this attention cannot"
     assert (done.usage.moved, done.usage.mended, done.usage.missed) == (0, 0, "gate")

@@ -56,7 +56,11 @@ def attend(
 
     K of a context that holds runs in place is marked; such a call is answered from where the runs are.
     """
-    held = call_of(key)
+    held, scatter = call_of(key), active()
+    looking = scatter.looking if scatter is not None else None
+    if scatter is not None and looking is not None:
+        seen = key if held is None else held.keys()
+        looking.note(scatter.rows, query, seen, attention_mask, scaling, kwargs.get("softcap"))
     if held is not None:
         special = {name: kwargs.get(name) for name in (*_SPECIAL, "sliding_window")}
         return held.attend(query, attention_mask, scaling, special), None

@@ -276,11 +276,15 @@ class TorchEngine:
         """See `Mover.deviations`."""
         return self._moves.deviations(self._own(live), rows, layer, role)
 
-    def mend(self, live: Live, rows: Tokens, tokens: Tokens) -> Logits:
+    def attention(self, live: Live, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """See `Mover.attention`."""
+        return self._moves.attention(self._own(live), rows, looks, tokens)
+
+    def mend(self, live: Live, rows: Tokens, tokens: Tokens, *, drift: Sequence[tuple[int, int]] = ()) -> Logits:
         """See `Mover.mend`."""
         if not len(rows):
             return self.prefill(live, tokens)
-        return self._moves.mend(self._own(live), rows, tokens)
+        return self._moves.mend(self._own(live), rows, tokens, drift)
 
     def hold(self, pieces: Sequence[Rows], format: HeldFormat = "int8") -> Held:
         """See `Holder.hold`."""

@@ -42,6 +42,11 @@ class Call:
     def __init__(self, beside: Beside, positions: npt.NDArray[np.int64], k: torch.Tensor, v: torch.Tensor) -> None:
         self._beside, self._positions, self._k, self._v = beside, positions, k, v
 
+    def keys(self) -> torch.Tensor:
+        """K of all positions up to the last of this call, as attention takes it: float32 [1, heads, n, dim]."""
+        end = int(self._positions[-1]) + 1
+        return torch.from_numpy(self._beside.read("k", np.arange(end), self._k))[None]
+
     def attend(
         self, query: torch.Tensor, mask: torch.Tensor | None, scale: float | None, special: Mapping[str, Any]
     ) -> torch.Tensor:

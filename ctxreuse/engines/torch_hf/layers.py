@@ -79,6 +79,8 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
             return self.beside.update(self, key_states, value_states, self._k, self._v)
         if scatter is not None:
             self.resize(max(self.length, scatter.end))
+            if scatter.drift is not None:
+                scatter.drift.correct(id(self), self.keys, self.values, key_states, value_states)
             scatter.write(self.keys, key_states)
             scatter.write(self.values, value_states)
             return self.keys[:, :, : scatter.end], self.values[:, :, : scatter.end]

@@ -168,7 +168,8 @@ class TorchLive:
 
     @contextmanager
     def tried(self, layer: int, positions: npt.NDArray[np.int64]) -> Iterator[None]:
-        """Rows at ``positions`` may be written inside, in the layers below ``layer``; all is as before afterwards."""
+        """Rows at ``positions``, and new ones, may be written inside, in the layers below ``layer``; all is as before
+        afterwards."""
         below = [held for index, held in self.arena_layers if index < layer]
         rows = torch.from_numpy(positions if self.residents is None else self.residents.own(positions))
         before = [(held.keys.index_select(2, rows), held.values.index_select(2, rows)) for held in below]
@@ -179,8 +180,8 @@ class TorchLive:
             for held, (keys, values) in zip(below, before):
                 held.keys.index_copy_(2, rows, keys)
                 held.values.index_copy_(2, rows, values)
-                if held.beside is not None and self.residents is not None:
-                    held.resize(self.residents.rows)
+                held.resize(self._n if self.residents is None else self.residents.rows)
+                if held.beside is not None:
                     held.beside.restart(self._n)
 
     def read(self, layer: int, role: Role, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,9 +19,11 @@ from ctxreuse.engines.moving import HeldFormat, Move, Role, Rows
 from ctxreuse.engines.torch_hf import rotary, states
 from ctxreuse.engines.torch_hf.attention import NAME, inference
 from ctxreuse.engines.torch_hf.checks import check_moves, check_spans
+from ctxreuse.engines.torch_hf.drift import Drift
 from ctxreuse.engines.torch_hf.holding import hold
 from ctxreuse.engines.torch_hf.layers import ArenaLayer
 from ctxreuse.engines.torch_hf.live import TorchLive
+from ctxreuse.engines.torch_hf.looking import Looking
 from ctxreuse.engines.torch_hf.pieces import pieces
 from ctxreuse.engines.torch_hf.placing import fill_moves
 from ctxreuse.engines.torch_hf.probe import Forward
@@ -207,25 +210,60 @@ class Moves:
         return distance.numpy(), length.numpy()
 
     @inference
-    def mend(self, live: TorchLive, rows: Tokens, tokens: Tokens) -> Logits:
+    def attention(self, live: TorchLive, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """See `Mover.attention`."""
+        self._scatters()
+        ids = check_prompt(self._space, live.n, tokens)
+        asked, look = self._rows(live, rows), self._rows(live, looks)
+        n, end = live.n, live.n + len(ids)
+        again, new = np.union1d(look, self._open(live)).astype(np.int64), np.arange(n, end)
+        noted = Looking(np.concatenate([look, new]), end)
+        if live.loading is not None:
+            live.loading.wait()
+        live.room(end, len(again))
+        wide = torch.from_numpy(np.concatenate([live.tokens[again], ids]).astype(np.int64))
+        with live.tried(len(self._space.layers), again):
+            for _ in self._run(live, np.concatenate([again, new]), wide, looking=noted):
+                pass
+        return noted.of(asked)
+
+    def _open(self, live: TorchLive) -> npt.NDArray[np.int64]:
+        """Positions in gaps."""
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(a, b) for a, b in live.gaps)])
+
+    def _run(
+        self,
+        live: TorchLive,
+        where: npt.NDArray[np.int64],
+        ids: torch.Tensor,
+        *,
+        looking: Looking | None = None,
+        drift: Drift | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Compute tokens at ascending positions piece by piece; logits after each piece."""
+        at = torch.from_numpy(where)
+        for a, b in pieces(0, len(where), self._chunk, 0, False):
+            with scattered(at[a:b], looking=looking, drift=drift):
+                logits = self._forward.run(ids[a:b], at[a:b], live.cache)
+            live.settle()
+            yield logits
+
+    @inference
+    def mend(self, live: TorchLive, rows: Tokens, tokens: Tokens, drift: Sequence[tuple[int, int]]) -> Logits:
         """See `Mover.mend`; there is at least one row."""
         self._scatters()
         ids = check_prompt(self._space, live.n, tokens)
         asked = self._rows(live, rows)
         n, end = live.n, live.n + len(ids)
-        open_rows = np.concatenate([np.arange(a, b) for a, b in live.gaps] or [asked[:0]])
-        if not np.isin(open_rows, asked).all():
+        if not np.isin(self._open(live), asked).all():
             raise EngineError(f"rows leave gaps at {list(live.gaps)[:4]}", fix="Mend all rows that no move covers")
+        drifting = self._drifting(live, drift, asked) if len(drift) else None
         live.room(end, len(asked))
-        where = np.concatenate([asked, np.arange(n, end)])
         wide = torch.from_numpy(np.concatenate([live.tokens[asked], ids]).astype(np.int64))
-        at = torch.from_numpy(where)
         logits = torch.empty(0)
         try:
-            for a, b in pieces(0, len(where), self._chunk, 0, False):
-                with scattered(at[a:b]):
-                    logits = self._forward.run(wide[a:b], at[a:b], live.cache)
-                live.settle()
+            for logits in self._run(live, np.concatenate([asked, np.arange(n, end)]), wide, drift=drifting):  # noqa: B007
+                pass
         except BaseException as error:
             live.abandon()
             live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
@@ -235,6 +273,16 @@ class Moves:
         live.detach()
         result: Logits = logits.numpy().copy()
         return result
+
+    def _drifting(self, live: TorchLive, spans: Sequence[tuple[int, int]], asked: npt.NDArray[np.int64]) -> Drift:
+        self._own_memory(live)
+        for start, end in spans:
+            if not any(a <= start < end <= b for a, b in live.moved):
+                raise EngineError(f"tokens {start} to {end} were not moved there, so they have no drift")
+        if any(a[1] > b[0] for a, b in pairwise(spans)):
+            raise EngineError("spans of drift overlap or do not ascend")
+        layers = {id(layer): index for index, layer in live.arena_layers}
+        return Drift(spans, asked, {mark: self._turns()[index] for mark, index in layers.items()})
 
     def _rows(self, live: TorchLive, rows: Tokens) -> npt.NDArray[np.int64]:
         asked = np.asarray(rows, np.int64)

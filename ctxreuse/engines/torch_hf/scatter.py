@@ -5,20 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.torch_hf.drift import Drift
+    from ctxreuse.engines.torch_hf.looking import Looking
 
 __all__ = ["Scatter", "active", "by_position", "scattered"]
 
 
 class Scatter:
-    """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1."""
+    """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1.
 
-    __slots__ = ("end", "first", "rows")
+    ``looking``: what notes where they look, if anybody asks. ``drift``: what sets other rows right, before a layer
+    writes what is computed.
+    """
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    __slots__ = ("drift", "end", "first", "looking", "rows")
+
+    def __init__(self, rows: torch.Tensor, looking: Looking | None, drift: Drift | None) -> None:
         self.rows, self.first, self.end = rows, int(rows[0]), int(rows[-1]) + 1
+        self.looking, self.drift = looking, drift
 
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
         """Put [1, heads, S, dim] into their rows of a plane [1, heads, capacity, dim]."""
@@ -35,9 +44,11 @@ def active() -> Scatter | None:
 
 
 @contextmanager
-def scattered(rows: torch.Tensor) -> Iterator[Scatter]:
+def scattered(rows: torch.Tensor, *, looking: Looking | None = None, drift: Drift | None = None) -> Iterator[Scatter]:
     """Forwards of this thread inside have their tokens at ``rows``."""
-    scatter = Scatter(rows)
+    scatter = Scatter(rows, looking, drift)
+    if drift is not None:
+        drift.begin(rows)
     token = _active.set(scatter)
     try:
         yield scatter

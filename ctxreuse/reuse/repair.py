@@ -1,0 +1,74 @@
+"""What a repair is: it chooses which rows of moved runs are computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.keys import Tokens
+
+__all__ = ["LOOKING", "Attention", "Deviations", "Repair", "Role", "Span", "looking"]
+
+Role: TypeAlias = Literal["k", "v"]
+
+#: ``deviations(positions int32 [n], layer, role)``: float32 [n], how far K or V that were computed afresh up to
+#: ``layer`` lie from those that are held: squared distance, summed over heads and dims.
+Deviations: TypeAlias = Callable[[Tokens, int, Role], npt.NDArray[np.float32]]
+
+#: ``attention(positions int32 [n])``: float32 [n], the attention that these held rows get from what the prompt ends
+#: with (see `looking`): softmax weights, summed over layers, heads and tokens.
+Attention: TypeAlias = Callable[[Tokens], npt.NDArray[np.float32]]
+
+#: So many tokens of a prompt's end look, if what is new there is not longer.
+LOOKING: Final = 32
+
+
+class Span(Protocol):
+    """A moved run, such as `Run`: positions ``start`` to ``end`` of the prompt."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class Repair(Protocol):
+    """Chooses rows. Immutable; any thread may call, and equal arguments give equal rows."""
+
+    @property
+    def name(self) -> str:
+        """As users write it; `parse` gives an equal repair for it."""
+        ...
+
+    @property
+    def turned(self) -> bool:
+        """False only for ``none``: not even the keys are turned to their new positions."""
+        ...
+
+    @property
+    def asks(self) -> bool:
+        """True if it takes ``attention``: then all that is new in the prompt is computed twice."""
+        ...
+
+    @property
+    def drifts(self) -> bool:
+        """True if rows that are not computed are set right by what the computed ones were off (`Mover.mend`)."""
+        ...
+
+    def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
+        """Positions in ``runs`` to compute anew, ascending, int32, at most ``budget`` of them."""
+        ...
+
+    def work(self, tokens: int, runs: int, layers: int) -> float:
+        """Layer-tokens that it computes over ``runs`` runs of ``tokens`` tokens together in a model of ``layers``
+        layers, as a share of computing them all; its looking for rows is part of it."""
+        ...
+
+
+def looking(n: int, new: int) -> Tokens:
+    """Of a context of ``n`` tokens, ``new`` ones to follow, the rows that look as well, int32: the last ones that make
+    `LOOKING` together with the new."""
+    return np.arange(max(0, n - max(LOOKING - new, 0)), n, dtype=np.int32)

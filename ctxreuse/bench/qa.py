@@ -29,7 +29,7 @@ OPTIONS = ("model",)
 _MODEL = "smollm2"
 FULL = "full prefill"
 #: Permissions, besides the usual one.
-_GATES = ("kl-0.02", "kl-0.03", DEFAULT, "kl-0.1")
+_GATES = ("kl-0.01", "kl-0.02", "kl-0.03", DEFAULT, "kl-0.1")
 _QUESTIONS, _DOCUMENTS = 80, 5
 #: Percent of the likelihood, and of the tokens, that the usual gate may lose.
 _LOST = 1.0

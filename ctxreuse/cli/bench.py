@@ -38,7 +38,7 @@ def bench(
         list[Path] | None, typer.Option("--text", metavar="FILE", help="Of `codec`: texts to measure with; repeatable.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", help="Of `codec`: draw PATH.svg and PATH.png.")
+        Path | None, typer.Option("--plot", metavar="PATH", help="Of `codec`, `chunks`: draw PATH.svg and PATH.png.")
     ] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Of `kernels`: the CUDA kernels on the device as well.")] = False,
 ) -> None:

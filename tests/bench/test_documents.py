@@ -15,6 +15,9 @@ import pytest
 from ctxreuse.bench import chunks, decay, qa
 from ctxreuse.bench.archive import Archive, cut_to
 from ctxreuse.bench.corpus import facts, long_texts, pool, questions
+from ctxreuse.calibrate.moved import Outcome
+from ctxreuse.calibrate.scenes import KINDS
+from ctxreuse.engines.torch_hf.scoring import Fidelity
 from ctxreuse.errors import ConfigError
 from ctxreuse.reuse import ChunkCard, Measured
 from ctxreuse.reuse.card import card_model
@@ -103,6 +106,18 @@ def test_order_of_repairs() -> None:
     assert all(chunks.order(published).values())
     wrong = chunks.order(published | {"random-15%": 0.05})
     assert [name for name, holds in wrong.items() if not holds] == ["random rows >> first 8"]
+
+
+def test_repairs_as_a_picture(tmp_path: Path) -> None:
+    outcomes = {
+        (kind, repair): [Outcome(Fidelity(kl, 0.9, 0.01), work, 0.1)]
+        for kind in KINDS
+        for repair, kl, work in (("v-15%", 0.03, 0.18), (chunks.BEST, 0.02, 0.09))
+    }
+    chunks.draw(chunks.Table(outcomes, [], []), tmp_path / "new" / "chunks.svg", "a model")
+    text = (tmp_path / "new" / "chunks.svg").read_text()
+    assert all(word in text for word in ("v-15%", chunks.BEST, "a model", "ours", "published"))
+    assert (tmp_path / "new" / "chunks.png").stat().st_size > 1000
 
 
 def told(nll: float, right: float, tokens: int = 4) -> qa.Told:

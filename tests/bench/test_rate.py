@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from ctxreuse.bench.codec import OURS, figures_of
+from ctxreuse.bench.picture import plot_paths
 from ctxreuse.bench.rate.curve import Point, at_divergence, best_meeting
-from ctxreuse.bench.rate.plot import draw, plot_paths
+from ctxreuse.bench.rate.plot import draw
 from ctxreuse.bench.rate.texts import held_out, read_texts
 from ctxreuse.errors import ConfigError
 
@@ -69,7 +70,8 @@ def test_figures_take_the_level_that_meets_the_target_and_the_best_rival() -> No
 
 def test_the_plot_is_two_files_that_name_every_codec(tmp_path: Path) -> None:
     points = [point(1, 0.05, OURS, "kl-0.05"), point(2, 0.002, OURS, "kl-0.002"), *CURVE]
-    svg, png = draw(points, tmp_path / "new" / "rate.svg", OURS, "a model", (0.01,))
+    draw(points, tmp_path / "new" / "rate.svg", OURS, "a model", (0.01,))
+    svg, png = plot_paths(tmp_path / "new" / "rate")
     text = svg.read_text()
     assert all(word in text for word in (OURS, "kl-0.05", "KL 0.01", "a model"))
     assert png.read_bytes().startswith(b"\x89PNG")

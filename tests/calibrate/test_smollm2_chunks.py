@@ -11,7 +11,7 @@ from ctxreuse.calibrate.scenes import Shape
 from ctxreuse.engines import open_engine
 from ctxreuse.reuse import Gate
 
-BEST = "first-4+last-16+v-17%/192"
+BEST = "first-4+last-16+every-20+drift"
 
 
 @pytest.mark.model

@@ -40,15 +40,21 @@ class Window:
         self.engine.place(live, self.ids[: self.n], self.moves, "approx", **options)
         return live
 
-    def kl(self, rows=(), **options):
+    def kl(self, rows=(), *, drift=False, **options):
         live = self.placed(**options)
         if len(rows):
-            self.engine.mend(live, np.asarray(rows, np.int32), self.ids[self.n : self.n + 1])
+            told, spans = self.ids[self.n : self.n + 1], [(at, at + WIDTH) for at in range(0, self.n, WIDTH)]
+            self.engine.mend(live, np.asarray(rows, np.int32), told, drift=spans if drift else ())
             self.engine.crop(live, self.n)
         return score(self.engine, live, self.ids[self.n :]).against(self.exact).kl
 
     def first(self, count):
         return [at + i for at in range(WIDTH, self.n, WIDTH) for i in range(count)]
+
+    def looked_at(self, share):
+        live, rows = self.placed(), np.arange(self.n, dtype=np.int32)
+        seen = self.engine.attention(live, rows, rows[-32:], self.ids[self.n : self.n + 1])
+        return np.sort(np.argsort(-seen)[: int(share * self.n)])
 
     def deviating(self, share):
         distance, _ = self.engine.deviations(self.placed(), np.arange(self.n, dtype=np.int32), 1, "v")
@@ -57,16 +63,24 @@ class Window:
 
 @pytest.mark.model
 def test_repairs_come_in_the_known_order(smollm2):
-    seen = []
+    seen, drift = [], []
     for ids in windows(smollm2, 2):
         window = Window(smollm2, ids)
         repairs = [window.first(8), window.deviating(0.05), window.deviating(0.15)]
+        fair = np.union1d(window.first(4), np.arange(10, window.n, 20))
+        more = np.union1d(fair, window.looked_at(0.05))
+        drift.append([window.kl(rows, drift=on) for rows in (fair, more) for on in (False, True)])
         seen.append([window.kl(turn=False), window.kl(), *(window.kl(rows) for rows in repairs)])
         assert window.kl(np.arange(window.n)) < 1e-6
     still, turned, first, few, many = np.mean(seen, axis=0)
     assert still > 2 * turned
     assert turned > 1.5 * max(first, few)
     assert min(first, few) > many
+    # What the computed rows are off tells what the others are, and where the end looks is where it matters.
+    few, set_right, looking, both = np.mean(drift, axis=0)
+    assert few > 1.05 * set_right
+    assert few > looking > both
+    assert set_right > both
 
 
 @pytest.mark.model

@@ -33,11 +33,15 @@ _Span = tuple[int, int]
 
 
 class _Part(NamedTuple):
-    """Rows of one run in one forward: ``told`` are computed in it and stand at ``at``, ``rest`` are set right."""
+    """Rows ``low`` to ``high`` of one run are set right in one forward, in which ``told`` are computed, at ``at``.
 
-    told: torch.Tensor
-    at: torch.Tensor
-    rest: torch.Tensor
+    What else of them is computed is written afterwards, so one slice of a plane takes them all.
+    """
+
+    told: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    low: int
+    high: int
 
 
 class Drift:
@@ -50,12 +54,14 @@ class Drift:
     def __init__(self, spans: Sequence[_Span], rows: npt.NDArray[np.int64], rotaries: Mapping[int, Rotary]) -> None:
         self._spans, self._rows, self._rotaries = spans, rows, rotaries
         self._parts: list[_Part] = []
-        self._tables: dict[tuple[Rotary, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[Rotary, int], tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
+        self._ranges: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
     def begin(self, positions: torch.Tensor) -> None:
         """A forward of the tokens at ``positions`` int64 [S]."""
         self._parts = []
         self._tables.clear()
+        self._ranges.clear()
         at = positions.numpy()
         for start, end in self._spans:
             told = np.flatnonzero((at >= start + _FIRST) & (at < end))
@@ -64,66 +70,84 @@ class Drift:
             before = self._rows[(self._rows < at[0]) & (self._rows >= start)]
             after = self._rows[(self._rows > at[-1]) & (self._rows < end)]
             low = int(before[-1]) + 1 if len(before) else start
-            rest = np.setdiff1d(np.arange(low, int(at[-1]) + 1 if len(after) else end), self._rows)
-            if len(rest):
-                self._parts.append(_Part(torch.from_numpy(told), positions[told], torch.from_numpy(rest)))
+            high = int(at[-1]) + 1 if len(after) else end
+            self._parts.append(_Part(told, at[told], low, high))
 
     def correct(self, layer: int, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before a layer writes ``keys`` and ``values`` [1, heads, S, dim] of the forward into its planes ``k`` and
         ``v`` [1, heads, tokens, dim]: add to the other rows what these tell that they are off."""
         rotary = self._rotaries[layer]
+        held_k, held_v, new_k, new_v = (_numbers(states) for states in (k, v, keys, values))
         for part in self._parts:
-            stale = v[0].index_select(1, part.at).float()
-            off_v = values[0][:, part.told].float() - stale
-            off_k = keys[0][:, part.told].float() - k[0].index_select(1, part.at).float()
-            off_k = self._turned(rotary, off_k, part.at, back=True)
+            stale = held_v[:, part.at]
+            off_v = new_v[:, part.told] - stale
+            off_k = self._turned(rotary, new_k[:, part.told] - held_k[:, part.at], part.at, back=True)
             usual = _usual(off_v) & _usual(off_k)
-            told, off_v, off_k = stale[:, usual], off_v[:, usual], off_k[:, usual]
-            if not told.shape[1]:
+            if not usual.any():
                 continue
-            weights = _weights(told, v[0].index_select(1, part.rest).float())
-            v[0].index_add_(1, part.rest, (weights @ off_v).to(v.dtype))
-            k[0].index_add_(1, part.rest, self._turned(rotary, weights @ off_k, part.rest, back=False).to(k.dtype))
+            rows = slice(part.low, part.high)
+            weights = _weights(stale[:, usual], held_v[:, rows])
+            held_v[:, rows] += weights @ off_v[:, usual]
+            held_k[:, rows] += self._turned(rotary, weights @ off_k[:, usual], self._range(part), back=False)
+            if k.dtype != torch.float32:
+                k[0, :, rows].copy_(torch.from_numpy(held_k[:, rows]))
+                v[0, :, rows].copy_(torch.from_numpy(held_v[:, rows]))
 
-    def _turned(self, rotary: Rotary, x: torch.Tensor, positions: torch.Tensor, *, back: bool) -> torch.Tensor:
-        """Float32 [heads, n, dim] turned to positions, or back; a difference of turned K is as long as before."""
+    def _range(self, part: _Part) -> npt.NDArray[np.int64]:
+        return self._ranges.setdefault((part.low, part.high), np.arange(part.low, part.high))
+
+    def _turned(
+        self, rotary: Rotary, x: npt.NDArray[np.float32], positions: npt.NDArray[np.int64], *, back: bool
+    ) -> npt.NDArray[np.float32]:
+        """[heads, n, dim] turned to positions, or back; a difference of turned K is as long as before."""
         if rotary.style == "none":
             return x
-        key = rotary, id(positions)  # which the part keeps
+        key = rotary, id(positions)  # kept as long as the table
         if key not in self._tables:
-            angle = positions.double()[:, None] * torch.tensor(rotary.inv_freq, dtype=torch.float64)
-            self._tables[key] = angle.cos().float(), angle.sin().float()
+            angle = positions[:, None] * np.asarray(rotary.inv_freq, np.float64)
+            self._tables[key] = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         cos, sin = self._tables[key]
-        sin = -sin if back else sin
         half = len(rotary.inv_freq)
-        first, second = slice(0, half), slice(half, 2 * half)
+        first, second = (x[..., :half], x[..., half : 2 * half])
         if rotary.style == "pairs":
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        out = x.clone()
-        out[..., first] = x[..., first] * cos - x[..., second] * sin
-        out[..., second] = x[..., second] * cos + x[..., first] * sin
-        return out
+            first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        a, b = (
+            (first * cos + second * sin, second * cos - first * sin)
+            if back
+            else (first * cos - second * sin, second * cos + first * sin)
+        )
+        first[...], second[...] = a, b  # views of x, which is a result of ours
+        return x
 
 
-def _usual(off: torch.Tensor) -> torch.Tensor:
+def _numbers(states: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Float32 [heads, n, dim] of a tensor [1, heads, n, dim]: its own memory if it holds such numbers. Numpy, as these
+    are many small steps: torch took three times as long for them."""
+    found: npt.NDArray[np.float32] = states[0].float().numpy()
+    return found
+
+
+def _usual(off: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     """Which rows of [heads, n, dim] are not off by far more than the others."""
-    far = (off**2).sum((0, 2))
-    return far <= _USUAL * far.median()
+    far = np.einsum("hnd,hnd->n", off, off)
+    found: npt.NDArray[np.bool_] = far <= _USUAL * np.median(far)
+    return found
 
 
-def _weights(told: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+def _weights(told: npt.NDArray[np.float32], rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """How much each row of [heads, n, dim] counts for each of [heads, m, dim], [m, n]: their mean, and by ridge
     regression on what the rows hold what differs from it; for what all rows are off is a matter of what is in them."""
-    x, y = (rows.transpose(0, 1).flatten(1) for rows in (told, rest))
-    n, middle = len(x), x.mean(0)
-    x, y = x - middle, y - middle
-    mean = torch.full((1, n), 1 / (n + _PRIOR))
-    gram = x @ x.T
-    size = float(gram.diagonal().mean())
+    n, middle = told.shape[1], told.mean(1, keepdims=True)
+    x = told - middle
+    gram = np.matmul(x, x.swapaxes(1, 2)).sum(0)
+    size, mean = float(np.trace(gram)) / n, np.float32(1 / (n + _PRIOR))
     if n < 2 or size <= 0:
-        return mean.expand(len(y), n)
+        return np.full((rows.shape[1], n), mean)
+    y = rows - middle
     # Rows unlike all that were seen are taken for the farthest of those.
-    reach = float(gram.diagonal().max().sqrt())
-    y = y * (reach / y.norm(dim=1, keepdim=True).clamp(min=reach))
-    ridge = torch.linalg.solve(gram + _RIDGE * size * torch.eye(n), x @ y.T).T
-    return mean + ridge
+    reach = np.sqrt(gram.diagonal().max())
+    like = reach / np.sqrt(np.maximum(np.einsum("hmd,hmd->m", y, y), reach * reach))
+    shared = np.matmul(x, y.swapaxes(1, 2)).sum(0) * like
+    gram[np.diag_indices(n)] += np.float32(_RIDGE * size)
+    found: npt.NDArray[np.float32] = np.linalg.solve(gram, shared).T + mean
+    return found

@@ -42,6 +42,7 @@ def picture(path: Path, title: str) -> Iterator[Any]:
             yield axes
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "235" else "")
             axes.set_title(title, loc="left", fontsize=11)
             axes.grid(True, which="major", color="0.92", lw=0.7)
             axes.spines[["top", "right"]].set_visible(False)

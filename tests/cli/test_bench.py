@@ -55,6 +55,7 @@ def test_ls_names_every_bench_module(run: Any) -> None:
         "shaped",
         "single",
         "nearby",
+        "picture",
         "report",
         "table",
         "triton_decode",

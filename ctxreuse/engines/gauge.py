@@ -13,12 +13,16 @@ from ctxreuse.errors import ConfigError
 from ctxreuse.keys import Tokens
 from ctxreuse.model import ModelSpace
 
-__all__ = ["Gauge", "Planes", "Reading", "Rotary", "RotaryStyle", "open_gauge"]
+__all__ = ["Gauge", "Planes", "Reading", "Rotary", "RotaryStyle", "Tables", "open_gauge"]
 
 RotaryStyle = Literal["half", "pairs", "none"]
 
 #: (layer, ``"k"`` or ``"v"``) -> float32 [heads, rows, dim], the values that the engine keeps: K as it is rotated.
 Planes = dict[tuple[int, str], npt.NDArray[np.float32]]
+
+
+#: Cosines and sines, float32 [rows, pairs] each.
+Tables = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
 class Rotary(msgspec.Struct, frozen=True):
@@ -36,17 +40,24 @@ class Rotary(msgspec.Struct, frozen=True):
         self, k: npt.NDArray[np.float32], positions: npt.NDArray[np.integer], *, back: bool
     ) -> npt.NDArray[np.float32]:
         """K [..., rows, dim] turned to ``positions`` [rows], or ``back`` from them; a new array."""
-        if self.style == "none":
-            return k.copy()
-        half = len(self.inv_freq)
+        return self.turn_by(k, self.tables(positions, back=back))
+
+    def tables(self, positions: npt.NDArray[np.integer], *, back: bool) -> Tables:
+        """What `turn_by` needs to turn K to ``positions`` [rows], or ``back`` from them."""
         angle = np.asarray(positions, np.float64)[:, None] * np.asarray(self.inv_freq, np.float64)
         length = 1 / self.scale if back else self.scale
         cos = (np.cos(angle) * length).astype(np.float32)
-        sin = (np.sin(angle) * (-length if back else length)).astype(np.float32)
+        return cos, (np.sin(angle) * (-length if back else length)).astype(np.float32)
+
+    def turn_by(self, k: npt.NDArray[np.float32], tables: Tables) -> npt.NDArray[np.float32]:
+        """K [..., rows, dim] turned as ``tables`` say; a new array."""
+        out = k.copy()
+        if self.style == "none":
+            return out
+        half, (cos, sin) = len(self.inv_freq), tables
         first, second = (slice(0, half), slice(half, 2 * half))
         if self.style == "pairs":
             first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        out = k.copy()
         out[..., first] = k[..., first] * cos - k[..., second] * sin
         out[..., second] = k[..., second] * cos + k[..., first] * sin
         return out

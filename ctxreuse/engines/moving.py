@@ -112,10 +112,10 @@ class Mover(Protocol):
 
         ``tokens`` (at least one) run as if they were appended, behind the gaps and the rows at ``looks`` (int32,
         ascending), which are computed afresh. Returns the softmax weights of ``looks`` and ``tokens`` on each row,
-        summed over these, heads and layers, float32 [n]. A layer whose softmax has more terms than keys counts without
-        these. Costs a prefill of what runs; the context is unchanged afterwards. Raises EngineError for rows that the
-        context has not, or an engine that cannot; what `Engine.prefill` raises; what `Loading.wait` raises if a load
-        in flight fails.
+        summed over these, heads and layers, float32 [n]. Of what a layer adds to its scores only the mask and a softcap
+        count. Costs a prefill of what runs; the context is unchanged afterwards. Raises EngineError for rows that the
+        context has not, or an engine that cannot; what `Engine.prefill` raises; what `Loading.wait` raises if a load in
+        flight fails.
         """
         ...
 

@@ -25,7 +25,8 @@ _STEPS: Final = 1000
 class Verdict(msgspec.Struct, frozen=True):
     """``allowed``: moved rows may be used, repaired by ``repair``, and then have the level ``level``; ``kl`` is the
     measured bound behind that (nats a token). ``reason`` tells people what was decided, and what they can do.
-    ``recomputed``: layer-tokens that the repair computes, as a share of those of the moved rows."""
+    ``recomputed``: layer-tokens that the repair computes, as a share of those of the moved rows; where the repair looks
+    first, what is new is computed twice, which is part of it."""
 
     allowed: bool
     repair: str

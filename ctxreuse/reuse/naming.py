@@ -6,8 +6,9 @@ import re
 from itertools import pairwise
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.reuse.policies import Asked, Both, Deviant, Drifting, Every, First, Last, Nothing, Random, layers_of
+from ctxreuse.reuse.policies import Asked, Deviant, Every, First, Last, Nothing, Random, layers_of
 from ctxreuse.reuse.repair import Repair, Role
+from ctxreuse.reuse.sums import Both, Drifting
 
 __all__ = ["SHARE", "parse"]
 
@@ -34,7 +35,7 @@ def parse(name: str, *, seed: int = 0) -> Repair:
     ``+drift`` at the end the rows that are left are set right by what the computed ones were off: ``every-12+drift``.
     """
     if name in ("none", "rotate"):
-        return Nothing(name)
+        return Nothing(turn=name == "rotate")
     chosen = name.removesuffix("+drift")
     if chosen.count("+") >= 8:
         raise _unknown(name)
@@ -43,7 +44,7 @@ def parse(name: str, *, seed: int = 0) -> Repair:
     return repair if chosen == name else Drifting(repair)
 
 
-def _part(word: str, seed: int, name: str) -> First | Every | Last | Random | Deviant | Asked:
+def _part(word: str, seed: int, name: str) -> Repair:
     if (found := _FIRST.fullmatch(word)) is not None and int(found[1]):
         return First(int(found[1]))
     if (found := _EVERY.fullmatch(word)) is not None and int(found[1]):

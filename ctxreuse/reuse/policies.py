@@ -1,20 +1,18 @@
-"""The published repairs of moved runs, ours, and their combinations."""
+"""The published repairs of moved runs, and ours, one by one; `ctxreuse.reuse.sums` combines them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from ctxreuse.keys import Tokens
-from ctxreuse.reuse.repair import LOOKING, Attention, Deviations, Role, Span
+from ctxreuse.reuse.repair import LOOKING, Attention, Deviations, Repair, Role, Span
 
 __all__ = [
     "Asked",
-    "Both",
     "Deviant",
-    "Drifting",
     "Every",
     "First",
     "Last",
@@ -25,16 +23,19 @@ __all__ = [
 ]
 
 
-class Nothing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Nothing(Repair):
     """Moves rows and computes none of them."""
 
-    name: str = "rotate"
-    asks: bool = False
-    drifts: bool = False
+    turn: bool = True
+
+    @property
+    def name(self) -> str:
+        return "rotate" if self.turn else "none"
 
     @property
     def turned(self) -> bool:
-        return self.name != "none"
+        return self.turn
 
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
         return np.zeros(0, np.int32)
@@ -43,13 +44,11 @@ class Nothing(NamedTuple):
         return 0.0
 
 
-class First(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class First(Repair):
     """The first ``count`` rows of each run, which were attention sinks where they stood (EPIC, 2025)."""
 
-    count: int  # type: ignore[assignment]  # no tuple is searched here
-    turned: bool = True
-    asks: bool = False
-    drifts: bool = False
+    count: int
 
     @property
     def name(self) -> str:
@@ -68,13 +67,11 @@ class First(NamedTuple):
         return min(1.0, self.count * runs / tokens) if tokens else 0.0
 
 
-class Every(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Every(Repair):
     """One row of every ``step`` of each run: no choice, but a fair sample of what the others are off."""
 
     step: int
-    turned: bool = True
-    asks: bool = False
-    drifts: bool = False
 
     @property
     def name(self) -> str:
@@ -91,14 +88,12 @@ class Every(NamedTuple):
         return 1 / self.step
 
 
-class Last(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Last(Repair):
     """The rows nearest to what is said next, which looks there most: ``most`` of them or a ``share`` of all."""
 
     most: int = 0
     share: float = 0.0
-    turned: bool = True
-    asks: bool = False
-    drifts: bool = False
 
     @property
     def name(self) -> str:
@@ -109,6 +104,12 @@ class Last(NamedTuple):
         wanted = self._wanted(len(rows), budget)
         return rows[len(rows) - wanted :]
 
+    def beyond(
+        self, chosen: Tokens, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention
+    ) -> Tokens:
+        more = np.setdiff1d(self.rows(runs, budget + len(chosen), deviations, attention), chosen)
+        return more[len(more) - min(max(budget, 0), len(more)) :]
+
     def _wanted(self, total: int, budget: int) -> int:
         return max(0, min(self.most, total, budget)) if self.most else share_of(self.share, total, budget)
 
@@ -116,14 +117,12 @@ class Last(NamedTuple):
         return self._wanted(tokens, tokens) / tokens if tokens else 0.0
 
 
-class Random(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Random(Repair):
     """A share of all rows, drawn by ``seed`` and the rows' positions: what the others must beat."""
 
     share: float
     seed: int
-    turned: bool = True
-    asks: bool = False
-    drifts: bool = False
 
     @property
     def name(self) -> str:
@@ -139,7 +138,8 @@ class Random(NamedTuple):
         return self.share
 
 
-class Deviant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Deviant(Repair):
     """The share of rows that lies farthest from freshly computed ones (CacheBlend, 2025).
 
     ``steps``: (share, layer), layers ascending and shares falling: what is kept at one layer is compared again at the
@@ -150,9 +150,6 @@ class Deviant(NamedTuple):
     role: Role
     steps: tuple[tuple[float, int], ...]
     near: int = 0
-    turned: bool = True
-    asks: bool = False
-    drifts: bool = False
 
     @property
     def name(self) -> str:
@@ -167,7 +164,6 @@ class Deviant(NamedTuple):
     def beyond(
         self, chosen: Tokens, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention
     ) -> Tokens:
-        """As `rows`, but none of ``chosen``, which others have chosen before."""
         rows = _positions(runs)[-self.near :]
         total = len(rows)
         for share, layer in self.steps:
@@ -189,7 +185,8 @@ class Deviant(NamedTuple):
         return min(1.0, of * (looked + share))
 
 
-class Asked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Asked(Repair):
     """The share of rows that what the prompt ends with attends to most, as a first look over all of them tells.
 
     ``by``: attention times how far the rows lie in this role at ``layer`` (the root of `Deviations`), which is about
@@ -199,14 +196,15 @@ class Asked(NamedTuple):
     share: float
     by: Role | None = None
     layer: int = 1
-    turned: bool = True
-    asks: bool = True
-    drifts: bool = False
 
     @property
     def name(self) -> str:
         by = f"*{self.by}" if self.by else ""
         return f"ask{by}-{_percent(self.share)}" + (f"@{self.layer}" if self.layer != 1 else "")
+
+    @property
+    def asks(self) -> bool:
+        return True
 
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
         return self.beyond(np.zeros(0, np.int32), runs, budget, deviations, attention)
@@ -214,7 +212,6 @@ class Asked(NamedTuple):
     def beyond(
         self, chosen: Tokens, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention
     ) -> Tokens:
-        """As `rows`, but none of ``chosen``, which others have chosen before."""
         rows = _positions(runs)
         if not len(rows) or budget <= 0:
             return rows[:0]
@@ -230,65 +227,13 @@ class Asked(NamedTuple):
         return min(1.0, self.share + compared + (min(1.0, LOOKING / tokens) if tokens else 0.0))
 
 
-class Drifting(NamedTuple):
-    """As another repair, and the rows that it leaves are set right by what those that it computes were off."""
-
-    repair: First | Every | Last | Random | Deviant | Asked | Both
-    turned: bool = True
-    drifts: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.repair.name}+drift"
-
-    @property
-    def asks(self) -> bool:
-        return self.repair.asks
-
-    def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
-        return self.repair.rows(runs, budget, deviations, attention)
-
-    def work(self, tokens: int, runs: int, layers: int) -> float:
-        return self.repair.work(tokens, runs, layers)
-
-
-class Both(NamedTuple):
-    """One repair after the other: each has what budget those before it left."""
-
-    parts: tuple[First | Every | Last | Random | Deviant | Asked, ...]
-    turned: bool = True
-    drifts: bool = False
-
-    @property
-    def asks(self) -> bool:
-        return any(part.asks for part in self.parts)
-
-    @property
-    def name(self) -> str:
-        return "+".join(part.name for part in self.parts)
-
-    def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
-        chosen: Tokens = np.zeros(0, np.int32)
-        for part in self.parts:
-            left = max(budget - len(chosen), 0)
-            if isinstance(part, Deviant | Asked):
-                more = part.beyond(chosen, runs, left, deviations, attention)
-            else:
-                more = np.setdiff1d(part.rows(runs, budget, deviations, attention), chosen)
-                more = more[max(len(more) - left, 0) :] if isinstance(part, Last) else more[:left]
-            chosen = np.union1d(chosen, more).astype(np.int32)
-        return chosen
-
-    def work(self, tokens: int, runs: int, layers: int) -> float:
-        return min(1.0, sum(part.work(tokens, runs, layers) for part in self.parts))
-
-
 def _positions(runs: Sequence[Span]) -> Tokens:
     spans = [np.arange(run.start, run.end, dtype=np.int32) for run in runs]
     return np.concatenate(spans) if spans else np.zeros(0, np.int32)
 
 
 def share_of(share: float, total: int, budget: int) -> int:
+    """How many of ``total`` rows a share is, rounded up, at most ``budget``."""
     return max(0, min(budget, -int(-share * total // 1)))
 
 

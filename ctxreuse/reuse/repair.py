@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -35,37 +36,44 @@ class Span(Protocol):
     def end(self) -> int: ...
 
 
-class Repair(Protocol):
+class Repair(ABC):
     """Chooses rows. Immutable; any thread may call, and equal arguments give equal rows."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """As users write it; `parse` gives an equal repair for it."""
-        ...
 
     @property
     def turned(self) -> bool:
         """False only for ``none``: not even the keys are turned to their new positions."""
-        ...
+        return True
 
     @property
     def asks(self) -> bool:
         """True if it takes ``attention``: then all that is new in the prompt is computed twice."""
-        ...
+        return False
 
     @property
     def drifts(self) -> bool:
         """True if rows that are not computed are set right by what the computed ones were off (`Mover.mend`)."""
-        ...
+        return False
 
+    @abstractmethod
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
         """Positions in ``runs`` to compute anew, ascending, int32, at most ``budget`` of them."""
-        ...
 
+    def beyond(
+        self, chosen: Tokens, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention
+    ) -> Tokens:
+        """As `rows`, but none of ``chosen``, which others have chosen before."""
+        found = self.rows(runs, budget + len(chosen), deviations, attention)
+        return np.setdiff1d(found, chosen)[: max(budget, 0)]
+
+    @abstractmethod
     def work(self, tokens: int, runs: int, layers: int) -> float:
         """Layer-tokens that it computes over ``runs`` runs of ``tokens`` tokens together in a model of ``layers``
         layers, as a share of computing them all; its looking for rows is part of it."""
-        ...
 
 
 def looking(n: int, new: int) -> Tokens:

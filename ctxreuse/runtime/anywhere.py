@@ -21,7 +21,7 @@ from ctxreuse.runtime.spans import Spans, rows_of, within, without
 if TYPE_CHECKING:
     from ctxreuse.cost import CostModel
     from ctxreuse.engines.base import Engine, Live, Logits
-    from ctxreuse.reuse.repair import Role
+    from ctxreuse.reuse.repair import Repair, Role
     from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["Anywhere", "Moving"]
@@ -138,6 +138,12 @@ class Moving:
         mended += lacking - tokens if repair.asks else 0
         return self._cost.moves(tokens * space.token_nbytes, lacking, lacking - tokens + mended, self._start)
 
+    @property
+    def _repair(self) -> Repair:
+        """Of the verdict that let the runs through."""
+        assert self._verdict is not None
+        return parse(self._verdict.repair)
+
     def _refuse(self, reason: str, runs: Sequence[Run]) -> None:
         spans = tuple((run.start, run.end) for run in runs)
         self.reasons[reason] = (*self.reasons.get(reason, ()), *spans)
@@ -174,9 +180,7 @@ class Moving:
         if self._cost is not None:
             nbytes = sum(b - a for a, b in spans) * self._engine.space.token_nbytes
             self._cost.move.observe(nbytes, self._clock() - at)
-        assert self._verdict is not None
-        drift = good if parse(self._verdict.repair).drifts else ()
-        logits = self._mover.mend(live, rows, self._ids[end:], drift=drift)
+        logits = self._mover.mend(live, rows, self._ids[end:], drift=good if self._repair.drifts else ())
         used(self._store, self.runs)
         self.spans = within(spans, live.moved)  # type: ignore[attr-defined]  # a mover's context: `MovedLive`
         self.moved = sum(b - a for a, b in self.spans)
@@ -196,9 +200,10 @@ class Moving:
                 assert self._verdict is not None
                 levels = [approx(run.level) for run in self.runs if not is_exact(run.level)]
                 level = max([self._verdict.level, *levels], key=rank)
-                turned = parse(self._verdict.repair).turned
                 try:
-                    self._mover.place(live, self._ids[live.n : self.runs[-1].end], moves, level, turn=turned)
+                    self._mover.place(
+                        live, self._ids[live.n : self.runs[-1].end], moves, level, turn=self._repair.turned
+                    )
                     return True
                 except MoveError as error:
                     bad, key = of[error.index], error.key
@@ -245,7 +250,6 @@ class Moving:
         """Positions to compute: gaps, runs whose probes deviate too much, and what the repair chooses of the others;
         and where these others are."""
         assert self._gate.card is not None
-        assert self._verdict is not None
         probes = [probe_rows(run) for run in self.runs]
         far, size = self._mover.deviations(live, np.concatenate(probes), self._gate.card.probe_layer, "v")
         at, good = 0, []
@@ -268,6 +272,6 @@ class Moving:
 
         moved = tuple((run.start, run.end) for run in good)
         most = sum(b - a for a, b in moved)
-        repaired = parse(self._verdict.repair).rows(good, most, deviations, attention) if good else np.zeros(0, "<i4")
+        repaired = self._repair.rows(good, most, deviations, attention) if good else np.zeros(0, "<i4")
         computed = rows_of(without(((start, live.n),), moved))
         return np.union1d(computed, repaired).astype("<i4"), moved

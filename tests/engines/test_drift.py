@@ -11,6 +11,7 @@ from ctxreuse.engines.gauge import Rotary
 from ctxreuse.engines.moving import Rows
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.drift import Drift
+from ctxreuse.engines.torch_hf.layers import ArenaLayer
 from ctxreuse.errors import EngineError
 from ctxreuse.reuse.attend import HeldMove
 from ctxreuse.testing.engine import random_tokens, seal
@@ -24,6 +25,14 @@ ROTARIES = [
     Rotary("pairs", (1.0, 0.1, 0.01, 0.001)),
     Rotary("half", (1.0, 0.05), scale=1.5),  # half of the dims are turned
 ]
+
+
+def layer_of(k, v):
+    """A layer that holds these."""
+    layer = ArenaLayer()
+    layer.bind(k, v)
+    layer.resize(k.shape[2])
+    return layer
 
 
 def moved(rotary: Rotary, n: int, noise: float, seed: int):
@@ -50,14 +59,15 @@ def test_what_is_common_is_set_right_as_far_as_it_was_seen(rotary, rows, cut, se
     spans, n = [(5, 40), (40, 90)], 100
     right, held = moved(rotary, n, 0.0, seed)
     before = [plane.clone() for plane in held]
-    drift = Drift(spans, np.array(rows), {7: rotary})
+    layer = layer_of(*held)
+    drift = Drift(spans, np.array(rows), {layer: rotary})
     for part in (rows[:cut], rows[cut:]):
         if not part:
             continue
         at = torch.tensor(part)
         drift.begin(at)
         fresh = [plane[:, :, at] for plane in right]
-        drift.correct(7, *held, *fresh)
+        drift.correct(layer, *fresh)
         for plane, new in zip(held, fresh):
             plane.index_copy_(2, at, new)
     for plane, was, wanted in zip(held, before, right):
@@ -83,9 +93,10 @@ def test_rows_that_are_off_by_far_more_than_others_tell_nothing():
     for plane in held:
         plane[0, :, 20] += 50
     rows = np.array([12, 20, 30, 40, 50])
-    drift = Drift([(0, 60)], rows, {0: ROTARIES[1]})
+    layer = layer_of(*held)
+    drift = Drift([(0, 60)], rows, {layer: ROTARIES[1]})
     drift.begin(torch.from_numpy(rows))
-    drift.correct(0, *held, *(plane[:, :, rows] for plane in right))
+    drift.correct(layer, *(plane[:, :, rows] for plane in right))
     left = (held[1] - right[1])[0, :, 55]
     assert float(left.abs().max()) < 3
 
@@ -134,9 +145,10 @@ def test_what_goes_by_the_rows_contents_is_learnt_from_those_that_are_computed()
     off = stale[1] @ matrix + 0.5
     held = [stale[0].clone(), stale[1].clone()]
     rows = np.arange(9, n, 4)
-    drift = Drift([(0, n)], rows, {0: rotary})
+    layer = layer_of(*held)
+    drift = Drift([(0, n)], rows, {layer: rotary})
     drift.begin(torch.from_numpy(rows))
-    drift.correct(0, *held, stale[0][:, :, rows], (stale[1] + off)[:, :, rows])
+    drift.correct(layer, stale[0][:, :, rows], (stale[1] + off)[:, :, rows])
     rest = np.setdiff1d(np.arange(n), rows)
     left = float(((held[1] - stale[1] - off)[:, :, rest] ** 2).sum() / ((off - off.mean(2, keepdim=True)) ** 2).sum())
     assert left < 0.5 * len(rest) / n  # what a mean leaves is all of it

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
+from made_up import Span, never
 
 from ctxreuse.reuse import Attention, Deviations, looking, parse
 from ctxreuse.reuse.repair import LOOKING
 
-
-class Span(NamedTuple):
-    start: int
-    end: int
-
-
 RUNS = [Span(5, 10), Span(20, 35)]
-
-
-def never(*_: object) -> np.ndarray:
-    raise AssertionError("nobody asked")
 
 
 def attention(rows: np.ndarray) -> np.ndarray:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from made_up import Span, never
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.reuse import parse
 
-
-class Span(NamedTuple):
-    start: int
-    end: int
-
-
 RUNS = [Span(5, 10), Span(20, 30)]
-
-
-def never(*_: object) -> np.ndarray:
-    raise AssertionError("these repairs compare nothing")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         if scatter is not None:
             self.resize(max(self.length, scatter.end))
             if scatter.drift is not None:
-                scatter.drift.correct(id(self), self.keys, self.values, key_states, value_states)
+                scatter.drift.correct(self, key_states, value_states)
             scatter.write(self.keys, key_states)
             scatter.write(self.values, value_states)
             return self.keys[:, :, : scatter.end], self.values[:, :, : scatter.end]

@@ -188,7 +188,8 @@ class Moves:
             raise EngineError(f"layer {layer} has no {role!r} of all tokens", where=self._space.architecture)
         if not len(asked):
             return np.zeros(0, np.float32), np.zeros(0, np.float32)
-        run = np.union1d(asked, [p for a, b in live.gaps for p in range(a, min(b, int(asked[-1])))]).astype(np.int64)
+        gaps = self._open(live)
+        run = np.union1d(asked, gaps[gaps < asked[-1]])
         at = torch.from_numpy(run)
         found: list[torch.Tensor] = []
         if live.loading is not None:
@@ -215,16 +216,13 @@ class Moves:
         self._scatters()
         ids = check_prompt(self._space, live.n, tokens)
         asked, look = self._rows(live, rows), self._rows(live, looks)
-        n, end = live.n, live.n + len(ids)
-        again, new = np.union1d(look, self._open(live)).astype(np.int64), np.arange(n, end)
-        noted = Looking(np.concatenate([look, new]), end)
+        again, end = np.union1d(look, self._open(live)), live.n + len(ids)
+        noted = Looking(np.concatenate([look, np.arange(live.n, end)]), end)
         if live.loading is not None:
             live.loading.wait()
         live.room(end, len(again))
-        wide = torch.from_numpy(np.concatenate([live.tokens[again], ids]).astype(np.int64))
         with live.tried(len(self._space.layers), again):
-            for _ in self._run(live, np.concatenate([again, new]), wide, looking=noted):
-                pass
+            self._run(live, again, ids, looking=noted)
         return noted.of(asked)
 
     def _open(self, live: TorchLive) -> npt.NDArray[np.int64]:
@@ -234,19 +232,21 @@ class Moves:
     def _run(
         self,
         live: TorchLive,
-        where: npt.NDArray[np.int64],
-        ids: torch.Tensor,
+        again: npt.NDArray[np.int64],
+        ids: Tokens,
         *,
         looking: Looking | None = None,
         drift: Drift | None = None,
-    ) -> Iterator[torch.Tensor]:
-        """Compute tokens at ascending positions piece by piece; logits after each piece."""
-        at = torch.from_numpy(where)
-        for a, b in pieces(0, len(where), self._chunk, 0, False):
+    ) -> torch.Tensor:
+        """Compute the tokens at some positions again and ``ids``, at least one, behind all; the last one's logits."""
+        at = torch.from_numpy(np.concatenate([again, np.arange(live.n, live.n + len(ids))]))
+        told = torch.from_numpy(np.concatenate([live.tokens[again], ids]).astype(np.int64))
+        logits = torch.empty(0)
+        for a, b in pieces(0, len(at), self._chunk, 0, False):
             with scattered(at[a:b], looking=looking, drift=drift):
-                logits = self._forward.run(ids[a:b], at[a:b], live.cache)
+                logits = self._forward.run(told[a:b], at[a:b], live.cache)
             live.settle()
-            yield logits
+        return logits
 
     @inference
     def mend(self, live: TorchLive, rows: Tokens, tokens: Tokens, drift: Sequence[tuple[int, int]]) -> Logits:
@@ -254,21 +254,17 @@ class Moves:
         self._scatters()
         ids = check_prompt(self._space, live.n, tokens)
         asked = self._rows(live, rows)
-        n, end = live.n, live.n + len(ids)
         if not np.isin(self._open(live), asked).all():
             raise EngineError(f"rows leave gaps at {list(live.gaps)[:4]}", fix="Mend all rows that no move covers")
         drifting = self._drifting(live, drift, asked) if len(drift) else None
-        live.room(end, len(asked))
-        wide = torch.from_numpy(np.concatenate([live.tokens[asked], ids]).astype(np.int64))
-        logits = torch.empty(0)
+        live.room(live.n + len(ids), len(asked))
         try:
-            for logits in self._run(live, np.concatenate([asked, np.arange(n, end)]), wide, drift=drifting):  # noqa: B007
-                pass
+            logits = self._run(live, asked, ids, drift=drifting)
         except BaseException as error:
             live.abandon()
             live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
             raise
-        live.provenance.compute(_spans(asked), n)
+        live.provenance.compute(_spans(asked), live.n)
         live.append(ids)
         live.detach()
         result: Logits = logits.numpy().copy()
@@ -281,8 +277,8 @@ class Moves:
                 raise EngineError(f"tokens {start} to {end} were not moved there, so they have no drift")
         if any(a[1] > b[0] for a, b in pairwise(spans)):
             raise EngineError("spans of drift overlap or do not ascend")
-        layers = {id(layer): index for index, layer in live.arena_layers}
-        return Drift(spans, asked, {mark: self._turns()[index] for mark, index in layers.items()})
+        turns = self._turns()
+        return Drift(spans, asked, {layer: turns[index] for index, layer in live.arena_layers})
 
     def _rows(self, live: TorchLive, rows: Tokens) -> npt.NDArray[np.int64]:
         asked = np.asarray(rows, np.int64)

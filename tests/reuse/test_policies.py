@@ -17,6 +17,7 @@ NAMES = [
     "none",
     "rotate",
     "first-8",
+    "every-8",
     "last-8",
     "last-5%",
     "v-5%",

@@ -40,27 +40,31 @@ class Rotary(msgspec.Struct, frozen=True):
         self, k: npt.NDArray[np.float32], positions: npt.NDArray[np.integer], *, back: bool
     ) -> npt.NDArray[np.float32]:
         """K [..., rows, dim] turned to ``positions`` [rows], or ``back`` from them; a new array."""
-        return self.turn_by(k, self.tables(positions, back=back))
+        out, (cos, sin) = k.copy(), self.tables(positions, back=back)
+        first, second = self.pairs
+        out[..., first] = k[..., first] * cos - k[..., second] * sin
+        out[..., second] = k[..., second] * cos + k[..., first] * sin
+        return out
+
+    @property
+    def pairs(self) -> tuple[slice, slice]:
+        """The dims that are the first of a pair, and those that are the second."""
+        half = len(self.inv_freq)
+        return (
+            (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+            if self.style == "pairs"
+            else (
+                slice(0, half),
+                slice(half, 2 * half),
+            )
+        )
 
     def tables(self, positions: npt.NDArray[np.integer], *, back: bool) -> Tables:
-        """What `turn_by` needs to turn K to ``positions`` [rows], or ``back`` from them."""
+        """What K is multiplied with to be turned to ``positions`` [rows], or ``back`` from them."""
         angle = np.asarray(positions, np.float64)[:, None] * np.asarray(self.inv_freq, np.float64)
         length = 1 / self.scale if back else self.scale
         cos = (np.cos(angle) * length).astype(np.float32)
         return cos, (np.sin(angle) * (-length if back else length)).astype(np.float32)
-
-    def turn_by(self, k: npt.NDArray[np.float32], tables: Tables) -> npt.NDArray[np.float32]:
-        """K [..., rows, dim] turned as ``tables`` say; a new array."""
-        out = k.copy()
-        if self.style == "none":
-            return out
-        half, (cos, sin) = len(self.inv_freq), tables
-        first, second = (slice(0, half), slice(half, 2 * half))
-        if self.style == "pairs":
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-        out[..., first] = k[..., first] * cos - k[..., second] * sin
-        out[..., second] = k[..., second] * cos + k[..., first] * sin
-        return out
 
 
 @runtime_checkable

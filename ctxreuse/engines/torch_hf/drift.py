@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ctxreuse.engines.gauge import Rotary, Tables
+from ctxreuse.engines.gauge import Rotary
+from ctxreuse.engines.torch_hf.rotary import add_turned, tables
 
 if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf.layers import ArenaLayer
@@ -33,18 +34,33 @@ _RIDGE: Final = 1.0
 _PRIOR: Final = 4.0
 
 _Span = tuple[int, int]
+_Tables = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Part(NamedTuple):
-    """Rows ``low`` to ``high`` of one run are set right in one forward, in which ``told`` are computed, at ``at``.
+class _Parts(NamedTuple):
+    """Of each of R runs what is set right in one forward.
 
-    What else of them is computed is written afterwards, so one slice of a plane takes them all.
+    ``told`` int64 [R, n]: which of the forward's tokens tell, ``at`` [R, n]: their positions, ``counts`` [R, n]: those
+    that do count, as runs with fewer are filled up. ``rows``: the positions to be set right, a slice a run. What else
+    of them is computed is written afterwards.
     """
 
-    told: npt.NDArray[np.int64]
-    at: npt.NDArray[np.int64]
-    low: int
-    high: int
+    told: torch.Tensor
+    at: torch.Tensor
+    counts: torch.Tensor
+    rows: list[slice]
+
+
+class _Fit(NamedTuple):
+    """A regression for each of R runs. ``x`` [R, n, numbers]: what the rows that tell hold, less the run's ``middle``
+    [R, numbers], zero where one does not count. ``inverse`` [R, n, n], ``reach`` [R]: the largest squared length of x.
+    ``mean`` [R, n]: how much each counts for all rows."""
+
+    x: torch.Tensor
+    middle: torch.Tensor
+    inverse: torch.Tensor
+    reach: torch.Tensor
+    mean: torch.Tensor
 
 
 class Drift:
@@ -54,87 +70,107 @@ class Drift:
     turn K. A run whose rows are computed in several forwards is set right piece by piece.
     """
 
+    # In torch, as numpy's matrix products have threads of their own, which keep the processors from the model's: a
+    # repair of 345 rows of SmolLM2 took 4.0 s with them and takes 1.9 s.
+
     def __init__(
         self, spans: Sequence[_Span], rows: npt.NDArray[np.int64], rotaries: Mapping[ArenaLayer, Rotary]
     ) -> None:
         self._spans, self._rows, self._rotaries = spans, rows, rotaries
-        self._parts: list[_Part] = []
-        self._tables: dict[Rotary, list[tuple[Tables, Tables]]] = {}
+        self._parts: _Parts | None = None
+        self._tables: dict[Rotary, tuple[_Tables, list[_Tables]]] = {}
 
     def begin(self, positions: torch.Tensor) -> None:
         """A forward of the tokens at ``positions`` int64 [S]."""
-        self._parts, self._tables = [], {}
-        at = positions.numpy()
+        told, rows, at = [], [], positions.numpy()
         for start, end in self._spans:
-            told = np.flatnonzero((at >= start + _FIRST) & (at < end))
-            if not len(told):
+            here = np.flatnonzero((at >= start + _FIRST) & (at < end))
+            if not len(here):
                 continue
             before = self._rows[(self._rows < at[0]) & (self._rows >= start)]
             after = self._rows[(self._rows > at[-1]) & (self._rows < end)]
             low = int(before[-1]) + 1 if len(before) else start
-            high = int(at[-1]) + 1 if len(after) else end
-            self._parts.append(_Part(told, at[told], low, high))
+            told.append(here)
+            rows.append(slice(low, int(at[-1]) + 1 if len(after) else end))
+        self._parts, self._tables = _parts(told, rows, at) if told else None, {}
 
     def correct(self, layer: ArenaLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before a layer writes ``keys`` and ``values`` [1, heads, S, dim] of the forward: add to the other rows of its
         planes what these tell that they are off."""
+        parts = self._parts
+        if parts is None:
+            return
         rotary = self._rotaries[layer]
-        new_k, new_v = _numbers(keys), _numbers(values)
-        for part, (back, there) in zip(self._parts, self._turning(rotary)):
-            planes = [plane[:, :, part.low : part.high] for plane in (layer.keys, layer.values)]
-            held_k, held_v = map(_numbers, planes)
-            at = part.at - part.low
-            stale = held_v[:, at]
-            off_v = new_v[:, part.told] - stale
-            off_k = rotary.turn_by(new_k[:, part.told] - held_k[:, at], back)
-            usual = _usual(off_v) & _usual(off_k)
-            if not usual.any():
-                continue
-            weights = _weights(stale[:, usual], held_v)
-            held_v += weights @ off_v[:, usual]
-            held_k += rotary.turn_by(weights @ off_k[:, usual], there)
-            for plane, held in zip(planes, (held_k, held_v)):
-                if plane.dtype != torch.float32:  # then what was changed is a copy
-                    plane.copy_(torch.from_numpy(held))
+        back, there = self._turning(rotary, parts)
+        stale = _rows(layer.values, parts.at)
+        off_v = _rows(values, parts.told) - stale
+        moved = _rows(keys, parts.told) - _rows(layer.keys, parts.at)
+        off_k = torch.zeros_like(moved)
+        add_turned(off_k.flatten(1, 2), moved.flatten(1, 2), rotary, back)
+        fit = _fit(_by_run(stale), _usual(off_v, parts.counts) * _usual(off_k, parts.counts))
+        for run, (rows, to) in enumerate(zip(parts.rows, there)):
+            held_k, held_v = layer.keys[0, :, rows], layer.values[0, :, rows]
+            weights = _weights(fit, run, held_v.float()).expand(len(held_v), -1, -1)
+            held_v += torch.bmm(weights, off_v[:, run])
+            right = held_k.float()  # itself, if it holds such numbers
+            add_turned(right, torch.bmm(weights, off_k[:, run]), rotary, to)
+            if right is not held_k:
+                held_k.copy_(right)
 
-    def _turning(self, rotary: Rotary) -> list[tuple[Tables, Tables]]:
-        """For each part how what is computed is turned back, and all of its rows to their places."""
+    def _turning(self, rotary: Rotary, parts: _Parts) -> tuple[_Tables, list[_Tables]]:
+        """How the R * n rows that tell are turned back, and those of each run to their places."""
         if rotary not in self._tables:
-            self._tables[rotary] = [
-                (rotary.tables(part.at, back=True), rotary.tables(np.arange(part.low, part.high), back=False))
-                for part in self._parts
-            ]
+            there = [tables(rotary, np.arange(rows.start, rows.stop), back=False) for rows in parts.rows]
+            self._tables[rotary] = tables(rotary, parts.at.flatten().numpy(), back=True), there
         return self._tables[rotary]
 
 
-def _numbers(states: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Float32 [heads, n, dim] of a tensor [1, heads, n, dim]: its own memory if it holds such numbers. Numpy, as these
-    are many small steps, each of which costs more in torch."""
-    found: npt.NDArray[np.float32] = states[0].float().numpy()
-    return found
+def _parts(told: list[npt.NDArray[np.int64]], rows: list[slice], at: npt.NDArray[np.int64]) -> _Parts:
+    """Runs side by side."""
+    n = max(map(len, told))
+    which = np.stack([np.resize(some, n) for some in told])
+    counts = np.stack([np.arange(n) < len(some) for some in told])
+    return _Parts(torch.from_numpy(which), torch.from_numpy(at[which]), torch.from_numpy(counts), rows)
 
 
-def _usual(off: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
-    """Which rows of [heads, n, dim] are not off by far more than the others."""
-    far = np.einsum("hnd,hnd->n", off, off)
-    found: npt.NDArray[np.bool_] = far <= _USUAL * np.median(far)
-    return found
+def _rows(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Float32 [heads, R, n, dim] of a tensor [1, heads, N, dim]; a copy."""
+    return states[0].index_select(1, rows.flatten()).float().unflatten(1, rows.shape)
 
 
-def _weights(told: npt.NDArray[np.float32], rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """How much each row of [heads, n, dim] counts for each of [heads, m, dim], [m, n]: their mean, and by ridge
-    regression on what the rows hold what differs from it; for what all rows are off is a matter of what is in them."""
-    n, middle = told.shape[1], told.mean(1, keepdims=True)
-    x = told - middle
-    gram = np.matmul(x, x.swapaxes(1, 2)).sum(0)
-    size, mean = float(np.trace(gram)) / n, np.float32(1 / (n + _PRIOR))
-    if n < 2 or size <= 0:
-        return np.full((rows.shape[1], n), mean)
-    y = rows - middle
+def _by_run(states: torch.Tensor) -> torch.Tensor:
+    """[heads, R, n, dim] as [R, n, heads * dim]."""
+    return states.permute(1, 2, 0, 3).flatten(2)
+
+
+def _usual(off: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Which rows of [heads, R, n, dim] count and are not off by far more than the others of their run: [R, n]."""
+    far = off.square().sum((0, 3)).masked_fill(~counts, torch.nan)
+    return far <= _USUAL * far.nanmedian(1, keepdim=True).values
+
+
+def _fit(told: torch.Tensor, usual: torch.Tensor) -> _Fit:
+    """A ridge regression of what differs from the mean on what the rows hold, [R, n, numbers]: what all rows are off is
+    a matter of what is in them. Only ``usual`` ones, [R, n], count."""
+    seen = usual.float()[..., None]
+    n = seen.sum(1, keepdim=True)
+    middle = (told * seen).sum(1, keepdim=True) / n.clamp(min=1)
+    x = (told - middle) * seen
+    gram = torch.bmm(x, x.transpose(1, 2))
+    lengths = gram.diagonal(dim1=1, dim2=2)
+    size = lengths.sum(1)[:, None, None] / n.clamp(min=1)
+    # Where all that tell are alike, or only one does, there is nothing to regress on, and any number will do.
+    ridge = torch.where(size > 0, _RIDGE * size, 1.0)
+    inverse = torch.linalg.inv(gram + ridge * torch.eye(gram.shape[1]))
+    return _Fit(x, middle[:, 0], inverse, lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
+
+
+def _weights(fit: _Fit, run: int, rows: torch.Tensor) -> torch.Tensor:
+    """How much each row that tells counts for each of the ``rows`` [heads, m, dim] of its run: [m, n]."""
+    heads, _, dim = rows.shape
+    x = fit.inverse[run] @ fit.x[run]
+    y = rows - fit.middle[run].view(heads, 1, dim)
     # Rows unlike all that were seen are taken for the farthest of those.
-    reach = np.sqrt(gram.diagonal().max())
-    like = reach / np.sqrt(np.maximum(np.einsum("hmd,hmd->m", y, y), reach * reach))
-    shared = np.matmul(x, y.swapaxes(1, 2)).sum(0) * like
-    gram[np.diag_indices(n)] += np.float32(_RIDGE * size)
-    found: npt.NDArray[np.float32] = np.linalg.solve(gram, shared).T + mean
-    return found
+    like = (fit.reach[run] / y.square().sum((0, 2)).clamp(min=1e-30)).clamp(max=1).sqrt()
+    shared = torch.bmm(y, x.unflatten(1, (heads, dim)).permute(1, 2, 0)).sum(0)
+    return shared.mul_(like[:, None]).add_(fit.mean[run])

@@ -15,7 +15,7 @@ from ctxreuse.engines.torch_hf.attention import inference
 from ctxreuse.engines.torch_hf.probe import Forward, plain_cache
 from ctxreuse.engines.torch_hf.space import config_of
 
-__all__ = ["learn"]
+__all__ = ["add_turned", "learn", "tables"]
 
 #: A wrong frequency, style or dimension moves K by its own length; rounding by a few units of the last place.
 _TOLERANCE, _PLACES = 1e-3, 8
@@ -39,6 +39,22 @@ def learn(model: Any, forward: Forward, positions: int) -> dict[int, Rotary]:
         fits = (r for r in choices if _holds(r, places, rows, tolerance))
         result[layer] = next(fits, Rotary("none"))
     return result
+
+
+def tables(rotary: Rotary, positions: npt.NDArray[np.int64], *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Rotary.tables` for `add_turned`."""
+    cos, sin = rotary.tables(positions, back=back)
+    return torch.from_numpy(cos), torch.from_numpy(sin)
+
+
+def add_turned(to: torch.Tensor, k: torch.Tensor, rotary: Rotary, by: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Add K [..., rows, dim], turned ``by`` these tables [rows, pairs], to a tensor like it; both float32."""
+    (cos, sin), (first, second) = by, rotary.pairs
+    to[..., first].addcmul_(k[..., first], cos).addcmul_(k[..., second], sin, value=-1)
+    to[..., second].addcmul_(k[..., second], cos).addcmul_(k[..., first], sin)
+    rest = 2 * len(rotary.inv_freq)
+    if rest < k.shape[-1]:
+        to[..., rest:] += k[..., rest:]
 
 
 def _alone(model: Any, forward: Forward, places: list[int]) -> dict[int, npt.NDArray[np.float32]]:

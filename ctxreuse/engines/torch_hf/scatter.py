@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ctxreuse.engines.torch_hf.blockwise import Blockwise
+
 if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf.drift import Drift
     from ctxreuse.engines.torch_hf.looking import Looking
@@ -20,14 +22,14 @@ class Scatter:
     """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1.
 
     ``looking``: what notes where they look, if anybody asks. ``drift``: what sets other rows right, before a layer
-    writes what is computed.
+    writes what is computed. ``blockwise``: how they attend where the engine computes that itself.
     """
 
-    __slots__ = ("drift", "end", "first", "looking", "rows")
+    __slots__ = ("blockwise", "drift", "end", "first", "looking", "rows")
 
     def __init__(self, rows: torch.Tensor, looking: Looking | None, drift: Drift | None) -> None:
         self.rows, self.first, self.end = rows, int(rows[0]), int(rows[-1]) + 1
-        self.looking, self.drift = looking, drift
+        self.looking, self.drift, self.blockwise = looking, drift, Blockwise()
 
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
         """Put [1, heads, S, dim] into their rows of a plane [1, heads, capacity, dim]."""

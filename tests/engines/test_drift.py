@@ -180,3 +180,34 @@ def test_only_what_was_moved_together_can_be_set_right(engine_of):
     engine.show(live, ids, [HeldMove(5, held, 0, 64)], LEVEL)
     with pytest.raises(EngineError, match="held"):
         engine.mend(live, np.array([9], np.int32), ids[:3], drift=[(5, 69)])
+
+
+@pytest.mark.parametrize("damage", [np.nan, np.inf, 3e38])
+def test_rows_that_are_no_numbers_spoil_no_others(damage):
+    right, held = moved(ROTARIES[1], 60, 0.05, 1)
+    clean = [plane.clone() for plane in held]
+    for plane in held:
+        plane[0, :, 20] = damage
+    rows = np.array([12, 20, 30, 40, 50])
+    for planes, computed in ((held, rows), (clean, np.delete(rows, 1))):
+        layer = layer_of(*planes)
+        drift = Drift([(0, 60)], computed, {layer: ROTARIES[1]})
+        drift.begin(torch.from_numpy(computed))
+        drift.correct(layer, *(plane[:, :, computed] for plane in right))
+    others = np.delete(np.arange(60), 20)
+    for plane, twin in zip(held, clean):
+        assert torch.isfinite(plane[0, :, others]).all()
+        assert torch.allclose(plane[0, :, others], twin[0, :, others], atol=1e-4)
+
+
+def test_runs_of_which_very_many_rows_are_computed():
+    rng = np.random.default_rng(5)
+    spans, n = [(0, 300), (300, 600), (600, 900)], 900
+    held = [torch.from_numpy(rng.standard_normal((1, HEADS, n, DIM)).astype(np.float32)) for _ in range(2)]
+    rows = np.arange(8, n, 2)
+    layer = layer_of(*(plane.clone() for plane in held))
+    drift = Drift(spans, rows, {layer: ROTARIES[0]})
+    drift.begin(torch.from_numpy(rows))
+    drift.correct(layer, *(plane[:, :, rows] + 1 for plane in held))
+    left = (layer.values[0, :, 9::2] - held[1][0, :, 9::2] - 1).abs()
+    assert float(left.max()) < 0.1

@@ -107,7 +107,10 @@ class Drift:
         moved = _rows(keys, parts.told) - _rows(layer.keys, parts.at)
         off_k = torch.zeros_like(moved)
         add_turned(off_k.flatten(1, 2), moved.flatten(1, 2), rotary, back)
-        fit = _fit(_by_run(stale), _usual(off_v, parts.counts) * _usual(off_k, parts.counts))
+        usual = _usual(off_v, parts.counts) & _usual(off_k, parts.counts)
+        # Not by factors of zero, as those that are left out may be no numbers.
+        stale, off_v, off_k = (states.where(usual[..., None], 0.0) for states in (stale, off_v, off_k))
+        fit = _fit(_by_run(stale), usual)
         for run, (rows, to) in enumerate(zip(parts.rows, there)):
             held_k, held_v = layer.keys[0, :, rows], layer.values[0, :, rows]
             weights = _weights(fit, run, held_v.float()).expand(len(held_v), -1, -1)
@@ -151,18 +154,19 @@ def _usual(off: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def _fit(told: torch.Tensor, usual: torch.Tensor) -> _Fit:
     """A ridge regression of what differs from the mean on what the rows hold, [R, n, numbers]: what all rows are off is
-    a matter of what is in them. Only ``usual`` ones, [R, n], count."""
+    a matter of what is in them. Only ``usual`` ones, [R, n], count; the others are zero."""
     seen = usual.float()[..., None]
     n = seen.sum(1, keepdim=True)
-    middle = (told * seen).sum(1, keepdim=True) / n.clamp(min=1)
+    middle = told.sum(1, keepdim=True) / n.clamp(min=1)
     x = (told - middle) * seen
     gram = torch.bmm(x, x.transpose(1, 2))
     lengths = gram.diagonal(dim1=1, dim2=2)
     size = lengths.sum(1)[:, None, None] / n.clamp(min=1)
     # Where all that tell are alike, or only one does, there is nothing to regress on, and any number will do.
     ridge = torch.where(size > 0, _RIDGE * size, 1.0)
-    inverse = torch.linalg.inv(gram + ridge * torch.eye(gram.shape[1]))
-    return _Fit(x, middle[:, 0], inverse, lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
+    # Not by inv() or solve(): of many matrices they start MKL's threads inside of torch's, which wait for each other.
+    roots, _ = torch.linalg.cholesky_ex(gram + ridge * torch.eye(gram.shape[1]))
+    return _Fit(x, middle[:, 0], torch.cholesky_inverse(roots), lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
 
 
 def _weights(fit: _Fit, run: int, rows: torch.Tensor) -> torch.Tensor:

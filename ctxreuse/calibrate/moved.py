@@ -17,7 +17,7 @@ from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.engines.torch_hf.scoring import Fidelity, Scores, score
 from ctxreuse.keys import KEY_BYTES, ROOT, Tokens
 from ctxreuse.levels import EXACT
-from ctxreuse.reuse.repair import Repair, Role, looking
+from ctxreuse.reuse.repair import LOOKING, Repair, Role, look_layers
 
 __all__ = ["Outcome", "Placed", "Trial"]
 
@@ -138,9 +138,9 @@ class Trial:
 
         def attention(rows: Tokens) -> npt.NDArray[np.float32]:
             nonlocal work
-            looks = looking(live.n, len(self._told))
-            work += (len(looks) + len(self._told)) * layers
-            return engine.attention(live, rows, looks, self._told)
+            looked = look_layers(engine.space)
+            work += LOOKING * looked
+            return engine.attention(live, rows, self._told, looks=LOOKING, layers=looked)
 
         began = self._clock()
         engine.place(live, np.concatenate(self.scene.chunks), moves, _LEVEL, turn=repair.turned)

@@ -107,15 +107,18 @@ class Mover(Protocol):
         """
         ...
 
-    def attention(self, live: Live, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+    def attention(
+        self, live: Live, rows: Tokens, tokens: Tokens, *, looks: int, layers: int
+    ) -> npt.NDArray[np.float32]:
         """How much attention the rows at ``rows`` (int32 [n], ascending) get, as they are held, from what comes last.
 
-        ``tokens`` (at least one) run as if they were appended, behind the gaps and the rows at ``looks`` (int32,
-        ascending), which are computed afresh. Returns the softmax weights of ``looks`` and ``tokens`` on each row,
-        summed over these, heads and layers, float32 [n]. Of what a layer adds to its scores only the mask and a softcap
-        count. Costs a prefill of what runs; the context is unchanged afterwards. Raises EngineError for rows that the
-        context has not, or an engine that cannot; what `Engine.prefill` raises; what `Loading.wait` raises if a load in
-        flight fails.
+        The last ``looks`` tokens of the context and of ``tokens`` (at least one), which are to follow, run through the
+        first ``layers`` layers. They see what the context holds and each other, but nothing of gaps or of new tokens
+        before them; where a context shows held runs, these are computed as well, and seen. Returns the softmax weights
+        on each row, summed over what looks, heads and layers, float32 [n]. Of what a layer adds to its scores only the
+        mask and a softcap count. The context is unchanged afterwards. Raises EngineError for rows that the context has
+        not, for less than one look or layer, or an engine that cannot; what `Engine.prefill` raises; what
+        `Loading.wait` raises if a load in flight fails.
         """
         ...
 

@@ -7,10 +7,11 @@ from ctxreuse.reuse.gate import Gate, Verdict
 from ctxreuse.reuse.home import Home
 from ctxreuse.reuse.naming import parse
 from ctxreuse.reuse.plan import Piece, Run, Source, forget, plan, read, record, used
-from ctxreuse.reuse.repair import Attention, Deviations, Repair, looking
+from ctxreuse.reuse.repair import LOOKING, Attention, Deviations, Repair, look_layers
 from ctxreuse.reuse.shelf import ChunkShelf
 
 __all__ = [
+    "LOOKING",
     "Attention",
     "Chunk",
     "ChunkCard",
@@ -28,7 +29,7 @@ __all__ = [
     "budget_tokens",
     "chunks",
     "forget",
-    "looking",
+    "look_layers",
     "parse",
     "plan",
     "read",

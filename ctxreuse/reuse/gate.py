@@ -11,7 +11,6 @@ import msgspec
 from ctxreuse.levels import approx, damage, is_raw
 from ctxreuse.model import ModelSpace
 from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
-from ctxreuse.reuse.naming import parse
 
 if TYPE_CHECKING:
     from ctxreuse.reuse.plan import Run
@@ -25,8 +24,7 @@ _STEPS: Final = 1000
 class Verdict(msgspec.Struct, frozen=True):
     """``allowed``: moved rows may be used, repaired by ``repair``, and then have the level ``level``; ``kl`` is the
     measured bound behind that (nats a token). ``reason`` tells people what was decided, and what they can do.
-    ``recomputed``: layer-tokens that the repair computes, as a share of those of the moved rows; where the repair looks
-    first, what is new is computed twice, which is part of it."""
+    ``recomputed``: layer-tokens that the repair computes, as a share of those of the moved rows."""
 
     allowed: bool
     repair: str
@@ -47,13 +45,11 @@ class Gate:
         self.card = card if card is not None and card.model == card_model(space) else None
         self._name = space.architecture
 
-    def decide(self, lossy: str | None, kinds: Collection[Kind], below: float = 0.0, new: float = 0.0) -> Verdict:
+    def decide(self, lossy: str | None, kinds: Collection[Kind], below: float = 0.0) -> Verdict:
         """For a request that allows ``lossy`` at worst and would move runs of ``kinds``: of the repairs whose bound
         fits for all of these, the one that recomputes least.
 
-        ``below``: the KL that the sources stand for themselves, as they are kept in a lossy code; it adds up. ``new``:
-        tokens that are computed anyway, as a share of those that would be moved: a repair that looks where they look
-        computes them twice.
+        ``below``: the KL that the sources stand for themselves, as they are kept in a lossy code; it adds up.
         """
         if lossy is None:
             return _refused("exact session: allow a lossy level, such as kl-0.05, to reuse chunks at other positions")
@@ -76,33 +72,33 @@ class Gate:
                 f"not good enough: the best repair, {best.repair}, has a KL of {best.kl:.3f} (at most"
                 f" {best.kl_high:.3f}){coded}, and {lossy} is allowed; allow more, or reuse exact prefixes only"
             )
-        work, chosen = min(((_work(one, new), one) for one in fitting), key=lambda pair: (pair[0], pair[1].kl_high))
+        chosen = min(fitting, key=lambda one: (one.recomputed, one.kl_high))
         bound = _bound(chosen, below)
         level = approx(f"kl-{bound:.3f}")
-        return Verdict(True, chosen.repair, chosen.kl_high + below, level, f"kl-{bound:.3f} by {chosen.repair}", work)
+        return Verdict(
+            True, chosen.repair, chosen.kl_high + below, level, f"kl-{bound:.3f} by {chosen.repair}", chosen.recomputed
+        )
 
-    def admit(self, lossy: str | None, runs: Sequence[Run], new: int = 0) -> tuple[Verdict, list[Run]]:
+    def admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
         """The verdict on these runs, and those of them that may be moved: without the ones that stood at the head of
         their prompts where these are not allowed, or would have more of the others computed than they save; and
         without those that are kept in a lossy code where that and the moving are too much together.
-
-        ``new``: tokens of the prompt that are computed beside them.
         """
-        verdict, admitted = self._admit(lossy, runs, new)
+        verdict, admitted = self._admit(lossy, runs)
         numbers = [run for run in runs if not _coded(run)]
         if verdict.allowed or not numbers or len(numbers) == len(runs):
             return verdict, admitted
-        other, admitted = self._admit(lossy, numbers, new + _tokens(runs) - _tokens(numbers))
+        other, admitted = self._admit(lossy, numbers)
         return (other if other.allowed else verdict), admitted
 
-    def _admit(self, lossy: str | None, runs: Sequence[Run], new: int) -> tuple[Verdict, list[Run]]:
+    def _admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
         below, total = max(map(_coded, runs), default=0.0), _tokens(runs)
-        verdict = self.decide(lossy, {run.kind for run in runs}, below, new / max(total, 1))
+        verdict = self.decide(lossy, {run.kind for run in runs}, below)
         behind = [run for run in runs if run.kind == "behind"]
         if not behind or len(behind) == len(runs):
             return verdict, list(runs) if verdict.allowed else []
         left = _tokens(behind)
-        without = self.decide(lossy, {"behind"}, max(map(_coded, behind)), (new + total - left) / left)
+        without = self.decide(lossy, {"behind"}, max(map(_coded, behind)))
         dear = verdict.recomputed * total > without.recomputed * left + total - left
         if without.allowed and (dear or not verdict.allowed):
             return without, behind
@@ -126,10 +122,6 @@ class Gate:
 
 def _tokens(runs: Sequence[Run]) -> int:
     return sum(run.end - run.start for run in runs)
-
-
-def _work(measured: Measured, new: float) -> float:
-    return measured.recomputed + (new if parse(measured.repair).asks else 0.0)
 
 
 def _bound(measured: Measured, below: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ctxreuse.keys import Tokens
-from ctxreuse.reuse.repair import LOOKING, Attention, Deviations, Repair, Role, Span
+from ctxreuse.reuse.repair import DEPTH, LOOKING, Attention, Deviations, Repair, Role, Span
 
 __all__ = [
     "Asked",
@@ -202,10 +202,6 @@ class Asked(Repair):
         by = f"*{self.by}" if self.by else ""
         return f"ask{by}-{_percent(self.share)}" + (f"@{self.layer}" if self.layer != 1 else "")
 
-    @property
-    def asks(self) -> bool:
-        return True
-
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
         return self.beyond(np.zeros(0, np.int32), runs, budget, deviations, attention)
 
@@ -224,7 +220,8 @@ class Asked(Repair):
 
     def work(self, tokens: int, runs: int, layers: int) -> float:
         compared = self.layer / max(layers, 1) if self.by else 0.0
-        return min(1.0, self.share + compared + (min(1.0, LOOKING / tokens) if tokens else 0.0))
+        looked = LOOKING / tokens / DEPTH if tokens else 0.0
+        return min(1.0, self.share + compared + min(1.0, looked))
 
 
 def _positions(runs: Sequence[Span]) -> Tokens:

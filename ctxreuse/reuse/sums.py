@@ -20,10 +20,6 @@ class Both(Repair):
     parts: tuple[Repair, ...]
 
     @property
-    def asks(self) -> bool:
-        return any(part.asks for part in self.parts)
-
-    @property
     def name(self) -> str:
         return "+".join(part.name for part in self.parts)
 
@@ -55,10 +51,6 @@ class Drifting(Repair):
     @property
     def drifts(self) -> bool:
         return True
-
-    @property
-    def asks(self) -> bool:
-        return self.repair.asks
 
     def rows(self, runs: Sequence[Span], budget: int, deviations: Deviations, attention: Attention) -> Tokens:
         return self.repair.rows(runs, budget, deviations, attention)

@@ -13,7 +13,7 @@ from ctxreuse.engines.moving import Move, MoveError, Mover
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import approx, is_exact, is_raw, rank
-from ctxreuse.reuse import ChunkShelf, Gate, Run, Verdict, forget, looking, parse, plan, read, used
+from ctxreuse.reuse import LOOKING, ChunkShelf, Gate, Run, Verdict, forget, look_layers, parse, plan, read, used
 from ctxreuse.reuse.probes import deviation, probe_rows
 from ctxreuse.runtime.load import decodes
 from ctxreuse.runtime.spans import Spans, rows_of, within, without
@@ -120,8 +120,7 @@ class Moving:
 
     def _allowed(self, runs: list[Run]) -> list[Run]:
         """Those of the runs that the gate lets through and that are predicted to pay."""
-        new = len(self._ids) - self._start - sum(run.end - run.start for run in runs)
-        self._verdict, good = self._gate.admit(self._lossy, runs, new)
+        self._verdict, good = self._gate.admit(self._lossy, runs)
         self.said = self._verdict.reason
         self._refuse("gate", [run for run in runs if run not in good])
         if good and not self._pays(good, self._verdict):
@@ -133,9 +132,8 @@ class Moving:
         if self._cost is None:
             return True
         space, tokens = self._engine.space, sum(run.end - run.start for run in runs)
-        lacking, repair = len(self._ids) - self._start, parse(verdict.repair)
-        mended = round(tokens * repair.work(tokens, len(runs), len(space.layers)))
-        mended += lacking - tokens if repair.asks else 0
+        lacking = len(self._ids) - self._start
+        mended = round(tokens * parse(verdict.repair).work(tokens, len(runs), len(space.layers)))
         return self._cost.moves(tokens * space.token_nbytes, lacking, lacking - tokens + mended, self._start)
 
     @property
@@ -267,8 +265,8 @@ class Moving:
             return self._mover.deviations(live, rows, layer, role)[0]
 
         def attention(rows: Tokens) -> npt.NDArray[np.float32]:
-            new = self._ids[live.n :]
-            return self._mover.attention(live, rows, looking(live.n, len(new)), new)
+            layers = look_layers(self._engine.space)
+            return self._mover.attention(live, rows, self._ids[live.n :], looks=LOOKING, layers=layers)
 
         moved = tuple((run.start, run.end) for run in good)
         most = sum(b - a for a, b in moved)

@@ -134,7 +134,12 @@ class EngineHoldingContract(MovingScene):
                     )
                     assert np.abs(ours[0] - theirs[0]).max() <= tolerance * theirs[1].max()
                     assert np.abs(ours[1] - theirs[1]).max() <= tolerance * theirs[1].max()
-            looks = engine.attention(live, rows, rows[2:], suffix), engine.attention(plain, rows, rows[2:], suffix)
+            # The gap looks as well, so it is there for both.
+            last = live.n - (at - 2) + len(suffix)
+            looks = [
+                engine.attention(one, rows, suffix, looks=last, layers=len(engine.space.layers))
+                for one in (live, plain)
+            ]
             assert np.abs(looks[0] - looks[1]).max() <= tolerance * looks[1].max()
             assert (live.gaps, live.moved, live.n) == (twin.gaps, twin.moved, twin.n)
             mended = np.array([*range(at - 2, at), at + 7], np.int32)

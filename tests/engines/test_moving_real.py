@@ -53,7 +53,7 @@ class Window:
 
     def looked_at(self, share):
         live, rows = self.placed(), np.arange(self.n, dtype=np.int32)
-        seen = self.engine.attention(live, rows, rows[-32:], self.ids[self.n : self.n + 1])
+        seen = self.engine.attention(live, rows, self.ids[self.n : self.n + 1], looks=33, layers=30)
         return np.sort(np.argsort(-seen)[: int(share * self.n)])
 
     def deviating(self, share):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from made_up import Span, never
+from made_up import SPACE, Span, never
+from msgspec import structs
 
-from ctxreuse.reuse import Attention, Deviations, looking, parse
-from ctxreuse.reuse.repair import LOOKING
+from ctxreuse.model import LayerSpec
+from ctxreuse.reuse import Attention, Deviations, look_layers, parse
+from ctxreuse.reuse.repair import DEPTH, LOOKING
 
 RUNS = [Span(5, 10), Span(20, 35)]
 
@@ -64,29 +66,29 @@ def test_one_row_of_every_few() -> None:
     assert parse("every-6").work(600, 3, 30) == pytest.approx(1 / 6)
 
 
-def test_who_asks_and_what_it_costs() -> None:
-    assert not any(parse(name).asks for name in ("none", "rotate", "first-8", "last-4", "v-5%", "random-5%"))
-    assert parse("ask-5%").asks
-    assert parse("first-4+ask*v-5%").asks
-    assert not parse("first-4+v-5%").asks
-    assert parse("ask-10%").work(1000, 4, 30) == pytest.approx(0.1 + LOOKING / 1000)
-    assert parse("ask*v-10%@3").work(1000, 4, 30) == pytest.approx(0.1 + 3 / 30 + LOOKING / 1000)
-    assert parse("ask-10%").work(8, 1, 30) == 1.0
+def test_what_asking_costs() -> None:
+    look = LOOKING / DEPTH
+    assert parse("ask-10%").work(1000, 4, 30) == pytest.approx(0.1 + look / 1000)
+    assert parse("ask*v-10%@3").work(1000, 4, 30) == pytest.approx(0.1 + 3 / 30 + look / 1000)
+    assert parse("ask-10%").work(2, 1, 30) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("layers", "looked"),
+    [("f", 1), ("f" * 30, 5), ("f" * 31, 6), ("sssssf" * 3, 6), ("sf" * 9, 3), ("s" * 30, 5), ("l" * 8 + "f", 9)],
+)
+def test_one_layer_of_those_that_look_sees_all_tokens_if_there_is_one(layers: str, looked: int) -> None:
+    kinds = {
+        "f": LayerSpec("full", 1, 8, 8),
+        "s": LayerSpec("full", 1, 8, 8, window=16),
+        "l": LayerSpec("linear"),
+    }
+    assert look_layers(structs.replace(SPACE, layers=tuple(kinds[kind] for kind in layers))) == looked
 
 
 def test_drift_changes_no_rows() -> None:
     repair = parse("first-4+ask-5%+drift")
     assert repair.drifts
-    assert repair.asks
-    assert not parse("v-5%+drift").asks
     assert not parse("first-4+ask-5%").drifts
     assert rows("first-4+ask-5%+drift") == rows("first-4+ask-5%")
     assert repair.work(200, 2, 30) == parse("first-4+ask-5%").work(200, 2, 30)
-
-
-def test_a_prompt_that_ends_with_little_news_looks_with_what_stood_before() -> None:
-    assert looking(100, LOOKING).tolist() == []
-    assert looking(100, 500).tolist() == []
-    assert looking(100, LOOKING - 3).tolist() == [97, 98, 99]
-    assert looking(2, 1).tolist() == [0, 1]
-    assert looking(2, 1).dtype == np.int32

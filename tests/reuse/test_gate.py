@@ -128,17 +128,6 @@ def test_runs_of_a_head_are_left_out_where_they_would_cost_the_others() -> None:
     assert it.admit("kl-0.07", [*behind, head])[1] == [*behind, head]
 
 
-def test_a_repair_that_looks_first_is_dear_where_much_is_new() -> None:
-    it = gate(row("ask-5%", "behind", 0.02, 0.1), row("v-15%", "behind", 0.02, 0.2))
-    assert it.decide("kl-0.05", {"behind"}).repair == "ask-5%"
-    assert it.decide("kl-0.05", {"behind"}, new=0.05).recomputed == pytest.approx(0.15)
-    assert it.decide("kl-0.05", {"behind"}, new=0.2).repair == "v-15%"
-    some = [run(100, 1000, "behind")]
-    assert it.admit("kl-0.05", some, new=50)[0].repair == "ask-5%"
-    verdict, admitted = it.admit("kl-0.05", some, new=500)
-    assert (verdict.repair, verdict.recomputed, admitted) == ("v-15%", 0.2, some)
-
-
 def test_runs_of_a_head_are_left_out_where_they_are_refused() -> None:
     behind, head = run(100, 1000, "behind"), run(2000, 400, "head")
     it = gate(row("rotate", "behind", 0.02), row("rotate", "head", 0.2))

@@ -153,7 +153,7 @@ class Failing:
         return self.__getattr__("place")(*given, **more)
 
     deviations: Callable[..., Any] = lambda self, *given: self.__getattr__("deviations")(*given)
-    attention: Callable[..., Any] = lambda self, *given: self.__getattr__("attention")(*given)
+    attention: Callable[..., Any] = lambda self, *given, **options: self.__getattr__("attention")(*given, **options)
     mend: Callable[..., Any] = lambda self, *given, **more: self.__getattr__("mend")(*given, **more)
 
 

@@ -276,9 +276,11 @@ class TorchEngine:
         """See `Mover.deviations`."""
         return self._moves.deviations(self._own(live), rows, layer, role)
 
-    def attention(self, live: Live, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+    def attention(
+        self, live: Live, rows: Tokens, tokens: Tokens, *, looks: int, layers: int
+    ) -> npt.NDArray[np.float32]:
         """See `Mover.attention`."""
-        return self._moves.attention(self._own(live), rows, looks, tokens)
+        return self._moves.attention(self._own(live), rows, tokens, looks, layers)
 
     def mend(self, live: Live, rows: Tokens, tokens: Tokens, *, drift: Sequence[tuple[int, int]] = ()) -> Logits:
         """See `Mover.mend`."""

@@ -10,12 +10,10 @@ __all__ = ["Looking"]
 
 
 class Looking:
-    """Sums over the forwards of one look. ``looks``: positions whose queries count; ``n``: positions there are."""
+    """Sums over the forwards of one look: queries at positions ``first`` to ``end`` - 1 count."""
 
-    def __init__(self, looks: npt.NDArray[np.int64], n: int) -> None:
-        self._looks = torch.zeros(n, dtype=torch.bool)
-        self._looks[torch.from_numpy(looks)] = True
-        self._sum = torch.zeros(n)
+    def __init__(self, first: int, end: int) -> None:
+        self._first, self._sum = first, torch.zeros(end)
 
     def note(
         self,
@@ -28,7 +26,7 @@ class Looking:
     ) -> None:
         """Count one layer: q [1, H, S, D] at ``positions`` int64 [S] on k [1, Hkv, N, D], the keys of the N positions
         up to the last of these; ``mask``: additive, [1, 1, S, N]."""
-        asked = self._looks[positions]
+        asked = positions >= self._first
         if not bool(asked.any()):
             return
         group, heads = query.shape[1] // key.shape[1], key.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -211,18 +211,36 @@ class Moves:
         return distance.numpy(), length.numpy()
 
     @inference
-    def attention(self, live: TorchLive, rows: Tokens, looks: Tokens, tokens: Tokens) -> npt.NDArray[np.float32]:
+    def attention(
+        self, live: TorchLive, rows: Tokens, tokens: Tokens, looks: int, layers: int
+    ) -> npt.NDArray[np.float32]:
         """See `Mover.attention`."""
         self._scatters()
         ids = check_prompt(self._space, live.n, tokens)
-        asked, look = self._rows(live, rows), self._rows(live, looks)
-        again, end = np.union1d(look, self._open(live)), live.n + len(ids)
-        noted = Looking(np.concatenate([look, np.arange(live.n, end)]), end)
+        asked = self._rows(live, rows)
+        if looks < 1 or layers < 1:
+            raise EngineError(f"a look of {looks} tokens in {layers} layers")
+        end = live.n + len(ids)
+        first = max(end - looks, 0)
+        unseen = np.union1d(self._open(live), np.arange(live.n, end))
+        run = np.arange(first, end)
+        if live.residents is not None:  # whose kernels see all
+            run, unseen = np.union1d(unseen, run), unseen[:0]
+        hidden = torch.from_numpy(unseen[unseen < first])
+        noted, at = Looking(first, end), torch.from_numpy(run)
+        told = torch.from_numpy(np.concatenate([live.tokens, ids])[run].astype(np.int64))
         if live.loading is not None:
             live.loading.wait()
+        again = run[run < live.n]
         live.room(end, len(again))
-        with live.tried(len(self._space.layers), again):
-            self._run(live, again, ids, looking=noted)
+        later = next((layer for index, layer in live.arena_layers if index >= layers), None)
+        with live.tried(layers, again), _ending(later, "k") if later is not None else nullcontext():
+            if len(hidden):
+                _blank([layer for index, layer in live.arena_layers if index < layers], hidden, end)
+            for a, b in pieces(0, len(at), self._chunk, 0, False):
+                with scattered(at[a:b], looking=noted, unseen=hidden), suppress(_Reached):
+                    self._forward.run(told[a:b], at[a:b], live.cache)
+                live.settle()
         return noted.of(asked)
 
     def _open(self, live: TorchLive) -> npt.NDArray[np.int64]:
@@ -234,16 +252,14 @@ class Moves:
         live: TorchLive,
         again: npt.NDArray[np.int64],
         ids: Tokens,
-        *,
-        looking: Looking | None = None,
-        drift: Drift | None = None,
+        drift: Drift | None,
     ) -> torch.Tensor:
         """Compute the tokens at some positions again and ``ids``, at least one, behind all; the last one's logits."""
         at = torch.from_numpy(np.concatenate([again, np.arange(live.n, live.n + len(ids))]))
         told = torch.from_numpy(np.concatenate([live.tokens[again], ids]).astype(np.int64))
         logits = torch.empty(0)
         for a, b in pieces(0, len(at), self._chunk, 0, False):
-            with scattered(at[a:b], looking=looking, drift=drift):
+            with scattered(at[a:b], drift=drift):
                 logits = self._forward.run(told[a:b], at[a:b], live.cache)
             live.settle()
         return logits
@@ -259,7 +275,7 @@ class Moves:
         drifting = self._drifting(live, drift, asked) if len(drift) else None
         live.room(live.n + len(ids), len(asked))
         try:
-            logits = self._run(live, asked, ids, drift=drifting)
+            logits = self._run(live, asked, ids, drifting)
         except BaseException as error:
             live.abandon()
             live.broken = f"rows were being computed anew when that failed ({type(error).__name__})"
@@ -298,6 +314,14 @@ def _spans(rows: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Ascending positions as runs (start, end)."""
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]
+
+
+def _blank(layers: Sequence[ArenaLayer], rows: torch.Tensor, end: int) -> None:
+    """Have zeros in rows of layers with room for ``end``: a mask takes all weight off them, if they are numbers."""
+    for layer in layers:
+        layer.resize(max(end, layer.length))
+        for plane in (layer.keys, layer.values):
+            plane.index_fill_(2, rows, 0)
 
 
 class _Reached(Exception):

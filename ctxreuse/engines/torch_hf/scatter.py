@@ -21,14 +21,20 @@ __all__ = ["Scatter", "active", "by_position", "scattered"]
 class Scatter:
     """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1.
 
-    ``looking``: what notes where they look, if anybody asks. ``drift``: what sets other rows right, before a layer
-    writes what is computed. ``blockwise``: how they attend where the engine computes that itself.
+    ``looking``: what notes where they look, if anybody asks. ``unseen``: int64, positions that none of them sees.
+    ``drift``: what sets other rows right, before a layer writes what is computed. ``blockwise``: how they attend where
+    the engine computes that itself.
     """
 
-    __slots__ = ("blockwise", "drift", "end", "first", "looking", "rows")
+    __slots__ = ("blockwise", "drift", "end", "first", "looking", "rows", "seen")
 
-    def __init__(self, rows: torch.Tensor, looking: Looking | None, drift: Drift | None) -> None:
+    def __init__(
+        self, rows: torch.Tensor, looking: Looking | None, unseen: torch.Tensor | None, drift: Drift | None
+    ) -> None:
         self.rows, self.first, self.end = rows, int(rows[0]), int(rows[-1]) + 1
+        self.seen: torch.Tensor | None = None
+        if unseen is not None and len(unseen):
+            self.seen = torch.ones(self.end, dtype=torch.bool).index_fill_(0, unseen[unseen < self.end], False)
         self.looking, self.drift, self.blockwise = looking, drift, Blockwise()
 
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
@@ -46,9 +52,15 @@ def active() -> Scatter | None:
 
 
 @contextmanager
-def scattered(rows: torch.Tensor, *, looking: Looking | None = None, drift: Drift | None = None) -> Iterator[Scatter]:
+def scattered(
+    rows: torch.Tensor,
+    *,
+    looking: Looking | None = None,
+    unseen: torch.Tensor | None = None,
+    drift: Drift | None = None,
+) -> Iterator[Scatter]:
     """Forwards of this thread inside have their tokens at ``rows``."""
-    scatter = Scatter(rows, looking, drift)
+    scatter = Scatter(rows, looking, unseen, drift)
     if drift is not None:
         drift.begin(rows)
     token = _active.set(scatter)
@@ -62,6 +74,7 @@ def by_position(scatter: Scatter, allowed: Callable[..., Any]) -> Callable[..., 
     """transformers' mask function, asked for a token's position where it is asked for the token's number."""
 
     def positioned(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return allowed(batch, head, scatter.rows[query], key)
+        found = allowed(batch, head, scatter.rows[query], key)
+        return found if scatter.seen is None else found & scatter.seen[key]
 
     return positioned

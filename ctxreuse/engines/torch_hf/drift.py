@@ -30,7 +30,9 @@ _FIRST: Final = 8
 _USUAL: Final = 4.0
 #: Penalty of the regression, in mean squared lengths of its rows.
 _RIDGE: Final = 1.0
-#: So many rows of a run are asked at most, spread evenly over those that are computed: more tell little more.
+#: So many rows of a run are asked at most, spread evenly over those that are computed. By all of them the KL of three
+#: scenes of 8 x 256 tokens of SmolLM2 was .0186 in place of .0188 (10 % asked for), .0212 in place of .0230 (5 %), and
+#: the whole repair took 2.2 s in place of 1.6.
 _ASKED: Final = 32
 #: A mean of n rows counts n / (n + 4): few of them say little.
 _PRIOR: Final = 4.0

@@ -37,12 +37,12 @@ OPTIONS = ("model", "plot")
 _MODEL = "smollm2"
 #: The best repair of those that recompute at most so much must be at most so far from full prefill.
 _SHARE, _KL = 0.10, 0.034
-BEST = "first-2+every-32+ask-5%+drift"
+BEST = "first-4+last-16+every-20+drift"
 _OURS = (
     "ask-10%",
-    "first-4+last-16+every-20+drift",
     BEST,
-    "first-2+every-32+ask-8%+drift",
+    "first-2+every-32+ask-5%+drift",
+    "first-4+every-12+ask-5%+drift",
     "first-4+every-8+ask-15%+drift",
 )
 _PUBLISHED = ("none", "rotate", "random-15%", "first-8", "first-16", "v-5%", "v-15%", "k-15%", "first-8+v-30%")

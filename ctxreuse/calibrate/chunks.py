@@ -22,12 +22,12 @@ __all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "upper_bound"]
 #: From cheap to dear; the gate takes the cheapest whose bound is within what a request allows.
 REPAIRS = (
     "rotate",
-    "first-2+every-32+ask-5%+drift",
-    "first-2+every-32+ask-8%+drift",
+    "first-4+last-16+every-20+drift",
+    "first-4+every-12+ask-5%+drift",
     "v-15%",
     "first-4+every-8+ask-15%+drift",
 )
-_QUICK = ("rotate", "first-2+every-32+ask-5%+drift")
+_QUICK = ("rotate", "first-4+last-16+every-20+drift")
 #: Values of all scores of one scene, as for levels.
 _SCORES = 1 << 25
 _Found = dict[tuple[Shape, Kind, str], list[Outcome]]

@@ -220,7 +220,7 @@ class Asked(Repair):
 
     def work(self, tokens: int, runs: int, layers: int) -> float:
         compared = self.layer / max(layers, 1) if self.by else 0.0
-        looked = LOOKING / tokens / DEPTH if tokens else 0.0
+        looked = LOOKING / tokens * DEPTH if tokens else 0.0
         return min(1.0, self.share + compared + min(1.0, looked))
 
 

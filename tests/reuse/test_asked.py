@@ -67,7 +67,7 @@ def test_one_row_of_every_few() -> None:
 
 
 def test_what_asking_costs() -> None:
-    look = LOOKING / DEPTH
+    look = LOOKING * DEPTH
     assert parse("ask-10%").work(1000, 4, 30) == pytest.approx(0.1 + look / 1000)
     assert parse("ask*v-10%@3").work(1000, 4, 30) == pytest.approx(0.1 + 3 / 30 + look / 1000)
     assert parse("ask-10%").work(2, 1, 30) == 1.0
@@ -75,7 +75,7 @@ def test_what_asking_costs() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "looked"),
-    [("f", 1), ("f" * 30, 5), ("f" * 31, 6), ("sssssf" * 3, 6), ("sf" * 9, 3), ("s" * 30, 5), ("l" * 8 + "f", 9)],
+    [("f", 1), ("f" * 30, 20), ("f" * 31, 21), ("sssssf" * 3, 12), ("s" * 30, 20), ("l" * 8 + "f", 9)],
 )
 def test_one_layer_of_those_that_look_sees_all_tokens_if_there_is_one(layers: str, looked: int) -> None:
     kinds = {

@@ -50,14 +50,9 @@ class Rotary(msgspec.Struct, frozen=True):
     def pairs(self) -> tuple[slice, slice]:
         """The dims that are the first of a pair, and those that are the second."""
         half = len(self.inv_freq)
-        return (
-            (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-            if self.style == "pairs"
-            else (
-                slice(0, half),
-                slice(half, 2 * half),
-            )
-        )
+        if self.style == "pairs":
+            return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        return slice(0, half), slice(half, 2 * half)
 
     def tables(self, positions: npt.NDArray[np.integer], *, back: bool) -> Tables:
         """What K is multiplied with to be turned to ``positions`` [rows], or ``back`` from them."""

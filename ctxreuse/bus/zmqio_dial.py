@@ -231,10 +231,11 @@ class Dialer:
         try:
             tune(socket, self.endpoint, self._terms)
             # A fresh socket for each connection: ZeroMQ's own reconnecting would deliver what was meant for the last.
-            # It is put off and not turned off (-1): libzmq 4.3 then takes the pipe away at a cut though parts of a
-            # message are still to be read from it, and aborts the process ("!_more", fq.cpp).
+            # It is put off: where it is turned off (-1), and where pipes live no longer than a connection
+            # (ZMQ_IMMEDIATE), libzmq 4.3 takes the pipe away at a cut though parts of a message are still to be read
+            # from it, and aborts the process ("!_more", fq.cpp). Nothing is sent before the handshake, so neither
+            # is needed.
             socket.reconnect_ivl = _NEVER_MS
-            socket.immediate = True
             if self._curve is not None:
                 keys, socket.curve_serverkey = self._curve
                 socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret

@@ -12,6 +12,8 @@ __all__ = ["Candidate", "Picker"]
 
 #: Weight of what the newest block took against what was expected of one.
 _NEW = 0.25
+#: Sums of times are off by less than this part of them.
+_ROUNDED = 1e-12
 
 
 class Candidate(msgspec.Struct):
@@ -88,7 +90,10 @@ class Picker:
             return min(self.candidates, key=lambda one: one.nbytes)
         each = {one.level: self._each(one.nbytes / self._bandwidth, one.seconds) for one in self.candidates}
         quickest = min(self.candidates, key=lambda one: each[one.level])
-        room = float("inf") if self._until is None else self._until - now - self._waiting / self._bandwidth
+        room = float("inf")
+        if self._until is not None:
+            # A deadline that is kept to the last moment must not be lost to how the sums are rounded.
+            room = self._until * (1 + _ROUNDED) - now - self._waiting / self._bandwidth
         good = [
             one
             for one in self.candidates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ctxreuse.bus.pick import Candidate, Picker
@@ -38,6 +38,7 @@ deadlines = st.floats(0.01, 60.0)
 
 @settings(max_examples=200, deadline=None)
 @given(bandwidth=links, deadline=deadlines, blocks=st.integers(1, 64))
+@example(bandwidth=5e8, deadline=0.01, blocks=20)  # kept to the last moment: twenty blocks of kl-0.002 take .01 s
 def test_a_deadline_that_can_be_kept_is_kept(bandwidth: float, deadline: float, blocks: int) -> None:
     picker = Picker(candidates(), bandwidth=bandwidth, deadline=deadline, now=0.0)
     seconds, levels = carried(picker, blocks, bandwidth)

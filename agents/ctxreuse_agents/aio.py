@@ -283,9 +283,10 @@ class AsyncMemory:
         capacity: int | None = None,
         readonly: bool = False,
         lossy: str | None = None,
+        repair: str = "",
     ) -> AsyncMemory:
         """As `Memory.open`."""
-        options = {"tenant": tenant, "capacity": capacity, "readonly": readonly, "lossy": lossy}
+        options = {"tenant": tenant, "capacity": capacity, "readonly": readonly, "lossy": lossy, "repair": repair}
         return cls(await _settled(Memory.open, path, engine, **options))
 
     async def __aenter__(self) -> AsyncMemory:

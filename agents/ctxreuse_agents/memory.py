@@ -55,6 +55,7 @@ class Memory:
         capacity: int | None = None,
         readonly: bool = False,
         lossy: str | None = None,
+        repair: str = "",
     ) -> Memory:
         """Open the memory in folder ``path`` (default: ``store.path`` of the settings), creating it if need be.
 
@@ -63,8 +64,10 @@ class Memory:
         used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
         different tenants shares nothing. ``capacity``: bytes of KV on disk (default, like all else about the store: the
         settings, see ``ctxreuse config show``). ``lossy``: the worst level of KV, such as ``kl-0.01``, that sessions
-        may reuse unless they say otherwise (see `session`); None: exact KV only. Raises StoreOwnedError if another
-        process has it open for writing, StoreError, what opening the engine raises (ConfigError, EngineError,
+        may reuse unless they say otherwise (see `session`); None: exact KV only. ``repair``: the most that mending
+        moved documents may compute (``10%``, ``64`` tokens, ``200ms``; see `Runtime`, whose own counts where one is
+        given; a daemon has its setting ``engine.repair``). Raises StoreOwnedError if another process has it open for
+        writing, StoreError, what opening the engine raises (ConfigError, EngineError,
         LinkDownError), and ConfigError for a level that the model has no card for.
         """
         settings = load().settings.store
@@ -93,7 +96,7 @@ class Memory:
                 kept = not readonly and store.disk is not None
                 requests = RequestBook(folder / FILE if kept else None).open()
                 opened.callback(requests.close)
-                runtime = Runtime(runs, store, tenant=tenant, requests=requests)
+                runtime = Runtime(runs, store, tenant=tenant, requests=requests, repair=repair)
                 opened.callback(runtime.close)
             memory = cls(ledger, runtime, readonly=readonly, lossy=lossy)
             memory.shared.owned = opened.pop_all()

@@ -86,6 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, _about("CPU threads of the engine; 0: one a core", ge=0)] = 0
     chunk: Annotated[int, _about("Tokens of one prefill step: more is faster and takes more memory", ge=1)] = 512
     whole: Annotated[bool, _about("Keep all tokens of sliding windows: larger blocks, reuse at any position")] = False
+    repair: Annotated[
+        str, _about("Most that mending moved KV may compute: 10%, 64 (tokens) or 200ms; empty: what its level asks for")
+    ] = ""
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """Reuse at any position: runs of tokens cut by content, found wherever they were computed, moved, and repaired."""
 
-from ctxreuse.reuse.budget import budget_tokens
+from ctxreuse.reuse.budget import budget_tokens, is_time
 from ctxreuse.reuse.card import ChunkCard, Kind, Measured, read_chunk_card, write_chunk_card
 from ctxreuse.reuse.chunking import Chunk, chunks
 from ctxreuse.reuse.gate import Gate, Verdict
@@ -29,6 +29,7 @@ __all__ = [
     "budget_tokens",
     "chunks",
     "forget",
+    "is_time",
     "look_layers",
     "parse",
     "plan",

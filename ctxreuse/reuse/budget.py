@@ -13,7 +13,12 @@ from ctxreuse.units import parse_duration
 if TYPE_CHECKING:
     from ctxreuse.cost import PrefillLine
 
-__all__ = ["budget_tokens"]
+__all__ = ["budget_tokens", "is_time"]
+
+
+def is_time(budget: str) -> bool:
+    """True for a budget that takes knowing how long computing takes."""
+    return bool(budget) and not budget.endswith("%") and not budget.isdigit()
 
 
 def budget_tokens(budget: str, tokens: int, line: PrefillLine | None = None, held: int = 0) -> int:
@@ -24,7 +29,7 @@ def budget_tokens(budget: str, tokens: int, line: PrefillLine | None = None, hel
     as nothing is known of that. Raises ConfigError for what is no budget.
     """
     if budget.endswith("%"):
-        if re.fullmatch(SHARE, budget, re.ASCII) is None:
+        if re.fullmatch(SHARE, budget, re.ASCII) is None or float(budget[:-1]) > 100:
             raise _no_budget(budget)
         return min(tokens, share_of(float(budget[:-1]) / 100, tokens, tokens))
     if budget.isascii() and budget.isdigit() and len(budget) < 12:

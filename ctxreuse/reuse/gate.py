@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -15,7 +15,10 @@ from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
 if TYPE_CHECKING:
     from ctxreuse.reuse.plan import Run
 
-__all__ = ["Gate", "Verdict"]
+__all__ = ["Budget", "Gate", "Verdict"]
+
+#: How many tokens a repair may compute of so many that are moved.
+Budget: TypeAlias = Callable[[int], int]
 
 #: Levels name thousandths.
 _STEPS: Final = 1000
@@ -45,9 +48,12 @@ class Gate:
         self.card = card if card is not None and card.model == card_model(space) else None
         self._name = space.architecture
 
-    def decide(self, lossy: str | None, kinds: Collection[Kind], below: float = 0.0) -> Verdict:
+    def decide(
+        self, lossy: str | None, kinds: Collection[Kind], below: float = 0.0, most: float | None = None
+    ) -> Verdict:
         """For a request that allows ``lossy`` at worst and would move runs of ``kinds``: of the repairs whose bound
-        fits for all of these, the one that recomputes least.
+        fits for all of these, the one that recomputes least; or, of those that recompute no larger share of the moved
+        rows than ``most``, the best.
 
         ``below``: the KL that the sources stand for themselves, as they are kept in a lossy code; it adds up.
         """
@@ -73,32 +79,41 @@ class Gate:
                 f" {best.kl_high:.3f}){coded}, and {lossy} is allowed; allow more, or reuse exact prefixes only"
             )
         chosen = min(fitting, key=lambda one: (one.recomputed, one.kl_high))
+        if most is not None:
+            if chosen.recomputed > most:
+                return _refused(
+                    f"no repair in the budget: {chosen.repair}, the least that is good enough for {lossy}, computes"
+                    f" {chosen.recomputed:.1%} of what is moved, and {most:.1%} is allowed"
+                )
+            chosen = min((one for one in fitting if one.recomputed <= most), key=lambda one: one.kl_high)
         bound = _bound(chosen, below)
         level = approx(f"kl-{bound:.3f}")
         return Verdict(
             True, chosen.repair, chosen.kl_high + below, level, f"kl-{bound:.3f} by {chosen.repair}", chosen.recomputed
         )
 
-    def admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
+    def admit(self, lossy: str | None, runs: Sequence[Run], budget: Budget | None = None) -> tuple[Verdict, list[Run]]:
         """The verdict on these runs, and those of them that may be moved: without the ones that stood at the head of
         their prompts where these are not allowed, or would have more of the others computed than they save; and
         without those that are kept in a lossy code where that and the moving are too much together.
+
+        ``budget``: how many tokens a repair may compute of so many that are moved.
         """
-        verdict, admitted = self._admit(lossy, runs)
+        verdict, admitted = self._admit(lossy, runs, budget)
         numbers = [run for run in runs if not _coded(run)]
         if verdict.allowed or not numbers or len(numbers) == len(runs):
             return verdict, admitted
-        other, admitted = self._admit(lossy, numbers)
+        other, admitted = self._admit(lossy, numbers, budget)
         return (other if other.allowed else verdict), admitted
 
-    def _admit(self, lossy: str | None, runs: Sequence[Run]) -> tuple[Verdict, list[Run]]:
+    def _admit(self, lossy: str | None, runs: Sequence[Run], budget: Budget | None) -> tuple[Verdict, list[Run]]:
         below, total = max(map(_coded, runs), default=0.0), _tokens(runs)
-        verdict = self.decide(lossy, {run.kind for run in runs}, below)
+        verdict = self.decide(lossy, {run.kind for run in runs}, below, _share(budget, total))
         behind = [run for run in runs if run.kind == "behind"]
         if not behind or len(behind) == len(runs):
             return verdict, list(runs) if verdict.allowed else []
         left = _tokens(behind)
-        without = self.decide(lossy, {"behind"}, max(map(_coded, behind)))
+        without = self.decide(lossy, {"behind"}, max(map(_coded, behind)), _share(budget, left))
         dear = verdict.recomputed * total > without.recomputed * left + total - left
         if without.allowed and (dear or not verdict.allowed):
             return without, behind
@@ -118,6 +133,10 @@ class Gate:
             return None
         worst = max(found, key=lambda one: one.kl_high)
         return msgspec.structs.replace(worst, recomputed=max(one.recomputed for one in found))
+
+
+def _share(budget: Budget | None, tokens: int) -> float | None:
+    return None if budget is None or not tokens else budget(tokens) / tokens
 
 
 def _tokens(runs: Sequence[Run]) -> int:

@@ -13,7 +13,20 @@ from ctxreuse.engines.moving import Move, MoveError, Mover
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.keys import Tokens
 from ctxreuse.levels import approx, is_exact, is_raw, rank
-from ctxreuse.reuse import LOOKING, ChunkShelf, Gate, Run, Verdict, forget, look_layers, parse, plan, read, used
+from ctxreuse.reuse import (
+    LOOKING,
+    ChunkShelf,
+    Gate,
+    Run,
+    Verdict,
+    budget_tokens,
+    forget,
+    look_layers,
+    parse,
+    plan,
+    read,
+    used,
+)
 from ctxreuse.reuse.probes import deviation, probe_rows
 from ctxreuse.runtime.load import decodes
 from ctxreuse.runtime.spans import Spans, rows_of, within, without
@@ -31,10 +44,14 @@ class Anywhere:
     """One runtime's reuse at other positions. Any thread may call.
 
     ``gate``: what has been measured of the model (None: the chunk card on this user's shelf, as soon as there is one).
+    ``budget``: what repairs may compute, as `budget_tokens` reads it ("": as little as the allowed level asks for).
+    Raises ConfigError for one that it does not.
     """
 
-    def __init__(self, engine: Engine, salt: bytes, gate: Gate | None = None) -> None:
-        self.engine, self.salt = engine, salt
+    def __init__(self, engine: Engine, salt: bytes, gate: Gate | None = None, budget: str = "") -> None:
+        if budget:
+            budget_tokens(budget, 1)
+        self.engine, self.salt, self.budget = engine, salt, budget
         self._given, self._lock = gate, threading.Lock()
         self._shelf: ChunkShelf | None = None
         self._found: tuple[tuple[int, int], Gate] | None = None
@@ -120,13 +137,18 @@ class Moving:
 
     def _allowed(self, runs: list[Run]) -> list[Run]:
         """Those of the runs that the gate lets through and that are predicted to pay."""
-        self._verdict, good = self._gate.admit(self._lossy, runs)
+        self._verdict, good = self._gate.admit(self._lossy, runs, self._budget if self._anywhere.budget else None)
         self.said = self._verdict.reason
         self._refuse("gate", [run for run in runs if run not in good])
         if good and not self._pays(good, self._verdict):
             self._refuse("slow", good)
             self.said, good = "refused: computing them is predicted to be quicker", []
         return good
+
+    def _budget(self, tokens: int) -> int:
+        """How many of so many moved tokens may be computed."""
+        line = None if self._cost is None else self._cost.prefill
+        return budget_tokens(self._anywhere.budget, tokens, line, self._start)
 
     def _pays(self, runs: Sequence[Run], verdict: Verdict) -> bool:
         if self._cost is None:

@@ -22,6 +22,7 @@ from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, Store
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
 from ctxreuse.pauses import kind_of
+from ctxreuse.reuse import is_time
 from ctxreuse.runtime.anywhere import Anywhere
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
@@ -60,15 +61,18 @@ class Runtime:
     finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
     ``metrics``: where finished answers are counted. ``remote``: other nodes, asked for what is held neither in memory
     nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
-    learnt on the way (default: a new model of cost if there is a ``remote``, else nothing is learnt). ``clock``:
-    seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's blocks.
+    learnt on the way (default: a new model of cost if there is a ``remote``, or ``repair`` is a time; else nothing).
+    ``clock``: seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's
+    blocks.
     ``states``: where states of contexts are kept, and how much is rather replayed.
     ``requests``: where requests are remembered, so that they can explain their misses; it stays the caller's to close
     (default: in memory). ``recorder``: where requests are recorded as hashes and counts; it stays the caller's to close
     (default: nowhere).
 
     ``gate``: what has been measured of moving KV to other positions (default: the chunk card on this user's shelf, as
-    soon as there is one).
+    soon as there is one). ``repair``: the most that mending what is moved may compute, as a share of it, in tokens or
+    as a time (``10%``, ``64``, ``200ms``): the best repair within that is chosen, and none moves anything that would
+    need more; "": as little as the level that a request allows asks for.
 
     ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
     ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
@@ -91,19 +95,21 @@ class Runtime:
         recorder: Recorder | None = None,
         states: StatePolicy | None = None,
         gate: Gate | None = None,
+        repair: str = "",
     ) -> None:
         self.requests = requests if requests is not None else RequestBook()
         self.engine, self.store, self.tenant = engine, store, tenant
         self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
         self.metrics, self.remote, self.recorder = metrics, remote, recorder
-        self.cost = CostModel() if cost is None and remote is not None else cost
+        learns = remote is not None or is_time(repair)
+        self.cost = CostModel() if cost is None and learns else cost
         self.pool = LivePool(live_bytes)
         self.waiting = Waiting(self.pool, store, self.keys, clock, self._paused)
         self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
         self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
-        self.anywhere = Anywhere(engine, self._salt, gate)
+        self.anywhere = Anywhere(engine, self._salt, gate, repair)
         self.storing = Storing(engine, self.keeping, self.keys, self._salt)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
         if store is not None and engine.codec is not None:

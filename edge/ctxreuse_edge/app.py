@@ -126,6 +126,7 @@ def _open(settings: Settings, node: Node, engine: Engine | None, stack: ExitStac
         cost=links.cost,
         requests=requests,
         states=StatePolicy(replay=settings.store.replay),
+        repair=chosen.repair,
     )
     runtime.recorder = recorder
     stack.callback(runtime.close)

@@ -52,6 +52,41 @@ def test_the_repair_that_computes_least_of_those_that_fit() -> None:
     assert (verdict.kl, verdict.recomputed) == (0.0243, 0.0)
 
 
+def test_a_budget_is_spent_on_the_best_repair_that_it_pays_for() -> None:
+    it = gate(*LADDER)
+    assert it.decide("kl-0.05", BOTH, most=1.0).repair == "v-15%"
+    assert it.decide("kl-0.05", BOTH, most=0.18).repair == "v-15%"
+    assert it.decide("kl-0.05", BOTH, most=0.1).repair == "first-8"
+    verdict = it.decide("kl-0.05", BOTH, most=0.03)
+    assert not verdict.allowed
+    assert verdict.reason == (
+        "refused: no repair in the budget: first-8, the least that is good enough for kl-0.05, computes 4.0% of what is"
+        " moved, and 3.0% is allowed"
+    )
+    assert it.decide("kl-0.07", BOTH, most=0.0).repair == "rotate"
+
+
+def test_a_budget_in_tokens_is_one_of_those_that_are_moved() -> None:
+    it, runs = gate(*LADDER), [run(100, 200, "behind"), run(300, 200, "head")]
+    asked = list[int]()
+
+    def budget(tokens: int) -> int:
+        asked.append(tokens)
+        return 16
+
+    verdict, admitted = it.admit("kl-0.05", runs, budget)
+    assert (verdict.repair, admitted) == ("first-8", runs)  # 16 of 400
+    assert asked == [400, 200]
+    verdict, admitted = it.admit("kl-0.05", runs, lambda tokens: 15)
+    # Where the first one may be computed, what stood behind others needs nothing but to be turned.
+    assert (verdict.repair, admitted) == ("first-8", runs[:1])
+    verdict, admitted = it.admit("kl-0.05", runs, lambda tokens: 0)
+    assert (verdict.repair, admitted) == ("rotate", runs[:1])
+    verdict, admitted = it.admit("kl-0.02", runs, lambda tokens: 20)
+    assert not verdict.allowed
+    assert not admitted
+
+
 def test_the_worst_of_several_measurements_counts() -> None:
     it = gate(row("rotate", "behind", 0.02), row("rotate", "behind", 0.04, chunks=8), row("v-5%", "behind", 0.02, 0.08))
     assert it.decide("kl-0.03", {"behind"}).repair == "v-5%"

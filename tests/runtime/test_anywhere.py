@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -70,6 +71,46 @@ def test_documents_in_another_order_are_moved(llama: TorchEngine, store: TieredS
     assert metrics.read("ctxreuse_gated_requests_total", "allowed") == 1
     assert np.isfinite(done.logits).all()
     assert not np.allclose(done.logits, full(llama, done.live.tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("budget", "chosen"), [("", "rotate"), ("100%", "first-4"), ("1024", "first-4"), ("2%", "rotate"), ("5", "rotate")]
+)
+def test_what_mending_may_compute(llama: TorchEngine, store: TieredStore, pool: Any, budget: str, chosen: str) -> None:
+    both = card(llama, ("rotate", 0.03), ("first-4", 0.02), recomputed=0.0)
+    rows = [msgspec.structs.replace(m, recomputed=0.05 if m.repair == "first-4" else 0.0) for m in both.measured]
+    measured = Gate(llama.space, msgspec.structs.replace(both, measured=tuple(rows)))
+    runtime = Runtime(llama, store, gate=measured, repair=budget)
+    prefill(runtime, pool.ask(FORWARD))
+    S.forget_memory(runtime, store)
+    usage = prefill(runtime, pool.ask(BACKWARD)).usage
+    assert usage.gate.endswith(f"by {chosen}")
+    assert usage.mended == (0 if chosen == "rotate" else 4 * 4)
+
+
+def test_a_budget_of_time_pays_for_nothing_until_computing_is_known(
+    llama: TorchEngine, store: TieredStore, pool: Any
+) -> None:
+    rows = [msgspec.structs.replace(m, recomputed=0.05) for m in card(llama, ("first-4", 0.02)).measured]
+    measured = Gate(llama.space, msgspec.structs.replace(card(llama), measured=tuple(rows)))
+    runtime = Runtime(llama, store, gate=measured, repair="10s")
+    assert runtime.cost is not None
+    assert runtime.cost.prefill.seconds(100) is None
+    moving = runtime.anywhere
+    prefill(runtime, pool.ask(FORWARD))  # by which it learns
+    S.forget_memory(runtime, store)
+    assert prefill(runtime, pool.ask(BACKWARD)).usage.gate.endswith("by first-4")
+    S.forget_memory(runtime, store)
+    moving.budget = "1us"
+    usage = prefill(runtime, pool.ask((2, 0, 3, 1))).usage
+    assert usage.gate.startswith("refused: no repair in the budget: first-4")
+    assert usage.moved == 0
+
+
+@pytest.mark.parametrize("wrong", ["much", "10 %", "-1", "120%"])
+def test_no_budget(llama: TorchEngine, wrong: str) -> None:
+    with pytest.raises(ConfigError, match="is no budget"):
+        Runtime(llama, repair=wrong)
 
 
 def test_an_exact_session_moves_nothing(llama: TorchEngine, store: TieredStore, pool: Any) -> None:

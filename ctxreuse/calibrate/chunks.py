@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ctxreuse.calibrate.bounds import upper_bound
 from ctxreuse.calibrate.gather import Progress
 from ctxreuse.calibrate.moved import Outcome, Trial
 from ctxreuse.calibrate.probing import Limits, Probing
+from ctxreuse.calibrate.reading import READINGS, Reading, measure_reading
 from ctxreuse.calibrate.scenes import KINDS, Kind, Shape, scenes
 from ctxreuse.calibrate.texts import Texts
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError, EngineError
-from ctxreuse.reuse.card import ChunkCard, Measured, card_model
+from ctxreuse.reuse.card import ChunkCard, Measured, Read, card_model
 from ctxreuse.reuse.naming import parse
 
-__all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings", "upper_bound"]
+__all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings"]
 
 #: From cheap to dear; the gate takes the cheapest whose bound is within what a request allows.
 REPAIRS = (
@@ -34,10 +35,12 @@ _Found = dict[tuple[Shape, Kind, str], list[Outcome]]
 
 
 class ChunkSettings(NamedTuple):
-    """How much is measured: scenes of each shape, with each of ``repairs``."""
+    """How much is measured: scenes of each shape, with each of ``repairs``; and reading runs where they are held, if
+    ``reading`` says so."""
 
     shapes: tuple[tuple[Shape, int], ...]
     repairs: tuple[str, ...] = REPAIRS
+    reading: Reading | None = None
 
 
 def chunk_settings(engine: TorchEngine, *, quick: bool = False) -> ChunkSettings:
@@ -53,7 +56,9 @@ def chunk_settings(engine: TorchEngine, *, quick: bool = False) -> ChunkSettings
         raise ConfigError(
             f"the model has {space.max_tokens} positions, too few to move chunks in", where=space.architecture
         )
-    return ChunkSettings(tuple(dict(shapes).items()), _QUICK if quick else REPAIRS)
+    held = min(896, (space.max_tokens - 128) // least * least)
+    reading = Reading(1, least, held // 2, 16, READINGS[:1]) if quick else Reading(6, least, held, 48)
+    return ChunkSettings(tuple(dict(shapes).items()), _QUICK if quick else REPAIRS, reading if held > 0 else None)
 
 
 def calibrate_chunks(
@@ -99,12 +104,17 @@ def calibrate_chunks(
     if not found:
         raise EngineError(f"no chunk can be moved: {next(iter(refused.values()), 'nothing was measured')}")
     limits = probing.limits()
+    reads: list[Read] = []
+    if settings.reading is not None:
+        reads, other = measure_reading(engine, texts["held-out"], engine.text, settings.reading, progress)
+        refused |= other
     return ChunkCard(
         model=card_model(engine.space),
         probe_layer=limits.layer,
         limits=limits.of,
         measured=tuple(_measured(shape, kind, name, outcomes) for (shape, kind, name), outcomes in found.items()),
         notes={**notes, **_notes(limits, refused)},
+        reads=tuple(reads),
     )
 
 
@@ -129,20 +139,3 @@ def _measured(shape: Shape, kind: Kind, repair: str, outcomes: Sequence[Outcome]
         recomputed=min(1.0, statistics.fmean(outcome.recomputed for outcome in outcomes)),
         windows=len(outcomes),
     )
-
-
-def upper_bound(values: Sequence[float], confidence: float = 0.9) -> float:
-    """Upper confidence bound of the mean, by Student's t; twice the value where there is one only."""
-    mean = statistics.fmean(values)
-    n = len(values)
-    if n < 2:
-        return 2 * mean
-    # Student's quantile from the normal one, for n - 1 degrees of freedom (Abramowitz and Stegun, 26.7.5).
-    z, free = statistics.NormalDist().inv_cdf(confidence), n - 1
-    series = (
-        z,
-        (z**3 + z) / (4 * free),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * free**3),
-    )
-    return mean + sum(series) * statistics.stdev(values) / math.sqrt(n)

@@ -153,6 +153,14 @@ def show_chunk_card(card: ChunkCard, console: Console) -> None:
         figures = (f"{one.kl:.4f}", f"{one.kl_high:.4f}", f"{one.top1:.1%}", f"{one.dnll:+.4f}")
         table.add_row(f"{one.chunks} x {one.tokens}", one.kind, one.repair, *figures, f"{one.recomputed:.1%}")
     console.print(table)
+    if card.reads:
+        table = Table(title="runs read where they are held", title_justify="left")
+        for column in ("held", "read", "KL", "at most", "top-1", "ΔNLL"):
+            table.add_column(column, justify="right" if column not in ("held", "read") else "left", overflow="fold")
+        for read in card.reads:
+            figures = (f"{read.kl:.4f}", f"{read.kl_high:.4f}", f"{read.top1:.1%}", f"{read.dnll:+.4f}")
+            table.add_row(f"{read.tokens}", read.words, *figures)
+        console.print(table)
     for name, value in card.notes.items():
         console.print(f"[dim]{name}: {value}[/dim]", highlight=False, markup=True)
 

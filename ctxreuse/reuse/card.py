@@ -24,9 +24,10 @@ from ctxreuse.codec.card import model_digest
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.keys import KEY_BYTES
 from ctxreuse.model import ModelSpace
+from ctxreuse.reuse.attend.select import Selection
 from ctxreuse.reuse.naming import parse
 
-__all__ = ["MAX_CARD", "ChunkCard", "Kind", "Measured", "card_model", "read_chunk_card", "write_chunk_card"]
+__all__ = ["MAX_CARD", "ChunkCard", "Kind", "Measured", "Read", "card_model", "read_chunk_card", "write_chunk_card"]
 
 #: Where a run stood when it was computed: at the ``head`` of its prompt, holding the tokens that all others attend to
 #: (attention sinks), or ``behind`` it.
@@ -58,12 +59,34 @@ class Measured(msgspec.Struct, frozen=True):
     windows: int
 
 
+class Read(msgspec.Struct, frozen=True):
+    """Runs that are attended to where they are held, in ``format``, with all of their pages (``selection`` None) or
+    some: measured over ``windows`` texts behind ``tokens`` held ones that were not moved. The figures are `Measured`'s.
+    """
+
+    format: Literal["stored", "int8", "int4"]
+    selection: Selection | None
+    tokens: int
+    kl: float
+    kl_high: float
+    top1: float
+    dnll: float
+    windows: int
+
+    @property
+    def words(self) -> str:
+        """For people: ``int8``, ``1/4 of int8``."""
+        if self.selection is None:
+            return self.format
+        return f"{self.selection.share:.0%} of {self.format}, pages of {self.selection.page}"
+
+
 class ChunkCard(msgspec.Struct, frozen=True):
     """What is known of one model, see `card_model`.
 
     ``limits``: by kind the largest deviation at which a run may still be used: of probe rows the squared distance of V
     at layer ``probe_layer`` from freshly computed V, over the squared length of that, mean over the run. ``notes``: of
-    what, when and by whom, for people.
+    what, when and by whom, for people. ``reads``: what attending to held runs costs, as far as that was measured.
     """
 
     model: bytes
@@ -71,6 +94,7 @@ class ChunkCard(msgspec.Struct, frozen=True):
     limits: Mapping[Kind, float]
     measured: tuple[Measured, ...]
     notes: Mapping[str, str] = {}
+    reads: tuple[Read, ...] = ()
 
 
 def card_model(space: ModelSpace) -> bytes:
@@ -117,13 +141,24 @@ def _check(card: ChunkCard) -> None:
             parse(one.repair)
         except ConfigError as error:
             raise _fail(f"names {error.what}") from None
-        good = 0 <= one.kl <= one.kl_high < 1e4 and 0 <= one.top1 <= 1 and abs(one.dnll) < 1e4
         counts = 0 < one.chunks < 1 << 16 and 0 < one.tokens < 1 << 24 and 0 < one.windows < 1 << 24
-        # Comparisons with a NaN are false, so none gets through.
-        if not (good and counts and 0 <= one.recomputed <= 1):
+        if not (_sound(one) and counts and 0 <= one.recomputed <= 1):
             raise _fail(f"has figures of {one.repair} that cannot be")
     if len({(one.repair, one.kind, one.chunks, one.tokens) for one in card.measured}) != len(card.measured):
         raise _fail("has a measurement twice")
+    for read in card.reads:
+        pages = read.selection
+        if not (_sound(read) and 0 < read.tokens < 1 << 24 and 0 < read.windows < 1 << 24):
+            raise _fail(f"has figures of reading {read.format} that cannot be")
+        if pages is not None and not (0 < pages.share <= 1 and min(pages.page, pages.least, pages.queries) > 0):
+            raise _fail("names a selection that cannot be")
+    if len(card.reads) > _MOST or len({(read.format, read.selection) for read in card.reads}) != len(card.reads):
+        raise _fail("has a reading twice")
+
+
+def _sound(one: Measured | Read) -> bool:
+    # Comparisons with a NaN are false, so none gets through.
+    return 0 <= one.kl <= one.kl_high < 1e4 and 0 <= one.top1 <= 1 and abs(one.dnll) < 1e4
 
 
 def _fail(what: str) -> FormatError:

@@ -10,9 +10,10 @@ import msgspec
 
 from ctxreuse.levels import approx, damage, is_raw
 from ctxreuse.model import ModelSpace
-from ctxreuse.reuse.card import ChunkCard, Kind, Measured, card_model
+from ctxreuse.reuse.card import ChunkCard, Kind, Measured, Read, card_model
 
 if TYPE_CHECKING:
+    from ctxreuse.reuse.attend import Selection
     from ctxreuse.reuse.plan import Run
 
 __all__ = ["Budget", "Gate", "Verdict"]
@@ -119,6 +120,29 @@ class Gate:
             return without, behind
         return verdict, list(runs) if verdict.allowed else []
 
+    def reading(self, lossy: str | None, format: str = "int8", below: float = 0.0) -> tuple[Verdict, Selection | None]:
+        """How runs held in ``format`` may be read, with as few of their pages as ``lossy`` allows, and which (None:
+        all); what moving them stands for (``below``) adds up.
+
+        A context of more tokens than were measured is taken for one of those: it has more pages to choose from.
+        """
+        if lossy is None:
+            return _refused("exact session: allow a lossy level, such as kl-0.05, to attend to held runs"), None
+        known = [] if self.card is None else [read for read in self.card.reads if read.format == format]
+        if not known:
+            return _refused(f"nothing is known of reading {format}: run `ctxreuse calibrate NAME --chunks`"), None
+        fitting = [read for read in known if _bound(read, below) <= damage(lossy)]
+        if not fitting:
+            best = min(known, key=lambda read: read.kl_high)
+            return _refused(
+                f"not good enough: reading {best.words} has a KL of {best.kl:.3f} (at most {best.kl_high:.3f})"
+                f", moving another {below:.3f}, and {lossy} is allowed"
+            ), None
+        chosen = min(fitting, key=lambda read: (1.0 if read.selection is None else read.selection.share, read.kl_high))
+        level = approx(f"kl-{_bound(chosen, below):.3f}")
+        reason = f"kl-{_bound(chosen, below):.3f} by reading {chosen.words}"
+        return Verdict(True, "", chosen.kl_high + below, level, reason, 0.0), chosen.selection
+
     def exceeded(self, kind: Kind, deviation: float) -> bool:
         """True if probe rows of a run deviate more than any did whose KL was measured: then it must be computed."""
         limit = self.card.limits.get(kind) if self.card is not None else None
@@ -143,7 +167,7 @@ def _tokens(runs: Sequence[Run]) -> int:
     return sum(run.end - run.start for run in runs)
 
 
-def _bound(measured: Measured, below: float) -> float:
+def _bound(measured: Measured | Read, below: float) -> float:
     """What the level promises: the upper bound, rounded up to what a level's name can say, and never nothing."""
     return max(1, math.ceil((measured.kl_high + below) * _STEPS - 1e-9)) / _STEPS
 

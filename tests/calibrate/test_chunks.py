@@ -10,14 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from ctxreuse.calibrate.chunks import ChunkSettings, calibrate_chunks, chunk_settings, upper_bound
+from ctxreuse.calibrate.bounds import upper_bound
+from ctxreuse.calibrate.chunks import ChunkSettings, calibrate_chunks, chunk_settings
 from ctxreuse.calibrate.moved import Trial
 from ctxreuse.calibrate.probing import limit_between
+from ctxreuse.calibrate.reading import Reading
 from ctxreuse.calibrate.scenes import KINDS, Scene, Shape, scenes
 from ctxreuse.engines.gauge import Rotary
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.reuse import parse
+from ctxreuse.reuse.attend import Selection
 from ctxreuse.reuse.card import ChunkCard, Measured, read_chunk_card, write_chunk_card
 from ctxreuse.reuse.gate import Gate
 
@@ -180,6 +183,35 @@ def test_an_engine_that_cannot_move_rows_says_so(llama: TorchEngine, words: Any,
     monkeypatch.setattr(llama, "place", refuse)
     with pytest.raises(EngineError, match="no chunk can be moved: the model cannot be told positions"):
         calibrated(llama, words)
+
+
+READING = Reading(2, 16, 128, 12, (("stored", None), ("int8", None), ("int8", Selection(1 / 4, 4, 1, dense=0))))
+
+
+def test_reading_held_runs_is_measured_by_format_and_selection(llama: TorchEngine, words: Any) -> None:
+    settings = ChunkSettings(((SHAPE, 2),), ("rotate",), READING)
+    card = calibrated(llama, words, settings)
+    assert read_chunk_card(write_chunk_card(card)) == card
+    stored, whole, some = card.reads
+    assert [(read.format, read.tokens, read.windows) for read in card.reads] == [
+        ("stored", 128, 2), ("int8", 128, 2), ("int8", 128, 2)
+    ]  # fmt: skip
+    assert stored.kl < 1e-6 < whole.kl < some.kl <= some.kl_high
+    gate = Gate(llama.space, card)
+    verdict, selection = gate.reading("kl-5")
+    assert selection == READING.readings[2][1]
+    assert verdict.kl == some.kl_high
+    level = math.ceil(whole.kl_high * 1000) / 1000
+    verdict, selection = gate.reading(f"kl-{level:.3f}")
+    assert (verdict.allowed, selection, verdict.level) == (True, None, f"approx~kl-{level:.3f}")
+    assert gate.reading("kl-0.001", "stored")[0].allowed
+
+
+def test_windows_cannot_be_held_and_the_card_says_so(sharp: Any, words: Any) -> None:
+    settings = ChunkSettings(((SHAPE, 1),), ("rotate",), READING)
+    card = calibrated(sharp("gemma3"), words, settings)
+    assert card.reads == ()
+    assert "held as int8" in card.notes["not possible"]
 
 
 def test_bounds_of_means() -> None:

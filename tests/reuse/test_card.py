@@ -17,7 +17,8 @@ from made_up import SPACE
 
 from ctxreuse.errors import FormatError
 from ctxreuse.reuse import ChunkCard, ChunkShelf, Measured, read_chunk_card, write_chunk_card
-from ctxreuse.reuse.card import MAX_CARD, card_model
+from ctxreuse.reuse.attend import Selection
+from ctxreuse.reuse.card import MAX_CARD, Read, card_model
 
 
 def measured(repair: str = "rotate", kind: str = "behind", kl: float = 0.02, **changes: Any) -> Measured:
@@ -43,6 +44,11 @@ def card(*rows: Measured, **changes: Any) -> ChunkCard:
     return ChunkCard(measured=rows or (measured(), measured("first-8", "head")), **{**usual, **changes})
 
 
+def read(**changes: Any) -> Read:
+    usual = {"format": "int8", "selection": Selection(0.5), "tokens": 896, "kl": 0.01, "kl_high": 0.02}
+    return Read(**{**usual, "top1": 0.95, "dnll": 0.01, "windows": 6, **changes})  # type: ignore[arg-type]
+
+
 def sealed(body: bytes, version: int = 1) -> bytes:
     return struct.pack("<8sIIQ", b"CTXRCHNK", version, len(body), xxhash.xxh3_64_intdigest(body)) + body
 
@@ -50,6 +56,33 @@ def sealed(body: bytes, version: int = 1) -> bytes:
 def test_it_reads_back() -> None:
     assert read_chunk_card(write_chunk_card(card())) == card()
     assert write_chunk_card(card()) == write_chunk_card(card())
+
+
+def test_readings_read_back_and_older_cards_have_none() -> None:
+    whole = card(reads=(read(), read(selection=None), read(format="int4", selection=None)))
+    assert read_chunk_card(write_chunk_card(whole)) == whole
+    before = {name: value for name, value in msgspec.to_builtins(card()).items() if name != "reads"}
+    body = msgspec.msgpack.encode({**before, "model": card().model}, order="deterministic")
+    assert read_chunk_card(sealed(body)) == card()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kl": 0.03},
+        {"kl": math.nan},
+        {"tokens": 0},
+        {"top1": 1.1},
+        {"selection": Selection(0.0)},
+        {"selection": Selection(1.5)},
+        {"selection": Selection(0.5, page=0)},
+    ],
+)
+def test_readings_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match="cannot be"):
+        write_chunk_card(card(reads=(read(**wrong),)))
+    with pytest.raises(FormatError, match="a reading twice"):
+        write_chunk_card(card(reads=(read(), read(kl=0.0))))
 
 
 def test_a_card_is_of_a_model_not_of_a_numeric_type() -> None:

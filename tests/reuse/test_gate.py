@@ -12,7 +12,8 @@ from made_up import SPACE
 
 from ctxreuse.levels import check_lossy, damage, fits
 from ctxreuse.reuse import ChunkCard, Gate, Measured, Run, Source
-from ctxreuse.reuse.card import card_model
+from ctxreuse.reuse.attend import Selection
+from ctxreuse.reuse.card import Read, card_model
 
 BOTH = {"head", "behind"}
 
@@ -85,6 +86,28 @@ def test_a_budget_in_tokens_is_one_of_those_that_are_moved() -> None:
     verdict, admitted = it.admit("kl-0.02", runs, lambda tokens: 20)
     assert not verdict.allowed
     assert not admitted
+
+
+def test_held_runs_are_read_as_little_as_is_allowed() -> None:
+    def read(format: str, share: float | None, high: float) -> Read:
+        selection = None if share is None else Selection(share)
+        return Read(format, selection, 896, high * 0.8, high, 0.9, 0.01, 6)  # type: ignore[arg-type]
+
+    it = gate(reads=(read("int8", None, 0.002), read("int8", 0.5, 0.013), read("int8", 0.25, 0.046)))
+    assert it.reading("kl-0.05")[1] == Selection(0.25)
+    verdict, selection = it.reading("kl-0.02")
+    assert (verdict.level, selection) == ("approx~kl-0.013", Selection(0.5))
+    assert verdict.reason == "kl-0.013 by reading 50% of int8, pages of 16"
+    assert it.reading("kl-0.05", below=0.03)[0].level == "approx~kl-0.043"
+    assert it.reading("kl-0.02", below=0.01)[1] is None
+    for lossy, format, why in (
+        (None, "int8", "exact session"),
+        ("kl-0.001", "int8", "not good enough: reading int8 has a KL of 0.002"),
+        ("kl-0.05", "int4", "nothing is known of reading int4"),
+    ):
+        verdict, selection = it.reading(lossy, format)
+        assert (verdict.allowed, selection) == (False, None)
+        assert why in verdict.reason
 
 
 def test_the_worst_of_several_measurements_counts() -> None:

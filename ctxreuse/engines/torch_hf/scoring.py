@@ -13,7 +13,7 @@ from ctxreuse.engines.torch_hf.engine import TorchEngine
 from ctxreuse.engines.torch_hf.live import TorchLive
 from ctxreuse.keys import Tokens
 
-__all__ = ["Fidelity", "Scores", "score"]
+__all__ = ["Fidelity", "Scores", "score", "score_each"]
 
 
 class Fidelity(NamedTuple):
@@ -73,3 +73,10 @@ def score(engine: TorchEngine, live: TorchLive, tokens: Tokens) -> Scores:
     live.append(ids[:-1].numpy().astype("<i4"))
     live.detach()
     return Scores(out.logits[0], ids[1:])
+
+
+@inference
+def score_each(engine: TorchEngine, live: TorchLive, tokens: Tokens) -> Scores:
+    """As `score`, token by token, as answers are generated."""
+    logits = [engine.prefill(live, tokens[at : at + 1]) for at in range(len(tokens) - 1)]
+    return Scores(torch.from_numpy(np.stack(logits)), torch.from_numpy(tokens[1:].astype(np.int64)))

@@ -145,8 +145,9 @@ class Holder(Mover, Protocol):
     def hold(self, pieces: Sequence[Rows], format: HeldFormat = "int8") -> Held:
         """Rows that stood one behind another in one prompt, as a run that any number of contexts can show.
 
-        Every plane is checked. ``stored`` keeps views of the blocks' buffers (decoded copies of coded ones): they must
-        outlive the run. Raises MoveError, ConfigError and EngineError as `Mover.place` does.
+        Every plane is checked. ``stored`` keeps views of the blocks' buffers, which must outlive the run: raw planes
+        are read there, such as in the map of a store that is being read; coded ones are decoded, a layer at a time,
+        whenever a forward reads them. Raises MoveError, ConfigError and EngineError as `Mover.place` does.
         """
         ...
 

@@ -17,7 +17,7 @@ from ctxreuse.errors import EngineError, FormatError
 from ctxreuse.kernels.attend import GROUP, Plane, quantise
 from ctxreuse.levels import is_raw
 from ctxreuse.model import ModelSpace
-from ctxreuse.reuse.attend import Held, Slab
+from ctxreuse.reuse.attend import Coded, Held, Slab
 
 __all__ = ["hold"]
 
@@ -37,22 +37,48 @@ def hold(
     check_rows(pieces, space, layout, decoder)
     first = pieces[0].view.header.rope_at + pieces[0].row
     tokens = np.concatenate([piece.view.tokens[piece.row : piece.row + piece.count] for piece in pieces])
-    layers: dict[int, tuple[Slab, ...]] = {}
+    layers: dict[int, tuple[Slab | Coded, ...]] = {}
     for layer, spec in enumerate(space.layers):
         if not spec.blocked:
             continue
         if format == "stored":
-            name = FORMATS[space.dtype][0]
-            planes = [
-                [_plane(pieces, i, layer, role, space, decoder) for role in ("k", "v")] for i in range(len(pieces))
-            ]
-            layers[layer] = tuple(
-                Slab(Plane(name, k), Plane(name, v), piece.row, piece.count) for (k, v), piece in zip(planes, pieces)
-            )
+            layers[layer] = _as_stored(pieces, layer, space, decoder)
         else:
             k, v = (_together(pieces, layer, role, space, decoder) for role in ("k", "v"))
             layers[layer] = (Slab(quantise(k, format), quantise(v, format), 0, len(tokens)),)
     return Held(tokens, first, layers, format)
+
+
+def _as_stored(pieces: Sequence[Rows], layer: int, space: ModelSpace, codec: Codec | None) -> tuple[Slab | Coded, ...]:
+    """Views of raw planes; coded blocks that lie one behind another as one slab, so that one call decodes them."""
+    name, slabs, at = FORMATS[space.dtype][0], list[Slab | Coded](), 0
+    coded = [codec is not None and not is_raw(piece.view.header.level) for piece in pieces]
+    for index, piece in enumerate(pieces):
+        # Of coded ones this is the check: what is damaged must be found here.
+        k, v = (Plane(name, _plane(pieces, index, layer, role, space, codec)) for role in ("k", "v"))
+        if not coded[index]:
+            slabs.append(Slab(k, v, piece.row, piece.count))
+            at = index + 1
+        elif piece.row + piece.count < space.block_tokens or not any(coded[index + 1 : index + 2]):
+            assert codec is not None
+            slabs.append(_coded(pieces[at : index + 1], layer, space, codec))
+            at = index + 1
+    return tuple(slabs)
+
+
+def _coded(pieces: Sequence[Rows], layer: int, space: ModelSpace, codec: Codec) -> Coded:
+    """The rows of coded blocks that lie one behind another (see `check_rows`), none but the last ending within."""
+    spec, size, views = space.layers[layer], space.block_tokens, [piece.view for piece in pieces]
+    name, kind = FORMATS[space.dtype]
+    rows = sum(piece.count for piece in pieces)
+
+    def plane(role: str) -> Plane:
+        whole = np.empty((spec.kv_heads, len(views) * size, spec.k_dim), np.uint32 if name == "fp32" else np.uint16)
+        codec.fill(views, layer, role, whole, 0)
+        return Plane(name, whole.view(kind))
+
+    nbytes = sum(view.layout.planes[view.layout.index[layer, role]].nbytes for view in views for role in ("k", "v"))
+    return Coded(plane, nbytes * rows // (len(views) * size), pieces[0].row, rows)
 
 
 def _values(view: BlockView, layer: int, role: str, space: ModelSpace, codec: Codec | None) -> npt.NDArray[Any]:

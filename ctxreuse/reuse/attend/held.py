@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from ctxreuse.kernels.attend import Plane
 from ctxreuse.keys import Tokens
 from ctxreuse.reuse.attend.select import Bounds, bounds_of
 
-__all__ = ["Held", "HeldMove", "Slab", "Turn"]
+__all__ = ["Coded", "Held", "HeldMove", "Slab", "Turn"]
 
 
 class Turn(NamedTuple):
@@ -48,6 +48,31 @@ class Slab(NamedTuple):
     first: int
     rows: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, scales included."""
+        return sum(plane.nbytes * self.rows // plane.tokens for plane in (self.k, self.v))
+
+
+class Coded(NamedTuple):
+    """A `Slab` whose planes stay in a code: each look at ``k`` or ``v`` decodes that plane, which lives as long as it
+    is looked at. ``plane(role)`` decodes. ``nbytes``: of the code."""
+
+    plane: Callable[[str], Plane]
+    nbytes: int
+    first: int
+    rows: int
+
+    @property
+    def k(self) -> Plane:
+        """K, decoded anew."""
+        return self.plane("k")
+
+    @property
+    def v(self) -> Plane:
+        """V, decoded anew."""
+        return self.plane("v")
+
 
 class Held:
     """A run of tokens with the K and V of all layers; read-only, for any number of contexts at once and any thread.
@@ -57,7 +82,7 @@ class Held:
     ``format`` names how they hold numbers, for people.
     """
 
-    def __init__(self, tokens: Tokens, at: int, layers: Mapping[int, tuple[Slab, ...]], format: str) -> None:
+    def __init__(self, tokens: Tokens, at: int, layers: Mapping[int, tuple[Slab | Coded, ...]], format: str) -> None:
         rows = {tuple((slab.first, slab.rows) for slab in slabs) for slabs in layers.values()}
         if len(rows) != 1 or sum(held for _, held in next(iter(rows))) != len(tokens):
             raise ValueError(f"layers do not hold the same rows of {len(tokens)} tokens")
@@ -72,9 +97,8 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V, scales included."""
-        planes = [(plane, slab) for slabs in self.layers.values() for slab in slabs for plane in (slab.k, slab.v)]
-        return sum(plane.nbytes * slab.rows // plane.tokens for plane, slab in planes)
+        """Bytes of K and V as they are held, scales included."""
+        return sum(slab.nbytes for slabs in self.layers.values() for slab in slabs)
 
     def bounds(self, layer: int, slab: int, page: int) -> Bounds:
         """The bounds of a K plane's pages (of the whole plane, whatever rows the slab has); made once."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ctxreuse.kernels.attend import Attended, Part, Plane, attend, dequantise
-from ctxreuse.reuse.attend.held import HeldMove, Slab, Turn
+from ctxreuse.reuse.attend.held import Coded, HeldMove, Slab, Turn
 from ctxreuse.reuse.attend.select import Selection, ceilings, chosen
 
 __all__ = ["Residents"]
@@ -30,7 +30,7 @@ class _Piece(NamedTuple):
     shift: int
     move: HeldMove
 
-    def of(self, layer: int) -> Slab:
+    def of(self, layer: int) -> Slab | Coded:
         return self.move.held.layers[layer][self.slab]
 
 

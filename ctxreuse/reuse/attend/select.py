@@ -4,9 +4,10 @@ A page is some neighbouring rows of a K plane. With the least and the greatest v
 key in it can score more than ``sum over channels of max(q * least, q * greatest)`` (Tang et al., Quest, arXiv
 2406.10774). Bounds are float32: those of pages of 16 rows are an eighth of the keys' bytes as floats, half of int8's.
 
-What it costs has to be measured for each model: `Gate.reading` says what its card allows. SmolLM2 after 960 tokens held in int8, 2 texts of 47 tokens one by one,
-nats a token against reading all: 0.012 at half of the pages, 0.046 at a quarter, 0.108 at an eighth; with pages of 32
-rows 0.088 at a quarter. Small models look everywhere, so nothing selects pages unless it is told to.
+What it costs has to be measured for each model: calibration of chunks does, and `Gate.reading` says what a model may
+leave out. SmolLM2 after 960 tokens held in int8, 2 texts of 47 tokens one by one, nats a token against reading all:
+0.012 at half of the pages, 0.046 at a quarter, 0.108 at an eighth; with pages of 32 rows 0.088 at a quarter. Small
+models look everywhere, so nothing selects pages unless it is told to.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ctxreuse.keys import Tokens, chunk_keys
-from ctxreuse.reuse.chunking import chunks
+from ctxreuse.reuse.chunking import REACH, chunks
 from ctxreuse.reuse.extend import BEHIND, SINK, extended
 from ctxreuse.reuse.home import Home
 from ctxreuse.reuse.search import Run, Search, Source
@@ -127,7 +127,7 @@ def record(
 
     ``computed``: spans (start, end) whose rows were computed where they stand, now or earlier; not those that were
     moved there. A chunk is noted as far as it lies in one of these and in whole blocks, if that is worth a run.
-    ``since``: chunks that end before this position are known. Noting twice changes nothing.
+    ``since``: so many tokens were noted before, as the whole of a prompt. Noting twice changes nothing.
     """
     size, spans = space.block_tokens, _union(computed)
     stored, more = min(len(keys) * size, len(tokens)), -(-BEHIND // size)
@@ -139,7 +139,8 @@ def record(
         if at == len(spans) or chunk.start >= stored:
             break
         count = min(chunk.end, spans[at][1], stored) - chunk.start
-        if chunk.end < since or spans[at][0] > chunk.start or count < WORTH:
+        # A cut depends on tokens behind it: where a prompt ended, there may be other ones now.
+        if chunk.end < since - REACH or spans[at][0] > chunk.start or count < WORTH:
             continue
         block = chunk.start // size
         until = -(-(chunk.start + count) // size)

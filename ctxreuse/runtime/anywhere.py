@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ctxreuse.cost import CostModel
     from ctxreuse.engines.base import Engine, Live, Logits
     from ctxreuse.reuse.repair import Repair, Role
+    from ctxreuse.runtime.homing import Homing
     from ctxreuse.store.base import Reader, WholeStore
 
 __all__ = ["Anywhere", "Moving"]
@@ -45,13 +46,15 @@ class Anywhere:
 
     ``gate``: what has been measured of the model (None: the chunk card on this user's shelf, as soon as there is one).
     ``budget``: what repairs may compute, as `budget_tokens` reads it ("": as little as the allowed level asks for).
-    Raises ConfigError for one that it does not.
+    Raises ConfigError for one that it does not. ``homing``: notes what came to the store by other ways.
     """
 
-    def __init__(self, engine: Engine, salt: bytes, gate: Gate | None = None, budget: str = "") -> None:
+    def __init__(
+        self, engine: Engine, salt: bytes, gate: Gate | None = None, budget: str = "", homing: Homing | None = None
+    ) -> None:
         if budget:
             budget_tokens(budget, 1)
-        self.engine, self.salt, self.budget = engine, salt, budget
+        self.engine, self.salt, self.budget, self.homing = engine, salt, budget, homing
         self._given, self._lock = gate, threading.Lock()
         self._shelf: ChunkShelf | None = None
         self._found: tuple[tuple[int, int], Gate] | None = None
@@ -131,6 +134,8 @@ class Moving:
         """Plan what to move behind the ``start`` tokens that are there; False if nothing is. Raises StoreError."""
         space = self._engine.space
         self._start, self.said, self.reasons = start, "", {}
+        if self._anywhere.homing is not None and self._gate.card is not None:
+            self._anywhere.homing.catch_up()
         found = plan(self._store, self._anywhere.salt, space, self._ids, start, self._parts, self._lossy)
         self.runs = self._allowed(found) if found else []
         return bool(self.runs)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.base import check_vocabulary
+from ctxreuse.engines.moving import Mover
 from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, StoreError
 from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
 from ctxreuse.levels import check_lossy
@@ -26,6 +27,7 @@ from ctxreuse.reuse import is_time
 from ctxreuse.runtime.anywhere import Anywhere
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.fetching import Fetching, ask
+from ctxreuse.runtime.homing import Homing
 from ctxreuse.runtime.keeping import Keeping
 from ctxreuse.runtime.pool import LivePool
 from ctxreuse.runtime.prompt import Prompt
@@ -109,7 +111,9 @@ class Runtime:
         self._prompts = 0
         self.compute = threading.Lock()
         self._salt = tenant_salt(tenant)
-        self.anywhere = Anywhere(engine, self._salt, gate, repair)
+        moves = store is not None and isinstance(engine, Mover)
+        self.homing = Homing(store, engine.space, self._salt) if store is not None and moves else None
+        self.anywhere = Anywhere(engine, self._salt, gate, repair, self.homing)
         self.storing = Storing(engine, self.keeping, self.keys, self._salt)
         self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
         if store is not None and engine.codec is not None:
@@ -267,6 +271,8 @@ class Runtime:
             keys = self.storing.keep(self.store, live, lossy)
         if self.store is not None:
             self.storing.index(self.store, live, keys)
+            if self.homing is not None:
+                self.homing.noted(keys)
         self.requests.kept(live, live.tokens, keys)
         self.pool.put(live)
 
@@ -311,6 +317,8 @@ class Runtime:
 
     def close(self) -> None:
         """Let go of the contexts in memory. The store belongs to whoever opened it."""
+        if self.homing is not None:
+            self.homing.close()
         self.storing.close()
         self.pool.clear()
 

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ctxreuse.keys import chunk_keys
 from ctxreuse.reuse import Home, plan, read, record
+from ctxreuse.reuse.chunking import chunks
 from ctxreuse.reuse.plan import SINK, TAIL, WORTH
 from ctxreuse.store import open_store
 
@@ -274,9 +276,28 @@ def test_noting_twice_changes_nothing(world, prompt) -> None:
     for since in (0, 128):
         record(index, world.salt, world.space, tokens, keys, [(0, 100), (100, len(tokens))], parts, since)
     assert dict(index._table.items()) == before
-    assert record(index, world.salt, world.space, tokens, keys, [(0, len(tokens))], parts, len(tokens)) == 0
+    # Of what was noted before only the end, where cuts may lie elsewhere now.
+    assert record(index, world.salt, world.space, tokens, keys, [(0, len(tokens))], parts, len(tokens)) <= 2
+    assert dict(index._table.items()) == before
     assert record(index, world.salt, world.space, tokens, keys, [], parts) == 0
     assert record(index, world.salt, world.space, tokens, [], [(0, len(tokens))], parts) == 0
+
+
+def test_a_prompt_that_grows_is_noted_as_if_it_came_at_once(world, prompt) -> None:
+    tokens, _ = prompt((10, 500))
+    world.ask(tokens, [])
+    index, size = world.store.chunks, world.space.block_tokens
+    keys, before = world.keys(tokens), dict(index._table.items())
+    wanted = chunk_keys(world.space.digest, world.salt, tokens, chunks(tokens)[:-1])
+    for key in wanted:
+        for home in index.homes(key):
+            index.forget(key, home)
+    assert not any(index.homes_many(wanted))
+    for end in range(3 * size, len(tokens) + 1, 3 * size):
+        some = tokens[:end]
+        record(index, world.salt, world.space, some, keys[: end // size], [(0, end)], [], max(end - 3 * size, 0))
+    assert before
+    assert all(index.homes_many(wanted))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,116 @@
+"""Blocks that no runtime noted are found at other positions all the same: imported ones, and those of older stores."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.keys import ROOT, tenant_salt
+from ctxreuse.runtime import Runtime
+from ctxreuse.runtime.homing import Homing
+from ctxreuse.store import TieredStore, open_store
+from ctxreuse.store.chunks import FOLDER
+
+S: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("shuffled.py"))))
+BLOCK, Pool, gate, prefill = S.BLOCK, S.Pool, S.gate, S.prefill
+FORWARD, BACKWARD = (0, 1), (1, 0)
+SALT = tenant_salt("default")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TieredStore]:
+    with open_store(tmp_path / "kv", capacity=1 << 27) as opened:
+        yield opened
+        opened.check()
+        opened.chunks.check()
+
+
+@pytest.fixture
+def pool() -> Any:
+    return Pool(2, sizes=(220, 240))  # long enough for chunks that content ends
+
+
+def given(engine: TorchEngine, store: TieredStore, tokens: Any, tenant: str = "default") -> list[bytes]:
+    """Put a context's blocks as an import or a peer does: bytes by key, and nothing is said of them."""
+    live = engine.start()
+    engine.prefill(live, tokens)
+    other = Runtime(engine, None, tenant=tenant)
+    keys = other.keys(tokens)
+    for key, data in zip(keys, engine.export(live, keys, ROOT, 0)):
+        assert store.put(key, data)
+    store.flush()
+    other.close()
+    return keys
+
+
+def test_what_was_given_to_the_store_is_moved(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    runtime = Runtime(llama, store, gate=gate(llama))
+    keys = given(llama, store, pool.ask(FORWARD)[0])
+    assert len(store.chunks) == 0
+    usage = prefill(runtime, pool.ask(BACKWARD)).usage
+    assert usage.moved >= 220  # at least one of the documents
+    assert usage.gate == "kl-0.020 by rotate"
+    known = len(store.chunks)
+    assert runtime.homing is not None
+    assert runtime.homing.catch_up() == 0  # nothing new: nothing is read
+    assert len(store.chunks) == known
+    assert keys
+    runtime.close()
+
+
+def test_what_is_older_than_the_index_is_found_piece_by_piece(llama: TorchEngine, tmp_path: Path, pool: Any) -> None:
+    with open_store(tmp_path / "kv", capacity=1 << 27) as store:
+        total = len(given(llama, store, pool.ask(FORWARD)[0]))
+    shutil.rmtree(tmp_path / "kv" / FOLDER)
+    with open_store(tmp_path / "kv", capacity=1 << 27) as store:
+        homing = Homing(store, llama.space, SALT)
+        steps = [homing.catch_up(3) for _ in range(total // 3 + 1)]
+        assert sum(count > 0 for count in steps) > 2
+        assert homing.catch_up() == 0
+        homing.close()
+        runtime = Runtime(llama, store, gate=gate(llama))
+        assert prefill(runtime, pool.ask(BACKWARD)).usage.moved >= 220
+        runtime.close()
+        # Whoever opens a store whose index knows something looks at what comes only.
+        again = Homing(store, llama.space, SALT)
+        assert again.catch_up() == 0
+        again.close()
+
+
+def test_blocks_of_others_are_left_alone(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    homing = Homing(store, llama.space, SALT)
+    given(llama, store, pool.ask(FORWARD)[0], tenant="someone else")
+    assert homing.catch_up() == 0
+    assert len(store.chunks) == 0
+    homing.close()
+
+
+def test_what_a_runtime_noted_is_not_looked_at_again(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    runtime = Runtime(llama, store, gate=gate(llama))
+    done = prefill(runtime, pool.ask(FORWARD))
+    runtime.release(done.live, lossy="kl-0.05")
+    store.flush()
+    known = len(store.chunks)
+    assert known > 0
+    assert runtime.homing is not None
+    assert runtime.homing.catch_up() == 0
+    assert len(store.chunks) == known
+    runtime.close()
+
+
+def test_a_context_of_which_a_part_is_gone(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    homing = Homing(store, llama.space, SALT)
+    keys = given(llama, store, pool.ask(FORWARD)[0])
+    store.drop(keys[-1], "corrupt")
+    assert homing.catch_up() > 0
+    store.drop(keys[0], "corrupt")
+    given(llama, store, pool.ask(BACKWARD)[0])
+    homing.catch_up()
+    homing.close()

@@ -139,8 +139,7 @@ def _env_values(env: Mapping[str, str], known: Mapping[str, Setting]) -> dict[st
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if not near:
-        # A right name in the wrong section is a common slip that edit distance does not see.
-        near = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    # A right name in the wrong section is a common slip that edit distance does not see.
+    near = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = near[:1] if near else difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]}?" if near else "`ctxreuse config show` lists all settings"

@@ -63,6 +63,8 @@ GROUP: Final = 32
 """Neighbours along dim that share an int4 step and low."""
 PARALLEL_VALUES: Final = 1 << 24
 """Products (query rows times K and V values) from which one call uses several threads: half a millisecond of int8."""
+#: Queries of a thread from which on they are shared out rather than the rows, where the heads cannot be.
+_QUERIES: Final = 32
 _STORED: Final = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int8": np.int8, "int4": np.uint8}
 _SCALES: Final = {"int8": np.float32, "int4": np.float16}
 _FLOATS: Final = {np.dtype(np.float32): "fp32", np.dtype(np.float16): "fp16", np.dtype(np.uint16): "bf16"}
@@ -159,7 +161,40 @@ def attend(
         return Attended(*reference_attend.attend(q, parts, where, scale, window, softcap))
     if not parts:
         return Attended(np.zeros_like(q), np.full(q.shape[:2], -np.inf, np.float32))
-    return _native(q, [_fields(part, q) for part in parts], where, (scale, window or 0, softcap or 0.0), threads)
+    numbers = scale, window or 0, softcap or 0.0
+    fields = [_fields(part, q) for part in parts]
+    heads, rows = fields[0][1].shape[0], sum(part[8] - part[7] for part in fields)
+    if threads is None:
+        threads = cores() if 2 * q.size * rows > PARALLEL_VALUES else 1
+    if heads % threads and q.shape[1] >= threads * _QUERIES:
+        return _by_queries(q, parts, where, numbers, threads)
+    return _native(q, fields, where, numbers, max(1, min(threads, rows)))
+
+
+def _by_queries(
+    q: Floats,
+    parts: Sequence[Part],
+    positions: NDArray[np.int64] | None,
+    numbers: tuple[float, int, float],
+    threads: int,
+) -> Attended:
+    """Each thread has some of the queries, neighbours that see about as many rows together as any other thread's."""
+    seen = np.ones(q.shape[1])
+    starts = [int(np.min(part.at)) for part in parts if part.at is not None and np.size(part.at)]
+    if positions is not None and starts:
+        seen = np.maximum(positions - min(starts) + 1.0, 1.0)
+    total = np.cumsum(seen)
+    cuts = np.unique([0, *np.searchsorted(total, total[-1] * np.arange(1, threads) / threads), q.shape[1]])
+
+    def run(i: int) -> Attended:
+        some = slice(cuts[i], cuts[i + 1])
+        mine = np.ascontiguousarray(q[:, some])
+        theirs = [part if part.q is None else part._replace(q=np.ascontiguousarray(part.q[:, some])) for part in parts]
+        at = None if positions is None else positions[some]
+        return _native(mine, [_fields(part, mine) for part in theirs], at, numbers, 1)
+
+    found = spread(run, len(cuts) - 1)
+    return Attended(np.concatenate([one.o for one in found], 1), np.concatenate([one.lse for one in found], 1))
 
 
 def _native(
@@ -167,14 +202,11 @@ def _native(
     parts: list[tuple[Any, ...]],
     positions: NDArray[np.int64] | None,
     numbers: tuple[float, int, float],
-    threads: int | None,
+    threads: int,
 ) -> Attended:
     query_heads, queries, dim = q.shape
     heads = parts[0][1].shape[0]
     rows = sum(part[8] - part[7] for part in parts)
-    if threads is None:
-        threads = cores() if 2 * query_heads * queries * rows * dim > PARALLEL_VALUES else 1
-    threads = max(1, min(threads, rows))
     by_head = heads % threads == 0
     shares = 1 if by_head else threads
     o = np.empty((shares, *q.shape), np.float32)

@@ -89,6 +89,27 @@ def test_every_table_agrees_with_numpy(data: st.DataObject, seed: int) -> None:
         _close(merge([attend(q, [part], **how) for part in parts[::-1]]), wanted, limit)
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("spread", ["even", "late", "unordered", "none"])
+def test_many_queries_are_shared_out_among_threads(threads: int, spread: str) -> None:
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((2, 200, 16), np.float32)
+    k, v = (quantise(rng.standard_normal((1, 300, 16), np.float32), "fp32") for _ in range(2))
+    positions = np.sort(rng.choice(300, 200, replace=False))
+    if spread == "late":
+        positions[:190] = 3
+    if spread == "unordered":
+        positions = rng.permutation(positions)
+    at = None if spread == "none" else 0
+    turned = rng.standard_normal(q.shape, np.float32)
+    parts = [Part(k, v, 0, 180, at), Part(k, v, 180, None, None if at is None else np.arange(300), turned)]
+    how: dict[str, Any] = {"positions": None if spread == "none" else positions}
+    whole = attend(q, parts, **how, threads=1)
+    found = attend(q, parts, **how, threads=threads)
+    assert np.array_equal(found.o, whole.o)
+    assert np.array_equal(found.lse, whole.lse)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_chunk_served_where_it_lies(format: str, tmp_path: Path) -> None:
     """Rows in a memory map at another position than they were computed at: the query is turned, and not the keys."""

@@ -69,11 +69,9 @@ def attend(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )
         return out, None
-    if scatter is not None and attention_mask is not None:
-        window = kwargs.get("sliding_window")
-        found = scatter.natively.attend(query, key, value, attention_mask, scaling, window)
-        if found is not None:
-            return found, None
+    if scatter is not None and attention_mask is not None and query.dtype == torch.float32:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     out = torch.nn.functional.scaled_dot_product_attention(
         query,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ctxreuse.engines.torch_hf.natively import Natively
+from ctxreuse.engines.torch_hf.blockwise import Blockwise
 
 if TYPE_CHECKING:
     from ctxreuse.engines.torch_hf.drift import Drift
@@ -22,11 +22,11 @@ class Scatter:
     """Positions of the tokens of one forward: ``rows`` int64 [S], ascending, ``first`` to ``end`` - 1.
 
     ``looking``: what notes where they look, if anybody asks. ``unseen``: int64, positions that none of them sees.
-    ``drift``: what sets other rows right, before a layer writes what is computed. ``natively``: how they attend where
-    the kernels can.
+    ``drift``: what sets other rows right, before a layer writes what is computed. ``blockwise``: how they attend where
+    the engine computes that itself.
     """
 
-    __slots__ = ("drift", "end", "first", "looking", "natively", "rows", "seen")
+    __slots__ = ("blockwise", "drift", "end", "first", "looking", "rows", "seen")
 
     def __init__(
         self, rows: torch.Tensor, looking: Looking | None, unseen: torch.Tensor | None, drift: Drift | None
@@ -35,7 +35,7 @@ class Scatter:
         self.seen: torch.Tensor | None = None
         if unseen is not None and len(unseen):
             self.seen = torch.ones(self.end, dtype=torch.bool).index_fill_(0, unseen[unseen < self.end], False)
-        self.looking, self.drift, self.natively = looking, drift, Natively(rows)
+        self.looking, self.drift, self.blockwise = looking, drift, Blockwise()
 
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
         """Put [1, heads, S, dim] into their rows of a plane [1, heads, capacity, dim]."""

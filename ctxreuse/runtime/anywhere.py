@@ -153,7 +153,8 @@ class Moving:
     def _budget(self, tokens: int) -> int:
         """How many of so many moved tokens may be computed."""
         line = None if self._cost is None else self._cost.prefill
-        return budget_tokens(self._anywhere.budget, tokens, line, self._start)
+        # They stand all over what is moved: half of it is before them, on average.
+        return budget_tokens(self._anywhere.budget, tokens, line, self._start + tokens // 2)
 
     def _pays(self, runs: Sequence[Run], verdict: Verdict) -> bool:
         if self._cost is None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Homing"]
 
-#: Blocks that one call looks at: 20 to 40 ms.
+#: Blocks that one call looks at.
 _MOST = 512
-#: Keys that are remembered, 100 bytes each.
+#: Keys that are remembered.
 _KEPT = 1 << 17
 #: Worse than any level that a store keeps: tokens are read, no planes.
 _ANY = "kl-1000"
@@ -45,7 +45,7 @@ class Homing:
 
     def _came(self, keys: Sequence[bytes]) -> None:
         with self._lock:
-            self._fresh.update((key, None) for key in keys if key not in self._done)
+            self._fresh.update(dict.fromkeys(keys))
             _trim(self._fresh)
 
     def noted(self, keys: Iterable[bytes]) -> None:
@@ -68,21 +68,31 @@ class Homing:
             keys = list(itertools.islice(self._fresh, most))
             for key in keys:
                 del self._fresh[key]
-        if not keys:
-            return 0
-        known = {entry.key: entry for entry in self._store.entries(keys) if entry is not None}
+        try:
+            return self._look(keys) if keys else 0
+        except BaseException:
+            self._came(keys)
+            raise
+
+    def _look(self, keys: Sequence[bytes]) -> int:
+        held = dict(zip(keys, self._store.entries(keys)))
+        with self._lock:
+            for key, entry in held.items():
+                if entry is None:
+                    self._done.pop(key, None)  # it may come again
+            known = {key: entry for key, entry in held.items() if entry is not None and key not in self._done}
         inner = {entry.parent for entry in known.values()}
-        count = 0
+        count, read = 0, dict[bytes, Tokens]()
         with self._store.read(_ANY) as reader:
             for tip in known.keys() - inner:
-                count += self._note(reader, tip, known)
+                count += self._note(reader, tip, known, read)
         self.noted(known)
         return count
 
-    def _note(self, reader: Reader, tip: bytes, fresh: dict[bytes, Entry]) -> int:
-        """Note what lies in the fresh blocks of the context that ends with ``tip``."""
+    def _note(self, reader: Reader, tip: bytes, fresh: dict[bytes, Entry], read: dict[bytes, Tokens]) -> int:
+        """Note what lies in the fresh blocks of the context that ends with ``tip``; ``read``: tokens that were read."""
         chain = self._chain(tip)
-        ids = None if chain is None else self._tokens(reader, chain)
+        ids = None if chain is None else self._tokens(reader, chain, read)
         if chain is None or ids is None:
             return 0
         size, keys = self._space.block_tokens, [entry.key for entry in chain]
@@ -103,15 +113,16 @@ class Homing:
             key = entry.parent
         return found[::-1]
 
-    def _tokens(self, reader: Reader, chain: Sequence[Entry]) -> Tokens | None:
+    def _tokens(self, reader: Reader, chain: Sequence[Entry], read: dict[bytes, Tokens]) -> Tokens | None:
         """The ids of the context; None if its blocks are not of this model and tenant."""
-        parts = []
         for entry in chain:
+            if entry.key in read:
+                continue
             view = reader.peek(entry.key)
             if view is None or view.header.space != self._space.digest or len(view.tokens) != entry.tokens:
                 return None
-            parts.append(np.array(view.tokens, "<i4"))
-        ids = np.concatenate(parts)
+            read[entry.key] = np.array(view.tokens, "<i4")
+        ids = np.concatenate([read[entry.key] for entry in chain])
         proven = prefix_keys(self._space.digest, self._salt, ids, self._space.block_tokens)
         return ids if proven == [entry.key for entry in chain] else None
 

@@ -269,10 +269,8 @@ class Runtime:
         """
         with self.compute:
             keys = self.storing.keep(self.store, live, lossy)
-        if self.store is not None:
-            self.storing.index(self.store, live, keys)
-            if self.homing is not None:
-                self.homing.noted(keys)
+        if self.store is not None and self.storing.index(self.store, live, keys) and self.homing is not None:
+            self.homing.noted(keys)
         self.requests.kept(live, live.tokens, keys)
         self.pool.put(live)
 

@@ -67,16 +67,20 @@ class Storing:
         with self._lock:
             self._noted[live] = _Noted(tuple(parts), since, together((*computed, (live.n, _EVER))))
 
-    def index(self, store: WholeStore, live: Live, keys: Sequence[bytes]) -> None:
-        """Note where the chunks of a context lie, whose blocks ``keys`` were put, so that other prompts find them."""
+    def index(self, store: WholeStore, live: Live, keys: Sequence[bytes]) -> bool:
+        """Note where the chunks of a context lie, whose blocks ``keys`` were put, so that other prompts find them.
+
+        False if nothing is known of its prompt.
+        """
         with self._lock:
             noted = self._noted.pop(live, None)
         if noted is None:
-            return
+            return False
         # An approximate block that was loaded may hold rows that were moved when it was made.
         loaded = without([(run.start, run.end) for run in live.levels if is_approx(run.level)], noted.computed)
         known = without(((0, live.n),), (*_moved(live), *loaded))
         record(store.chunks, self._salt, self._engine.space, live.tokens, keys, known, noted.parts, noted.since)
+        return True
 
     def _offered(self, live: Live) -> int:
         """Tokens of a context, from its beginning, that are worth storing: what holds nothing but moved rows is held

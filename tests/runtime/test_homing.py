@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.errors import StoreError
 from ctxreuse.keys import ROOT, tenant_salt
 from ctxreuse.runtime import Runtime
 from ctxreuse.runtime.homing import Homing
@@ -113,4 +114,33 @@ def test_a_context_of_which_a_part_is_gone(llama: TorchEngine, store: TieredStor
     store.drop(keys[0], "corrupt")
     given(llama, store, pool.ask(BACKWARD)[0])
     homing.catch_up()
+    homing.close()
+
+
+def test_what_left_the_store_and_came_again_is_noted_again(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    homing = Homing(store, llama.space, SALT)
+    ids = pool.ask(FORWARD)[0]
+    keys = given(llama, store, ids)
+    assert homing.catch_up() > 0
+    store.drop(keys[0], "corrupt")
+    homing.catch_up()
+    given(llama, store, ids)
+    assert homing.catch_up() > 0
+    homing.close()
+
+
+def test_a_store_that_cannot_be_read_is_looked_at_again(
+    llama: TorchEngine, store: TieredStore, pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homing = Homing(store, llama.space, SALT)
+    given(llama, store, pool.ask(FORWARD)[0])
+
+    def fail(*_: Any) -> Any:
+        raise StoreError("the disk is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "read", fail)
+        with pytest.raises(StoreError, match="gone"):
+            homing.catch_up()
+    assert homing.catch_up() > 0
     homing.close()

@@ -16,6 +16,7 @@ from ctxreuse.runtime import Runtime
 from ctxreuse.runtime.waiting import Waiting
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse.testing.clock import FakeClock
+from tests.runtime.conftest import make_engine
 
 
 class Scene:
@@ -55,9 +56,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene(llama: TorchEngine, tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Iterator[Scene]:
     store = open_store(tmp_path / "store", capacity=8 << 20, host_bytes=1 << 20)
-    made = Scene(llama, store)
+    # An engine of its own: arenas that others gave back may be larger than a context needs, and so fill its memory.
+    made = Scene(make_engine("llama"), store)
     yield made
     made.runtime.close()
     store.close()

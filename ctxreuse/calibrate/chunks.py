@@ -57,7 +57,7 @@ def chunk_settings(engine: TorchEngine, *, quick: bool = False) -> ChunkSettings
             f"the model has {space.max_tokens} positions, too few to move chunks in", where=space.architecture
         )
     held = min(896, (space.max_tokens - 128) // least * least)
-    reading = Reading(1, least, held // 2, 16, READINGS[:1]) if quick else Reading(6, least, held, 48)
+    reading = Reading(1, least, held // 2, 16, READINGS[:1]) if quick else Reading(4, least, held, 40)
     return ChunkSettings(tuple(dict(shapes).items()), _QUICK if quick else REPAIRS, reading if held > 0 else None)
 
 

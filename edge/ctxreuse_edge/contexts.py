@@ -119,12 +119,21 @@ class Contexts:
             return model.encode(turns[0].content, markers=False)
         return prompt(model, self.messages(session.id), generate=False).ids
 
+    def _parts(self, session: Session, ids: Tokens) -> tuple[int, ...]:
+        """Where the parts of its messages end; none for a plain text, or if the messages give other ids by now, as a
+        template may say the date."""
+        model = self._runtime.text
+        if model is None or self._ledger.turns(session.head)[0].role == TEXT:
+            return ()
+        made = prompt(model, self.messages(session.id), generate=False)
+        return made.parts if np.array_equal(made.ids, ids) else ()
+
     def pin(self, id_or_name: str) -> Context:
         """Compute what is missing and hold eviction off it, over restarts too."""
         session = self._ledger.session(id_or_name)
         ids = self.tokens(session)
         if len(ids):
-            self._runtime.warm(ids)
+            self._runtime.warm(ids, parts=self._parts(session, ids))
             with contextlib.suppress(StoreError):  # what is still queued is in memory, and pinned there
                 self._store.flush(_FLUSH_SECONDS)
         self._pin(session)

@@ -102,6 +102,21 @@ def test_a_named_context_of_parts_is_a_source_too(serve: Any, cards: Path) -> No
     assert again["missed"] in ("", "new", "slow")  # so small a model computes about as fast as it reads
 
 
+def test_what_is_pinned_is_computed_again_with_its_parts(serve: Any, cards: Path) -> None:
+    edge = serve(**{"edge.live_bytes": 0})
+    parts = [{"type": "text", "text": text} for text in DOCUMENTS]
+    sent = {"name": "docs", "messages": [RULES, {"role": "user", "content": parts}]}
+    assert edge.http.post("/api/contexts", json=sent).status_code == 201
+    runtime, store = edge.node.runtime, edge.node.store
+    store.flush()
+    noted = len(store.chunks)
+    ids = edge.node.contexts.tokens(edge.node.contexts._ledger.session("docs"))
+    assert noted > 0
+    assert store.forget(runtime.keys(ids)) > 0
+    assert edge.http.post("/api/contexts/docs/pin").json()["context"]["held"] > 0.9 * len(ids)
+    assert len(store.chunks) == noted  # cut at the same places: under the same names
+
+
 @pytest.mark.parametrize("parts", [[-5, 0, 10**12], [9, 3, 3], list(range(400))])
 def test_parts_of_token_prompts_may_be_anything(serve: Any, cards: Path, parts: list[int]) -> None:
     edge = serve()

@@ -8,6 +8,7 @@ facts in chats (LiHua-World), without it about made-up firms. ``--model``: anoth
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -127,10 +128,11 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
                 baseline=None if name == FULL else nll,
                 better="lower",
                 note=f"first choice at {chosen:.1%} of {sum(one.tokens for one in answers)} tokens"
-                + (f", {source}" if name == FULL else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}"),
+                + (f", {source}" if name == FULL else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}")
+                + ("" if name == FULL else f"; standard error {_errors(answers, full)[0]:.3f}"),
             )
         )
-    lost, chosen = _mean(told[DEFAULT])
+    (lost, chosen), (error, wrong) = _mean(told[DEFAULT]), _errors(told[DEFAULT], full)
     found += [
         Figure(
             metric=f"likelihood lost at {DEFAULT}",
@@ -138,7 +140,7 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
             unit="%",
             better="lower",
             bar=_LOST if bars else None,
-            note="nats of the right answer, more than after full prefill",
+            note=f"nats of the right answer, more than after full prefill; standard error {100 * error / nll:.2g} %",
         ),
         Figure(
             metric=f"first choices lost at {DEFAULT}",
@@ -146,6 +148,7 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
             unit="% of tokens",
             better="lower",
             bar=_LOST if bars else None,
+            note=f"standard error {100 * wrong:.2g} %",
         ),
     ]
     return found
@@ -155,3 +158,15 @@ def _mean(told: Sequence[Told]) -> tuple[float, float]:
     """Nats a token and share of first choices, over all tokens of all answers."""
     tokens = sum(one.tokens for one in told)
     return sum(one.tokens * one.nll for one in told) / tokens, sum(one.tokens * one.right for one in told) / tokens
+
+
+def _errors(told: Sequence[Told], full: Sequence[Told]) -> tuple[float, float]:
+    """Standard errors of what both of `_mean` lose, as if these were some questions drawn from many."""
+    tokens, (nll, right), (before, chosen) = sum(one.tokens for one in told), _mean(told), _mean(full)
+    off = [
+        (one.tokens * (one.nll - was.nll - nll + before), one.tokens * (one.right - was.right - right + chosen))
+        for one, was in zip(told, full)
+    ]
+    more = len(told) / max(len(told) - 1, 1)
+    first, second = (math.sqrt(more * sum(x * x for x in some)) / tokens for some in zip(*off))
+    return first, second

@@ -137,6 +137,8 @@ def test_what_the_gate_loses() -> None:
     lost = qa.figures(answers, "made up", bars=True)[-2:]
     assert [round(figure.value, 2) for figure in lost] == [8.0, 16.67]
     assert not any(figure.passed for figure in lost)
+    # 4 tokens lose .2 nats and 2 none, .133 on average: sqrt(2 ((4 * .067)^2 + (2 * .133)^2)) / 6 of 1.667.
+    assert "standard error 5.3 %" in lost[0].note
 
 
 def test_made_up_documents_hold_their_answers() -> None:

@@ -128,8 +128,12 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
                 baseline=None if name == FULL else nll,
                 better="lower",
                 note=f"first choice at {chosen:.1%} of {sum(one.tokens for one in answers)} tokens"
-                + (f", {source}" if name == FULL else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}")
-                + ("" if name == FULL else f"; standard error {_errors(answers, full)[0]:.3f}"),
+                + (
+                    f", {source}"
+                    if name == FULL
+                    else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}; "
+                    f"standard error {_errors(answers, full)[0]:.3f}"
+                ),
             )
         )
     (lost, chosen), (error, wrong) = _mean(told[DEFAULT]), _errors(told[DEFAULT], full)

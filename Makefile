@@ -4,6 +4,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+# Tests start hundreds of processes; without caches of bytecode each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -16,26 +19,71 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo check test nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(READY) ## a context computed once, reused after a restart, in forks and on another device
-	$(BIN)/ctxreuse demo
+	$(BIN)/python examples/demo
 
-test: lint ## lint, then all tests (native ones and those with a small real model included)
-	$(BIN)/python -m pytest -q --durations=10 $(PYTEST) </dev/null
+# Lint beside the tests, its result after theirs; fails if either does. $(1): what pytest is given.
+WORKERS ?= 2
+define lint_and_pytest
+	@mkdir -p build; $(MAKE) --no-print-directory lint >build/lint.log 2>&1 & lint=$$!; code=0; \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=10 $(1) $(PYTEST) </dev/null || code=$$?; \
+	wait $$lint || code=1; cat build/lint.log; exit $$code
+endef
 
-lint: $(READY) ## ruff, mypy, import rules
+check: $(READY) ## lint and the quick tests: no model, no build, no daemon
+	$(call lint_and_pytest,-m "not (model or gemma or build or daemon or timing or slow or nightly)")
+
+test: $(READY) ## lint and all tests (native ones and those with a small real model included)
+	$(call lint_and_pytest,-m "not (gemma or nightly)")
+
+nightly: export CTXREUSE_TEST_PROFILE = nightly
+nightly: $(READY) ## lint and everything there is, at full depth
+	$(call lint_and_pytest)
+
+# Guided by coverage where atheris can be installed, else by what the parsers answer.
+fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) -q atheris || echo "without atheris: mutations are not guided"
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz --seconds $(or $(SECONDS),60) $(if $(TARGET),--target $(TARGET))
+
+lint: $(READY) ## ruff, mypy, import rules; how long modules are
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
+	@PYTHONPATH=tests $(BIN)/python -m support.sizes
+
+docs: $(READY) ## the documentation's site, into build/site (generated pages are made anew first)
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY) ## every benchmark, or NAME=store; QUICK=1 for less data; JSON goes to bench-out/
-	@for name in $(or $(NAME),$$($(BIN)/ctxreuse bench ls | cut -d' ' -f1)); do \
-		$(BIN)/ctxreuse bench $$name $(if $(QUICK),--quick) --out bench-out/$$name.json || missed="$${missed:-} $$name"; done; \
+	@for runner in "ctxreuse bench" benchmarks; do for name in $(or $(NAME),$$($(BIN)/python -m $$runner ls | cut -d' ' -f1)); do \
+		[ -z "$(NAME)" ] || $(BIN)/python -m $$runner ls | grep -q "^$$name " || continue; \
+		$(BIN)/python -m $$runner $$name $(if $(QUICK),--quick) --out bench-out/$$name.json || missed="$${missed:-} $$name"; done; done; \
 	if [ -n "$${missed:-}" ]; then echo "missed a bar:$$missed"; exit 1; fi
+
+# torch itself is left out: its wheel is chosen by hardware (docs/index.md); what else it needs is named here.
+BESIDE_TORCH := filelock fsspec networkx setuptools sympy
+BUILD_TOOLS := scikit-build-core cmake ninja
+LOCK = $(BIN)/uv -q pip compile pyproject.toml - -c constraints.txt --override <(echo 'torch; sys_platform == "never"') \
+	--generate-hashes --no-annotate --upgrade --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	--custom-compile-command 'make lock'
+lock: $(READY) ## requirements*.lock: what images install besides torch, by hash (asks a package index)
+	$(PIP) -q uv
+	printf '%s\n' $(BUILD_TOOLS) | $(LOCK) --extra edge --extra cloud -o requirements.lock
+	printf '%s\n' $(BESIDE_TORCH) | $(LOCK) --extra torch -o requirements-torch.lock
+
+dist: $(READY) ## wheel, source archive, bill of materials (CycloneDX) and NOTICE, into dist/
+	$(PIP) -q build cyclonedx-bom pip-licenses
+	$(BIN)/python -m build --no-isolation --outdir dist . >build/dist.log 2>&1 || { tail -30 build/dist.log; exit 1; }
+	$(BIN)/cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --output-reproducible -o dist/sbom.cdx.json
+	$(BIN)/pip-licenses --packages $$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/\1/p' requirements.lock) \
+		--with-license-file --with-urls --no-license-path --format=plain-vertical --output-file=dist/NOTICE
+	@ls -l dist
 
 clean: ## remove what was built and cached (not .venv)
 	rm -rf build dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -52,7 +100,7 @@ $(FILES): FORCE | $(BIN)/python
 
 # Build tools first: without isolation the project is built by what stands in .venv, pinned as all else.
 $(READY): pyproject.toml constraints.txt $(NATIVE) $(FILES) | $(BIN)/python
-	$(PIP) -q scikit-build-core cmake ninja
+	$(PIP) -q pip scikit-build-core cmake ninja
 	@echo "installing into $(VENV)$(if $(wildcard $(BIN)/ctxreuse),, (the first time takes some minutes))"
 	$(PIP) $(if $(wildcard $(BIN)/ctxreuse),-q) --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Time as an argument: whoever needs it takes a Clock, so that tests decide what time it is."""
+"""Time as an argument: code that needs it takes a Clock, so that tests decide what time it is."""
 
 from __future__ import annotations
 

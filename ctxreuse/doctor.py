@@ -1,4 +1,4 @@
-"""What is on this machine and whether it works: the findings behind ``ctxreuse doctor``."""
+"""Checks of this machine and the store, for ``ctxreuse doctor``."""
 
 from __future__ import annotations
 
@@ -14,35 +14,20 @@ from typing import Literal
 
 import msgspec
 
-from ctxreuse.config import load
+from ctxreuse.config import StoreConfig, load
 from ctxreuse.errors import CtxReuseError, StoreError
 from ctxreuse.units import rounded_bytes
 
-__all__ = ["Finding", "cpu_features", "examine", "satisfies"]
+__all__ = ["Finding", "Status", "broken", "run_checks", "satisfies"]
 
 Status = Literal["ok", "missing", "slow", "broken"]
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?")
 _BOUND = re.compile(r"(>=|<=|==|!=|<|>|~=)\s*([0-9][0-9.]*)")
-# What the kernels' tables need, and what engines use; others would be noise.
-_FEATURES = (
-    "avx2",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512dq",
-    "avx512vl",
-    "avx512_bf16",
-    "amx_bf16",
-    "asimd",
-    "asimdhp",
-    "bf16",
-    "sve",
-)
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line: its ``area``, what it is about, how it stands, and what to do if it is not ``ok``."""
+    """Result of one check: area, name, status, value, and what to do unless the status is ``ok``."""
 
     area: str
     name: str
@@ -51,10 +36,12 @@ class Finding(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-def examine(config: str | None = None) -> list[Finding]:
-    """Look at everything; seconds at most. Raises nothing: what fails becomes a finding.
+def run_checks(config: str | None = None, store: Callable[[StoreConfig], StoreConfig] | None = None) -> list[Finding]:
+    """Run all checks, which takes seconds; a failing one becomes a finding.
 
-    ``config`` is the file that ``--config`` named.
+    Args:
+        config: file of settings.
+        store: returns the store to check, given the one of the settings (default: that one).
     """
     findings: list[Finding] = []
     areas: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
@@ -63,50 +50,44 @@ def examine(config: str | None = None) -> list[Finding]:
         ("kernels", _kernels),
         ("cuda", _cuda),
         ("models", _models),
-        ("store", lambda: _store(config)),
+        ("store", lambda: _store(config, store)),
     ]
-    for area, look in areas:
+    for area, check in areas:
         try:
-            findings.extend(look())
+            findings.extend(check())
         except CtxReuseError as error:
-            where = f"{error.what} ({error.where})" if error.where else error.what
-            findings.append(Finding(area, type(error).__name__, "broken", where, error.fix))
-        except Exception as error:
-            # A doctor that falls over at the first sick organ is of no use.
+            findings.append(broken(area, type(error).__name__, error))
+        except Exception as error:  # the other areas must still be checked
             findings.append(Finding(area, type(error).__name__, "broken", str(error)))
     return findings
+
+
+def broken(area: str, name: str, error: CtxReuseError) -> Finding:
+    """Return the finding for an error."""
+    where = f"{error.what} ({error.where})" if error.where else error.what
+    return Finding(area, name, "broken", where, error.fix)
 
 
 def _system() -> Iterator[Finding]:
     import psutil
 
-    from ctxreuse.bench.report import cpu_name
+    from ctxreuse.cpu import cpu_features, cpu_name
 
     memory = psutil.virtual_memory()
     yield Finding("system", "python", "ok", f"{platform.python_version()} {sys.executable}")
     yield Finding("system", "platform", "ok", platform.platform())
     yield Finding("system", "processor", "ok", f"{cpu_name()}, {os.cpu_count()} cores")
-    yield Finding("system", "features", "ok", " ".join(cpu_features()) or "none of those that the kernels know")
+    yield Finding("system", "features", "ok", " ".join(cpu_features()) or "none that the kernels use")
     yield Finding(
         "system", "memory", "ok", f"{rounded_bytes(memory.total)}, {rounded_bytes(memory.available)} available"
     )
 
 
-def cpu_features(info: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """The processor's features that kernels or engines use; empty where the system does not list them."""
-    try:
-        lines = info.read_text("utf-8").splitlines()
-    except OSError:
-        return ()
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return tuple(feature for feature in _FEATURES if feature in flags)
-
-
 def satisfies(installed: str, bounds: str) -> bool:
-    """True if a version lies within comma-separated bounds (``>=2.6,<3``). Only the release numbers are compared."""
+    """Return True if a version satisfies comma-separated bounds (``>=2.6,<3``); only release numbers are compared."""
 
     def numbers(text: str) -> tuple[int, ...]:
-        # Trailing zeros say nothing: 2.0 is 2.
+        # 2.0 equals 2
         found = [int(part) for part in re.findall(r"\d+", re.split(r"[^\d.]", text)[0])]
         while found and not found[-1]:
             found.pop()
@@ -155,10 +136,7 @@ def _kernels() -> Iterator[Finding]:
     from ctxreuse import kernels
 
     active = kernels.active()
-    if active == "numpy":
-        fix = "Reinstall with a C compiler present, or unset CTXREUSE_KERNELS"
-        yield Finding("kernels", "in use", "slow", "numpy: the native extension is not built", fix)
-    elif active == "generic" and len(kernels.available()) > 1:
+    if active == "generic" and len(kernels.available()) > 1:
         yield Finding("kernels", "in use", "slow", "generic", "Unset CTXREUSE_KERNELS for the faster ones")
     else:
         yield Finding("kernels", "in use", "ok", active)
@@ -194,25 +172,26 @@ def _models() -> Iterator[Finding]:
     from ctxreuse import models
 
     for line in models.ls():
-        if line.card is None:
+        if line.record is None and line.gguf is None:
             yield Finding("models", line.entry.name, "missing", "not fetched", f"ctxreuse model get {line.entry.name}")
         else:
             yield Finding("models", line.entry.name, "ok", f"{rounded_bytes(line.bytes)} in {line.path}")
 
 
-def _store(config: str | None) -> Iterator[Finding]:
+def _store(config: str | None, choose: Callable[[StoreConfig], StoreConfig] | None) -> Iterator[Finding]:
     settings = load(config).settings.store
+    settings = settings if choose is None else choose(settings)
     folder = settings.folder()
-    home = next(path for path in (folder, *folder.parents) if path.exists())
-    if not os.access(home, os.W_OK):
-        yield Finding("store", "folder", "broken", f"{home} cannot be written", "Set CTXREUSE_STORE__PATH")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        yield Finding("store", "folder", "broken", f"{existing} is not writable", "Set CTXREUSE_STORE__PATH")
         return
     if folder.exists():
         yield Finding("store", "folder", "ok", str(folder))
     else:
-        yield Finding("store", "folder", "missing", f"{folder} is made at first use")
+        yield Finding("store", "folder", "missing", f"{folder} is created at first use")
     yield from _health(folder)
-    free, used = shutil.disk_usage(home).free, _used(folder)
+    free, used = shutil.disk_usage(existing).free, _used(folder)
     if free + used < settings.capacity:
         fix = "Lower store.capacity or free some disk"
         text = f"{rounded_bytes(free)} free, capacity is {rounded_bytes(settings.capacity)}"
@@ -222,25 +201,29 @@ def _store(config: str | None) -> Iterator[Finding]:
 
 
 def _health(folder: Path) -> Iterator[Finding]:
-    from ctxreuse.inspection import held
-    from ctxreuse.store import Ledger
+    from ctxreuse.inspection import summarize_cache
+    from ctxreuse.store import verify
+    from ctxreuse.store.lmdb.recovery import examine
 
     if (folder / "ledger" / "data.mdb").exists():
-        try:
-            with Ledger.open(folder, readonly=True) as ledger:
-                ledger.check()
-                texts = ledger.stats()
+        texts = verify(folder, parts=("ledger",))
+        for problem in texts.problems:
+            yield Finding("store", "ledger", "broken", problem, "Keep a copy; `ctxreuse store verify` says more")
+        if texts.not_begun:
+            yield Finding("store", "ledger", "ok", "not begun")
+        elif texts.clean:
             yield Finding("store", "ledger", "ok", f"{texts.sessions:,} sessions, {texts.turns:,} turns")
-        except (AssertionError, StoreError) as error:
-            yield Finding("store", "ledger", "broken", str(error), "Keep a copy, then restore it from a backup")
     if (folder / "blocks" / "data.mdb").exists():
         try:
-            cache = held(folder)
+            wrong = examine(folder / "blocks")
+            if wrong:
+                raise StoreError(f"the cache is damaged: {wrong}")
+            cache = summarize_cache(folder)
             yield Finding("store", "cache", "ok", f"{cache.blocks:,} blocks, {rounded_bytes(cache.nbytes)}")
         except StoreError as error:
-            yield Finding("store", "cache", "broken", str(error), error.fix or "It is rebuilt when next opened")
+            yield Finding("store", "cache", "broken", str(error), error.fix or "It is rebuilt when it is next opened")
 
 
 def _used(folder: Path) -> int:
-    # Sparse files: blocks on disk, not their length, are what the disk lacks.
+    # Allocated blocks, not lengths: the files are sparse.
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())

@@ -5,17 +5,19 @@
     CtxReuseError
     ├── ConfigError                 a setting, flag or file that the user can change is wrong
     ├── FormatError                 bytes (from disk or wire) are not a block of this version
-    ├── StoreError                  the store on disk cannot do what was asked
+    ├── StoreError                  the store on disk cannot do this
     │   ├── StoreOwnedError         another process owns the store for writing
     │   ├── StoreFullError          the disk or the map has no room left
     │   ├── StoreReadOnlyError      a write on a store that was opened for reading
-    │   └── StoreClosedError        use after close()
+    │   ├── StoreClosedError        use after close()
+    │   └── StoreDamagedError       bytes on disk are not what was written
     ├── LinkError                   another node cannot be reached or breaks what was agreed; work goes on without it
     │   ├── LinkDownError           no answer in time, or the connection was lost
     │   ├── LinkRefusedError        the peer does not accept this node: unknown or revoked key, version, model space
     │   └── ProtocolError           the peer sent what the protocol does not allow
     ├── SessionError                a session, turn or fork that does not exist or cannot be changed so
-    └── EngineError                 the model or its engine cannot do what was asked
+    └── EngineError                 the model or its engine cannot do this
+        ├── EngineDiedError         the process of the engine has ended, and its contexts with it
         ├── ContextTooLongError     more tokens than the model has positions for
         └── TokenRangeError         a token id outside the vocabulary
 
@@ -28,6 +30,7 @@ __all__ = [
     "ConfigError",
     "ContextTooLongError",
     "CtxReuseError",
+    "EngineDiedError",
     "EngineError",
     "FormatError",
     "LinkDownError",
@@ -36,6 +39,7 @@ __all__ = [
     "ProtocolError",
     "SessionError",
     "StoreClosedError",
+    "StoreDamagedError",
     "StoreError",
     "StoreFullError",
     "StoreOwnedError",
@@ -70,7 +74,7 @@ class FormatError(CtxReuseError):
 
 
 class StoreError(CtxReuseError):
-    """The store on disk cannot do what was asked."""
+    """The store on disk cannot do what the call needs."""
 
 
 class StoreOwnedError(StoreError):
@@ -87,6 +91,10 @@ class StoreReadOnlyError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was used after close()."""
+
+
+class StoreDamagedError(StoreError):
+    """Bytes on disk are not what was written. They are never used, and never changed."""
 
 
 class LinkError(CtxReuseError):
@@ -106,11 +114,19 @@ class ProtocolError(LinkError):
 
 
 class SessionError(CtxReuseError):
-    """A session, turn or fork that does not exist or cannot be changed in the way asked."""
+    """A session, turn or fork that does not exist or cannot be changed in that way."""
 
 
 class EngineError(CtxReuseError):
-    """The model or its engine cannot do what was asked."""
+    """The model or its engine cannot do what the call needs."""
+
+
+class EngineDiedError(EngineError):
+    """The process of the engine has ended: its contexts are gone, what was stored is not. It is started again."""
+
+    def again(self) -> EngineDiedError:
+        """The same error for another caller, as each raises its own."""
+        return EngineDiedError(self.what, where=self.where, fix=self.fix)
 
 
 class ContextTooLongError(EngineError):

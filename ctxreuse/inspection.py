@@ -1,4 +1,4 @@
-"""What a cache holds, counted from its records alone, while its owner may be at work."""
+"""Counts of a block cache from its records alone, also beside the process that owns it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from pathlib import Path
 
 import msgspec
 
+from ctxreuse.block.levels import family, quality_key
 from ctxreuse.errors import StoreError
-from ctxreuse.levels import rank, short
-from ctxreuse.store.chunks import FOLDER, ChunkIndex
-from ctxreuse.store.readonly import open_readonly
-from ctxreuse.store.recovery import Unusable, records
+from ctxreuse.store.blocks.recovery import open_readonly
+from ctxreuse.store.blocks.tables import records
+from ctxreuse.store.chunks.index import FOLDER, ChunkIndex
 
-__all__ = ["Held", "held"]
+__all__ = ["CacheSummary", "summarize_cache"]
 
 
-class Held(msgspec.Struct, frozen=True):
-    """Entries of a cache, tokens of its blocks, bytes in whole pages, bytes of the file; ``levels``: blocks, their
-    tokens and bytes of all that is kept at each level, cards left out; ``chunks``: runs of tokens that any prompt can
-    find in the blocks, or could."""
+class CacheSummary(msgspec.Struct, frozen=True):
+    """Counts of entries, tokens of blocks, bytes in whole pages and of the file.
+
+    ``levels``: blocks, tokens and bytes at each level, without profile; ``chunks``: entries of the chunk index.
+    """
 
     blocks: int
     states: int
@@ -29,13 +30,13 @@ class Held(msgspec.Struct, frozen=True):
     chunks: int = 0
 
 
-def held(folder: Path) -> Held:
-    """Counts of the cache in ``folder``; reads no value. Raises StoreError if there is none or it cannot be read."""
+def summarize_cache(folder: Path) -> CacheSummary:
+    """Count the cache in ``folder``, reading no value. Raises StoreError if there is none or it cannot be read."""
     env = open_readonly(folder / "blocks")
     try:
         rows = [record for _, record in records(env)]
         file_bytes = env.file_bytes()
-    except Unusable as error:
+    except ValueError as error:
         fix = "It is rebuilt when it is next opened for writing"
         raise StoreError(f"the cache cannot be used: {error}", where=str(folder), fix=fix) from None
     finally:
@@ -52,14 +53,14 @@ def held(folder: Path) -> Held:
             (row.state_level, 0, 0, row.state_nbytes),
         ):
             if nbytes:
-                before = levels.get(short(level), (0, 0, 0))
-                levels[short(level)] = before[0] + count, before[1] + tokens, before[2] + nbytes
-    return Held(
+                before = levels.get(family(level), (0, 0, 0))
+                levels[family(level)] = before[0] + count, before[1] + tokens, before[2] + nbytes
+    return CacheSummary(
         blocks=sum(row.nbytes > 0 for row in rows),
         states=sum(row.state_nbytes > 0 for row in rows),
         tokens=sum(row.tokens for row in rows if row.nbytes),
         nbytes=sum(row.nbytes + row.state_nbytes for row in rows),
         file_bytes=file_bytes,
-        levels=dict(sorted(levels.items(), key=lambda entry: rank(entry[0]))),
+        levels=dict(sorted(levels.items(), key=lambda entry: quality_key(entry[0]))),
         chunks=chunks,
     )

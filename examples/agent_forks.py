@@ -37,7 +37,7 @@ def main(folder: str) -> None:
         branches[best].commit()
         for name, branch in branches.items():
             diff = branch.diff(trunk)
-            print(f"{name}: {len(diff.here)} turns of its own, {len(diff.there)} that it lacks")
+            print(f"{name}: {len(diff.here)} turns of its own, {len(diff.there)} only in the trunk")
             memory.delete(branch)
         print(f"{memory.gc()} turns of abandoned branches removed")
 

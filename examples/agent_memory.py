@@ -35,8 +35,8 @@ def main(folder: str) -> None:
             print(f"\n{question}\n  ", end="")
             for piece in answer:
                 print(piece, end="", flush=True)
-            usage = answer.usage
-            print(f"\n  {usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them reused: {usage.by_source}")
+            tokens = answer.usage.tokens
+            print(f"\n  {tokens.prompt} prompt tokens, {tokens.cached} of them reused: {tokens.by_source}")
 
         # The last branch was worth keeping: its turns become the session's.
         branch.commit()

@@ -1,8 +1,9 @@
-"""Questions over documents in any order and number: what was computed once is moved to where it is wanted.
+"""Questions over documents in any order and number: their KV is computed once and relocated.
 
     python examples/documents.py [FOLDER [MODEL]]
 
-How far moved KV may be off has to be measured once for a model; without that only exact prefixes are reused:
+It needs torch, whose engine relocates KV. The error must be measured once per model; before that, only exact prefixes
+are reused:
 
     ctxreuse calibrate smollm2 --chunks
 """
@@ -14,19 +15,20 @@ import tempfile
 
 from ctxreuse_agents import Memory
 
+from ctxreuse.engines import open_engine
 from ctxreuse.errors import ConfigError
 
 DOCUMENTS = {
     "lighthouse": "The lighthouse of Ness was built in 1871. Its lamp turns once every twenty seconds. The keeper "
     "winds the clockwork each evening at six, trims the wick at midnight and writes the log at dawn. In fog the horn "
-    "sounds twice a minute, and nobody sleeps.",
+    "sounds twice a minute, and no one sleeps.",
     "harbour": "The harbour master opens the lock at high water. Boats from the village bring oil on the first Monday "
     "of the month, weather permitting, and take back the log books. A boat pays two shillings a night, a herring boat "
     "in season one and six.",
     "museum": "Visitors may climb the hundred and ninety steps on Sundays between two and four. The oil store is a "
     "museum now; its log books lie in a glass case, opened at the night when the Marigold lost her rudder.",
 }
-ASKED = (
+ORDERS = (
     ("When does the keeper write the log?", ("lighthouse", "harbour", "museum")),
     ("What does a boat pay?", ("museum", "harbour", "lighthouse")),
     ("How many steps are there?", ("museum", "lighthouse")),
@@ -35,24 +37,23 @@ ASKED = (
 
 
 def main(folder: str, model: str = "smollm2") -> None:
-    lossy = "kl-0.05"  # the next token's distribution may move by 0.05 nats; leave it out for exact reuse only
+    max_kl = 0.05  # the next token's distribution may move by 0.05 nats; leave it out for exact reuse only
+    engine = open_engine(model, engine="torch")
     try:
-        memory = Memory.open(folder, engine=model, lossy=lossy)
+        memory = Memory.open(folder, engine=engine, max_kl=max_kl)
     except ConfigError as error:
         print(f"{error}\nExact reuse only, until then.")
-        memory = Memory.open(folder, engine=model)
+        memory = Memory.open(folder, engine=engine)
     with memory:
-        for question, names in ASKED:
+        for question, names in ORDERS:
             session = memory.create()
             session.system("Answer from the documents in one short sentence.")
             answer = session.ask(question, documents=[DOCUMENTS[name] for name in names], max_tokens=24)
-            usage = answer.usage
+            usage, tokens = answer.usage, answer.usage.tokens
             print(f"\n{question} ({', '.join(names)})\n  {answer.text.strip()}")
-            print(
-                f"  {usage.cached_tokens} of {usage.prompt_tokens} tokens reused, {usage.moved} of them moved", end=""
-            )
-            print(f" · {usage.mended} repaired · {usage.seconds_prefill + usage.seconds_load:.2f} s")
-            print(f"  gate: {usage.gate or 'nothing to move'}")
+            reused = f"{tokens.cached} of {tokens.prompt} tokens reused, {tokens.relocated} of them relocated"
+            print(f"  {reused} · {tokens.recomputed} recomputed · {usage.seconds.total:.2f} s")
+            print(f"  gate: {usage.gate_decision or 'nothing to relocate'}")
 
 
 if __name__ == "__main__":

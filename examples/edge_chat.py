@@ -23,8 +23,8 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 def main(url: str = "http://127.0.0.1:7351") -> None:
     messages = [{"role": "system", "content": f"Answer from this manual: {MANUAL}"}]
     for question in ("How do I open the box?", "Which button is it?"):
-        asked = [*messages, {"role": "user", "content": question}]
-        answer = post(f"{url}/v1/chat/completions", {"messages": asked, "temperature": 0, "max_tokens": 24})
+        conversation = [*messages, {"role": "user", "content": question}]
+        answer = post(f"{url}/v1/chat/completions", {"messages": conversation, "temperature": 0, "max_tokens": 24})
         usage = answer["usage"]
         reused = usage["prompt_tokens_details"]["cached_tokens"]
         print(f"> {question}\n{answer['choices'][0]['message']['content'].strip()}")

@@ -3,7 +3,7 @@
     ctxreuse-edge serve                 # in another terminal
     python examples/edge_client.py [URL]
 
-Ask twice: the document is read once. Start a second device that knows the same cloud: there it comes from the cloud.
+Ask twice: the document is computed once. A second device with the same cloud fetches it from there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def events(url: str, question: str) -> Iterator[dict[str, Any]]:
 def main(url: str) -> None:
     for question in ("When does the keeper write the log?", "How often does the horn sound in fog?"):
         print(f"\n{question}\n  ", end="")
-        started, first, usage = time.perf_counter(), 0.0, {}
+        started, first = time.perf_counter(), 0.0
+        usage: dict[str, Any] = {}
         for event in events(url, question):
             for choice in event["choices"]:
                 if text := choice["delta"].get("content"):
@@ -45,8 +46,8 @@ def main(url: str) -> None:
                     print(text, end="", flush=True)
             usage = event.get("usage") or usage
         sources = usage["prompt_tokens_details"]["sources"]
-        told = ", ".join(f"{count} {source}" for source, count in sources.items() if count)
-        print(f"\n  {first:.2f} s to the first token; {usage['prompt_tokens']} prompt tokens: {told}")
+        counts = ", ".join(f"{count} {source}" for source, count in sources.items() if count)
+        print(f"\n  {first:.2f} s to the first token; {usage['prompt_tokens']} prompt tokens: {counts}")
 
 
 if __name__ == "__main__":

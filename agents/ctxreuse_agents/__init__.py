@@ -1,6 +1,6 @@
 """Agent memory without a server: durable sessions over a KV store that makes returning to them cheap."""
 
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
 from ctxreuse.runtime import Usage
 from ctxreuse.store import Hit, NewTurn, Turn
@@ -20,7 +20,7 @@ __all__ = [
     "MemoryStats",
     "Message",
     "NewTurn",
-    "Sampling",
+    "SamplingParams",
     "Session",
     "Turn",
     "Usage",

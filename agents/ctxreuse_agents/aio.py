@@ -1,54 +1,38 @@
-"""The same memory for asyncio: every verb awaits, answers are iterated with ``async for``.
+"""The same memory for asyncio: methods are coroutines, answers are iterated with ``async for``.
 
-Work runs in threads of the loop's default executor. Waiting for a session's turn blocks none of them, so any number of
-tasks may wait without starving the one that they wait for.
+Work runs in threads of the loop's default executor. Waiting for a session's turn lock blocks none of them, so any
+number of tasks may wait without starving the lock's owner.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ctxreuse.engines import Engine
-from ctxreuse.engines.sampling import Sampling
-from ctxreuse.engines.text import Message
-from ctxreuse.keys import Tokens
-from ctxreuse.runtime import Runtime, Usage
-from ctxreuse.store import Hit, NewTurn, Turn
+from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.runtime import RuntimeProtocol, Usage
+from ctxreuse.store import Ledger, NewTurn, Turn
 from ctxreuse.why import Why
+from ctxreuse_agents._session import make_question
 from ctxreuse_agents.answer import Answer
-from ctxreuse_agents.gate import Gate
-from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
-from ctxreuse_agents.memory import Memory, MemoryStats
-from ctxreuse_agents.segments import Draft
+from ctxreuse_agents.memory import Memory
 from ctxreuse_agents.session import Diff, Session
+from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["AsyncAnswer", "AsyncMemory", "AsyncSession"]
 
 T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
 
 
-async def _enter(gate: Gate) -> None:
-    loop = asyncio.get_running_loop()
-    held = asyncio.Event()
-
-    def wake() -> None:
-        loop.call_soon_threadsafe(held.set)
-
-    if not gate.enter(asyncio.current_task(), wake):
-        try:
-            await held.wait()
-        except BaseException:
-            gate.forsake(wake)
-            raise
-
-
-async def _settled(work: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Run ``work`` in a thread and, even if this task is cancelled meanwhile, leave only after it ended."""
+async def _in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Run ``work`` in a thread; if this task is cancelled, raise only after it has ended."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **named))
     try:
         return await asyncio.shield(running)
@@ -63,57 +47,125 @@ async def _settled(work: Callable[..., T], *args: Any, **named: Any) -> T:
         raise
 
 
+def _awaited(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """Return the coroutine method that runs a method of the object's ``sync`` in a thread."""
+
+    @functools.wraps(method)
+    async def call(self: Any, /, *args: P.args, **named: P.kwargs) -> T:
+        return await _in_thread(method, self.sync, *args, **named)
+
+    return call
+
+
+def _session(
+    method: Callable[Concatenate[S, P], Session],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, AsyncSession]]:
+    """As `_awaited`, for a method that returns a session."""
+
+    @functools.wraps(method)
+    async def call(self: Any, /, *args: P.args, **named: P.kwargs) -> AsyncSession:
+        return AsyncSession(await _in_thread(method, self.sync, *args, **named))
+
+    return call
+
+
+def _opener(opener: Callable[P, Memory]) -> Callable[P, Coroutine[Any, Any, AsyncMemory]]:
+    @functools.wraps(opener)
+    async def call(*args: P.args, **named: P.kwargs) -> AsyncMemory:
+        return AsyncMemory(await _in_thread(opener, *args, **named))
+
+    return call
+
+
+async def _enter(lock: TurnLock) -> None:
+    loop = asyncio.get_running_loop()
+    taken = asyncio.Event()
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(taken.set)
+
+    if not lock.enter(asyncio.current_task(), wake):
+        try:
+            await taken.wait()
+        except BaseException:
+            lock.cancel_wait(wake)
+            raise
+
+
 @asynccontextmanager
-async def _held(gate: Gate) -> AsyncIterator[None]:
-    await _enter(gate)
+async def _holding(lock: TurnLock) -> AsyncIterator[None]:
+    await _enter(lock)
     try:
         yield
     finally:
-        gate.leave()
+        lock.leave()
 
 
 class AsyncAnswer:
-    """An `Answer` for one task: ``async for piece in answer``. Cancelling the task stops generation after the token in
-    the making and stores what there is; leaving the loop early needs ``aclose()`` or ``async with``."""
+    """An `Answer` for one task: ``async for piece in answer``.
+
+    Cancelling the task stops generation after the current token and stores what there is; so does ``aclose()``, or
+    ``async with``, which is needed where the loop is left early.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self.sync = answer
 
     async def __aiter__(self) -> AsyncIterator[str]:
         n = 0
-        while (piece := await self._piece(n)) is not None:
+        while (piece := await self.piece(n)) is not None:
             yield piece
             n += 1
 
-    async def _piece(self, n: int) -> str | None:
+    async def piece(self, n: int) -> str | None:
+        """See `Answer.piece`."""
         step = asyncio.ensure_future(asyncio.to_thread(self.sync.piece, n))
         try:
             return await asyncio.shield(step)
         except asyncio.CancelledError:
             self.sync.cancel()
-            await _settled(self.sync.close)
+            await _in_thread(self.sync.close)
             if step.done() and not step.cancelled():
                 step.exception()
             raise
 
     async def text(self) -> str:
-        """The whole text; generates to the end first."""
+        """Return the whole text; generates to the end."""
         return "".join([piece async for piece in self])
 
     async def turn(self) -> Turn | None:
-        """The turn that the answer became; generates to the end first."""
+        """Return the turn that the answer became; generates to the end."""
         await self.text()
         return self.sync.turn
 
     async def usage(self) -> Usage:
-        """What it cost so far; computes the prompt first if that has not been done."""
-        await self._piece(0)
+        """Return its cost so far; computes the prompt if necessary."""
+        await self.piece(0)
         return self.sync.usage
 
-    async def aclose(self) -> None:
-        """Stop here and store what there is."""
+    async def why(self, *, others: bool = False) -> Why:
+        """See `Answer.why`."""
+        await self.piece(0)
+        return await _in_thread(self.sync.why, others=others)
+
+    @property
+    def tokens(self) -> list[int]:
+        """See `Answer.tokens`."""
+        return self.sync.tokens
+
+    @property
+    def finish(self) -> str | None:
+        """See `Answer.finish`."""
+        return self.sync.finish
+
+    def cancel(self) -> None:
+        """See `Answer.cancel`."""
         self.sync.cancel()
-        await _settled(self.sync.close)
+
+    async def aclose(self) -> None:
+        """Stop and store what there is."""
+        self.sync.cancel()
+        await _in_thread(self.sync.close)
 
     async def __aenter__(self) -> AsyncAnswer:
         return self
@@ -125,7 +177,7 @@ class AsyncAnswer:
 
 
 class AsyncSession:
-    """A `Session` whose verbs await; tasks take their turns in the order of asking."""
+    """A `Session` whose methods are coroutines; tasks take its turn lock in order of arrival."""
 
     def __init__(self, session: Session) -> None:
         self.sync = session
@@ -137,7 +189,7 @@ class AsyncSession:
 
     @property
     def name(self) -> str:
-        """Its name now (a read of some microseconds)."""
+        """Its current name (a read of some microseconds)."""
         return self.sync.name
 
     @property
@@ -146,20 +198,37 @@ class AsyncSession:
         return self.sync.head
 
     @property
+    def max_kl(self) -> float | None:
+        """See `Session.max_kl` (a read of some microseconds)."""
+        return self.sync.max_kl
+
+    @property
     def lossy(self) -> str | None:
-        """The worst level of KV that it may reuse (a read of some microseconds)."""
+        """Deprecated: the name of ``max_kl``."""
         return self.sync.lossy
+
+    fork = _session(Session.fork)
+    rename = _awaited(Session.rename)
+    turns = _awaited(Session.turns)
+    messages = _awaited(Session.messages)
+    tokens = _awaited(Session.tokens)
+    warm = _awaited(Session.warm)
+    evict = _awaited(Session.evict)
+    why = _awaited(Session.why)
+    pause = _awaited(Session.pause)
+    resume = _awaited(Session.resume)
+    superseded = _awaited(Session.superseded)
+    hint = _awaited(Session.hint)
+    close = _awaited(Session.close)
 
     async def append(self, role: str, content: str, /, **meta: Any) -> Turn:
         """Add one turn; durable on return."""
         return (await self.extend([NewTurn(role, content, meta)]))[0]
 
     async def extend(self, turns: list[NewTurn]) -> list[Turn]:
-        """Add several turns at once: all are durable, or none."""
-        for turn in turns:
-            check_text(turn.role, turn.content)
-        async with _held(self.sync.gate):
-            return await _settled(self.sync.extend_held, turns)
+        """Add several turns at once: all of them or none."""
+        async with _holding(self.sync._core.lock):
+            return await _in_thread(self.sync._core.extend, turns)
 
     async def system(self, content: str, /, **meta: Any) -> Turn:
         """``append("system", …)``"""
@@ -178,116 +247,60 @@ class AsyncSession:
         return await self.append("tool", content, **meta)
 
     async def ask(
-        self, question: str, /, *, documents: Sequence[str] = (), sampling: Sampling | None = None, **settings: Any
+        self,
+        question: str,
+        /,
+        *,
+        documents: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        **settings: Any,
     ) -> AsyncAnswer:
-        """Ask, with ``documents`` before the question; it is durable on return, the answer when it ends."""
-        return await self._begin(question_of(question, documents), sampling, settings)
+        """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
+        return await self._ask(question, documents, sampling, settings)
 
-    async def complete(self, *, sampling: Sampling | None = None, **settings: Any) -> AsyncAnswer:
+    async def complete(self, *, sampling: SamplingParams | None = None, **settings: Any) -> AsyncAnswer:
         """Answer the history as it stands."""
-        return await self._begin(None, sampling, settings)
+        return await self._ask(None, (), sampling, settings)
 
-    async def _begin(self, draft: Draft | None, sampling: Sampling | None, settings: Mapping[str, Any]) -> AsyncAnswer:
-        self.sync.shared.engine()
-        chosen = choose_sampling(sampling, settings)
-        await _enter(self.sync.gate)
+    async def _ask(
+        self, text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: dict[str, Any]
+    ) -> AsyncAnswer:
+        core = self.sync._core
+        core.state.engine()
+        question = make_question(text, documents, sampling, settings)
+        await _enter(core.lock)
         begun: list[Answer] = []
         try:
-            await _settled(lambda: begun.append(self.sync.begin(draft, chosen)))
+            await _in_thread(lambda: begun.append(core.begin(question)))
         except asyncio.CancelledError:
             for answer in begun:
-                await _settled(answer.close)
+                await _in_thread(answer.close)
             raise
         return AsyncAnswer(begun[0])
 
-    async def fork(self, name: str | None = None, *, at: Turn | int | None = None) -> AsyncSession:
-        """A new session with this one's history."""
-        return AsyncSession(await _settled(self.sync.fork, name, at=at))
-
     async def commit(self, *, onto: bool = False) -> AsyncSession:
-        """Bring this fork's turns to the session it was forked from."""
-        async with _held(self.sync.origin_gate()):
-            return AsyncSession(await _settled(self.sync.commit_held, onto=onto))
+        """Bring this fork's turns to the session it was forked from. See `Session.commit`."""
+        core = self.sync._core
+        async with _holding(core.origin_lock()):
+            return AsyncSession(Session(core.state, await _in_thread(core.commit, onto=onto)))
 
     async def rollback(self, to: Turn | int = -1) -> Turn | None:
         """Go back to a turn of this history, or by a negative number of turns."""
-        async with _held(self.sync.gate):
-            return await _settled(self.sync.rollback_held, to)
+        async with _holding(self.sync._core.lock):
+            return await _in_thread(self.sync._core.rollback, to)
 
     async def diff(self, other: AsyncSession) -> Diff:
-        """What the two share, and what only one of them has."""
-        return await _settled(self.sync.diff, other.sync)
-
-    async def rename(self, name: str) -> None:
-        """Give it another name."""
-        await _settled(self.sync.rename, name)
-
-    async def turns(self) -> list[Turn]:
-        """The whole history, first turn first."""
-        return await _settled(self.sync.turns)
-
-    async def messages(self) -> list[Message]:
-        """The history as a chat template sees it."""
-        return await _settled(self.sync.messages)
-
-    async def tokens(self, *, generate: bool = False) -> Tokens:
-        """The ids of the context, int32 [n]; with ``generate`` up to where an answer begins."""
-        return await _settled(self.sync.tokens, generate=generate)
-
-    async def warm(self) -> Usage:
-        """Compute the context now and keep its KV."""
-        return await _settled(self.sync.warm)
-
-    async def evict(self) -> int:
-        """Drop the KV that nothing but the path to here uses."""
-        return await _settled(self.sync.evict)
-
-    async def pause(self, kind: str, expect: float | None = None) -> None:
-        """Say why it waits now, and for how long if that is known: see `Session.pause`."""
-        await _settled(self.sync.pause, kind, expect)
-
-    async def resume(self) -> None:
-        """The next request is about to be made."""
-        await _settled(self.sync.resume)
-
-    async def superseded(self, turn: Turn | int) -> int:
-        """Drop the KV from a turn on: nobody will ask for it again."""
-        return await _settled(self.sync.superseded, turn)
-
-    async def hint(self, name: str, until: float | None = None) -> bool:
-        """What is known of its future: see `Session.hint`."""
-        return await _settled(self.sync.hint, name, until)
-
-    async def why(self, request: str = "", *, others: bool = False) -> Why:
-        """See `Session.why`."""
-        return await _settled(lambda: self.sync.why(request, others=others))
-
-    async def close(self) -> None:
-        """End the unfinished answers that were begun through this handle."""
-        await _settled(self.sync.close)
+        """Compare with another session: what both share, and what only one of them has."""
+        return await _in_thread(self.sync.diff, other.sync)
 
 
 class AsyncMemory:
-    """A `Memory` whose verbs await. ``async with await AsyncMemory.open(path) as memory: …``"""
+    """A `Memory` whose methods are coroutines: ``async with await AsyncMemory.open(path) as memory: …``"""
 
     def __init__(self, memory: Memory) -> None:
         self.sync = memory
 
-    @classmethod
-    async def open(
-        cls,
-        path: str | os.PathLike[str] | None = None,
-        engine: str | os.PathLike[str] | Engine | Runtime | None = None,
-        *,
-        tenant: str = "default",
-        capacity: int | None = None,
-        readonly: bool = False,
-        lossy: str | None = None,
-        repair: str = "",
-    ) -> AsyncMemory:
-        """As `Memory.open`."""
-        options = {"tenant": tenant, "capacity": capacity, "readonly": readonly, "lossy": lossy, "repair": repair}
-        return cls(await _settled(Memory.open, path, engine, **options))
+    open = staticmethod(_opener(Memory.open))
 
     async def __aenter__(self) -> AsyncMemory:
         return self
@@ -299,60 +312,40 @@ class AsyncMemory:
 
     @property
     def engine(self) -> Engine | None:
-        """The attached engine; None if this memory holds text only."""
+        """See `Memory.engine`."""
         return self.sync.engine
 
     @property
-    def runtime(self) -> Runtime | None:
-        """What computes and keeps KV; None if this memory holds text only."""
+    def runtime(self) -> RuntimeProtocol | None:
+        """See `Memory.runtime`."""
         return self.sync.runtime
 
-    async def create(self, name: str | None = None, *, lossy: str | None = None) -> AsyncSession:
-        """A new, empty session."""
-        return AsyncSession(await _settled(self.sync.create, name, lossy=lossy))
+    @property
+    def ledger(self) -> Ledger:
+        """See `Memory.ledger`."""
+        return self.sync.ledger
 
-    async def session(self, id_or_name: str, *, create: bool = True, lossy: str | None = None) -> AsyncSession:
-        """The session of that id or name; made if there is none and ``create``. ``lossy``: as in `Memory.session`."""
-        return AsyncSession(await _settled(self.sync.session, id_or_name, create=create, lossy=lossy))
+    create = _session(Memory.create)
+    session = _session(Memory.session)
+    import_json = _session(Memory.import_json)
+    search = _awaited(Memory.search)
+    flush = _awaited(Memory.flush)
+    stats = _awaited(Memory.stats)
+    gc = _awaited(Memory.gc)
+    check = _awaited(Memory.check)
+    close = _awaited(Memory.close)
 
-    async def sessions(self, limit: int | None = None, offset: int = 0) -> list[AsyncSession]:
-        """Sessions, last changed first."""
-        return [AsyncSession(session) for session in await _settled(self.sync.sessions, limit, offset)]
-
-    async def search(self, text: str, limit: int = 20) -> list[Hit]:
-        """Turns that contain all words of ``text``."""
-        return await _settled(self.sync.search, text, limit)
+    async def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[AsyncSession]:
+        """See `Memory.sessions`."""
+        found = await _in_thread(self.sync.sessions, limit, offset, prefix=prefix)
+        return [AsyncSession(session) for session in found]
 
     async def delete(self, session: AsyncSession | str) -> None:
-        """Delete a session; forks of it keep their whole history."""
+        """Delete a session; its forks keep their whole history."""
         found = session if isinstance(session, AsyncSession) else await self.session(session, create=False)
-        async with _held(found.sync.gate):
-            await _settled(self.sync.shared.ledger.delete, found.id)
+        async with _holding(found.sync._core.lock):
+            await _in_thread(found.sync._core.delete)
 
     async def export_json(self, session: AsyncSession | str) -> dict[str, Any]:
-        """A session as a dict that JSON can hold."""
-        return await _settled(self.sync.export_json, session.sync if isinstance(session, AsyncSession) else session)
-
-    async def import_json(self, data: Mapping[str, Any], name: str | None = None) -> AsyncSession:
-        """A new session from `export_json`'s dict."""
-        return AsyncSession(await _settled(self.sync.import_json, data, name))
-
-    async def flush(self) -> None:
-        """Wait until all KV that is queued is in the store."""
-        await _settled(self.sync.flush)
-
-    async def stats(self) -> MemoryStats:
-        """How much there is."""
-        return await _settled(self.sync.stats)
-
-    async def gc(self) -> int:
-        """Remove turns that no session can reach; returns how many."""
-        return await _settled(self.sync.gc)
-
-    async def check(self) -> None:
-        """Compare everything that is counted or linked twice."""
-        await _settled(self.sync.check)
-
-    async def close(self) -> None:
-        """End unfinished answers, commit what is queued, close."""
-        await _settled(self.sync.close)
+        """Return a session as a JSON-compatible dict."""
+        return await _in_thread(self.sync.export_json, session.sync if isinstance(session, AsyncSession) else session)

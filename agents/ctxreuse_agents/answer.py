@@ -1,4 +1,4 @@
-"""An answer being made: pieces of text as they come, the whole text, what it cost, and the turn it became."""
+"""An answer while it is generated: its text piece by piece, its usage, and its turn."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from types import TracebackType
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import Turn
 from ctxreuse.why import Why
-from ctxreuse_agents.gate import Gate
+from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["Answer"]
 
 _log = logging.getLogger(__name__)
 
-# How long the collection of a forgotten answer waits until it is stored. It waits for one token and one commit; the
-# limit matters only when the collector ran inside the very call that this needs to end.
+# Seconds that garbage collection waits for an answer to be stored: one token and one commit. The limit matters only
+# when the collector runs inside the call that must end first.
 _FORGOTTEN_SECONDS = 5.0
 
 
 class Answer:
-    """The answer to a question of a session; iterate it for the text as it is generated.
+    """The answer to a question; iterate it for the text as it is generated.
 
-    Generation starts at the first use and runs in the thread that uses it. The session takes no other turn until the
-    answer ended: by reading to the end, by ``close()`` (or the end of a ``with`` block), by an error, or when the last
-    reference to it goes. Then it is durable as a turn; one that stopped early has the meta entry ``finish`` =
-    ``cancelled`` or ``error``, and none is stored if there was no text yet. Iterating again repeats the text.
-
-    Any thread may call, also ``close()`` while another one iterates: it takes effect after the token in the making.
+    Generation starts at the first use and runs in the calling thread. The session takes no other turn until the answer
+    has ended: read to the end, closed (also by a ``with`` block), failed, or garbage collected. Then it is durable as a
+    turn; if it stopped early, with the meta entry ``finish`` = ``cancelled`` or ``error``, and not at all without text.
+    Iterating again repeats the text. Thread-safe: ``close()`` takes effect after the current token.
     """
 
-    def __init__(self, completion: Completion, keep: Callable[[Completion, str], Turn], gate: Gate) -> None:
-        self._completion, self._keep, self._gate = completion, keep, gate
+    _ended = True  # until __init__ has run
+
+    def __init__(self, completion: Completion, keep: Callable[[Completion, str], Turn], lock: TurnLock) -> None:
+        self._completion, self._keep, self._turn_lock = completion, keep, lock
         self._lock = threading.Lock()
         self._stop = False
         self._ended = False
@@ -42,14 +42,14 @@ class Answer:
         self._turn: Turn | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """The pieces of text, from the first one on; raises what generation raises (EngineError, StoreError)."""
+        """Iterate over the pieces of text from the first one. Raises EngineError or StoreError from generation."""
         n = 0
         while (piece := self.piece(n)) is not None:
             yield piece
             n += 1
 
     def piece(self, n: int) -> str | None:
-        """The n-th piece, generated now if need be; None if the answer ended before it."""
+        """Return the n-th piece, generating it if necessary; None if the answer has ended before it."""
         while len(self._pieces) <= n and not self._ended:
             with self._lock:
                 if len(self._pieces) <= n and not self._ended:
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The whole text; generates to the end first."""
+        """The whole text; generates to the end."""
         for _ in self:
             pass
         return "".join(self._pieces)
@@ -70,42 +70,39 @@ class Answer:
 
     @property
     def turn(self) -> Turn | None:
-        """The turn that the answer became; generates to the end first. None if it stopped before any text."""
+        """The turn that the answer became; generates to the end. None if it stopped before any text."""
         for _ in self:
             pass
         return self._turn
 
     @property
     def usage(self) -> Usage:
-        """What it cost so far: tokens of the prompt, how many were reused and from where, tokens generated.
-
-        Computes the prompt first if that has not been done; does not generate to the end.
-        """
+        """Its cost so far: prompt tokens, reused ones by source, generated tokens. Computes the prompt if necessary."""
         self.piece(0)
         return self._completion.usage
 
     def why(self, *, others: bool = False) -> Why:
-        """Why its prompt reused what it did and no more; computes the prompt first if that has not been done.
+        """Explain what its prompt reused and what it missed; computes the prompt if necessary.
 
-        ``others``: the asker may know that another tenant has computed the same. See `ctxreuse.why.Why`.
+        ``others``: the explanation may reveal that another tenant has computed the same.
         """
         self.piece(0)
         return self._completion.why(others=others)
 
     @property
     def finish(self) -> str | None:
-        """Why it ended: ``stop``, ``length``, ``stop_string``, ``cancelled`` or ``error``; None while it may go on."""
+        """``stop``, ``length``, ``stop_string``, ``cancelled`` or ``error``; None while it has not ended."""
         return self._completion.finish if self._ended else None
 
     def close(self) -> None:
-        """Stop here and store what there is; nothing if it has ended. Raises StoreError if that cannot be stored."""
+        """Stop and store what there is. Idempotent. Raises StoreError."""
         self._stop = True
         with self._lock:
             if not self._ended:
                 self._end("cancelled")
 
     def cancel(self) -> None:
-        """Ask for the end after the token in the making, without waiting for it; ``close()`` must follow."""
+        """Request the end after the current token without waiting for it; ``close()`` must follow."""
         self._stop = True
 
     def __enter__(self) -> Answer:
@@ -119,13 +116,13 @@ class Answer:
         return f"Answer({''.join(self._pieces)[:40]!r}, {state})"
 
     def __del__(self) -> None:
-        # While the interpreter is torn down no thread can start any more; open memories were closed just before.
-        if getattr(self, "_ended", True) or sys.is_finalizing():
+        # At interpreter shutdown no thread can start; open memories have been closed just before.
+        if self._ended or sys.is_finalizing():
             return
-        self._gate.disown()
-        # The collector may run inside a call that holds a lock of the ledger; a thread of its own can wait for it.
+        self._turn_lock.disown()
+        # The collector may run inside a call that holds a lock of the ledger; another thread can wait for it.
         closing = threading.Thread(
-            target=_close_forgotten, args=(self._completion, self._keep, self._gate), daemon=True
+            target=_close_forgotten, args=(self._completion, self._keep, self._turn_lock), daemon=True
         )
         closing.start()
         closing.join(_FORGOTTEN_SECONDS)
@@ -146,11 +143,13 @@ class Answer:
 
     def _end(self, finish: str) -> None:
         self._ended = True
-        self._turn = _settle(self._completion, self._keep, self._gate, finish)
+        self._turn = _settle(self._completion, self._keep, self._turn_lock, finish)
 
 
-def _settle(completion: Completion, keep: Callable[[Completion, str], Turn], gate: Gate, finish: str) -> Turn | None:
-    """Store what there is, then let the session's next turn in, whatever happens."""
+def _settle(
+    completion: Completion, keep: Callable[[Completion, str], Turn], lock: TurnLock, finish: str
+) -> Turn | None:
+    """Store what there is; in any case release the turn lock."""
     turn = None
     try:
         try:
@@ -159,13 +158,12 @@ def _settle(completion: Completion, keep: Callable[[Completion, str], Turn], gat
             if completion.text or finish not in ("cancelled", "error"):
                 turn = keep(completion, finish)
     finally:
-        gate.leave()
+        lock.leave()
     return turn
 
 
-def _close_forgotten(completion: Completion, keep: Callable[[Completion, str], Turn], gate: Gate) -> None:
+def _close_forgotten(completion: Completion, keep: Callable[[Completion, str], Turn], lock: TurnLock) -> None:
     try:
-        _settle(completion, keep, gate, "cancelled")
+        _settle(completion, keep, lock, "cancelled")
     except Exception:
-        # Nobody is left to raise it to: whoever wanted the answer has let go of it.
-        _log.warning("an answer that was let go of could not be stored", exc_info=True)
+        _log.warning("a garbage-collected answer could not be stored", exc_info=True)

@@ -1,26 +1,31 @@
-"""Agent memory: sessions that survive restarts, fork in O(1), and give an engine its KV back instead of a prefill."""
+"""Agent memory: sessions that survive restarts, fork in O(1), and reuse their KV instead of a prefill."""
 
 from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import msgspec
 
-from ctxreuse.config import StoreConfig, load
+from ctxreuse.block.levels import read_limit
+from ctxreuse.config import load
+from ctxreuse.daemon.address import is_url
 from ctxreuse.engines import Engine, open_engine
-from ctxreuse.errors import SessionError, StoreError, StoreOwnedError
-from ctxreuse.runtime import Runtime
-from ctxreuse.store import Hit, Ledger, LedgerStats, StoreStats, TieredStore, WholeStore, open_store
-from ctxreuse.why import FILE, RequestBook
+from ctxreuse.errors import SessionError
+from ctxreuse.private import make_private_folder
+from ctxreuse.reuse import RecomputeBudget, parse_budget
+from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
+from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, open_store
+from ctxreuse.why import FILE, RequestLog
 from ctxreuse_agents import transfer
+from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.session import Session
-from ctxreuse_agents.shared import Shared
 
 __all__ = ["Memory", "MemoryStats"]
 
@@ -28,79 +33,102 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryStats(msgspec.Struct, frozen=True):
-    """Figures of one moment: how much is remembered, and the KV store's own figures (None without one)."""
+    """Statistics of text and of the KV store (None without one)."""
 
     text: LedgerStats
     blocks: StoreStats | None
 
 
+class _Deprecated(TypedDict, total=False):
+    """Keywords of version 0.1.0."""
+
+    repair: str
+    lossy: str | None
+
+
 class Memory:
-    """All sessions in one folder. Any thread may call; one process at a time has it open for writing."""
+    """All sessions in one folder. Thread-safe; one process at a time may have it open for writing."""
 
     def __init__(
-        self, ledger: Ledger, runtime: Runtime | None = None, *, readonly: bool = False, lossy: str | None = None
+        self,
+        ledger: Ledger,
+        runtime: RuntimeProtocol | None = None,
+        *,
+        readonly: bool = False,
+        max_kl: float | None = None,
     ) -> None:
-        """For those who open the parts themselves and close them: see `open`."""
+        """Use a ledger and a runtime that the caller opens and closes; see `open`."""
         if runtime is not None:
-            runtime.permit(lossy)
-        self._shared = Shared(ledger, runtime, readonly=readonly, lossy=lossy)
+            runtime.check_max_kl(max_kl)
+        self._state = MemoryState(ledger, runtime, readonly=readonly, max_kl=max_kl)
 
     @classmethod
     def open(
         cls,
         path: str | os.PathLike[str] | None = None,
-        engine: str | os.PathLike[str] | Engine | Runtime | None = None,
+        engine: str | os.PathLike[str] | Engine | RuntimeProtocol | None = None,
         *,
         tenant: str = "default",
         capacity: int | None = None,
         readonly: bool = False,
-        lossy: str | None = None,
-        repair: str = "",
+        max_kl: float | str | None = None,
+        recompute: RecomputeBudget | None = None,
+        **deprecated: Unpack[_Deprecated],
     ) -> Memory:
-        """Open the memory in folder ``path`` (default: ``store.path`` of the settings), creating it if need be.
+        """Open the memory in a folder, which is created if necessary.
 
-        ``engine``: None (text only: nothing is tokenised or computed), a model's name or folder, the address of a
-        running edge daemon (``http://127.0.0.1:7351``; it computes and keeps KV), an engine, or a runtime, which is
-        used as it is and stays yours to close. ``tenant`` salts the keys of KV: equal text of
-        different tenants shares nothing. ``capacity``: bytes of KV on disk (default, like all else about the store: the
-        settings, see ``ctxreuse config show``). ``lossy``: the worst level of KV, such as ``kl-0.01``, that sessions
-        may reuse unless they say otherwise (see `session`); None: exact KV only. ``repair``: the most that mending
-        moved documents may compute (``10%``, ``64`` tokens, ``200ms``; see `Runtime`, whose own counts where one is
-        given; a daemon has its setting ``engine.repair``). Raises StoreOwnedError if another process has it open for
-        writing, StoreError, what opening the engine raises (ConfigError, EngineError,
-        LinkDownError), and ConfigError for a level that the model has no card for.
+        Args:
+            path: the folder; default: ``store.path`` of the settings.
+            engine: a model name or Hugging Face folder, the address of an edge daemon that computes and caches KV
+                (``http://127.0.0.1:7351``), an engine, or a runtime (closed by the caller); None: text
+                only, nothing is tokenised or computed.
+            tenant: salts the keys of KV; equal text of different tenants shares nothing.
+            capacity: bytes of KV on disk; default, as for the rest of the store: the settings.
+            readonly: open it for reading beside another process.
+            max_kl: largest KL, in nats a token, of the KV that sessions without a limit of their own may reuse; None:
+                exact KV only.
+            recompute: limit of recomputation for relocated documents, such as ``Share(0.1)``, see `RuntimeOptions`; not
+                for a runtime or a daemon, which have their own.
+            deprecated: ``repair`` and ``lossy``, the old forms of ``recompute`` and ``max_kl``: ``10%``, ``kl-0.01``.
+
+        Raises StoreOwnedError if another process has it open for writing, StoreError, errors of opening the engine
+        (ConfigError, EngineError, LinkDownError), and ConfigError if no profile of the model can keep ``max_kl``.
         """
+        if unknown := deprecated.keys() - _Deprecated.__annotations__.keys():
+            raise TypeError(f"Memory.open() got an unexpected keyword argument {min(unknown)!r}")
+        max_kl = read_limit(_limit(max_kl, deprecated.get("lossy")))
+        if repair := deprecated.get("repair"):
+            warnings.warn("repair= is now recompute=, such as Share(0.1)", DeprecationWarning, stacklevel=2)
+            recompute = parse_budget(repair)
         settings = load().settings.store
         folder = Path(path) if path is not None else settings.folder()
         if path is None and not readonly:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        runs: Engine | Runtime | None
-        if isinstance(engine, str) and engine.startswith("http://"):
-            from ctxreuse_agents.attached import attach
-
-            runs = attach(engine)
-        elif isinstance(engine, str | os.PathLike):
-            runs = open_engine(os.fspath(engine))
-        else:
-            runs = engine
+            make_private_folder(folder.parent)
+        settings = msgspec.structs.replace(
+            settings, path=str(folder), capacity=settings.capacity if capacity is None else capacity
+        )
+        runs = _opened(engine) if isinstance(engine, str | os.PathLike) else engine
         with ExitStack() as opened:
             ledger = Ledger.open(folder, readonly=readonly)
             opened.callback(ledger.close)
-            if runs is None or isinstance(runs, Runtime):
+            if runs is None or isinstance(runs, RuntimeProtocol):
                 runtime = runs
             else:
-                if capacity is not None:
-                    settings = msgspec.structs.replace(settings, capacity=capacity)
-                store = _open_blocks(folder, settings, readonly)
+                store = open_store(settings, readonly=readonly, memory_fallback=True)
                 opened.callback(store.close)
-                kept = not readonly and store.disk is not None
-                requests = RequestBook(folder / FILE if kept else None).open()
+                durable = not readonly and store.disk is not None
+                requests = RequestLog(folder / FILE if durable else None).open()
                 opened.callback(requests.close)
-                runtime = Runtime(runs, store, tenant=tenant, requests=requests, repair=repair)
+                options = RuntimeOptions(tenant=tenant, requests=requests, recompute=recompute)
+                runtime = Runtime(runs, store, options)
                 opened.callback(runtime.close)
-            memory = cls(ledger, runtime, readonly=readonly, lossy=lossy)
-            memory.shared.owned = opened.pop_all()
+            memory = cls(ledger, runtime, readonly=readonly, max_kl=max_kl)
+            memory._state.owned = opened.pop_all()
         return memory
+
+    def __repr__(self) -> str:
+        name = "text only" if self._state.runtime is None else self._state.runtime.space.architecture
+        return f"Memory({str(self.ledger.path)!r}, {name})"
 
     def __enter__(self) -> Memory:
         return self
@@ -110,132 +138,137 @@ class Memory:
 
     @property
     def engine(self) -> Engine | None:
-        """The attached engine; None if this memory holds text only."""
-        return None if self._shared.runtime is None else self._shared.runtime.engine
+        """The engine in this process; None if this memory holds text only, or a daemon computes."""
+        runtime = self._state.runtime
+        return runtime.engine if isinstance(runtime, Runtime) else None
 
     @property
-    def runtime(self) -> Runtime | None:
-        """What computes and keeps KV; None if this memory holds text only."""
-        return self._shared.runtime
+    def runtime(self) -> RuntimeProtocol | None:
+        """The runtime, which computes and caches KV; None if this memory holds text only."""
+        return self._state.runtime
 
     @property
-    def shared(self) -> Shared:
-        """Ledger, runtime and locks, for those who build other faces on this memory."""
-        return self._shared
+    def ledger(self) -> Ledger:
+        """The store of sessions, turns and token ids."""
+        return self._state.ledger
 
-    def create(self, name: str | None = None, *, lossy: str | None = None) -> Session:
-        """A new, empty session; ``lossy``: see `session`. Raises SessionError if the name is taken."""
-        self._shared.permit(lossy)
-        return Session(self._shared, self._shared.ledger.create(name, lossy=lossy).id)
+    def create(
+        self, name: str | None = None, *, max_kl: float | str | None = None, lossy: str | None = None
+    ) -> Session:
+        """Create an empty session; ``max_kl``: see `session`. Raises SessionError if the name is taken."""
+        limit = self._permitted(max_kl, lossy)
+        return Session(self._state, self._state.ledger.create(name, max_kl=limit).id)
 
-    def session(self, id_or_name: str, *, create: bool = True, lossy: str | None = None) -> Session:
-        """The session of that id or name; made if there is none and ``create``. Raises SessionError otherwise.
+    def session(
+        self, id_or_name: str, *, create: bool = True, max_kl: float | str | None = None, lossy: str | None = None
+    ) -> Session:
+        """Return the session with that id or name; ``create``: create it if there is none, else raise SessionError.
 
-        ``lossy``: from now on it may reuse KV down to this level, ``kl-0.01`` or the like, or ``exact`` ones only; kept
-        with the session and inherited by its forks. None leaves it as it is, which is the memory's own ``lossy`` for a
-        session that never said. Raises ConfigError for a level that the model has no card for.
+        ``max_kl``: limit of the KV that the session may reuse, in nats a token; 0: exact KV only. It is stored with
+        the session and inherited by its forks. None leaves it unchanged (initially the memory's ``max_kl``). ``lossy``:
+        its old form. Raises ConfigError if no profile of the model can keep it.
         """
-        self._shared.permit(lossy)
+        limit = self._permitted(max_kl, lossy)
         found = self._open(id_or_name, create=create)
-        if lossy is not None and found.record.lossy != lossy:
-            self._shared.ledger.allow(found.id, lossy)
+        if limit is not None and found.record.max_kl != limit:
+            self._state.ledger.set_max_kl(found.id, limit)
         return found
 
+    def _permitted(self, max_kl: float | str | None, lossy: str | None) -> float | None:
+        """Return the requested limit, 0 for exact KV only; None if none is requested."""
+        given = _limit(max_kl, lossy)
+        limit = read_limit(given)
+        self._state.check_max_kl(limit)
+        return limit if given is None else limit or 0.0
+
     def _open(self, id_or_name: str, *, create: bool) -> Session:
-        ledger = self._shared.ledger
+        ledger = self._state.ledger
         try:
-            return Session(self._shared, ledger.session(id_or_name).id)
+            return Session(self._state, ledger.session(id_or_name).id)
         except SessionError:
             if not create or _looks_like_id(id_or_name):
                 raise
         try:
             return self.create(id_or_name)
         except SessionError as error:
-            try:  # another thread may have made it since
-                return Session(self._shared, ledger.session(id_or_name).id)
+            try:  # another thread may have created it since
+                return Session(self._state, ledger.session(id_or_name).id)
             except SessionError:
                 raise error from None
 
-    def sessions(self, limit: int | None = None, offset: int = 0) -> list[Session]:
-        """Sessions, last changed first."""
-        return [Session(self._shared, record.id) for record in self._shared.ledger.sessions(limit, offset)]
+    def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[Session]:
+        """Return sessions, last changed first, or those whose names start with ``prefix`` in the order of names."""
+        found = self._state.ledger.sessions(limit, offset, prefix=prefix)
+        return [Session(self._state, record.id) for record in found]
 
     def search(self, text: str, limit: int = 20) -> list[Hit]:
-        """Turns that contain all words of ``text``, newest first, with the session and a snippet of each."""
-        return self._shared.ledger.search(text, limit)
+        """Return turns that contain all words of ``text``, newest first, each with its session and a snippet."""
+        return self._state.ledger.search(text, limit)
 
     def delete(self, session: Session | str) -> None:
-        """Delete a session; forks of it keep their whole history. Waits for an answer under way."""
-        ledger = self._shared.ledger
-        session_id = session.id if isinstance(session, Session) else ledger.session(session).id
-        with self._shared.gate(session_id).hold():
-            ledger.delete(session_id)
-            if self._shared.runtime is not None:
-                self._shared.runtime.requests.forget_session(session_id)
+        """Delete a session; its forks keep their whole history. Waits for an unfinished answer."""
+        found = session if isinstance(session, Session) else self.session(session, create=False)
+        with found._core.lock.hold():
+            found._core.delete()
 
     def export_json(self, session: Session | str) -> dict[str, Any]:
-        """A session as a dict that JSON can hold: turns, their meta, times and token ids. See `transfer`."""
-        return transfer.export(self._shared.ledger, session.id if isinstance(session, Session) else session)
+        """Return a session as a JSON-compatible dict: turns, their meta, times and token ids. See `transfer`."""
+        return transfer.export(self._state.ledger, session.id if isinstance(session, Session) else session)
 
     def import_json(self, data: Mapping[str, Any], name: str | None = None) -> Session:
-        """A new session from `export_json`'s dict, which may come from anywhere: FormatError if it is malformed."""
-        return Session(self._shared, transfer.load(self._shared.ledger, data, name).id)
+        """Create a session from `export_json`'s dict, which may be untrusted. Raises FormatError if it is malformed."""
+        return Session(self._state, transfer.load(self._state.ledger, data, name).id)
 
     @property
-    def _blocks(self) -> WholeStore | None:
-        return None if self._shared.runtime is None else self._shared.runtime.store
+    def _blocks(self) -> Store | None:
+        return None if self._state.runtime is None else self._state.runtime.store
 
     def flush(self) -> None:
-        """Wait until all KV that is queued is in the store. Text never waits: it is durable when a verb returns."""
+        """Wait until all queued KV is in the store. Text is always durable when a method returns."""
         if self._blocks is not None:
             self._blocks.flush()
 
     def stats(self) -> MemoryStats:
-        """How much there is."""
+        """Return statistics of text and KV."""
         store = self._blocks
-        return MemoryStats(self._shared.ledger.stats(), None if store is None else store.stats())
+        return MemoryStats(self._state.ledger.stats(), None if store is None else store.stats())
 
     def gc(self) -> int:
-        """Remove turns that no session can reach (rolled back or deleted); returns how many.
+        """Remove turns that no session reaches (rolled back or deleted); returns the number.
 
-        The texts of requests, of which some may have been such turns, are forgotten too.
+        Texts in the request log are removed, too, as they may belong to such turns.
         """
-        if self._shared.runtime is not None:
-            self._shared.runtime.requests.forget_texts()
-        return self._shared.ledger.gc()
+        if self._state.runtime is not None:
+            self._state.runtime.forget_requests()
+        return self._state.ledger.gc()
 
     def check(self) -> None:
-        """Compare everything that is counted or linked twice; raises AssertionError at a difference."""
-        self._shared.ledger.check()
+        """Check all redundant counts and links. Raises AssertionError."""
+        self._state.ledger.check()
         if self._blocks is not None:
             self._blocks.check()
 
     def close(self) -> None:
-        """End unfinished answers (what they have is stored), commit KV that is queued, close. Idempotent.
+        """End unfinished answers (what they have is stored), commit queued KV, close. Idempotent.
 
-        Happens by itself when the interpreter exits.
+        Done automatically at interpreter exit.
         """
-        self._shared.close()
+        self._state.close()
 
 
-def _open_blocks(folder: Path, settings: StoreConfig, readonly: bool) -> TieredStore:
-    room = settings.host_bytes
-    try:
-        return open_store(
-            folder,
-            capacity=settings.capacity,
-            host_bytes=room,
-            policy=settings.policy,
-            level=settings.level,
-            demote=settings.demote,
-            readonly=readonly,
-        )
-    except StoreOwnedError:
-        raise
-    except StoreError as error:
-        # KV is a cache: without it all works, only slower.
-        _log.warning("KV is kept in memory only: %s", error)
-        return open_store(None, host_bytes=room)
+def _opened(engine: str | os.PathLike[str]) -> Engine | RuntimeProtocol:
+    """Open an engine by name, folder, or address of a daemon."""
+    if isinstance(engine, str) and is_url(engine):
+        from ctxreuse_agents.remote_runtime import attach
+
+        return attach(engine)
+    return open_engine(os.fspath(engine))
+
+
+def _limit(max_kl: float | str | None, lossy: str | None) -> float | str | None:
+    if lossy is not None:
+        warnings.warn("lossy= is now max_kl=, a number", DeprecationWarning, stacklevel=4)
+    return max_kl if lossy is None else lossy
 
 
 def _looks_like_id(text: str) -> bool:

@@ -6,13 +6,13 @@
     segment    |--encoded--| |--encoded--| |gen|sampled|close| |--encoded--|      -> concatenated: the context
 
 The segment of a written turn is what ``render(turns up to it)`` adds to ``render(turns before it)``, encoded alone.
-That of a generated turn is the generation prompt, the ids exactly as sampled, and the template's closing of a turn. A
-segment is kept in the ledger under the digest of the model space and never made twice, so the context after the next
-turn begins with the very ids that were computed, and their KV is found again.
+That of a generated turn is the generation prompt, the ids as sampled, and the template's closing of a turn. A
+segment is stored in the ledger under the digest of the model space and never made twice, so the context after the next
+turn begins with the same ids, and their KV is found again.
 
 A template may rewrite earlier turns (strip them, merge them, drop reasoning). Then the turn's segment is *whole*: the
-ids of everything up to it, encoded anew, marked by a leading ``-1``; what came before is not used. A template may also
-refuse a turn as the last one (a system prompt alone): such a turn's segment is empty and the next one carries both.
+ids of everything up to it, encoded again and marked by a leading ``-1``; earlier segments are not used. A template may
+also refuse a turn as the last one (a system prompt alone): its segment is empty and the next one carries both.
 
 A turn whose text has parts (documents, then a question) says in its meta entry ``cuts`` after which characters they
 end. Each part is encoded by itself, so that its ids are the same in any other prompt; a ``-2`` stands in the segment
@@ -29,18 +29,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.engines.prompt import Disguise
+from ctxreuse.engines.prompt import Placeholders
 from ctxreuse.engines.text import Message, TextModel
 from ctxreuse.errors import CtxReuseError, EngineError
-from ctxreuse.keys import Tokens, as_tokens
-from ctxreuse.model import ModelSpace
+from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.identity.model import ModelSpace
 from ctxreuse.store import Ledger, Turn
-from ctxreuse.why import Part
+from ctxreuse.why import PromptPart
 
-__all__ = ["Draft", "Prompt", "Segment", "Segments", "message_of", "unpack"]
+__all__ = ["Draft", "Segment", "Segments", "SessionPrompt", "message_of", "unpack"]
 
 _WHOLE, _CUT = -1, -2
-_KEPT_RENDERS = 32
+_MAX_RENDERS = 32
 # How far back a cut answer is searched for the last token wholly part of its text: longer than stop strings are.
 _CUT_TOKENS = 64
 
@@ -56,20 +56,20 @@ class Segment(NamedTuple):
     cuts: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        """As the ledger keeps it: int32 little-endian, a whole one after -1, -2 where a part ends."""
+        """Return the stored form: int32 little-endian; -1 first if whole, -2 where a part ends."""
         marked = np.insert(self.ids, self.cuts, _CUT) if self.cuts else self.ids
         return (np.concatenate([[_WHOLE], marked]) if self.whole else marked).astype("<i4").tobytes()
 
 
 def unpack(raw: bytes, vocab_size: int = 1 << 31) -> Segment | None:
-    """The segment in the ledger's bytes; None if they cannot be one for a vocabulary of this size."""
+    """Return the segment of stored bytes; None if they are not valid for a vocabulary of this size."""
     if len(raw) % 4:
         return None
-    held: npt.NDArray[np.int32] = np.frombuffer(raw, "<i4")
-    whole = len(held) > 0 and int(held[0]) == _WHOLE
-    held = held[1:] if whole else held
-    marks = np.flatnonzero(held == _CUT)
-    ids = held[held != _CUT] if len(marks) else held
+    stored: npt.NDArray[np.int32] = np.frombuffer(raw, "<i4")
+    whole = len(stored) > 0 and int(stored[0]) == _WHOLE
+    stored = stored[1:] if whole else stored
+    marks = np.flatnonzero(stored == _CUT)
+    ids = stored[stored != _CUT] if len(marks) else stored
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
         return None
     cuts = tuple(int(at) for at in marks - np.arange(len(marks)))
@@ -87,8 +87,8 @@ class Draft(NamedTuple):
     cuts: tuple[int, ...] = ()
 
 
-class Prompt(NamedTuple):
-    """What an answer starts from: ``ids`` = context and generation prompt, which is ``added`` at the end of it.
+class SessionPrompt(NamedTuple):
+    """The prompt of an answer: ``ids`` = context and generation prompt, which is ``added`` at its end.
 
     ``draft`` is the segment of the draft turn, if there was one. ``base`` and ``text`` are the rendered text without
     and with the generation prompt; ``whole``: the generation prompt does not simply follow the context. ``parts``:
@@ -101,12 +101,12 @@ class Prompt(NamedTuple):
     base: str
     text: str
     whole: bool
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
     cuts: tuple[int, ...] = ()
 
     @property
     def turn_ends(self) -> tuple[int, ...]:
-        """Where in ``ids`` the context before the draft ends, and the draft: forks go on from there."""
+        """Where in ``ids`` the context before the draft ends, and the draft: forks continue from there."""
         end = len(self.ids) - len(self.added)
         if self.whole or end <= 0:
             return ()
@@ -114,14 +114,14 @@ class Prompt(NamedTuple):
 
 
 def message_of(turn: Turn | Draft) -> Message:
-    """The message that a template sees; in a turn's meta ``name`` is its name, and ``cuts`` where its parts end."""
+    """Return the message for the template; the turn's meta has its ``name``, and ``cuts`` where its parts end."""
     if isinstance(turn, Draft):
         return Message(turn.role, turn.content, turn.name, turn.cuts)
     return Message.kept(turn.role, turn.content, turn.meta)
 
 
 class Segments:
-    """Makes and keeps the segments of one ledger for one model. Any thread may call."""
+    """Makes and stores the segments of one ledger for one model. Thread-safe."""
 
     def __init__(self, ledger: Ledger, text: TextModel, space: ModelSpace, *, readonly: bool = False) -> None:
         self._ledger, self._text, self._space, self._readonly = ledger, text, space, readonly
@@ -130,34 +130,34 @@ class Segments:
 
     @property
     def space(self) -> bytes:
-        """The digest under which segments are kept."""
+        """Digest under which segments are stored."""
         return self._space.digest
 
     def context(self, turns: Sequence[Turn]) -> Tokens:
-        """Ids of the context after ``turns`` (root first), int32 [n]; missing segments are made and kept.
+        """Return the ids of the context after ``turns`` (root first), int32 [n]; missing segments are made and stored.
 
-        A turn's id names its whole history, so a segment made once stays right. Raises StoreError from the ledger.
+        A turn's id identifies its whole history, so a segment never changes. Raises StoreError from the ledger.
         """
         return self.outline(turns)[0]
 
     def outline(self, turns: Sequence[Turn]) -> tuple[Tokens, tuple[int, ...]]:
-        """As `context`, and where in it turns and parts of their texts end."""
+        """As `context`, with the positions where turns and parts of their texts end."""
         segments = self._segments(turns)
         return _join(segments), _parts(turns, segments)[1]
 
     def _segments(self, turns: Sequence[Turn]) -> list[Segment]:
-        found = [self._held(turn) for turn in turns]
+        found = [self._stored(turn) for turn in turns]
         made: dict[int, bytes] = {}
         for i, segment in enumerate(found):
             if segment is None:
                 segment = found[i] = self._make(turns[:i], turns[i])
                 made[turns[i].id] = segment.pack()
         if made and not self._readonly:
-            self._ledger.put_all_tokens(self.space, made)
+            self._ledger.put_tokens(self.space, made)
         return [segment for segment in found if segment is not None]
 
-    def prompt(self, turns: Sequence[Turn], draft: Draft | None = None) -> Prompt:
-        """The context after ``turns`` and ``draft`` with the generation prompt behind it.
+    def prompt(self, turns: Sequence[Turn], draft: Draft | None = None) -> SessionPrompt:
+        """Return the prompt: the context after ``turns`` and ``draft``, then the generation prompt.
 
         Raises EngineError if the template refuses these turns.
         """
@@ -173,7 +173,7 @@ class Segments:
             cuts = (*cuts, *(len(context) + cut for cut in segment.cuts))
             context = np.concatenate([context, segment.ids])
             if len(context) > (parts[-1].end if parts else 0):
-                parts, cuts = (*parts, Part(draft.role, len(context))), (*cuts, len(context))
+                parts, cuts = (*parts, PromptPart(draft.role, len(context))), (*cuts, len(context))
             path.append(draft)
         base = self._base(path)
         try:
@@ -189,12 +189,12 @@ class Segments:
         ids = added if whole else np.concatenate([context, added])
         if whole:
             parts, cuts = (), ()
-        return Prompt(as_tokens(ids), as_tokens(added), segment, base, text, whole, parts, cuts)
+        return SessionPrompt(as_tokens(ids), as_tokens(added), segment, base, text, whole, parts, cuts)
 
     def answer(
-        self, turns: Sequence[Turn], prompt: Prompt, content: str, sampled: Sequence[int], *, cut: bool
+        self, turns: Sequence[Turn], prompt: SessionPrompt, content: str, sampled: Sequence[int], *, cut: bool
     ) -> Segment:
-        """The segment of an answer to ``prompt``, which ends with ``turns``; ``sampled`` are its ids.
+        """Return the segment of an answer to ``prompt``, which ends with ``turns``; ``sampled``: its ids.
 
         ``cut``: the text ends before the last ids do (a stop string, a consumer that stopped early).
         """
@@ -202,7 +202,7 @@ class Segments:
         if full is None:
             return Segment(as_tokens([]))
         if not full.startswith(prompt.text + content):
-            # The template shows this answer otherwise than it was sampled (trimmed, without reasoning).
+            # The template renders this answer differently from how it was sampled (trimmed, without reasoning).
             return self._delta(prompt.base, full, [*turns, Draft("assistant", content)])
         body = list(sampled)
         while body and body[-1] in self._text.stop_ids:
@@ -213,7 +213,7 @@ class Segments:
         closing = self._text.encode(full[len(prompt.text) + len(content) :])
         return Segment(np.concatenate([prompt.added, as_tokens(body), as_tokens(closing)]), prompt.whole)
 
-    def _held(self, turn: Turn) -> Segment | None:
+    def _stored(self, turn: Turn) -> Segment | None:
         raw = self._ledger.tokens(turn.id, self.space)
         return None if raw is None else unpack(raw, self._space.vocab_size)
 
@@ -224,17 +224,17 @@ class Segments:
     def _delta(self, base: str, full: str, path: Sequence[Turn | Draft]) -> Segment:
         whole, last = not full.startswith(base), message_of(path[-1])
         if not whole and (last.cuts or any(marker in last.content for marker in self._text.markers)):
-            # A template may show a content with parts, or with markers, in a way of its own.
-            disguise = Disguise(self._text, [last.content, full])
-            for hidden in dict.fromkeys((disguise.sew(last.content, last.cuts), disguise.hide(last.content))):
+            # A template may render content with parts, or with markers, differently.
+            hidden_text = Placeholders(self._text, [last.content, full])
+            for hidden in dict.fromkeys((hidden_text.sew(last.content, last.cuts), hidden_text.hide(last.content))):
                 shown = self._render([*path[:-1], Draft(last.role, hidden, last.name)])
-                if shown is not None and shown.startswith(base) and disguise.show(shown) == full:
-                    ids, cuts = disguise.encode_parts(shown[len(base) :])
+                if shown is not None and shown.startswith(base) and hidden_text.show(shown) == full:
+                    ids, cuts = hidden_text.encode_parts(shown[len(base) :])
                     return Segment(ids, False, cuts)
         return Segment(as_tokens(self._text.encode(full if whole else full[len(base) :])), whole)
 
     def _base(self, path: Sequence[Turn | Draft]) -> str:
-        """The text of the longest beginning of ``path`` that the template takes; the segments so far spell it."""
+        """Return the text of the longest prefix of ``path`` that the template accepts; segments so far encode it."""
         for n in range(len(path), 0, -1):
             text = self._render(path[:n])
             if text is not None:
@@ -242,7 +242,7 @@ class Segments:
         return ""
 
     def _render(self, path: Sequence[Turn | Draft]) -> str | None:
-        """The text of a history, or None if the template refuses to end there."""
+        """Return the text of a history; None if the template refuses it."""
         last = path[-1]
         key = last.id if isinstance(last, Turn) else 0
         with self._lock:
@@ -256,7 +256,7 @@ class Segments:
         if key:
             with self._lock:
                 self._renders[key] = text
-                while len(self._renders) > _KEPT_RENDERS:
+                while len(self._renders) > _MAX_RENDERS:
                     self._renders.popitem(last=False)
         return text
 
@@ -275,10 +275,10 @@ def _join(segments: Sequence[Segment]) -> Tokens:
     return as_tokens(np.concatenate(parts)) if parts else as_tokens([])
 
 
-def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[tuple[Part, ...], tuple[int, ...]]:
-    """Where turns end in the joined segments, and where their parts do; a turn without ids of its own belongs to the
-    next."""
-    parts: list[Part] = []
+def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[tuple[PromptPart, ...], tuple[int, ...]]:
+    """Return where turns end in the joined segments, and where their parts do; a turn without ids of its own belongs to
+    the next."""
+    parts: list[PromptPart] = []
     cuts: list[int] = []
     end = 0
     for turn, segment in zip(turns, segments):
@@ -287,6 +287,6 @@ def _parts(turns: Sequence[Turn], segments: Sequence[Segment]) -> tuple[tuple[Pa
         if len(segment.ids):
             cuts += [end + cut for cut in segment.cuts]
             end += len(segment.ids)
-            parts.append(Part(turn.role, end))
+            parts.append(PromptPart(turn.role, end))
             cuts.append(end)
     return tuple(parts), tuple(cuts)

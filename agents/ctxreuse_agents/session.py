@@ -1,36 +1,34 @@
-"""One session: a durable chain of turns that can be asked, forked, committed, rolled back and compared."""
+"""One session: a durable chain of turns to ask, fork, commit, roll back and compare."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 import msgspec
 
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.block.levels import limit_name
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
-from ctxreuse.errors import ContextTooLongError, CtxReuseError, SessionError, StoreError
-from ctxreuse.keys import Tokens
+from ctxreuse.errors import SessionError, StoreError
+from ctxreuse.identity.keys import Tokens
 from ctxreuse.pauses import kind_of
 from ctxreuse.pauses.hints import check_hint
-from ctxreuse.runtime import Completion, Usage
+from ctxreuse.runtime import Usage
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
-from ctxreuse.why import About, Why
+from ctxreuse.why import RequestInfo, Why
+from ctxreuse_agents._session import SessionCore, make_question
+from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
-from ctxreuse_agents.gate import Gate
-from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
-from ctxreuse_agents.segments import Draft, message_of
-from ctxreuse_agents.shared import Shared
+from ctxreuse_agents.segments import message_of
 
 __all__ = ["Diff", "Session"]
 
-# How long warm() waits for the disk: at 0.1 GB/s the store's queue of 256 MiB is written in three seconds.
+# Seconds that warm() waits for the disk: at 0.1 GB/s the store's queue of 256 MiB is written in three.
 _WARM_SECONDS = 30.0
-_CUT = ("stop_string", "cancelled", "error")
 
 
 class Diff(msgspec.Struct, frozen=True):
@@ -42,21 +40,18 @@ class Diff(msgspec.Struct, frozen=True):
 
 
 class Session:
-    """A handle on one session; any number of handles, in any threads, may stand for the same session.
+    """A handle on one session; any number of handles, in any threads, may refer to the same session.
 
-    All text is durable when a method returns. Methods that add turns or move the head take the session's turn lock, in
-    the order of asking: while an `Answer` is unfinished, others wait for it, and the thread that began it gets a
-    SessionError instead of waiting for itself. Reading and forking never wait.
+    Text is durable when a method returns. Methods that add turns or move the head take the session's turn lock in order
+    of arrival: while an `Answer` is unfinished, others wait for it, and the thread that began it gets a SessionError
+    instead of a deadlock. Reading and forking never wait.
     """
 
-    def __init__(self, shared: Shared, session_id: str) -> None:
-        self.shared, self._id = shared, session_id
-        self.gate = shared.gate(session_id)
-        self._answers: WeakSet[Answer] = WeakSet()
-        self._used = False
+    def __init__(self, state: MemoryState, session_id: str) -> None:
+        self._state, self._core = state, SessionCore(state, session_id)
 
     def __repr__(self) -> str:
-        return f"Session({self._id[:8]})"
+        return f"Session({self.id[:8]})"
 
     def __enter__(self) -> Session:
         return self
@@ -67,16 +62,16 @@ class Session:
     @property
     def id(self) -> str:
         """32 hex digits that never change."""
-        return self._id
+        return self._core.id
 
     @property
     def record(self) -> Record:
-        """What the ledger says of the session now: name, head, origin, times. Raises SessionError once deleted."""
-        return self.shared.ledger.session(self._id)
+        """The ledger's record: name, head, origin, times. Raises SessionError once the session is deleted."""
+        return self._core.record
 
     @property
     def name(self) -> str:
-        """Its name now; unique in the memory."""
+        """Its current name, unique in the memory."""
         return self.record.name
 
     @property
@@ -85,29 +80,29 @@ class Session:
         return self.record.head
 
     @property
+    def max_kl(self) -> float | None:
+        """The largest KL of the KV that it may reuse, in nats a token; None: exact KV only. See `Memory.session`."""
+        return self._core.max_kl
+
+    @property
     def lossy(self) -> str | None:
-        """The worst level of KV that it may reuse, such as ``kl-0.01``; None: exact ones only. See `Memory.session`."""
-        return self.shared.lossy_of(self.record)
+        """Deprecated: the name of ``max_kl``."""
+        warnings.warn("Session.lossy is now max_kl, a number", DeprecationWarning, stacklevel=2)
+        return limit_name(self.max_kl) or None
 
     # Writing
 
     def append(self, role: str, content: str, /, **meta: Any) -> Turn:
-        """Add one turn; durable on return. ``meta`` is stored beside it (values that MessagePack can hold).
+        """Add one turn; ``meta``: values that MessagePack can hold, stored with it.
 
         No model is called and nothing is tokenised. Raises SessionError for text that is not valid Unicode.
         """
         return self.extend([NewTurn(role, content, meta)])[0]
 
     def extend(self, turns: list[NewTurn]) -> list[Turn]:
-        """Add several turns at once: all are durable, or none."""
-        for turn in turns:
-            check_text(turn.role, turn.content)
-        with self.gate.hold():
-            return self.extend_held(turns)
-
-    def extend_held(self, turns: list[NewTurn]) -> list[Turn]:
-        """For a caller who holds the session's gate: `extend`, with text already checked."""
-        return self.shared.ledger.append(self._id, turns) if turns else []
+        """Add several turns at once: all of them or none."""
+        with self._core.lock.hold():
+            return self._core.extend(turns)
 
     def system(self, content: str, /, **meta: Any) -> Turn:
         """``append("system", …)``"""
@@ -125,267 +120,171 @@ class Session:
         """``append("tool", …)``"""
         return self.append("tool", content, **meta)
 
-    # Asking
+    # Requests
 
     def ask(
-        self, question: str, /, *, documents: Sequence[str] = (), sampling: Sampling | None = None, **settings: Any
+        self,
+        question: str,
+        /,
+        *,
+        documents: Sequence[str] = (),
+        sampling: SamplingParams | None = None,
+        **settings: Any,
     ) -> Answer:
-        """Ask; the question is durable on return, the answer when it ends. ``settings`` are fields of `Sampling`.
+        """Ask; the question is durable on return, the answer when it ends.
 
-        ``documents``: texts that stand before the question, in the same turn. Each one's KV is found again wherever it
-        stands, in any order and number, if the session allows a ``lossy`` level that the model's card of chunks keeps
-        (``ctxreuse calibrate MODEL --chunks``); ``usage`` of the answer says what was ``moved`` and what the ``gate``
-        said. Without one documents are reused exactly, as any text is: where they stand after the same beginning.
+        Args:
+            question: text of the user's turn.
+            documents: texts before the question, in the same turn. If the session's ``max_kl`` is one that the model's
+                chunk profile can keep (``ctxreuse calibrate MODEL --chunks``), the KV of each is reused wherever it
+                stands, in any order; else only after the same beginning, as of any text.
+            sampling: how to sample.
+            settings: fields of `SamplingParams`, which replace those of ``sampling``.
 
         Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine.
         """
-        return self._begin(question_of(question, documents), sampling, settings)
+        return self._ask(question, documents, sampling, settings)
 
-    def complete(self, *, sampling: Sampling | None = None, **settings: Any) -> Answer:
-        """Answer the history as it stands, with no new question. Raises SessionError if there is none."""
-        return self._begin(None, sampling, settings)
+    def complete(self, *, sampling: SamplingParams | None = None, **settings: Any) -> Answer:
+        """Answer the history as it stands, without a new question. Raises SessionError if it is empty."""
+        return self._ask(None, (), sampling, settings)
 
-    def _begin(self, draft: Draft | None, sampling: Sampling | None, settings: Mapping[str, Any]) -> Answer:
-        self.shared.engine()
-        chosen = choose_sampling(sampling, settings)
-        self.gate.wait()
-        return self.begin(draft, chosen)
-
-    def begin(self, draft: Draft | None, sampling: Sampling) -> Answer:
-        """For a caller who holds the session's gate: store the draft and return the answer, which leaves the gate."""
-        try:
-            answer = self._start(draft, sampling)
-        except BaseException:
-            self.gate.leave()
-            raise
-        self._answers.add(answer)
-        self._used = True
-        self.shared.track(answer)
-        return answer
-
-    def _start(self, draft: Draft | None, sampling: Sampling) -> Answer:
-        runtime, segments = self.shared.engine()
-        ledger, session_id = self.shared.ledger, self._id
-        turns = self.turns()
-        if draft is None and not turns:
-            raise SessionError(
-                "there is nothing to complete: the session has no turns", where=session_id, fix="Use ask() or append()"
-            )
-        prompt = segments.prompt(turns, draft)
-        longest = runtime.engine.space.max_tokens
-        room = longest - len(prompt.ids)
-        if room < 1:
-            raise ContextTooLongError(
-                f"the context would have {len(prompt.ids):,} tokens and the model takes {longest:,}, answer included",
-                where=f"session {self.name}",
-                fix="Nothing was added. Fork from an earlier turn, roll back, or append a summary to a new session",
-            )
-        limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        about = About(session=session_id, parts=prompt.parts, opening=_opening(turns, draft))
-        completion = runtime.complete(
-            prompt.ids, limited, branches=prompt.turn_ends, parts=prompt.cuts, lossy=self.lossy, about=about
-        )
-        if draft is not None:
-            ids = prompt.draft.pack() if prompt.draft is not None else None
-            meta = {"cuts": list(draft.cuts)} if draft.cuts else {}
-            question = NewTurn(draft.role, draft.content, meta, ids, segments.space)
-            head = turns[-1].id if turns else 0
-            turns = [*turns, *ledger.append(session_id, [question], expected_head=head)]
-
-        def keep(done: Completion, finish: str) -> Turn:
-            segment = segments.answer(turns, prompt, done.text, done.tokens, cut=finish in _CUT)
-            turn = NewTurn("assistant", done.text, {"finish": finish}, segment.pack(), segments.space)
-            return ledger.append(session_id, [turn], expected_head=turns[-1].id)[0]
-
-        return Answer(completion, keep, self.gate)
+    def _ask(
+        self, text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: dict[str, Any]
+    ) -> Answer:
+        self._state.engine()
+        question = make_question(text, documents, sampling, settings)
+        self._core.lock.wait()
+        return self._core.begin(question)
 
     # Branches
 
     def fork(self, name: str | None = None, *, at: Turn | int | None = None) -> Session:
-        """A new session with this one's history, up to ``at`` (a turn or its id) if given.
+        """Return a new session with this one's history, up to ``at`` (a turn or its id) if given.
 
         Nothing is copied: O(1), with ``at`` O(log turns). Raises SessionError if ``at`` is not in the history or the
         name is taken.
         """
-        record = self.shared.ledger.fork(self._id, name, at.id if isinstance(at, Turn) else at)
-        return Session(self.shared, record.id)
+        record = self._state.ledger.fork(self.id, name, at.id if isinstance(at, Turn) else at)
+        return Session(self._state, record.id)
 
     def commit(self, *, onto: bool = False) -> Session:
-        """Bring this fork's turns to the session it was forked from, and return that one.
+        """Bring this fork's turns to the session it was forked from, and return that session.
 
-        If the origin has not moved since, its head becomes this fork's. If it has: SessionError, or, with ``onto``,
-        the fork's own turns are appended after the origin's head, as new turns, and the fork continues from there.
+        If the origin is unchanged since the fork, its head becomes this fork's. Otherwise raises SessionError, or, with
+        ``onto``, appends the fork's own turns to the origin as new turns, and the fork continues from there.
         """
-        with self.origin_gate().hold():
-            return self.commit_held(onto=onto)
-
-    def origin_gate(self) -> Gate:
-        """The turn lock of the session that this one was forked from. Raises SessionError if it is not a fork."""
-        record = self.record
-        if record.origin is None:
-            raise SessionError("a session that is not a fork has nowhere to commit to", where=record.name)
-        return self.shared.gate(record.origin)
-
-    def commit_held(self, *, onto: bool) -> Session:
-        """For a caller who holds the gate of this fork's origin: `commit`."""
-        ledger, record = self.shared.ledger, self.record
-        origin = ledger.session(record.origin or "")
-        start = ledger.common(record.forked_at, record.head)
-        if ledger.ancestor(start, origin.head) and ledger.ancestor(origin.head, record.head):
-            ledger.move(origin.id, record.head, expected_head=origin.head)
-        elif not onto:
-            raise SessionError(
-                f"{origin.name!r} has moved since {record.name!r} was forked from it",
-                where=f"head {origin.head}, forked at {record.forked_at}",
-                fix="commit(onto=True) appends the fork's own turns after the origin's head",
-            )
-        else:
-            shared = max(start, ledger.common(origin.head, record.head), key=self._depth)
-            own = [NewTurn(turn.role, turn.content, turn.meta) for turn in self._after(shared, record.head)]
-            head = ledger.append(origin.id, own, expected_head=origin.head)[-1].id if own else origin.head
-            ledger.move(record.id, head, expected_head=record.head)
-        return Session(self.shared, origin.id)
+        with self._core.origin_lock().hold():
+            return Session(self._state, self._core.commit(onto=onto))
 
     def rollback(self, to: Turn | int = -1) -> Turn | None:
         """Go back to a turn of this history (or its id; 0: before the first); a negative number counts turns back.
 
-        Returns the new last turn, None if none is left. The turns left behind stay for the forks that have them; the
-        rest is removed by ``Memory.gc()``. Raises SessionError for a turn that is not in the history.
+        Returns the new last turn, None if none is left. The turns after it stay for forks that have them; the rest is
+        removed by ``Memory.gc()``. Raises SessionError for a turn that is not in the history.
         """
-        with self.gate.hold():
-            return self.rollback_held(to)
-
-    def rollback_held(self, to: Turn | int) -> Turn | None:
-        """For a caller who holds the session's gate: `rollback`."""
-        ledger, record = self.shared.ledger, self.record
-        turns = ledger.turns(record.head)
-        target = to.id if isinstance(to, Turn) else to
-        if target < 0:
-            if -target > len(turns):
-                raise SessionError(f"cannot go back {-target} turns of {len(turns)}", where=record.name)
-            target = turns[target - 1].id if -target < len(turns) else 0
-        elif target and all(turn.id != target for turn in turns):
-            raise SessionError(
-                f"turn {target} is not in the history of {record.name!r}",
-                fix="Use a turn of turns(), or a negative number to count back",
-            )
-        ledger.move(record.id, target, expected_head=record.head)
-        return ledger.turn(target) if target else None
+        with self._core.lock.hold():
+            return self._core.rollback(to)
 
     def diff(self, other: Session) -> Diff:
-        """What this and another session of the same memory share, and what only one of them has."""
-        ledger, here, there = self.shared.ledger, self.head, other.head
-        common = ledger.common(here, there)
-        return Diff(common, self._after(common, here), self._after(common, there))
+        """Compare with another session of the same memory: what both share, and what only one of them has."""
+        here, there = self.head, other.head
+        common = self._state.ledger.common(here, there)
+        return Diff(common, self._core.after(common, here), self._core.after(common, there))
 
     def rename(self, name: str) -> None:
-        """Give it another name. Raises SessionError if the name is taken."""
-        self.shared.ledger.rename(self._id, name)
+        """Rename it. Raises SessionError if the name is taken."""
+        self._state.ledger.rename(self.id, name)
 
     # Reading
 
     def turns(self) -> list[Turn]:
-        """The whole history, first turn first."""
-        return self.shared.ledger.turns(self.head)
+        """Return the whole history, first turn first."""
+        return self._core.turns()
 
     def messages(self) -> list[Message]:
-        """The history as a chat template sees it."""
+        """Return the history as a chat template sees it."""
         return [message_of(turn) for turn in self.turns()]
 
     def tokens(self, *, generate: bool = False) -> Tokens:
-        """The ids of the context as the engine will see it, int32 [n]; turns without ids are tokenised and kept.
+        """Return the ids of the context, int32 [n]; turns without ids are tokenised, and their ids stored.
 
-        With ``generate``, the ids that `complete` would start from: they end where the assistant's answer begins.
+        ``generate``: the ids that `complete` starts from, with the generation prompt at the end.
         """
-        segments = self.shared.engine()[1]
-        return segments.prompt(self.turns()).ids if generate else segments.context(self.turns())
+        return self._state.engine()[1].prompt(self.turns()).ids if generate else self._core.tokens()
 
     def warm(self) -> Usage:
-        """Compute the context now and keep its KV, so that the next question starts at once."""
-        runtime, segments = self.shared.engine()
+        """Compute the context now and store its KV, so that the next question starts at once."""
+        runtime, segments = self._state.engine()
         ids, cuts = segments.outline(self.turns())
         if not len(ids):
-            raise SessionError("there is nothing to warm: the session has no turns", where=self._id)
-        usage = runtime.warm(ids, parts=cuts, lossy=self.lossy, about=About(session=self._id))
+            raise SessionError("there is nothing to warm: the session has no turns", where=self.id)
+        about = RequestInfo(session=self.id)
+        usage = runtime.warm(runtime.request(ids, parts=cuts, max_kl=self.max_kl, about=about))
         if runtime.store is not None:
             try:
                 runtime.store.flush(_WARM_SECONDS)
             except StoreError:
-                pass  # the KV is in memory all the same; a store that cannot keep up costs time later, nothing else
+                pass  # the KV is in memory
         return usage
 
     def evict(self) -> int:
-        """Drop the KV that nothing but the path to here uses; returns how many blocks went. Text and ids stay."""
+        """Drop the KV that only this session uses; returns the number of blocks. Text and ids stay."""
         ids = self.tokens()
-        return self.shared.engine()[0].forget(ids) if len(ids) else 0
+        return self._state.engine()[0].forget(ids) if len(ids) else 0
 
     def why(self, request: str = "", *, others: bool = False) -> Why:
-        """Why its last request, or the one of that id (``Usage.request``), reused what it did and no more.
+        """Explain what its last request, or the one with that id (``Usage.request``), reused and what it missed.
 
-        ``others``: the asker may know that another tenant has computed the same. Raises SessionError if it is not
-        known (any more): only the last requests are.
+        ``others``: the explanation may reveal that another tenant has computed the same. Raises SessionError if the
+        request is not known, or no longer.
         """
-        session = "" if request else self._id
-        return self.shared.engine()[0].why(request, session=session, others=others)
+        session = "" if request else self.id
+        return self._state.engine()[0].why(request, session=session, others=others)
 
-    # Pauses: none of these is needed, all make what is kept fit better
+    # Pauses: optional hints for the cache
 
     def pause(self, kind: str, expect: float | None = None) -> None:
-        """Say why the session waits now: ``tool``, ``tool:NAME``, ``end_of_turn``, ``length``, ``unknown``.
+        """Declare what the session waits for: ``tool``, ``tool:NAME``, ``end_of_turn``, ``length`` or ``unknown``.
 
-        ``expect``: seconds until it goes on, if that is known. How long such pauses last is learnt, and decides whose
-        KV stays in memory, and whose is read ahead before it is needed. Without it the answer's stop reason and text
-        are gone by. Raises ConfigError for another kind, EngineError without an engine.
+        ``expect``: seconds until it continues, if known. The learned durations of such pauses decide which KV
+        stays in memory and which is prefetched; without this call the kind is inferred from the answer. Raises
+        ConfigError for another kind, EngineError without an engine.
         """
         kind_of(kind)
-        self.shared.engine()[0].pause(self.tokens(), kind, expect=expect, lossy=self.lossy)
-        self._used = True
+        self._state.engine()[0].pause(self.tokens(), kind, expect=expect, max_kl=self.max_kl)
+        self._core.used = True
 
     def resume(self) -> None:
-        """The pause is over: the next request is about to be made. Asking says the same by itself."""
-        self.shared.engine()[0].resume(self.tokens(generate=True))
+        """Declare that the pause is over and a request follows; `ask` implies it."""
+        self._state.engine()[0].resume(self.tokens(generate=True))
 
     def superseded(self, turn: Turn | int) -> int:
-        """The KV from ``turn`` (or its id) on will not be asked for again: it is dropped where no other context shares
-        it. Returns how many blocks went; text and ids stay. Raises SessionError for a turn that is not in the history.
+        """Drop the KV from ``turn`` (or its id) on, where no other context shares it; returns the number of blocks.
+
+        Text and ids stay. Raises SessionError for a turn that is not in the history.
         """
         wanted, turns = turn.id if isinstance(turn, Turn) else turn, self.turns()
         at = next((n for n, one in enumerate(turns) if one.id == wanted), None)
         if at is None:
             raise SessionError(f"turn {wanted} is not in the history of {self.name!r}", fix="Use a turn of turns()")
-        runtime, segments = self.shared.engine()
+        runtime, segments = self._state.engine()
         keep = len(segments.context(turns[:at])) if at else 0
         return runtime.supersede(segments.context(turns), keep)
 
     def hint(self, name: str, until: float | None = None) -> bool:
-        """What is known of its future: ``share``, ``prefetch``, ``demote``, ``pin`` or ``retain``.
+        """Give a hint about its future use: ``share``, ``prefetch``, ``demote``, ``pin`` or ``retain``.
 
-        A hint is a priority that decays (half of it in five minutes; with ``until``, nearly all of it in so many
-        seconds), never a promise: nothing is held for good. False if the session has not asked anything yet, or too
-        long ago. Raises ConfigError for another hint.
+        A hint is a priority that decays, by half in five minutes or almost wholly within ``until`` seconds; it
+        reserves nothing. Returns False if the session made no recent request. Raises ConfigError for another hint.
         """
         check_hint(name)
         ids = self.tokens()
-        return bool(len(ids)) and self.shared.engine()[0].hint(ids, name, until=until)
+        return bool(len(ids)) and self._state.engine()[0].hint(ids, name, until=until)
 
     def close(self) -> None:
-        """End the unfinished answers that were begun through this handle; what they have so far is stored.
+        """End the unfinished answers of this handle; what they have so far is stored.
 
-        If it asked something through this handle, nobody waits for its KV any more: it is the first to go.
+        If this handle was used, the session's KV becomes the first to be evicted.
         """
-        for answer in list(self._answers):
-            answer.close()
-        if self._used:
-            self._used = False
-            with suppress(CtxReuseError):  # the session may be deleted by now: then there is nothing to keep either
-                self.shared.engine()[0].pause(self.tokens(), "closed", lossy=self.lossy)
-
-    def _after(self, ancestor: int, head: int) -> list[Turn]:
-        return self.shared.ledger.turns(head)[self._depth(ancestor) :]
-
-    def _depth(self, turn_id: int) -> int:
-        return self.shared.ledger.turn(turn_id).depth if turn_id else 0
-
-
-def _opening(turns: Sequence[Turn], draft: Draft | None) -> str:
-    return turns[0].content if turns else draft.content if draft is not None else ""
+        self._core.close()

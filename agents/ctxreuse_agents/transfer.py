@@ -1,4 +1,4 @@
-"""Sessions as plain JSON: out of one memory, into another, checked as strangers' data on the way in.
+"""Sessions as plain JSON: export from one memory and import into another; imports are validated as untrusted data.
 
 ::
 
@@ -7,8 +7,8 @@
                 "meta": {...},                                                  omitted if empty
                 "tokens": {"<64 hex digits of a model space>": "<base64 of int32 little-endian ids>"}}, ...]}
 
-The ids are believed as the text is: whoever can edit the file can edit either. Bytes in ``meta`` have no JSON form and
-are refused on the way out.
+Token ids are trusted as far as the text is: an editor of the file can change both. Bytes in ``meta`` have no JSON form
+and are refused on export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ctxreuse.errors import CtxReuseError, FormatError, SessionError
+from ctxreuse.errors import FormatError, SessionError
 from ctxreuse.store import Ledger, NewTurn
 from ctxreuse.store import Session as Record
 from ctxreuse_agents.inputs import check_text
@@ -30,7 +30,7 @@ from ctxreuse_agents.segments import unpack
 
 __all__ = ["MAX_TURNS", "export", "load"]
 
-#: More turns than this in one file are refused.
+#: Maximum turns of one file.
 MAX_TURNS = 1_000_000
 
 _HEX = re.compile(r"[0-9a-f]{64}\Z")
@@ -54,7 +54,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def export(ledger: Ledger, session: str) -> dict[str, Any]:
-    """The session as builtins that ``json.dumps`` takes. Raises SessionError if unknown or if ``meta`` holds bytes."""
+    """Return the session as builtins for ``json.dumps``. Raises SessionError if unknown or if ``meta`` has bytes."""
     record = ledger.session(session)
     turns = []
     for turn in ledger.turns(record.head):
@@ -67,9 +67,9 @@ def export(ledger: Ledger, session: str) -> dict[str, Any]:
 
 
 def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Record:
-    """A new session with the turns of `export`'s dict, called ``name`` (default: the name in the file).
+    """Create a session with the turns of `export`'s dict, called ``name`` (default: the name in the file).
 
-    Nothing is made unless all is well. Raises FormatError for data that is not of this format, SessionError for text
+    Everything is validated first. Raises FormatError for data that is not of this format, SessionError for text
     that cannot be stored and for a name that is taken.
     """
     try:
@@ -77,7 +77,7 @@ def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Re
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
         raise FormatError(
             f"this is not a session of format ctxreuse.session, version 1: {error}",
-            fix="Give what export_json() returned, or json.loads() of a file of it",
+            fix="Pass the dict of export_json(), or json.loads() of a file of it",
         ) from None
     more: list[dict[bytes, bytes]] = []
     turns = []
@@ -88,15 +88,7 @@ def load(ledger: Ledger, data: Mapping[str, Any], name: str | None = None) -> Re
         first, raw = segments[0] if segments else (None, None)
         turns.append(NewTurn(turn.role, turn.content, turn.meta, raw, first, created=turn.created))
         more.append(dict(segments[1:]))
-    record = ledger.create(name if name is not None else file.name)
-    try:
-        added = ledger.append(record.id, turns) if turns else []
-        for space in {space for ids in more for space in ids}:
-            ledger.put_all_tokens(space, {turn.id: ids[space] for turn, ids in zip(added, more) if space in ids})
-    except CtxReuseError:
-        ledger.delete(record.id)
-        raise
-    return ledger.session(record.id)
+    return ledger.create(name if name is not None else file.name, turns=turns, tokens=more)
 
 
 def _space(key: str, turn: int) -> bytes:
@@ -116,7 +108,7 @@ def _ids(text: str, turn: int) -> bytes:
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Raises SessionError unless JSON can hold the value and give it back."""
+    """Raise SessionError unless the value survives a round trip through JSON."""
     if depth > _MAX_DEPTH:
         raise SessionError(f"meta is nested more than {_MAX_DEPTH} deep", where=where)
     if isinstance(value, dict):
@@ -130,5 +122,7 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
         check_text("meta", value)
     elif not (value is None or isinstance(value, bool | int | float)):
         raise SessionError(
-            f"meta holds {type(value).__name__}, which JSON cannot", where=where, fix="Store text or numbers instead"
+            f"meta contains {type(value).__name__}, which JSON cannot represent",
+            where=where,
+            fix="Store text or numbers instead",
         )

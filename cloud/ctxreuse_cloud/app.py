@@ -1,4 +1,4 @@
-"""The sidecar as one ASGI application, and its life as a daemon."""
+"""The sidecar as one ASGI application, and how it is run."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from ctxreuse.config import Settings
-from ctxreuse.daemon.front import Front, is_loopback
-from ctxreuse.daemon.life import Daemon
+from ctxreuse.daemon.access import Access, check_local, read_keys
+from ctxreuse.daemon.lifecycle import Daemon
+from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.openai import ApiError
 from ctxreuse.daemon.probes import probes
-from ctxreuse_cloud.node import Node
-from ctxreuse_cloud.proxy.body import Receive
+from ctxreuse_cloud.node import CloudNode
+from ctxreuse_cloud.proxy.http import Receive
 from ctxreuse_cloud.proxy.proxy import Scope
 from ctxreuse_cloud.proxy.stream import Send
 
 __all__ = ["ADDRESS_FILE", "Sidecar", "address_file", "serve"]
 
-#: In the store's folder: where the sidecar that owns it can be reached.
+#: In the store's folder: address of the sidecar that owns the store.
 ADDRESS_FILE = "cloud.json"
 
 
 def address_file(settings: Settings) -> Path:
-    """The file that says where the sidecar of these settings can be reached."""
+    """Return the file with the address of the sidecar that runs with these settings."""
     return settings.cloud.folder() / ADDRESS_FILE
 
 
 class Sidecar:
-    """``/v1`` goes to the proxy with nothing in between; everything else to a few routes for those who watch."""
+    """ASGI application: ``/v1`` goes straight to the proxy, everything else to probes, status and explanations."""
 
-    def __init__(self, node: Node, daemon: Daemon) -> None:
+    def __init__(self, node: CloudNode, daemon: Daemon) -> None:
         self._node, self._daemon = node, daemon
         routes = [*probes(self._not_ready, node.metrics.render), Route("/api/status", self._status)]
         routes.append(Route("/api/why/{name:path}", self._why))
-        # Probes and scrapes come from other machines; what names peers does not leave this one.
-        self._front = Front(Router(routes), metrics=node.metrics, route=_route, local=False)
+        # Probes and scrapes come from other machines; routes that name peers check who asks themselves.
+        access = Access(names=None, admin=read_keys(node.settings.cloud.admin_token_file))
+        self._api = ApiMiddleware(Router(routes), metrics=node.metrics, route=_route, access=access, bodies=node.bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -46,32 +48,32 @@ class Sidecar:
         if proxy is not None and scope["type"] == "http" and scope["path"].startswith("/v1/"):
             await proxy(scope, receive, send)
         else:
-            await self._front(scope, receive, send)
+            await self._api(scope, receive, send)
 
     def _not_ready(self) -> str:
         return self._daemon.not_ready() or self._node.not_ready()
 
     async def _why(self, request: Request) -> Response:
-        """With a key: the tenant's own request; without one, from this machine: any."""
+        """With an API key: a request of its tenant; with the admin token, or from this machine without a key: any."""
         given = request.headers.get("authorization")
         tenant: str | None = None
-        if given is None or self._node.tenants.open:
-            _from_here(request)
+        if given is None or self._node.tenants.open or request.scope["state"].get("admin"):
+            check_local(request.scope)
         else:
             tenant = self._node.tenants.find(given.encode("latin-1"))
             if tenant is None:
-                raise ApiError(401, "a valid key is needed: Authorization: Bearer KEY", type="authentication_error")
+                raise ApiError(401, "an API key is required: Authorization: Bearer KEY", type="authentication_error")
         proxy = self._node.proxy
-        found = proxy.asked.explain(request.path_params["name"], tenant) if proxy is not None else None
+        found = proxy.observers.requests.explain(request.path_params["name"], tenant) if proxy is not None else None
         if found is None:
-            # The same for what never was and for what another tenant asked.
-            raise ApiError(404, "no such request is remembered", type="not_found_error", code="no_such_request")
+            # The same for unknown requests and those of another tenant.
+            raise ApiError(404, "no such request is known", type="not_found_error", code="no_such_request")
         import msgspec
 
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _status(self, request: Request) -> Response:  # not async: it waits for locks
-        _from_here(request)
+        check_local(request.scope)
         import msgspec
 
         body = self._node.status()
@@ -79,26 +81,26 @@ class Sidecar:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-def _from_here(request: Request) -> None:
-    client, host = request.client, request.url.hostname or ""
-    if client is None or not is_loopback(client.host) or not is_loopback(host):
-        raise ApiError(403, "only programs of this machine are told", type="permission_error")
-
-
 def _route(path: str) -> str:
     return "api" if path.startswith("/api/") else "probes"
 
 
 def serve(settings: Settings, ready_file: Path | None = None) -> int:
-    """Run the sidecar until it is told to stop; returns the exit code. Raises ConfigError and what opening raises.
+    """Run the sidecar until a signal stops it; returns the exit code. Raises ConfigError and errors of opening.
 
-    ``ready_file``: written when it is ready, in place of the one in the store's folder.
+    ``ready_file``: file for its address, in place of the one in the store's folder.
     """
     cloud = settings.cloud
-    node = Node(settings)
+    node = CloudNode(settings)
     file = ready_file or address_file(settings)
     daemon = Daemon(
-        "cloud", host=cloud.host, port=cloud.port, drain=cloud.drain, linger=cloud.linger, address_file=file
+        "cloud",
+        host=cloud.host,
+        port=cloud.port,
+        drain=cloud.drain,
+        linger=cloud.linger,
+        receive=cloud.receive,
+        address_file=file,
     )
     app: Any = Sidecar(node, daemon)
     print(f"ctxreuse-cloud listens on {daemon.bind()}", flush=True)

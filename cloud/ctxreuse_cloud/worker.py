@@ -1,4 +1,4 @@
-"""An engine process: computes blocks for the node that started it, and ends when that node does.
+"""An engine process: computes blocks for the node that started it, and exits with it.
 
 Started by the node as ``python -m ctxreuse_cloud.worker FD`` with one end of a socket pair.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import random
 import signal
 import socket
 import sys
@@ -15,36 +16,47 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from ctxreuse.bus.serve_engine import Made as Item
-from ctxreuse.bus.serve_engine import compute_blocks
+from ctxreuse.block.format import parse
+from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon import logs
 from ctxreuse.engines.base import Engine
-from ctxreuse.errors import CtxReuseError, StoreError
+from ctxreuse.errors import CtxReuseError, FormatError, StoreError
+from ctxreuse.fair import Turns
+from ctxreuse.identity.keys import KEY_BYTES
+from ctxreuse.peer.serve.engine import BURST, compute_blocks
+from ctxreuse.peer.serve.engine import Made as Item
+from ctxreuse.runtime.fetch.audit import audit_stored
 from ctxreuse.store import Store, open_store
 from ctxreuse_cloud.workers.pipe import (
+    AuditDone,
+    AuditRequest,
     Broken,
-    Cancel,
-    Ended,
-    Found,
+    CancelJob,
     Job,
-    Made,
+    JobEnded,
+    JobItem,
     Message,
     Open,
     Payload,
     Pipe,
     Ready,
-    Rows,
 )
 
 __all__ = ["Computing", "main"]
 
 log = logging.getLogger(__name__)
+limited = LimitedLog(log)
+
+
+class _Running:
+    """A job that is being computed."""
+
+    def __init__(self, job: Job, tokens: int, items: Iterator[Item]) -> None:
+        self.job, self.tokens, self.items, self.seconds = job, tokens, items, 0.0
 
 
 class Computing:
-    """One job at a time, cut into steps; between them questions are answered and cancels obeyed."""
+    """Runs jobs in steps, their tenants in turn; between steps it takes more jobs, audits and cancels."""
 
     def __init__(
         self,
@@ -54,92 +66,94 @@ class Computing:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine, self._pipe, self._store, self._clock = engine, pipe, store, clock
-        self._job: Job | None = None
-        self._items: Iterator[Item] = iter(())
-        self._tokens = 0
-        self._spent = 0.0
+        self._jobs: dict[int, _Running] = {}
+        self._turns = Turns[bytes](BURST)
 
     @property
     def busy(self) -> bool:
-        """True while a job is under way."""
-        return self._job is not None
+        """True while jobs run."""
+        return bool(self._jobs)
 
     def take(self, message: Message, payload: Payload) -> None:
-        """A message of the node's."""
+        """Take a message of the node."""
         if isinstance(message, Job):
             tokens = payload.view("<i4")
-            self._job, self._tokens, self._spent = message, len(tokens), 0.0
-            self._items = compute_blocks(
-                self._engine, message.salt, tokens, message.first, store=self._store, held=message.held
+            items = compute_blocks(
+                self._engine, message.salt, tokens, message.first, store=self._store, audited=message.audited
             )
-        elif isinstance(message, Cancel):
-            if self._job is not None and self._job.job == message.job:
-                self._end("cancelled")
-        elif isinstance(message, Rows):
-            self._rows(message, payload)
+            self._jobs[message.job] = _Running(message, len(tokens), items)
+        elif isinstance(message, CancelJob):
+            if message.job in self._jobs:
+                self._end(self._jobs[message.job], "cancelled")
+        elif isinstance(message, AuditRequest):
+            self._pipe.send(self._audit(message, payload))
 
     def step(self) -> None:
-        """Compute a little of the job under way."""
-        assert self._job is not None
+        """Run one step of the job whose tenant's turn it is."""
+        by_tenant = {running.job.salt: running for running in reversed(self._jobs.values())}
+        running = by_tenant[self._turns.order(by_tenant)[0]]
         started = self._clock()
         try:
-            item = next(self._items, None)
+            item = next(running.items, None)
         except CtxReuseError as error:
-            self._end(error.what)
+            self._end(running, error.what)
             return
         finally:
-            self._spent += self._clock() - started
+            running.seconds += self._clock() - started
         if item is None:
-            self._end("")
-        else:
-            index, kind, data = item
-            self._pipe.send(Made(self._job.job, index, "state" if kind == "state" else "block"), data)
-
-    def _end(self, failed: str) -> None:
-        assert self._job is not None
-        self._items = iter(())  # its context goes back to the engine
-        job, self._job = self._job, None
-        self._pipe.send(Ended(job.job, failed, self._tokens, self._spent))
-
-    def _rows(self, ask: Rows, payload: Payload) -> None:
-        numbers = payload.view("<i4")
-        try:
-            found = self._engine.first_rows(numbers[: ask.count], numbers[ask.count :])
-        except CtxReuseError as error:
-            log.warning("rows cannot be computed: %s", error)
-            found = None
-        if found is None:
-            self._pipe.send(Found(ask.ask, -1, ()))
+            self._end(running, "")
             return
-        layer, rows = found
-        rows = np.ascontiguousarray(rows, "<f4")
-        self._pipe.send(Found(ask.ask, layer, rows.shape), rows.view(np.uint8).reshape(-1))
+        self._turns.charge(running.job.salt, self._engine.space.block_tokens)
+        index, kind, data = item
+        self._pipe.send(JobItem(running.job.job, index, "state" if kind == "state" else "block"), data)
+
+    def _end(self, running: _Running, failed: str) -> None:
+        del self._jobs[running.job.job]
+        running.items = iter(())  # returns its context to the engine
+        self._pipe.send(JobEnded(running.job.job, failed, running.tokens, running.seconds))
+
+    def _audit(self, request: AuditRequest, payload: Payload) -> AuditDone:
+        raw, end = payload.tobytes(), request.count * KEY_BYTES
+        keys = [raw[at : at + KEY_BYTES] for at in range(0, end, KEY_BYTES)]
+        try:
+            if self._store is None:
+                raise LookupError("this process reads no store")
+            state = parse(raw[end:]) if len(raw) > end else None
+            # Peers must not be able to predict the rows.
+            sound = audit_stored(self._engine, self._store, keys, request.first, state, random.SystemRandom())
+            return AuditDone(request.number, sound)
+        except FormatError as error:
+            # Who gave it is known to the node only: of all peers together.
+            limited.write("", logging.WARNING, "an audited block is no block of this model: %s", error)
+            return AuditDone(request.number, False)
+        except (CtxReuseError, LookupError, RuntimeError) as error:
+            return AuditDone(request.number, None, str(error))
 
 
 def _read(pipe: Pipe, inbox: queue.SimpleQueue[tuple[Message, Payload]]) -> None:
-    """Until the node is gone; then this process is of no use to anybody, whatever it computes."""
+    """Receive messages; ends the process when the node is gone."""
     try:
         while (message := pipe.receive()) is not None:
             inbox.put(message)
     except (CtxReuseError, OSError) as error:
-        log.error("the node cannot be understood: %s", error)
+        log.error("invalid message from the node: %s", error)
     os._exit(0)
 
 
-def _beside(folder: str) -> Store | None:
-    """The node's store, for reading: what lies there need not be computed again."""
+def _open_store(folder: str) -> Store | None:
+    """Open the node's store for reading, to resume from its blocks."""
     if not folder:
         return None
     try:
         return open_store(folder, readonly=True)
     except StoreError as error:
-        log.warning("an engine process computes without the store: %s", error)
+        log.warning("the store cannot be read: %s", error)
         return None
 
 
 def main(number: int) -> None:
     """Serve the node at file descriptor ``number``; never returns."""
-    # Ctrl-C and a service manager's SIGTERM reach all processes of the group; the node decides when to end.
+    # Ctrl-C and SIGTERM reach all processes of the group; the node decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = Pipe(socket.socket(fileno=number))
@@ -147,19 +161,18 @@ def main(number: int) -> None:
     if first is None or not isinstance(first[0], Open):
         os._exit(0)
     wanted = first[0]
-    logs.setup("json" if wanted.log_format == "json" else "text", wanted.log_level)
+    logs.setup(wanted.logs.format, wanted.logs.level)
     inbox: queue.SimpleQueue[tuple[Message, Payload]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, inbox), daemon=True, name="node").start()
     from ctxreuse.engines import open_engine
 
     try:
-        threads = wanted.threads or None
-        engine = open_engine(wanted.model, dtype=wanted.dtype, threads=threads, chunk=wanted.chunk, whole=wanted.whole)
+        engine = open_engine(wanted.engine)
     except CtxReuseError as error:
         pipe.send(Broken(str(error)))
         os._exit(3)
     pipe.send(Ready(engine.space))
-    computing = Computing(engine, pipe, _beside(wanted.store))
+    computing = Computing(engine, pipe, _open_store(wanted.store))
     while True:
         if computing.busy and inbox.empty():
             computing.step()

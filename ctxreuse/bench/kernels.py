@@ -15,15 +15,11 @@ import numpy as np
 import xxhash
 
 from ctxreuse import kernels
-from ctxreuse.bench import cuda
 from ctxreuse.bench.measure import Options, aligned, paired
 from ctxreuse.bench.report import Figure
-from ctxreuse.cuda import open_device
-from ctxreuse.kernels import reference
+from ctxreuse.rope import inverse_frequencies, shift_tables
 
-__all__ = ["OPTIONS", "run"]
-
-OPTIONS = ("gpu",)
+__all__ = ["run"]
 
 _HEADS, _DIM, _BLOCK = 3, 64, 64
 _ROOM = _DIM  # tokens of room behind the context, as an engine has for the answer
@@ -38,30 +34,23 @@ class _Data:
         self.layers = [aligned(_HEADS, tokens + _ROOM, _DIM) for _ in range(layers)]
         for layer in self.layers:
             layer[:] = random.standard_normal(layer.shape, np.float32)
-        size = _HEADS * _BLOCK * _DIM * 4
-        self.offsets = [16 + i * size for i in range(layers)]
-        self.buffers = [np.ones(16 + layers * size, np.uint8) for _ in range(blocks)]
+        self.size = _HEADS * _BLOCK * _DIM * 4
+        self.offsets = [16 + i * self.size for i in range(layers)]
+        self.buffers = [np.ones(16 + layers * self.size, np.uint8) for _ in range(blocks)]
         self.strides = ((tokens + _ROOM) * _DIM, _DIM)
         self.counts = [_BLOCK] * blocks
-        self.nbytes = layers * blocks * size
+        self.nbytes = layers * blocks * self.size
         self.shape = (_HEADS, tokens, _DIM)
-        self.gather(self.buffers)
-        # The rotations change the layers; what is gathered then goes elsewhere, as the checksums are of these buffers.
-        self.sink = [np.ones(b.nbytes, np.uint8) for b in self.buffers]
-        self.sums = [[xxhash.xxh3_64_intdigest(b[at : at + size].data) for b in self.buffers] for at in self.offsets]
-        self.cos, self.sin = kernels.shift_tables(kernels.inverse_frequencies(1e5, _DIM), 64)
+        for i, layer in enumerate(self.layers):
+            for j, plane in enumerate(self.planes(i)):
+                plane[:] = layer[:, j * _BLOCK : (j + 1) * _BLOCK]
+        self.sums = [[xxhash.xxh3_64_intdigest(plane.data) for plane in self.planes(i)] for i in range(layers)]
+        self.cos, self.sin = shift_tables(inverse_frequencies(1e5, _DIM), 64)
 
-    def gather(self, into: list[Any]) -> None:
-        for layer, at in zip(self.layers, self.offsets, strict=True):
-            offsets = [at] * len(into)
-            kernels.gather_run(layer, "fp32", 0, self.strides, into, offsets, "fp32", _HEADS, _DIM, self.counts)
-
-    def scatter(self) -> None:
-        for layer, at in zip(self.layers, self.offsets, strict=True):
-            offsets = [at] * len(self.buffers)
-            kernels.scatter_run(
-                layer, "fp32", 0, self.strides, self.buffers, offsets, "fp32", _HEADS, _DIM, self.counts
-            )
+    def planes(self, layer: int) -> list[Any]:
+        """The planes of a layer in all blocks, [heads, tokens, dim], as views."""
+        at = slice(self.offsets[layer], self.offsets[layer] + self.size)
+        return [buffer[at].view(np.float32).reshape(_HEADS, _BLOCK, _DIM) for buffer in self.buffers]
 
     def checked(self) -> None:
         for layer, at, sums in zip(self.layers, self.offsets, self.sums, strict=True):
@@ -82,49 +71,41 @@ class _Data:
                 interleaved=interleaved,
             )
 
-    def narrow(self, into: Any) -> None:
-        for layer in self.layers:
-            kernels.copy3(into, layer, self.shape, dst_dtype="bf16", src_dtype="fp32", src_strides=self.strides)
-
     def numpy(self) -> dict[str, Callable[[], object]]:
-        """The same work in numpy, one layer of it: the whole would take minutes."""
-        layer, at = self.layers[0], self.offsets[0]
-        run = (self.buffers, [at] * len(self.buffers), 0, _HEADS, _DIM, self.counts)
-        out = (self.sink, *run[1:])
-        rope = (layer, 0, 0, self.strides, layer, 0, 0, self.strides, self.shape, self.cos, self.sin)
-        into = np.zeros(self.shape, np.uint16)
+        """The same work in numpy."""
+        layers = [(layer[:, : self.shape[1]], self.planes(i)) for i, layer in enumerate(self.layers)]
+
+        def checked() -> None:
+            for (_, planes), sums in zip(layers, self.sums, strict=True):
+                assert [xxhash.xxh3_64_intdigest(plane.data) for plane in planes] == sums
+            for rows, planes in layers:
+                for i, plane in enumerate(planes):
+                    rows[:, i * _BLOCK : (i + 1) * _BLOCK] = plane
+
+        def rotate(one: slice, two: slice) -> None:
+            for rows, _ in layers:
+                a, b = rows[..., one].copy(), rows[..., two].copy()
+                rows[..., one], rows[..., two] = a * self.cos - b * self.sin, b * self.cos + a * self.sin
+
+        half = _DIM // 2
         return {
-            "gather": lambda: reference.gather_run(layer, 0, 0, self.strides, *out),
-            "scatter": lambda: reference.scatter_run(layer, 0, 0, self.strides, *run),
-            "scatter, checked": lambda: reference.scatter_checked(layer, 0, 0, self.strides, *run, self.sums[0]),
-            "rope, halves": lambda: reference.rope_shift(*rope, False),
-            "rope, pairs": lambda: reference.rope_shift(*rope, True),
-            "fp32 to bf16": lambda: reference.copy3(
-                into, 2, 0, (self.shape[1] * _DIM, _DIM, 1), layer, 0, 0, (*self.strides, 1), self.shape
-            ),
+            "scatter, checked": checked,
+            "rope, halves": partial(rotate, slice(0, half), slice(half, _DIM)),
+            "rope, pairs": partial(rotate, slice(0, _DIM, 2), slice(1, _DIM, 2)),
         }
 
 
 def run(options: Options) -> list[Figure]:
-    """Figures in GB/s read, one core; medians of paired rounds. With ``gpu`` those of the device after them.
-
-    ConfigError, before anything is measured, if ``gpu`` is asked for and no device is there.
-    """
-    if options.gpu:
-        open_device()
+    """Figures in GB/s read, one core; medians of paired rounds."""
     layers, blocks = options.pick(8, 60), 32
     rounds = options.pick(3, 9)
     options.step("making data")
     data = _Data(layers, blocks)
     source, target = np.ones(data.nbytes, np.uint8), np.ones(data.nbytes, np.uint8)
-    into = np.ones(data.shape, np.uint16)
     ours: dict[str, Callable[[], object]] = {
-        "scatter": data.scatter,
         "scatter, checked": data.checked,
         "rope, halves": partial(data.rotate, False),
         "rope, pairs": partial(data.rotate, True),
-        "gather": partial(data.gather, data.sink),
-        "fp32 to bf16": partial(data.narrow, into),
     }
     options.step("numpy")
     baseline = paired(data.numpy(), rounds=rounds)
@@ -141,7 +122,7 @@ def run(options: Options) -> list[Figure]:
                     metric=f"{name}, {table}",
                     value=data.nbytes / spent[name] / 1e9,
                     unit="GB/s",
-                    baseline=data.nbytes / layers / baseline[name] / 1e9,
+                    baseline=data.nbytes / baseline[name] / 1e9,
                     bound=bound,
                     note="baseline: numpy; bound: memcpy" if not figures else "",
                 )
@@ -149,4 +130,4 @@ def run(options: Options) -> list[Figure]:
             ]
     finally:
         kernels.use(before)
-    return figures + (cuda.run(options) if options.gpu else [])
+    return figures

@@ -23,6 +23,7 @@ __all__ = ["FRESH_TIMEOUT", "Options", "Step", "aligned", "fresh", "paired", "pr
 T = TypeVar("T")
 #: Seconds that a process of a bench may take.
 FRESH_TIMEOUT = 600.0
+_CALL = "import json, sys; from {module} import {name}; print(json.dumps({name}(*sys.argv[1:])))"
 
 
 class Step:
@@ -50,7 +51,7 @@ class Options:
     """What a bench is run with: ``quick`` asks for less data and fewer rounds.
 
     The others are settings of single benches, which name them in ``OPTIONS``: ``model`` to measure on, ``texts``
-    (files) to measure with, ``plot`` (a file) to draw, ``gpu`` to measure a device as well.
+    (files) to measure with, ``plot`` (a file) to draw.
     """
 
     def __init__(
@@ -61,10 +62,9 @@ class Options:
         model: str | None = None,
         texts: Sequence[Path] = (),
         plot: Path | None = None,
-        gpu: bool = False,
     ) -> None:
         self.quick, self._step = quick, step
-        self.model, self.texts, self.plot, self.gpu = model, tuple(texts), plot, gpu
+        self.model, self.texts, self.plot = model, tuple(texts), plot
 
     def pick(self, quick: T, full: T) -> T:
         """The first value under ``--quick``, else the second."""
@@ -122,14 +122,19 @@ def processor_time(calls: Mapping[str, Callable[[], object]], *, rounds: int) ->
     return {name: statistics.median(spent) for name, spent in times.items()}
 
 
-def fresh(code: str, *arguments: object) -> Any:
-    """Run Python ``code`` in a new process and return the JSON value that it prints as its last line.
+def fresh(call: str | Callable[..., object], *arguments: object) -> Any:
+    """Run ``call`` in a new process; returns its result, or the JSON value of its last line of output.
 
-    ``arguments`` come as ``sys.argv[1:]``. Raises EngineError with the end of its standard error if it fails.
+    Args:
+        call: a function of a module that takes strings and returns a JSON value; or Python code.
+        arguments: given as strings, to code as ``sys.argv[1:]``.
+
+    Raises EngineError with the end of its standard error if it fails.
     """
+    code = call if isinstance(call, str) else _CALL.format(module=call.__module__, name=call.__name__)
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=FRESH_TIMEOUT, check=False)
     if done.returncode:
         tail = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise EngineError(f"a fresh process of the bench failed: {tail[0]}", where=f"exit status {done.returncode}")
+        raise EngineError(f"a process of the benchmark failed: {tail[0]}", where=f"exit status {done.returncode}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["Figure", "Report", "cpu_name", "machine"]
+__all__ = ["Figure", "Report", "checkout", "machine"]
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured number and what it stands against, all in ``unit``.
+    """One measured number and what it is compared with, all in ``unit``.
 
     ``baseline`` is the plain way, ``peer`` the strongest other software here, ``bound`` what nothing can beat. ``bar``
     is the value that this figure must reach (``higher``: at least, ``lower``: at most). ``note`` says what the
@@ -46,12 +47,14 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of one run of one bench."""
+    """All figures of one run of one bench; ``commit`` is the checkout's, empty in a wheel."""
 
     name: str
     figures: tuple[Figure, ...]
     machine: dict[str, Any]
     quick: bool = False
+    date: str = ""
+    commit: str = ""
 
     @property
     def passed(self) -> bool:
@@ -68,14 +71,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
 
 
-def cpu_name() -> str:
-    """The processor's model name as the system gives it."""
+def checkout() -> str:
+    """Return the short commit of the checkout this module lies in; empty if it lies in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def machine() -> dict[str, Any]:
@@ -83,6 +86,7 @@ def machine() -> dict[str, Any]:
     import psutil
 
     from ctxreuse import kernels
+    from ctxreuse.cpu import cpu_name
 
     versions = {}
     for name in ("ctxreuse", "lmdb", "numpy", "torch", "transformers"):

@@ -16,80 +16,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from ctxreuse.bench.measure import FRESH_TIMEOUT, Options, fresh
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
-__all__ = ["run"]
+if TYPE_CHECKING:
+    from ctxreuse.engines import Engine
+    from ctxreuse.identity.keys import Tokens
 
+__all__ = ["answer", "fill", "run"]
+
+T = TypeVar("T")
 CONTEXT, QUESTION, MODEL = 2048, 32, "smollm2"
-
-_SETUP = """
-import json, sys, time
-import numpy as np
-from ctxreuse.engines import open_engine
-from ctxreuse.runtime import Runtime
-from ctxreuse.store import open_store
-path, context, question, model, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-engine = open_engine(model, dtype=dtype, reserve=context + question + 64)
-# As any server at start: the libraries behind the first prefills of this size set themselves up.
-warm = engine.start(4 * question)
-for _ in range(3):
-    engine.prefill(warm, np.arange(question, dtype="<i4"))
-del warm
-rng = np.random.default_rng(7)
-prompt = rng.integers(100, engine.space.vocab_size - 100, context + question).astype("<i4")
-def timed(call):
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
-"""
-
-_FILL = (
-    _SETUP
-    + """
-with open_store(path) as store:
-    runtime = Runtime(engine, store, live_bytes=0)
-    runtime.warm(prompt[:context])
-    store.flush()
-print(json.dumps({}))
-"""
-)
-
-_ROUND = (
-    _SETUP
-    + """
-out = {}
-with open_store(path) as store:
-    runtime = Runtime(engine, store, live_bytes=0)
-    out["stored"], done = timed(lambda: runtime.prefill(prompt))
-    assert done.usage.cached_tokens == context, done.usage
-    logits, live = done.logits, done.live
-    # The bound: the same context, cropped back, is in memory already.
-    for name in ("memory_1", "memory_2", "memory_3"):
-        assert engine.crop(live, context)
-        out[name], again = timed(lambda: engine.prefill(live, prompt[context:]))
-    out["differs"] = float(np.abs(logits - again).max())
-    del live, done
-    # Again in a process that has read the store once: what a running daemon sees.
-    out["warm"], done = timed(lambda: runtime.prefill(prompt))
-    del done
-out["prefill"], full = timed(lambda: engine.prefill(engine.start(context + question), prompt))
-out["full_differs"] = float(np.abs(logits - full).max())
-out["same_token"] = bool(int(np.argmax(logits)) == int(np.argmax(full)))
-import torch
-from transformers import DynamicCache
-ids = torch.from_numpy(prompt.astype(np.int64))[None]
-engine.model.set_attn_implementation("sdpa")
-with torch.inference_mode():
-    out["plain"], _ = timed(lambda: engine.model(ids, past_key_values=DynamicCache(), logits_to_keep=1).logits)
-print(json.dumps(out))
-"""
-)
 
 _LLAMA = """
 import ctypes, json, sys, time
@@ -115,6 +61,75 @@ ll.eval(prompt[context:])
 out["restore"] = time.perf_counter() - start
 print(json.dumps(out))
 """
+
+
+def _opened(dtype: str) -> tuple[Engine, Tokens]:
+    """An engine as a server has it after its start, and the prompt: context and question."""
+    from ctxreuse.engines import open_engine
+
+    engine = open_engine(MODEL, dtype=dtype, reserve=CONTEXT + QUESTION + 64)
+    # The libraries behind the first prefills of this size set themselves up.
+    warm = engine.new_context(4 * QUESTION)
+    for _ in range(3):
+        engine.prefill(warm, np.arange(QUESTION, dtype="<i4"))
+    ids = np.random.default_rng(7).integers(100, engine.space.vocab_size - 100, CONTEXT + QUESTION)
+    return engine, ids.astype("<i4")
+
+
+def fill(folder: str, dtype: str) -> None:
+    """Prefill the context and store it in ``folder``."""
+    from ctxreuse.runtime import Runtime, RuntimeOptions
+    from ctxreuse.store import open_store
+
+    engine, prompt = _opened(dtype)
+    with open_store(folder) as store:
+        Runtime(engine, store, RuntimeOptions(context_cache_bytes=0)).warm(prompt[:CONTEXT])
+        store.flush()
+
+
+def answer(folder: str, dtype: str) -> dict[str, float]:
+    """Seconds to the first token by each way, and how far logits are apart; in a process of its own."""
+    import torch
+    from transformers import DynamicCache
+
+    from ctxreuse.engines.torch_hf.engine import TorchEngine
+    from ctxreuse.runtime import Runtime, RuntimeOptions
+    from ctxreuse.store import open_store
+
+    engine, prompt = _opened(dtype)
+    assert isinstance(engine, TorchEngine)
+    out: dict[str, float] = {}
+    with open_store(folder) as store:
+        runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=0))
+        out["stored"], done = _timed(lambda: runtime.prefill(prompt))
+        assert done.usage.cached_tokens == CONTEXT, done.usage
+        logits, context = done.logits, done.context
+        # The bound: the same context, cropped back, is in memory already.
+        cropped = []
+        for _ in range(3):
+            assert engine.crop(context, CONTEXT)
+            seconds, again = _timed(partial(engine.prefill, context, prompt[CONTEXT:]))
+            cropped.append(seconds)
+        out["memory"] = statistics.median(cropped)
+        out["differs"] = float(np.abs(logits - again).max())
+        del context, done
+        # Again in a process that has read the store once: what a running daemon sees.
+        out["warm"], done = _timed(lambda: runtime.prefill(prompt))
+        del done
+    prefill, full = _timed(lambda: engine.prefill(engine.new_context(CONTEXT + QUESTION), prompt))
+    out["full_differs"] = float(np.abs(logits - full).max())
+    out["same_token"] = float(np.argmax(logits) == np.argmax(full))
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    engine.model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        plain, _ = _timed(lambda: engine.model(ids, past_key_values=DynamicCache(), logits_to_keep=1).logits)
+    return out | {"prefill": prefill, "plain": plain, "full": min(prefill, plain)}
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
 
 
 def run(options: Options) -> list[Figure]:
@@ -207,16 +222,12 @@ class _Rounds(dict[str, list[float]]):
 
 
 def _measure(options: Options, folder: Path, dtype: str, rounds: int) -> _Rounds:
-    arguments = (folder / dtype, CONTEXT, QUESTION, MODEL, dtype)
     options.step(f"{dtype}: prefilling and storing the context")
-    fresh(_FILL, *arguments)
+    fresh(fill, folder / dtype, dtype)
     found = _Rounds()
     for i in range(rounds):
         options.step(f"{dtype}: fresh process {i + 1} of {rounds}")
-        one = fresh(_ROUND, *arguments)
-        one["memory"] = statistics.median(one[f"memory_{n}"] for n in (1, 2, 3))
-        one["full"] = min(one["prefill"], one["plain"])
-        for name, value in one.items():
+        for name, value in fresh(answer, folder / dtype, dtype).items():
             found.setdefault(name, []).append(float(value))
     return found
 

@@ -9,7 +9,6 @@ is still in the system's page cache.
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -26,9 +25,9 @@ import numpy as np
 
 from ctxreuse.bench.measure import Options, aligned, fresh, paired
 from ctxreuse.bench.report import Figure
-from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
+from ctxreuse.block.format import BlockView, BlockWriter, Plane, layout_of
+from ctxreuse.identity.keys import ROOT, SALT_BYTES, as_tokens, prefix_keys
 from ctxreuse.kernels import scatter_checked
-from ctxreuse.keys import ROOT, SALT_BYTES, as_tokens, prefix_keys
 from ctxreuse.store import BlockStore
 
 __all__ = ["Load", "first_read", "run"]
@@ -37,7 +36,6 @@ _LAYERS, _HEADS, _DIM, _BLOCK = 30, 3, 64, 64
 _PLANES = tuple(Plane(i, role, "float32", (_HEADS, _BLOCK, _DIM)) for i in range(_LAYERS) for role in ("k", "v"))
 _LAYOUT, _SPACE = layout_of(_PLANES), b"bench-store".ljust(32)
 _THREADS = 2
-_FRESH = "import sys; from ctxreuse.bench.store import first_read; first_read(*sys.argv[1:])"
 
 
 class Load:
@@ -107,8 +105,8 @@ def _room(blocks: int) -> Any:
     return np.ones(blocks * ((_LAYOUT.nbytes >> 12) + 4 << 12), np.uint8)
 
 
-def first_read(path: str, blocks: str, way: str) -> None:
-    """One read in this process, the first one if it is new; prints its seconds. ``way``: ours, raw or memcpy."""
+def first_read(path: str, blocks: str, way: str) -> float:
+    """Seconds of one read in this process, the first one if it is new. ``way``: ours, raw or memcpy."""
     load, folder = Load(int(blocks)), Path(path)
     room, source = _room(int(blocks)), np.ones(load.nbytes, np.uint8)
     if way == "ours":
@@ -122,7 +120,7 @@ def first_read(path: str, blocks: str, way: str) -> None:
         env.close()
     else:
         seconds = _timed(lambda: np.copyto(room[: load.nbytes], source))
-    print(json.dumps(seconds))
+    return seconds
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -201,7 +199,7 @@ def run(options: Options) -> list[Figure]:
         firsts: dict[str, list[float]] = {"ours": [], "raw": [], "memcpy": []}
         for _ in range(rounds):
             for way, times in firsts.items():
-                times.append(fresh(_FRESH, store_home, blocks, way))
+                times.append(fresh(first_read, store_home, blocks, way))
     first = {way: statistics.median(spent) for way, spent in firsts.items()}
 
     def rate(seconds: float) -> float:

@@ -29,9 +29,9 @@ def _bar(figure: Figure) -> str:
     return f"{sign} {_number(figure.bar)} [{colour}]{word}[/{colour}]"
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console, command: str = "ctxreuse bench") -> None:
     """Print a report: each figure with ratios (how many times better) and its bar, met or missed."""
-    table = Table(title=f"ctxreuse bench {report.name}{' --quick' if report.quick else ''}", title_justify="left")
+    table = Table(title=f"{command} {report.name}{' --quick' if report.quick else ''}", title_justify="left")
     table.add_column("figure", overflow="fold")
     table.add_column("ours", justify="right", overflow="fold")
     # Columns that no figure fills would only narrow the others.

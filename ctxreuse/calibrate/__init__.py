@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ctxreuse.calibrate.mix import default_texts
 from ctxreuse.calibrate.run import DEFAULT_TARGETS, Settings, Target, calibrate, settings_for
-from ctxreuse.calibrate.texts import Texts, default_texts, read_texts
+from ctxreuse.calibrate.texts import Texts, read_texts
 
 __all__ = [
     "DEFAULT_TARGETS",

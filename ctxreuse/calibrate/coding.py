@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.calibrate.tables import Choice, cluster, fold
-from ctxreuse.codec.card import Coding
+from ctxreuse.codec.profile import Coding
 
 __all__ = ["Plan", "Planned", "make_plan", "quantised"]
 

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.codec.card import SINKS
-from ctxreuse.engines.gauge import Gauge, Planes, Reading, Rotary
-from ctxreuse.keys import Tokens
+from ctxreuse.codec.profile import SINKS
+from ctxreuse.engines.calibration import CalibrationModel, Planes, Prefix
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.rope import Rotary
 
 __all__ = [
     "GroupStats",
@@ -33,10 +34,11 @@ _MAX_CHANNELS = 256
 
 
 class Window(NamedTuple):
-    """A text that the model has read up to its cut, and the ids that follow."""
+    """A text that the model has read up to its cut, the ids that follow, and the kind of the text."""
 
-    reading: Reading
+    reading: Prefix
     following: Tokens
+    kind: str
 
 
 class GroupStats(NamedTuple):
@@ -71,17 +73,17 @@ def channel_groups(heads: int, dim: int) -> Iterator[tuple[int, int]]:
         yield first, heads * (i + 1) // count - first
 
 
-def positions(reading: Reading, rows: int) -> npt.NDArray[np.int64]:
+def positions(reading: Prefix, rows: int) -> npt.NDArray[np.int64]:
     """Position of each of the last ``rows`` tokens."""
     return np.arange(reading.n - rows, reading.n)
 
 
-def plane_rows(reading: Reading, planes: Planes, layer: int, role: str, rotary: Rotary) -> Floats:
+def plane_rows(reading: Prefix, planes: Planes, layer: int, role: str, rotary: Rotary) -> Floats:
     """A plane's vectors before rotation, [rows, heads * dim], the first tokens of the context left out."""
     plane = planes[layer, role]
     place = positions(reading, plane.shape[1])
     if role == "k":
-        plane = rotary.turn(plane, place, back=True)
+        plane = rotary.rotate(plane, place, undo=True)
     kept = plane[:, place >= SINKS]
     return np.ascontiguousarray(kept.transpose(1, 0, 2).reshape(kept.shape[1], -1))
 
@@ -96,7 +98,7 @@ def normalise(rows: Floats, stats: GroupStats) -> tuple[Floats, Floats]:
 
 
 def gather(
-    gauge: Gauge, windows: Sequence[Window], rotaries: dict[int, Rotary], draws: int, progress: Progress
+    model: CalibrationModel, windows: Sequence[Window], rotaries: dict[int, Rotary], draws: int, progress: Progress
 ) -> list[GroupStats]:
     """Statistics of all groups, in layer order, K before V; ``draws`` samples of what may follow are taken a window."""
     groups: list[GroupStats] = []
@@ -108,7 +110,7 @@ def gather(
     for number in range(len(windows) * draws):
         progress("gradients", number, len(windows) * draws)
         window = windows[number // draws]
-        gradients = gauge.gradients(window.reading, window.following, number)
+        gradients = model.gradients(window.reading, window.following, number)
         for total, stats in zip(sums, groups):
             at = stats.layer, stats.role
             _, scale = normalise(window_rows(window, *at, rotaries), stats)

@@ -1,4 +1,4 @@
-"""What each level of a card costs and does on held-out text: bytes of blocks, and scores on what they decode to."""
+"""Size and accuracy of each level of a profile, on held-out text of every kind."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ctxreuse.block import BlockWriter, Kind, Plane, layout_of, parse
+from ctxreuse.block.format import BlockWriter, Kind, Plane, layout_of, parse
 from ctxreuse.calibrate.coding import Planned
 from ctxreuse.calibrate.gather import Progress, Window
-from ctxreuse.calibrate.transform import Transform
-from ctxreuse.calibrate.trial import Fidelity, compare, decode, mean_fidelity, prepare
-from ctxreuse.codec.card import Card
-from ctxreuse.codec.card_bytes import card_digest, write_card
+from ctxreuse.calibrate.texts import KindWindow
+from ctxreuse.calibrate.transform import Basis
+from ctxreuse.calibrate.trial import by_kind, compare, decode, mean_fidelity, prepare
 from ctxreuse.codec.codec import Codec
-from ctxreuse.codec.planes import to_bits
-from ctxreuse.engines.gauge import Gauge, Planes, Rotary
-from ctxreuse.keys import KEY_BYTES, Tokens
-from ctxreuse.model import ModelSpace
+from ctxreuse.codec.profile import CodecProfile, KindFigures
+from ctxreuse.codec.profile_bytes import profile_digest, write_profile
+from ctxreuse.engines.calibration import CalibrationModel, Fidelity, Planes
+from ctxreuse.identity.keys import KEY_BYTES, Tokens
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.kernels.convert import from_float32
 
 __all__ = ["Size", "coded_size", "measure"]
 
@@ -32,36 +33,42 @@ class Size(NamedTuple):
 
 
 def measure(
-    gauge: Gauge,
-    card: Card,
-    transforms: Sequence[Transform],
-    rotaries: dict[int, Rotary],
+    model: CalibrationModel,
+    profile: CodecProfile,
+    basis: Basis,
     levels: Sequence[Planned],
-    texts: Sequence[Tokens],
+    texts: Sequence[KindWindow],
     prefix: int,
     progress: Progress,
-) -> Card:
-    """The card with the figures of its levels, measured on windows of text that it was not made from."""
-    codec = Codec(gauge.space, (card_digest(write_card(card)).hex(), card))
+) -> CodecProfile:
+    """Return the profile with the figures of its levels, measured on text that it was not made from."""
+    codec = Codec(model.space, (profile_digest(write_profile(profile)).hex(), profile))
     seen: list[list[Fidelity]] = [[] for _ in levels]
     sizes: list[list[Size]] = [[] for _ in levels]
-    for number, ids in enumerate(texts):
-        window = Window(gauge.read(ids[:prefix]), ids[prefix:])
-        prepared = prepare(gauge, window, transforms, rotaries)
+    for number, (kind, ids) in enumerate(texts):
+        window = Window(model.read(ids[:prefix]), ids[prefix:], kind)
+        prepared = prepare(model, window, basis)
         for i, level in enumerate(levels):
             progress("held-out text", number * len(levels) + i, len(texts) * len(levels))
-            planes = decode(prepared, transforms, rotaries, level.step, level.active)
-            scores = gauge.scores(window.reading, window.following, planes)
+            planes = decode(prepared, basis, level.step, level.active)
+            scores = model.scores(window.reading, window.following, planes)
             seen[i].append(compare(prepared.exact, scores, window.following))
             sizes[i].append(coded_size(codec, window.reading.planes, ids[:prefix], level.name))
     progress("held-out text", len(texts) * len(levels), len(texts) * len(levels))
-    figures = []
-    for made, fidelities, parts in zip(card.levels, seen, sizes):
-        mean = mean_fidelity(fidelities)
-        bits = 8 * sum(p.nbytes for p in parts) / sum(p.values for p in parts)
-        info = msgspec.structs.replace(made.info, bits=bits, kl=mean.kl, top1=mean.top1, dnll=mean.dnll)
-        figures.append(msgspec.structs.replace(made, info=info))
-    return msgspec.structs.replace(card, levels=tuple(figures))
+    kinds, figures = [kind for kind, _ in texts], []
+    for made, fidelities, parts in zip(profile.levels, seen, sizes):
+        mean, each = mean_fidelity(fidelities), by_kind(kinds, fidelities)
+        info = msgspec.structs.replace(made.info, bits=_bits(parts), kl=mean.kl, top1=mean.top1, dnll=mean.dnll)
+        of_kind = {
+            kind: KindFigures(each[kind].kl, _bits([part for of, part in zip(kinds, parts) if of == kind]))
+            for kind in each
+        }
+        figures.append(msgspec.structs.replace(made, info=info, kinds=of_kind))
+    return msgspec.structs.replace(profile, levels=tuple(figures))
+
+
+def _bits(sizes: Sequence[Size]) -> float:
+    return 8 * sum(size.nbytes for size in sizes) / sum(size.values for size in sizes)
 
 
 def coded_size(codec: Codec, planes: Planes, tokens: Tokens, level: str) -> Size:
@@ -91,7 +98,7 @@ def _encoded(codec: Codec, planes: Planes, tokens: Tokens, end: int, level: str)
         layout, kind=kind, space=space.digest, key=key, parent=key, end=end, tokens=tokens, rope_at=end - len(tokens)
     )
     for (layer, role), plane in planes.items():
-        bits = to_bits(np.ascontiguousarray(plane), space.dtype)
+        bits = from_float32(plane, space.dtype)
         writer.plane(layer, role)[:] = np.ascontiguousarray(bits).view(np.uint8).reshape(-1)
     coded = parse(codec.encode(parse(writer.seal()), level))
     return coded.start + coded.layout.nbytes

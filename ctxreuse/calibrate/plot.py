@@ -1,4 +1,4 @@
-"""Pictures of cards, PNG, SVG or whatever else matplotlib writes: rate, or work, against divergence."""
+"""Plots of profiles, in any format of matplotlib: rate, or work, against divergence."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.reuse.card import Measured
+from ctxreuse.reuse.profile import PolicyMeasurement
 
-__all__ = ["Point", "draw", "draw_repairs"]
+__all__ = ["Point", "draw", "draw_policies"]
 
 #: (bits a value, divergence in nats)
 Point = tuple[float, float]
 
 
 def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
-    """Write a picture of one curve a name, to a file whose ending says the kind.
+    """Plot one curve a name, to a file whose suffix gives the format.
 
-    Raises ConfigError if matplotlib is not installed, does not know the ending, or the file cannot be written.
+    Raises ConfigError if matplotlib is not installed, does not know the suffix, or the file cannot be written.
     """
     figure = _figure()
     axes = figure.add_subplot()
@@ -33,12 +33,14 @@ def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_repairs(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Write a picture of the divergence of each repair against what it recomputes, a curve for each kind and shape;
-    bars reach to the bound that the gate goes by. Raises ConfigError as `draw`."""
+def draw_policies(measured: Sequence[PolicyMeasurement], title: str, path: Path) -> None:
+    """Plot the divergence of each policy against its work, a curve for each kind and shape.
+
+    Bars reach to the bound that the gate uses. Raises ConfigError as `draw`.
+    """
     figure = _figure()
     axes = figure.add_subplot()
-    curves: dict[str, list[Measured]] = {}
+    curves: dict[str, list[PolicyMeasurement]] = {}
     for one in measured:
         curves.setdefault(f"{one.chunks} x {one.tokens}, {one.kind}", []).append(one)
     for name, points in curves.items():
@@ -49,7 +51,7 @@ def draw_repairs(measured: Sequence[Measured], title: str, path: Path) -> None:
         for one in points:
             colour = bars.lines[0].get_color()
             at = (100 * one.recomputed, one.kl)
-            axes.annotate(one.repair, at, (3, 4), textcoords="offset points", fontsize=7, color=colour)
+            axes.annotate(one.policy, at, (3, 4), textcoords="offset points", fontsize=7, color=colour)
     axes.set(xlabel="recomputed, % of layers times tokens", ylabel="KL of the next tokens, nats", yscale="log")
     axes.set_title(title)
     axes.grid(which="both", alpha=0.3)

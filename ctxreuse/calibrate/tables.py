@@ -54,7 +54,7 @@ def integer_table(weights: Counts, *, escapes: bool) -> Table:
     if escapes:
         spread = np.convolve(share[:ESCAPE], (0.01, 0.98, 0.01), "same")
         share = np.append(spread, share[ESCAPE] + 1e-4)
-    # A frequency takes one part of 256 from the others; an escape takes 16 bits from whoever needs it.
+    # A frequency takes one part of 256 from the others; an escape takes 16 bits from the symbol that needs it.
     worth = share * _ESCAPE_BITS > np.log2(TOTAL / (TOTAL - 1)) if escapes else np.ones(SYMBOLS, bool)
     return _apportion(share, [s for s in range(SYMBOLS) if s in must or (allowed[s] and worth[s])])
 
@@ -67,8 +67,8 @@ def _apportion(share: Counts, present: list[int]) -> Table:
     ideal[present] = share[present] / max(share[present].sum(), 1e-30) * (TOTAL - len(present))
     frequency += np.floor(ideal).astype(np.int64)
     for _ in range(TOTAL - int(frequency.sum())):
-        held = np.maximum(frequency, 1)
-        saved = np.where(frequency > 0, share * np.log2((held + 1) / held), -1.0)
+        least_one = np.maximum(frequency, 1)
+        saved = np.where(frequency > 0, share * np.log2((least_one + 1) / least_one), -1.0)
         saved[frequency >= TOTAL - 1] = -1.0
         frequency[int(saved.argmax())] += 1
     return _settle(frequency, share).astype(np.uint8)
@@ -107,7 +107,7 @@ def cluster(folded: Counts, count: int, *, escapes: bool) -> Choice:
     best one for those that took it. It starts from groups of equal size by entropy.
     """
     n = folded.shape[1]
-    if not n:  # a card has one table at least, even if no level codes anything
+    if not n:  # a profile has one table at least, even if no level codes anything
         return Choice(
             integer_table(np.ones(SYMBOLS), escapes=escapes)[None],
             np.empty(0, np.uint8),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.calibrate.gather import GroupStats
-from ctxreuse.codec.card import ChannelGroup
+from ctxreuse.codec.profile import ChannelGroup
+from ctxreuse.rope import Rotary
 
-__all__ = ["BASIS_LIMIT", "Transform", "solve"]
+__all__ = ["BASIS_LIMIT", "Basis", "Transform", "solve"]
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -44,8 +46,8 @@ class Transform(NamedTuple):
         basis = whole.astype(np.int16)
         return self._replace(basis=basis, inverse=(basis.T * self.gain[:, None]).astype(np.float32))
 
-    def card(self, components: int) -> ChannelGroup:
-        """The group as a card holds it, with the first ``components``."""
+    def group(self, components: int) -> ChannelGroup:
+        """Return the group as a profile stores it, with the first ``components``."""
         return ChannelGroup(
             first=self.stats.first,
             heads=self.stats.heads,
@@ -55,6 +57,13 @@ class Transform(NamedTuple):
             forward=self.forward[:components],
             basis=self.basis[:components],
         )
+
+
+class Basis(NamedTuple):
+    """The transforms of all channel groups, and how each layer rotates K."""
+
+    transforms: Sequence[Transform]
+    rotaries: dict[int, Rotary]
 
 
 def solve(stats: GroupStats, *, epsilon: float) -> Transform:

@@ -1,4 +1,4 @@
-"""Windows coded at a step without coding them: quantise, reconstruct, and ask the model how far its scores moved."""
+"""Windows coded at a step without coding them: quantise, reconstruct, and compare the model's scores."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.calibrate.gather import Window, normalise, positions, window_rows
-from ctxreuse.calibrate.transform import Transform
-from ctxreuse.codec.card import SINKS
-from ctxreuse.engines.gauge import Gauge, Planes, Rotary
-from ctxreuse.keys import Tokens
+from ctxreuse.calibrate.transform import Basis
+from ctxreuse.codec.profile import SINKS
+from ctxreuse.engines.calibration import CalibrationModel, Fidelity, Planes
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["Fidelity", "Prepared", "compare", "decode", "mean_fidelity", "prepare"]
+__all__ = ["Prepared", "by_kind", "compare", "decode", "mean_fidelity", "prepare"]
 
 Floats = npt.NDArray[np.float32]
-
-
-class Fidelity(NamedTuple):
-    """Means over scored tokens: divergence and change of the log-likelihood in nats, share of equal top tokens."""
-
-    kl: float
-    top1: float
-    dnll: float
 
 
 class Prepared(NamedTuple):
@@ -36,15 +28,15 @@ class Prepared(NamedTuple):
     exact: Floats
 
 
-def prepare(gauge: Gauge, window: Window, transforms: Sequence[Transform], rotaries: dict[int, Rotary]) -> Prepared:
-    """Transform a window's planes and score it; what is held costs 4 bytes a value and 4 a score."""
+def prepare(model: CalibrationModel, window: Window, basis: Basis) -> Prepared:
+    """Transform a window's planes and score it; takes 4 bytes a value and 4 a score."""
     components, scales = [], []
-    for transform in transforms:
+    for transform in basis.transforms:
         stats = transform.stats
-        z, scale = normalise(window_rows(window, stats.layer, stats.role, rotaries), stats)
+        z, scale = normalise(window_rows(window, stats.layer, stats.role, basis.rotaries), stats)
         components.append(z @ transform.forward.T)
         scales.append(_rounded(scale))
-    return Prepared(window, tuple(components), tuple(scales), gauge.scores(window.reading, window.following))
+    return Prepared(window, tuple(components), tuple(scales), model.scores(window.reading, window.following))
 
 
 def _rounded(scale: Floats) -> Floats:
@@ -52,17 +44,10 @@ def _rounded(scale: Floats) -> Floats:
     return np.asarray(np.exp2(np.rint(np.log2(scale) * 32) / 32), np.float32)
 
 
-def decode(
-    prepared: Prepared,
-    transforms: Sequence[Transform],
-    rotaries: dict[int, Rotary],
-    step: float,
-    active: Sequence[int],
-) -> Planes:
+def decode(prepared: Prepared, basis: Basis, step: float, active: Sequence[int]) -> Planes:
     """The planes of a window as an engine gets them back: the first ``active`` components of each group at a step."""
-    held = prepared.window.reading.planes
-    planes = {key: plane.copy() for key, plane in held.items()}
-    for transform, y, scale, n in zip(transforms, prepared.components, prepared.scales, active):
+    planes = {key: plane.copy() for key, plane in prepared.window.reading.planes.items()}
+    for transform, y, scale, n in zip(basis.transforms, prepared.components, prepared.scales, active):
         stats = transform.stats
         q = np.rint(y[:, :n] / np.float32(step))
         rows = (q @ transform.inverse[:, :n].T) * (scale * np.float32(step))[:, None] + stats.mean.astype(np.float32)
@@ -71,21 +56,29 @@ def decode(
         kept = place >= SINKS
         heads = rows.reshape(len(rows), stats.heads, stats.dim).transpose(1, 0, 2)
         if stats.role == "k":
-            heads = rotaries[stats.layer].turn(heads, place[kept], back=False)
+            heads = basis.rotaries[stats.layer].rotate(heads, place[kept])
         plane[stats.first : stats.first + stats.heads, kept] = heads
     return planes
 
 
 def compare(exact: Floats, other: Floats, following: Tokens) -> Fidelity:
-    """What scores [S, vocab] of altered planes differ from those of exact ones; the last row has no successor."""
+    """Compare scores [S, vocab] of altered planes with those of exact ones; the last row has no successor."""
     total = 0.0
     for at in range(0, len(exact), 16):  # in pieces: whole products of a large vocabulary take hundreds of megabytes
         a, b = exact[at : at + 16], other[at : at + 16]
         total += float((np.exp(a) * (a - b)).sum(dtype=np.float64))
-    told = np.arange(len(following) - 1)
-    worse = exact[told, following[1:]] - other[told, following[1:]]
+    rows = np.arange(len(following) - 1)
+    worse = exact[rows, following[1:]] - other[rows, following[1:]]
     same = float((exact.argmax(1) == other.argmax(1)).mean())
-    return Fidelity(max(total / len(exact), 0.0), same, float(worse.mean(dtype=np.float64)) if len(told) else 0.0)
+    return Fidelity(max(total / len(exact), 0.0), same, float(worse.mean(dtype=np.float64)) if len(rows) else 0.0)
+
+
+def by_kind(kinds: Sequence[str], values: Sequence[Fidelity]) -> dict[str, Fidelity]:
+    """The mean of each kind over windows of those kinds."""
+    grouped: dict[str, list[Fidelity]] = {}
+    for kind, value in zip(kinds, values, strict=True):
+        grouped.setdefault(kind, []).append(value)
+    return {kind: mean_fidelity(found) for kind, found in grouped.items()}
 
 
 def mean_fidelity(values: Sequence[Fidelity]) -> Fidelity:

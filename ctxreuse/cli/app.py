@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
-
-import typer
 
 from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, replay, store, why
+from ctxreuse.cli.common import app_of
 from ctxreuse.cli.errors import EXIT_ERROR, EXIT_USAGE, run
-from ctxreuse.models.commands import app as models
+from ctxreuse.cli.models import app as models
 
 __all__ = ["EXIT_ERROR", "EXIT_USAGE", "app", "main"]
 
@@ -27,7 +25,7 @@ ctxreuse replay traffic.jsonl --plot hits.svg   which policy and capacity suit o
 
 ctxreuse why --last           what the newest request did not reuse, and why
 
-ctxreuse bench tree --quick   measure a part against baseline and bound
+ctxreuse bench store --quick  measure a part against baseline and bound
 
 CTXREUSE_STORE__CAPACITY=20GB ctxreuse config show --origin
 
@@ -36,15 +34,7 @@ CTXREUSE_STORE__CAPACITY=20GB ctxreuse config show --origin
 0 done · 1 a check failed · 2 wrong usage or setting · 3 other error
 """
 
-app = typer.Typer(
-    name="ctxreuse",
-    help="Compute a context once; then keep, fork, move and reuse it.",
-    epilog=_EXAMPLES,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = app_of("ctxreuse", "Compute a context once; then keep, fork, move and reuse it.", _EXAMPLES)
 app.add_typer(codec.app, name="codec")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
@@ -56,28 +46,6 @@ app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("why", epilog=why.EXAMPLES)(why.why)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        import ctxreuse
-
-        typer.echo(f"ctxreuse {ctxreuse.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    ctx: typer.Context,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="Read settings from FILE instead of the default one.")
-    ] = None,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Compute a context once; then keep, fork, move and reuse it."""
-    ctx.obj = config
 
 
 def main(args: Sequence[str] | None = None) -> None:

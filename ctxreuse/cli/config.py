@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from ctxreuse.config import Loaded
+from ctxreuse.cli.common import Json, print_json
 
-__all__ = ["app", "loaded"]
+__all__ = ["app"]
 
 _EXAMPLES = """[bold]Examples[/bold]
 
@@ -18,39 +16,31 @@ ctxreuse config show --origin   each value, and where it came from
 
 ctxreuse config example > "$(ctxreuse config path)"   start a config file
 
-[bold]Sources[/bold], each beating the last: default, file, CTXREUSE_SECTION__NAME, flag
+[bold]Sources[/bold], later ones win: default, file, CTXREUSE_SECTION__NAME, flag
 """
 
-app = typer.Typer(help="Settings: what they are and where they come from.", no_args_is_help=True)
-
-
-def loaded(ctx: typer.Context, **flags: object) -> Loaded:
-    """Settings under the global ``--config`` and these flags (``store__path=...`` is ``store.path``)."""
-    from ctxreuse.config import load
-
-    return load(ctx.find_root().obj, flags={name.replace("__", "."): value for name, value in flags.items()})
+app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
 
 
 @app.command("show", epilog=_EXAMPLES)
 def show(
     ctx: typer.Context,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
+    json: Json = False,
 ) -> None:
-    """Show every setting as it is now; the output is a config file that gives the same settings."""
+    """Show all settings; the output is a config file that gives the same settings."""
     import msgspec
 
-    from ctxreuse.config import settings
+    from ctxreuse.config import load, settings
 
-    found = loaded(ctx)
+    found = load(ctx.find_root().obj)
     values = msgspec.to_builtins(found.settings)
     rows = []
     for setting in settings():
         section, _, name = setting.name.rpartition(".")
         rows.append((section, name, values[section][name], setting))
     if json:
-        body = {s.name: {"value": value, "origin": found.origins[s.name]} for _, _, value, s in rows}
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(body)) + b"\n")
+        print_json({s.name: {"value": value, "origin": found.origins[s.name]} for _, _, value, s in rows})
         return
     head = ""
     for section, name, value, setting in rows:
@@ -63,7 +53,7 @@ def show(
 
 @app.command("path")
 def path(ctx: typer.Context) -> None:
-    """Print the path of the config file, whether or not it exists."""
+    """Print the path of the config file, which need not exist."""
     from pathlib import Path
 
     from ctxreuse.config import config_path

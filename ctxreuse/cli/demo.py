@@ -1,7 +1,10 @@
-"""The command ``ctxreuse demo``: whatever face is installed brings it."""
+"""The command ``ctxreuse demo``: runs ``examples/demo`` of a checkout."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,18 +16,22 @@ def demo(
     keep: Annotated[
         str | None, typer.Option("--keep", metavar="DIR", help="Leave the demo's memory in DIR, to look at afterwards.")
     ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Read a third of the handbook, for a slow machine.")] = False,
+    engine: Annotated[
+        str, typer.Option(help="torch, or llama_cpp: it needs no torch, and shows no lossy levels.")
+    ] = "torch",
 ) -> None:
-    """See a context computed once, reused after a crash and by another device (fetches a small model the first time).
+    """See a context computed once, reused after a crash and by another device (downloads a small model once).
 
     Exits with 1 if an answer differed from that of a full recompute, or the other device did not fetch it.
     """
-    from importlib.metadata import entry_points
-
+    import ctxreuse
     from ctxreuse.errors import ConfigError
 
-    # The core never imports a face, so the demo, which shows one, comes in through the package's metadata.
-    found = next(iter(entry_points(group="ctxreuse.commands", name="demo")), None)
-    if found is None:
-        raise ConfigError("no demo is installed", fix="Install ctxreuse again, with its package ctxreuse_agents")
-    if not found.load()(keep):
-        raise typer.Exit(1)
+    folder = Path(ctxreuse.__file__).resolve().parents[1] / "examples" / "demo"
+    if not folder.is_dir():
+        raise ConfigError(
+            "the demo is not part of the installed package", fix="Clone the repository and run `make demo`"
+        )
+    options = [*(["--keep", keep] if keep else []), *(["--short"] if short else []), "--engine", engine]
+    raise typer.Exit(subprocess.call([sys.executable, str(folder), *options]))

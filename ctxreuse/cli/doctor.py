@@ -1,25 +1,32 @@
-"""The command ``ctxreuse doctor``: what is here, which kernels run, and is anything broken?"""
+"""The command ``ctxreuse doctor``, and how findings are printed for all doctors."""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from ctxreuse.cli.common import Json, print_json
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ctxreuse.config import StoreConfig
     from ctxreuse.doctor import Finding
 
-__all__ = ["EXAMPLES", "doctor"]
+__all__ = ["EXAMPLES", "doctor", "report_findings"]
 
 EXAMPLES = """[bold]Examples[/bold]
 
-ctxreuse doctor          everything, with what to do about it
+ctxreuse doctor          all checks, and what to do about problems
 
 ctxreuse doctor --json   for a bug report or a health check
 
-Exits with 1 if anything is broken; what is merely missing is not.
+Exits with 1 if anything is broken; missing optional parts are not errors.
 """
+
+# Seconds to wait for the daemon.
+_PATIENCE = 2.0
 
 _MARKS = {
     "ok": "[green]ok[/green]",
@@ -29,27 +36,38 @@ _MARKS = {
 }
 
 
-def doctor(
-    ctx: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> None:
-    """Show versions, processor features, kernels, models and the health of the store."""
+def doctor(ctx: typer.Context, json: Json = False) -> None:
+    """Check versions, processor features, kernels, models and the store: that of the running daemon, if one answers."""
+    from ctxreuse.doctor import run_checks
+
+    config = ctx.find_root().obj
+    report_findings(run_checks(config, lambda settings: _running_store(config, settings)), json=json)
+
+
+def _running_store(config: str | None, settings: StoreConfig) -> StoreConfig:
+    """Return the store of the daemon that the settings describe, else that of the settings."""
     import msgspec
 
-    from ctxreuse.doctor import examine
+    from ctxreuse.cli.common import daemon_client
+    from ctxreuse.config import load
+    from ctxreuse.errors import CtxReuseError
 
-    findings = examine(ctx.find_root().obj)
+    edge = load(config).settings.edge
+    try:
+        place = settings.folder() / "edge.json"
+        client = daemon_client("", place, (edge.host, edge.port), edge.api_key_file, timeout=_PATIENCE)
+        path = str(client.call("GET", "/api/status")["store"]["path"])
+    except (CtxReuseError, KeyError, TypeError):
+        return settings
+    return msgspec.structs.replace(settings, path=path)
+
+
+def report_findings(findings: Sequence[Finding], *, json: bool) -> None:
+    """Print findings as a table or as JSON, and exit: with 1 if anything is broken, else with 0."""
     broken = any(finding.status == "broken" for finding in findings)
     if json:
-        body = {"healthy": not broken, "findings": findings}
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
-    else:
-        _print(findings, broken)
-    if broken:
-        raise typer.Exit(1)
-
-
-def _print(findings: list[Finding], broken: bool) -> None:
+        print_json({"healthy": not broken, "findings": findings})
+        raise typer.Exit(int(broken))
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -67,3 +85,4 @@ def _print(findings: list[Finding], broken: bool) -> None:
         table.add_row(head, escape(finding.name), _MARKS[finding.status], text)
     console.print(table)
     console.print("[red]Something is broken.[/red]" if broken else "[green]Healthy.[/green]")
+    raise typer.Exit(int(broken))

@@ -1,4 +1,4 @@
-"""How a command ends: the exit codes of all commands, and what an error looks like.
+"""Exit codes of all commands, and how errors are printed.
 
 0 done; 1 a check failed (``doctor``, ``store verify``) or a bench missed its bar; 2 wrong usage or a wrong setting; 3
 any other error that ctxreuse reports; 130 interrupted.
@@ -6,9 +6,10 @@ any other error that ctxreuse reports; 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ctxreuse.errors import ConfigError, CtxReuseError
@@ -16,15 +17,22 @@ from ctxreuse.errors import ConfigError, CtxReuseError
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_USAGE", "run", "show"]
+__all__ = ["EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_USAGE", "report_errors", "run", "show"]
 
 EXIT_USAGE, EXIT_ERROR, EXIT_INTERRUPTED = 2, 3, 130
 
 
 def run(app: typer.Typer, name: str, args: Sequence[str] | None = None) -> None:
     """Run a command line; always ends in SystemExit. With CTXREUSE_DEBUG=1 errors keep their traceback."""
-    try:
+    with report_errors():
         app(args, prog_name=name)
+
+
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn an error of ctxreuse into a message on standard error and the exit code of its kind."""
+    try:
+        yield
     except CtxReuseError as error:
         if os.environ.get("CTXREUSE_DEBUG", "0") not in ("", "0"):
             raise

@@ -1,31 +1,32 @@
-"""The commands ``ctxreuse keys new|list|allow|revoke``."""
+"""The commands ``ctxreuse keys add|ls|allow|revoke``."""
 
 from __future__ import annotations
 
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ctxreuse.cli.common import Json, old_name, print_json
+
 if TYPE_CHECKING:
-    from ctxreuse.bus.allow import AllowList
+    from ctxreuse.bus.auth.allowlist import AllowList
 
 __all__ = ["app"]
 
 _EXAMPLES = """[bold]Examples[/bold]
 
-ctxreuse keys new laptop                      on a device: make its key
+ctxreuse keys add laptop                      on a device: make its key pair
 
 ctxreuse keys allow laptop.pub --tenant me    in the cloud: let it in
 
-ctxreuse keys list                            keys here, and who may connect
+ctxreuse keys ls                              keys here, and who may connect
 
 ctxreuse keys revoke laptop                   cut it off, at once
 
-The .key file is the secret and stays where it is; the .pub file or its text is what others get. Devices of one tenant
-share contexts. A running cloud follows the list without a restart.
+The .key file is secret; give others the .pub file or its text. Devices of one tenant share contexts. A running cloud
+follows the list without a restart.
 """
 
 app = typer.Typer(help="Keys of this node, and who may connect to it.", no_args_is_help=True, epilog=_EXAMPLES)
@@ -33,17 +34,16 @@ app = typer.Typer(help="Keys of this node, and who may connect to it.", no_args_
 _Dir = Annotated[
     str | None, typer.Option("--dir", metavar="DIR", help="Folder of keys; else the one in the user's config folder.")
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def _folder(named: str | None) -> Path:
-    from ctxreuse.bus.allow import keys_folder
+    from ctxreuse.bus.auth.allowlist import keys_folder
 
     return Path(named).expanduser() if named else keys_folder()
 
 
 def _list(named: str | None) -> AllowList:
-    from ctxreuse.bus.allow import ALLOW_FILE, AllowList
+    from ctxreuse.bus.auth.allowlist import ALLOW_FILE, AllowList
 
     return AllowList(_folder(named) / ALLOW_FILE)
 
@@ -54,21 +54,16 @@ def _now() -> datetime:
     return datetime.fromtimestamp(int(SYSTEM_CLOCK.now()), UTC)
 
 
-def _json(body: Any) -> None:
-    import msgspec
-
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(body)) + b"\n")
-
-
-@app.command("new", epilog=_EXAMPLES)
-def new(
+@old_name(app, "new", "keys add")
+@app.command("add", epilog=_EXAMPLES)
+def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What the key is called, such as the device's name.")],
     dir: _Dir = None,
-    json: _Json = False,
+    json: Json = False,
 ) -> None:
     """Make a key pair: NAME.key (secret) and NAME.pub; prints the public key."""
-    from ctxreuse.bus.allow import NAME
-    from ctxreuse.bus.auth import KeyPair
+    from ctxreuse.bus.auth.allowlist import NAME
+    from ctxreuse.bus.auth.curve import KeyPair
     from ctxreuse.errors import ConfigError
 
     if not NAME.fullmatch(name):
@@ -82,7 +77,7 @@ def new(
     pair.write(secret)
     pair.write_public(public)
     if json:
-        _json({"name": name, "public": pair.public.hex(), "key_file": str(secret), "public_file": str(public)})
+        print_json({"name": name, "public": pair.public.hex(), "key_file": str(secret), "public_file": str(public)})
         return
     typer.echo(pair.public.hex())
     typer.echo(f"secret in {secret}", err=True)
@@ -101,15 +96,15 @@ def allow(
     dir: _Dir = None,
 ) -> None:
     """Let a key connect to this node, as one of a tenant's devices."""
-    from ctxreuse.bus.allow import Allowed, key_place
-    from ctxreuse.bus.auth import public_key
+    from ctxreuse.bus.auth.allowlist import Allowed, key_place
+    from ctxreuse.bus.auth.curve import public_key
     from ctxreuse.errors import ConfigError
 
     public = public_key(key)
     if name is None:
         place = key_place(key, ".pub")
         if not place.is_file():
-            raise ConfigError("this key has no name yet", fix="Give it one with --name")
+            raise ConfigError("this key needs a name", fix="Give it one with --name")
         name = place.stem
     entries = _list(dir)
     entries.allow(Allowed(name, public, tenant, _now()))
@@ -118,11 +113,11 @@ def allow(
 
 @app.command("revoke", epilog=_EXAMPLES)
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="NAME|PUBLICKEY", help="As `ctxreuse keys list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="NAME|PUBLICKEY", help="As `ctxreuse keys ls` shows it.")],
     dir: _Dir = None,
 ) -> None:
-    """Let a key connect no more; a running server cuts it off within seconds."""
-    from ctxreuse.bus.allow import CURVE_BYTES
+    """Refuse a key from now on; a running server disconnects it within seconds."""
+    from ctxreuse.bus.auth.allowlist import CURVE_BYTES
 
     which: str | bytes = key
     if len(key) == 2 * CURVE_BYTES:
@@ -131,13 +126,14 @@ def revoke(
         except ValueError:
             which = key
     entry = _list(dir).revoke(which, _now())
-    typer.echo(f"{entry.name} may connect no more")
+    typer.echo(f"{entry.name} can no longer connect")
 
 
-@app.command("list", epilog=_EXAMPLES)
-def list_keys(dir: _Dir = None, json: _Json = False) -> None:
+@old_name(app, "list", "keys ls")
+@app.command("ls", epilog=_EXAMPLES)
+def list_keys(dir: _Dir = None, json: Json = False) -> None:
     """List the keys of this node and who may connect to it."""
-    from ctxreuse.bus.auth import public_key
+    from ctxreuse.bus.auth.curve import public_key
 
     folder, entries = _folder(dir), _list(dir).entries
     # The public halves only: nothing here needs to open a secret.
@@ -147,14 +143,14 @@ def list_keys(dir: _Dir = None, json: _Json = False) -> None:
             {"name": e.name, "public": e.public.hex(), "tenant": e.tenant, "added": e.added, "revoked": e.revoked}
             for e in entries
         ]
-        _json({"dir": str(folder), "keys": [{"name": n, "public": p} for n, p in own], "allowed": allowed})
+        print_json({"dir": str(folder), "keys": [{"name": n, "public": p} for n, p in own], "allowed": allowed})
         return
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     if not own and not entries:
-        console.print(f"no keys in {folder}; [bold]ctxreuse keys new NAME[/bold] makes one", highlight=False)
+        console.print(f"no keys in {folder}; [bold]ctxreuse keys add NAME[/bold] makes one", highlight=False)
         return
     if own:
         table = Table("key of this node", "public key", box=None, header_style="bold", pad_edge=False)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
+
+from ctxreuse.cli.common import Json, ProgressBars, print_json
+from ctxreuse.errors import ConfigError
+from ctxreuse.units import parse_bytes, parse_duration, rounded_bytes
+
+if TYPE_CHECKING:
+    from ctxreuse.lab.replay import Line
+    from ctxreuse.lab.trace import Trace
 
 __all__ = ["EXAMPLES", "replay"]
 
@@ -14,22 +23,23 @@ EXAMPLES = """[bold]Examples[/bold]
 
 ctxreuse replay traffic.jsonl --plot hits.svg      a recording of one's own traffic, capacities where policies differ
 
-ctxreuse replay traffic.jsonl --capacity 1GB,4GB,16GB --policy lru,duel --model smollm2
+ctxreuse replay traffic.jsonl --capacity 1GB,4GB,16GB --policy lru,adaptive --model smollm2
 
 ctxreuse replay conversation.jsonl.xz --capacity 1Mtok --token-bytes 128KiB --prefill 70us,2ns
 
-ctxreuse replay --generate agents --requests 20000 for those who have no trace; `--generate ls` lists kinds
+ctxreuse replay --generate agents --requests 20000 without a trace; `--generate ls` lists kinds
 
-To record: `ctxreuse-edge serve --record FILE`, `ctxreuse-cloud serve --record FILE`, or Runtime(recorder=...).
+To record: `ctxreuse-edge serve --record FILE`, `ctxreuse-cloud serve --record FILE`, or RuntimeOptions(recorder=...).
 A recording holds hashes and counts: no text, no token ids.
 
-Known are also Mooncake's traces and sessions of kv-cache-tester, packed (.xz, .gz, .bz2) or not.
+Mooncake's traces and sessions of kv-cache-tester are read, too, also packed (.xz, .gz, .bz2).
 """
 
 #: KV of one token where neither the trace nor a flag says: 32 layers, 8 KV heads of 128, 16 bits.
 _TOKEN_BYTES = 128 << 10
 #: Blocks of all replays together from which processes of their own are started.
 _WORTH = 2_000_000
+_COST_FILE = "cost.bin"
 
 
 def replay(
@@ -39,7 +49,7 @@ def replay(
         str | None, typer.Option("--capacity", metavar="SIZE,SIZE", help="Bytes (4GB) or tokens (1Mtok).")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", metavar="NAME,NAME", help="Default: all; also duel:lru+arc.")
+        str | None, typer.Option("--policy", metavar="NAME,NAME", help="Default: all; also adaptive:lru+arc.")
     ] = None,
     format: Annotated[str, typer.Option("--format", help="auto, recording, mooncake or sessions.")] = "auto",
     block_bytes: Annotated[
@@ -61,7 +71,7 @@ def replay(
         float, typer.Option("--warm-up", min=0.0, max=0.99, help="Share of requests that only fill the cache.")
     ] = 0.0,
     generate: Annotated[
-        str | None, typer.Option("--generate", metavar="KIND", help="Made-up traffic in place of a file; `ls` lists.")
+        str | None, typer.Option("--generate", metavar="KIND", help="Synthetic traffic in place of a file; `ls` lists.")
     ] = None,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Of --generate: how many.")] = 1_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of --generate.")] = 0,
@@ -71,9 +81,9 @@ def replay(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw hit rates, as .svg or .png.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")] = False,
+    json: Json = False,
 ) -> None:
-    """Replay a trace through the store's eviction policies, with what nothing can beat beside them (simulation)."""
+    """Replay a trace through the eviction policies, with the upper bounds (simulation)."""
     if generate == "ls":
         from ctxreuse.lab.generate import KINDS
 
@@ -82,7 +92,6 @@ def replay(
         return
     from rich.console import Console
 
-    from ctxreuse.cli.replaying import Bars, cores, line_of, size_of, source
     from ctxreuse.lab import show
     from ctxreuse.lab.packed import pack
     from ctxreuse.lab.plot import check_plot, draw
@@ -91,29 +100,29 @@ def replay(
 
     if plot is not None:
         check_plot(plot)
-    given = source(trace, format, generate, requests, seed)
+    given = _source(trace, format, generate, requests, seed)
     names = list(dict.fromkeys(name.strip() for name in policy.split(",") if name.strip())) if policy else [*NAMES]
-    line, priced = line_of(prefill, cost, ctx.find_root().obj)
-    each = size_of(given, trace, block_bytes, token_bytes, model, ctx.find_root().obj) or (
+    line, priced = _prefill_line(prefill, cost, ctx.find_root().obj)
+    each = _block_bytes(given, trace, block_bytes, token_bytes, model, ctx.find_root().obj) or (
         _TOKEN_BYTES * given.block_tokens
     )
     wanted = [parse_capacity(one, each / given.block_tokens) for one in capacity.split(",")] if capacity else []
-    console = Console(stderr=True)
-    with Bars(console, quiet=json) as bars:
-        packed = pack(given, bars.reading(given.rows))
+    with ProgressBars(quiet=json) as bars:
+        packed = pack(given, lambda done: bars.advance("reading", done, given.rows, f"reading: {done:,} requests"))
         study = Study(packed, block_bytes=each, line=line, window=(int(len(packed) * warm_up), len(packed)))
         sizes = sorted(set(wanted)) or default_capacities(packed, each)
-        bars.replaying(len(packed), len(names) * len(sizes))
         # Starting processes takes a second: less than that is not worth them.
-        many = jobs or cores() if int(packed.length.sum()) * len(names) * len(sizes) >= _WORTH else 1
-        outcomes = list(study.run(names, sizes, bars.at, jobs=many))
+        many = jobs or _cores() if int(packed.length.sum()) * len(names) * len(sizes) >= _WORTH else 1
+        total = len(packed) * len(names) * len(sizes)
+
+        def report(name: str, capacity: int, done: int) -> None:
+            bars.advance("replaying", done, total, f"{name} at {rounded_bytes(capacity)}")
+
+        outcomes = list(study.run(names, sizes, report, jobs=many))
     if plot is not None:
         draw(outcomes, f"{packed.name}: {len(packed):,} requests (simulation)", plot)
     if json:
-        import msgspec
-
-        body = {"simulation": True, "about": study.about, "priced": priced, "outcomes": outcomes}
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(body)) + b"\n")
+        print_json({"simulation": True, "about": study.about, "priced": priced, "outcomes": outcomes})
         return
     out = Console()
     out.print(show.table(outcomes))
@@ -121,4 +130,116 @@ def replay(
     out.print(show.sentence(outcomes), highlight=False)
     out.print(show.caption(study.about, *study.window), f"({priced})", style="dim", highlight=False)
     if plot is not None:
-        console.print(f"[dim]{plot}[/dim]")
+        Console(stderr=True).print(f"[dim]{plot}[/dim]")
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _source(path: Path | None, format: str, kind: str | None, requests: int, seed: int) -> Trace:
+    """Open or generate the trace. Raises ConfigError unless exactly one is named."""
+    from ctxreuse.lab.generate import generate
+    from ctxreuse.lab.opening import open_trace
+
+    if (path is None) == (kind is None):
+        raise ConfigError(
+            "no trace: name a file or --generate KIND"
+            if path is None
+            else "both a trace file and --generate are given",
+            fix="Run `ctxreuse replay --help` for examples",
+        )
+    return generate(kind, requests=requests, seed=seed) if kind is not None else open_trace(path or "", format)
+
+
+def _block_bytes(
+    trace: Trace,
+    path: Path | None,
+    block: str | None,
+    token: str | None,
+    model: str | None,
+    config: str | None,
+) -> int:
+    """Return the bytes of a block, from flags, else from the recording; 0: unknown. Raises ConfigError."""
+    from ctxreuse.lab.recording import recording_head
+
+    if sum(flag is not None for flag in (block, token, model)) > 1:
+        raise ConfigError("--block-bytes, --token-bytes and --model exclude each other", fix="Give one of them")
+    size: int | None = None
+    if block is not None:
+        size = parse_bytes(block)
+    elif token is not None:
+        size = parse_bytes(token) * trace.block_tokens
+    elif model is not None:
+        size = _model_token_bytes(model, config) * trace.block_tokens
+    if size is not None and size < 1:
+        raise ConfigError("a block must have at least one byte", fix="Give a size such as 128KiB")
+    if size is None and path is not None and trace.format == "recording":
+        size = recording_head(path).token_bytes * trace.block_tokens
+    return size or 0
+
+
+class _ModelShape(msgspec.Struct):
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+
+def _model_token_bytes(name: str, config: str | None) -> int:
+    """Return the bytes of K and V of a token, from the model's config and the engine's dtype."""
+    from ctxreuse.config import load
+    from ctxreuse.dtypes import ITEM_BYTES
+    from ctxreuse.models import CATALOG
+    from ctxreuse.models import path as model_path
+
+    folder = model_path(name) if name in CATALOG else Path(name).expanduser()
+    file = folder / "config.json"
+    try:
+        shape = msgspec.json.decode(file.read_bytes(), type=_ModelShape)
+    except OSError as error:
+        fix = f"Run: ctxreuse model get {name}" if name in CATALOG else "Name a Hugging Face folder, or --token-bytes"
+        raise ConfigError(f"the model {name!r} is not on this machine", where=str(file), fix=fix) from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"the model's sizes are unknown: {error}", where=str(file), fix="Give --token-bytes"
+        ) from None
+    heads = shape.num_key_value_heads or shape.num_attention_heads
+    wide = shape.head_dim or shape.hidden_size // max(shape.num_attention_heads, 1)
+    return 2 * shape.num_hidden_layers * heads * wide * ITEM_BYTES[load(config).settings.engine.dtype]
+
+
+def _prefill_line(prefill: str | None, cost: Path | None, config: str | None) -> tuple[Line, str]:
+    """Return the cost of prefill and its source: the flag, a file of measured costs, this device's, or a default."""
+    from ctxreuse.config import load
+    from ctxreuse.lab.replay import Line
+
+    if prefill is not None:
+        parts = [parse_duration(part) for part in prefill.split(",")]
+        if cost is not None or len(parts) > 2:
+            raise ConfigError(f"{prefill!r} is no price of prefill", fix="Write --prefill 1ms,100ns, without --cost")
+        return Line(parts[0], parts[1] if len(parts) == 2 else 0.0), "prices as given"
+    own = load(config).settings.store.folder() / _COST_FILE
+    if cost is not None or own.is_file():
+        found = _measured(cost or own)
+        if found is not None:
+            return found, "prices as this device measured them" if cost is None else f"prices of {cost.name}"
+        if cost is not None:
+            raise ConfigError("no prefill was measured there", where=str(cost), fix="Name the cost.bin of a daemon")
+    return Line(), f"prices are a guess: {own} has no measured prefill; see --cost and --prefill"
+
+
+def _measured(file: Path) -> Line | None:
+    from ctxreuse.cost import CostModel
+    from ctxreuse.lab.replay import Line
+
+    model = CostModel()
+    try:
+        file = file / _COST_FILE if file.is_dir() else file
+        known = model.restore(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"the costs cannot be read: {error.strerror}", where=str(file), fix="Name a file") from error
+    found = model.prefill.coefficients if known else None
+    return None if found is None else Line(found[1], found[2])

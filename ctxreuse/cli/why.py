@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ctxreuse.cli.common import Json, load_settings, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,65 +30,62 @@ ctxreuse why --last --session notes     the newest of one conversation
 
 ctxreuse why --last --json              for programs
 
-A running daemon is asked; else what it left in the store's folder is read.
+The answer comes from the running daemon, else from its log in the store's folder.
 """
 
 _WIDTH = 28
-# Characters of text shown before a difference, and behind what changed.
+# Characters of text shown before a difference, and after it.
 _BEFORE, _BEHIND = 32, 32
 
 
 def why(
     ctx: typer.Context,
-    request: Annotated[str, typer.Argument(metavar="[REQUEST]", help="Its id; or say --last.")] = "",
+    request: Annotated[str, typer.Argument(metavar="[REQUEST]", help="Its id, or use --last.")] = "",
     last: Annotated[bool, typer.Option("--last", help="The newest request.")] = False,
     session: Annotated[str, typer.Option("--session", help="With --last: the newest of the session of that id.")] = "",
     url: Annotated[str, typer.Option("--url", help="Address of a daemon, such as http://127.0.0.1:7351.")] = "",
     path: Annotated[str | None, typer.Option("--path", metavar="DIR", help="The store's folder (store.path).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: Json = False,
 ) -> None:
     """Explain why a request's tokens were computed and not reused."""
-    from ctxreuse.cli.config import loaded
     from ctxreuse.errors import ConfigError
 
     if bool(request) == last:
-        raise ConfigError("name one request, or say --last", fix="Its id is in the answer and its x-request-id header")
-    settings = loaded(ctx, store__path=path).settings
-    found = _ask(url, request, session) if url else _near(settings, request, session)
+        raise ConfigError("name one request, or use --last", fix="Its id is in the answer and its x-request-id header")
+    settings = load_settings(ctx, {"store.path": path})
+    found = _from_daemon(url, request, session) if url else _from_store(settings, request, session)
     if json:
-        import msgspec
-
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        print_json(found)
         return
     from rich.console import Console
 
     show_why(found, Console())
 
 
-def _near(settings: Settings, request: str, session: str) -> Why:
-    """Ask the daemon that owns the store, if one does; else read what is kept there."""
-    from ctxreuse.daemon.life import read_address
+def _from_store(settings: Settings, request: str, session: str) -> Why:
+    """Query the daemon that owns the store, if one runs; else read the log in its folder."""
+    from ctxreuse.daemon.lifecycle import read_address
     from ctxreuse.errors import LinkDownError
-    from ctxreuse.keys import ROOT
-    from ctxreuse.store.gone import read_gone
+    from ctxreuse.identity.keys import ROOT
+    from ctxreuse.store.removals import read_removals
     from ctxreuse.why import explain, read_requests
 
     folder = settings.store.folder()
     address = read_address(folder / "edge.json")
     if address is not None:
         try:
-            return _ask(address.url, request, session)
+            return _from_daemon(address.url, request, session)
         except LinkDownError:
             pass  # it died and left its address
-    book, gone = read_requests(folder), read_gone(folder)
-    entry = book.get(request) if request else book.last(session)
-    space = book.space(entry.space) if entry is not None else None
+    requests, removals = read_requests(folder), read_removals(folder)
+    entry = requests.get(request) if request else requests.last(session)
+    space = requests.space(entry.space) if entry is not None else None
     decode = _decode(settings, space.tokenizer) if space is not None else None
-    # Who may read the folder may know whose requests are in it.
-    return explain(book, request, session=session, decode=decode, others=True, emptied=gone.gone(ROOT))
+    # A reader of the folder may see the requests of all tenants.
+    return explain(requests, request, session=session, decode=decode, others=True, emptied=removals.removal(ROOT))
 
 
-def _ask(url: str, request: str, session: str) -> Why:
+def _from_daemon(url: str, request: str, session: str) -> Why:
     from urllib.parse import quote
 
     import msgspec
@@ -101,7 +99,7 @@ def _ask(url: str, request: str, session: str) -> Why:
     try:
         return msgspec.convert(client.call("GET", path), Why)
     except msgspec.ValidationError:
-        raise LinkDownError("what answers there is no daemon of this version", where=client.url) from None
+        raise LinkDownError("the server there is not a daemon of this version", where=client.url) from None
 
 
 def _decode(settings: Settings, digest: str) -> Decode | None:
@@ -172,7 +170,7 @@ def _differing(found: Difference, *, colored: bool) -> list[Text]:
 
 
 def _side(name: str, before: str, text: str, changed: int, color: str) -> Text:
-    """One line of the words; what differs stands in ``color``, or without one in brackets."""
+    """Return one line of text; the difference is in ``color``, or without one in brackets."""
     from rich.text import Text
 
     def plain(part: str) -> str:

@@ -1,27 +1,26 @@
-"""Levels at which blocks are encoded: lossless ones for any model, lossy ones by a card that calibration measured."""
+"""Levels at which blocks are encoded: lossless ones for any model, lossy ones by a calibration profile."""
 
 from __future__ import annotations
 
-from ctxreuse.codec.card import Card, CardLevel, ChannelGroup, Coding, PlaneCard, Rope, model_digest
-from ctxreuse.codec.card_bytes import card_digest, read_card, write_card
+from ctxreuse.block.levels import LevelInfo, LevelName, parse_level
 from ctxreuse.codec.codec import Codec
-from ctxreuse.codec.levels import LevelInfo, LevelName, parse_level
-from ctxreuse.codec.shelf import Shelf
+from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, PlaneProfile, ProfileLevel, model_digest
+from ctxreuse.codec.profile_bytes import profile_digest, read_profile, write_profile
+from ctxreuse.codec.profile_store import ProfileStore
 
 __all__ = [
-    "Card",
-    "CardLevel",
     "ChannelGroup",
     "Codec",
+    "CodecProfile",
     "Coding",
     "LevelInfo",
     "LevelName",
-    "PlaneCard",
-    "Rope",
-    "Shelf",
-    "card_digest",
+    "PlaneProfile",
+    "ProfileLevel",
+    "ProfileStore",
     "model_digest",
     "parse_level",
-    "read_card",
-    "write_card",
+    "profile_digest",
+    "read_profile",
+    "write_profile",
 ]

@@ -1,4 +1,4 @@
-"""Encode and decode whole blocks and states of one model space, at every level that its card knows."""
+"""Encode and decode whole blocks and states of one model space at the levels of its profile."""
 
 from __future__ import annotations
 
@@ -10,61 +10,76 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.block import BlockView, Layout, Plane, reseal
+from ctxreuse.block.format import BlockView, Layout, Plane, reseal
+from ctxreuse.block.levels import (
+    EXACT,
+    PACKED,
+    LevelInfo,
+    LevelName,
+    approx,
+    expected_kl,
+    family,
+    is_exact,
+    parse_level,
+)
 from ctxreuse.codec import lossless
-from ctxreuse.codec.card import Card, model_digest
-from ctxreuse.codec.levels import LevelInfo, LevelName, parse_level
 from ctxreuse.codec.planes import PlaneCoder, plane_coder
-from ctxreuse.codec.shelf import Shelf
+from ctxreuse.codec.profile import CodecProfile, model_digest
+from ctxreuse.codec.profile_store import ProfileStore
+from ctxreuse.dtypes import BITS
 from ctxreuse.errors import ConfigError, FormatError
-from ctxreuse.levels import EXACT, PACKED, approx, damage, short
-from ctxreuse.model import ModelSpace
+from ctxreuse.identity.model import ModelSpace
 
 __all__ = ["Codec"]
 
 Bytes = npt.NDArray[np.uint8]
-_BITS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 
 
 class Codec:
-    """The levels of one model space. Immutable but for caches; any thread may call anything.
+    """Encoder and decoder of one model space. Immutable but for caches; any thread may call anything.
 
-    ``card`` is what lossy levels need; without one only the exact levels are there. Blocks that were coded with an
-    older card of the same model are read as long as ``shelf`` has it.
+    ``profile``, (digest as hex, profile), is needed for lossy levels. Blocks coded with an older profile of the same
+    model are read as long as ``profiles`` has it.
     """
 
-    def __init__(self, space: ModelSpace, card: tuple[str, Card] | None = None, *, shelf: Shelf | None = None) -> None:
-        if card is not None and card[1].model != model_digest(space):
-            raise ConfigError("the card belongs to another model", where=space.architecture, fix=_ADVICE)
-        self.space, self.shelf = space, shelf
-        self.digest = "" if card is None else card[0]
-        self.card = None if card is None else card[1]
+    def __init__(
+        self,
+        space: ModelSpace,
+        profile: tuple[str, CodecProfile] | None = None,
+        *,
+        profiles: ProfileStore | None = None,
+    ) -> None:
+        if profile is not None and profile[1].model != model_digest(space):
+            raise ConfigError("the profile belongs to another model", where=space.architecture, fix=_ADVICE)
+        self.space, self.profiles = space, profiles
+        self.digest = "" if profile is None else profile[0]
+        self.profile = None if profile is None else profile[1]
         self._coders: dict[str, _Coders] = {}
         self._packed = 0.75  # share of the raw bytes that "exact+rans" takes; follows what is encoded
-        if card is not None:
-            self._coders[card[0][:16]] = _Coders(card[1])
+        if profile is not None:
+            self._coders[profile[0][:16]] = _Coders(profile[1])
 
     @classmethod
-    def open(cls, space: ModelSpace, shelf: Shelf | None = None) -> Codec:
-        """The codec of a space with the newest card that the shelf (default: the user's) has of its model, if any."""
-        shelf = shelf or Shelf()
-        return cls(space, shelf.newest(space), shelf=shelf)
+    def open(cls, space: ModelSpace, profiles: ProfileStore | None = None) -> Codec:
+        """Return the codec of a space with the newest profile of its model in ``profiles`` (default: the user's)."""
+        profiles = profiles or ProfileStore()
+        return cls(space, profiles.newest(space), profiles=profiles)
 
     @property
     def levels(self) -> tuple[LevelInfo, ...]:
-        """Levels that blocks can be encoded at: the exact ones, then the card's from coarse to fine."""
+        """Levels at which blocks can be encoded: the exact ones, then the profile's from coarse to fine."""
         wide = 32 if self.space.dtype == "float32" else 16
         exact = (LevelInfo(EXACT, False, wide), LevelInfo(PACKED, False, wide * self._packed))
-        return exact if self.card is None else exact + tuple(level.info for level in self.card.levels)
+        return exact if self.profile is None else exact + tuple(level.info for level in self.profile.levels)
 
     def info(self, level: str) -> LevelInfo:
-        """What a level costs and does; ConfigError if there is no such level here. ``level``: with or without card."""
-        name = short(level).rpartition(">")[2]
+        """Return what a level costs and does; ``level`` with or without digest. ConfigError for an unknown one."""
+        name = family(level).rpartition(">")[2]
         for info in self.levels:
             if info.name == name:
                 return info
-        if self.card is None and 0 < damage(name) < inf:
-            raise ConfigError(f"level {name} needs a card", where=self.space.architecture, fix=_ADVICE)
+        if self.profile is None and 0 < expected_kl(name) < inf:
+            raise ConfigError(f"level {name} needs a profile", where=self.space.architecture, fix=_ADVICE)
         names = ", ".join(info.name for info in self.levels)
         raise ConfigError(f"no such level: {name!r}", where=self.space.architecture, fix=f"There are {names}")
 
@@ -73,31 +88,49 @@ class Codec:
 
         ConfigError if ``most`` is no level here.
         """
-        limit = damage(self.info(most).name) if most else 0.0
-        return tuple(info for info in self.levels if damage(info.name) <= limit)
+        limit = expected_kl(self.info(most).name) if most else 0.0
+        return tuple(info for info in self.levels if expected_kl(info.name) <= limit)
 
     def nbytes(self, level: str, tokens: int | None = None) -> int:
-        """Expected bytes of one block of ``tokens`` (default: the space's block) at a level."""
+        """Return the expected bytes of a block of ``tokens`` (default: the space's block) at a level."""
         info, count = self.info(level), self.space.block_tokens if tokens is None else tokens
         item = 4 if self.space.dtype == "float32" else 2
         return round(self.space.token_nbytes // item * count * info.bits / 8)
 
     def knows(self, level: str) -> bool:
-        """True if a block whose header says ``level`` can be read here."""
+        """Return True if a block whose header says ``level`` can be decoded."""
         name = parse_level(level)
-        return not name.card or self._card(name.card) is not None
+        return not name.profile or self._profile(name.profile) is not None
+
+    def level_for(self, view: BlockView, level: str) -> str:
+        """Return the level that keeps for ``view`` what ``level`` promises, spelt like ``level``.
+
+        That is ``level`` itself, but for tokens such as calibration has not seen: then a level of a third of the KL at
+        most, and the lossless one where the profile has none. A refinement's level stays: its base decides.
+        """
+        plain, _, digest = level.partition("@")
+        if self.profile is None or is_exact(level) or ">" in level:
+            return level
+        if self.profile.unseen_share(np.frombuffer(view.header.tokens, "<i4")) <= self.profile.unseen:
+            return level
+        most = expected_kl(plain) / _STRICTER
+        finer = [info.name for info in self.levels if info.lossy and expected_kl(info.name) <= most]
+        if not finer:
+            return PACKED
+        stricter = max(finer, key=expected_kl)
+        return str(LevelName(stricter, digest))
 
     # ---- whole blocks
 
     def encode(self, view: BlockView, level: str, *, into: Bytes | None = None) -> Bytes:
-        """The block or state ``view`` (raw planes) at ``level``: the same key, tokens and place.
+        """Encode the block or state ``view`` (raw planes) at ``level``: the same key, tokens and position.
 
         ``into``: memory for the result if it is large enough. Raises ConfigError for a level that is not here,
-        FormatError for a view whose planes are coded, damaged or not of this space.
+        FormatError for a view whose planes are coded, corrupt or of another space.
         """
         name = self.info(level).name
         if view.header.level != EXACT:
-            # Coding what is lossy already would add damage that no card has measured, or call it exact.
+            # Coding what is lossy already would add damage that no profile has measured, or call it exact.
             raise FormatError(f"block of level {view.header.level!r} cannot be encoded as {name}")
         if name == EXACT:
             return np.frombuffer(view.buffer, np.uint8)
@@ -106,37 +139,36 @@ class Codec:
         return self._write(view, LevelName(name, self.digest[:16]), into)
 
     def refinement(self, view: BlockView, level: str) -> Bytes:
-        """What leads from the base of ``level`` to it, as a block of its own; ConfigError if ``level`` has no base."""
+        """Return the refinement from the base of ``level`` to it, as a block; ConfigError if ``level`` has no base."""
         info = self.info(level)
         if not info.base:
             raise ConfigError(f"level {info.name} refines no other", where=self.space.architecture)
         return self._write(view, LevelName(info.name, self.digest[:16], info.base), None)
 
     def merge(self, view: BlockView, refinement: BlockView) -> Bytes:
-        """A base block and its refinement as one block of the finer level: the bytes that encode would have given."""
+        """Merge a base block and its refinement into the block of the finer level, equal to encoding at that level."""
         coders, name = self._pair(view, refinement)
         planes, streams = [], []
         for plane in view.layout.planes:
             coder = coders.plane(name.name, plane.layer, plane.role) if plane.dtype == "uint8" else None
             data = view.plane(plane.layer, plane.role)
             if coder is not None:
-                tokens, cells = coder.read(data, self.space.dtype, refinement.plane(plane.layer, plane.role))
-                data = memoryview(coder.join(tokens, cells))
+                data = memoryview(coder.merge(data, refinement.plane(plane.layer, plane.role)))
             planes.append(Plane(plane.layer, plane.role, plane.dtype, (len(data),) if coder else plane.shape))
             streams.append(data)
-        return self._seal(view, planes, streams, str(LevelName(name.name, name.card)), None)
+        return self._seal(view, planes, streams, str(LevelName(name.name, name.profile)), None)
 
     def decode(self, view: BlockView, refinement: BlockView | None = None, *, into: Bytes | None = None) -> Bytes:
-        """The block with raw planes: level "exact", or "approx~LEVEL" if the level is lossy.
+        """Return the block with raw planes: level "exact", or "approx~LEVEL" if the level is lossy.
 
-        Raises FormatError for damaged bytes or an unknown card.
+        Raises FormatError for damaged bytes or an unknown profile.
         """
         name = parse_level(view.header.level)
         if not name.coded:
             return np.frombuffer(view.buffer, np.uint8)
         planes, streams = [], []
         for plane in view.layout.planes:
-            # A block of a model without full layers has one plane of no bytes, which no card knows.
+            # A block of a model without full layers has one plane of no bytes, which no profile knows.
             if plane.dtype != "uint8" or not plane.nbytes:
                 planes.append(plane)
                 streams.append(view.plane(plane.layer, plane.role))
@@ -180,7 +212,7 @@ class Codec:
         target: npt.NDArray[Any],
         row: int,
     ) -> int:
-        """Decode a run of alike views in one native call; returns how many rows that were."""
+        """Decode a run of views of one level in one native call; returns the number of rows."""
         name = parse_level(views[0].header.level)
         if name.name == PACKED:
             streams, offsets = [view.buffer for view in views], [view.offset(layer, role) for view in views]
@@ -219,7 +251,7 @@ class Codec:
     def _decoded(self, view: BlockView, plane: Plane, refinement: BlockView | None) -> npt.NDArray[Any]:
         coder = self._coder(view, refinement, plane.layer, plane.role)
         count = _rows(view, coder.tokens(view.plane(plane.layer, plane.role)))
-        bits = np.empty((coder.plane.heads, count, coder.plane.dim), _BITS[self.space.dtype])
+        bits = np.empty((coder.plane.heads, count, coder.plane.dim), BITS[self.space.dtype])
         self._fill([view], [refinement], plane.layer, plane.role, bits, 0)
         return bits
 
@@ -229,41 +261,41 @@ class Codec:
         else:
             name = parse_level(view.header.level)
             if name.base:
-                raise FormatError("a refinement without its base", where=view.header.key.hex()[:16])
-            coders = self._required(name.card)
+                raise FormatError("refinement without its base", where=view.header.key.hex()[:16])
+            coders = self._required(name.profile)
         return coders.plane(name.name, layer, role)
 
     def _pair(self, view: BlockView, refinement: BlockView) -> tuple[_Coders, LevelName]:
         name, base = parse_level(refinement.header.level), parse_level(view.header.level)
-        if not name.base or (base.name, base.card, base.base) != (name.base, name.card, ""):
+        if not name.base or (base.name, base.profile, base.base) != (name.base, name.profile, ""):
             raise FormatError(f"{refinement.header.level!r} does not refine {view.header.level!r}")
         if refinement.header.key != view.header.key:
-            raise FormatError("a refinement of another block", where=view.header.key.hex()[:16])
-        return self._required(name.card), name
+            raise FormatError("refinement of another block", where=view.header.key.hex()[:16])
+        return self._required(name.profile), name
 
     # ---- inner parts
 
-    def _card(self, card16: str) -> _Coders | None:
-        coders = self._coders.get(card16)
-        if coders is not None or self.shelf is None:
+    def _profile(self, digest16: str) -> _Coders | None:
+        coders = self._coders.get(digest16)
+        if coders is not None or self.profiles is None:
             return coders
-        found = self.shelf.find(self.space, card16)
-        return None if found is None else self._coders.setdefault(card16, _Coders(found[1]))
+        found = self.profiles.find(self.space, digest16)
+        return None if found is None else self._coders.setdefault(digest16, _Coders(found[1]))
 
-    def _required(self, card16: str) -> _Coders:
-        coders = self._card(card16)
+    def _required(self, digest16: str) -> _Coders:
+        coders = self._profile(digest16)
         if coders is None:
             raise FormatError(
-                f"card {card16} is not here", where=self.space.architecture, fix="It can be fetched from its maker"
+                f"profile {digest16} is not here", where=self.space.architecture, fix="It can be fetched from its maker"
             )
         return coders
 
     def _write(self, view: BlockView, name: LevelName, into: Bytes | None) -> Bytes:
-        coders = self._coders[name.card]
+        coders = self._coders[name.profile]
         planes, streams = [], []
         for plane in view.layout.planes:
             data = view.plane(plane.layer, plane.role)
-            if (plane.layer, plane.role) in coders.card.index and plane.shape[-2]:
+            if (plane.layer, plane.role) in coders.profile.index and plane.shape[-2]:
                 coder = coders.plane(name.name, plane.layer, plane.role)
                 bits = view.array(plane.layer, plane.role, verify=False).reshape(plane.shape[-3:])
                 if (coder.plane.heads, coder.plane.dim) != (bits.shape[0], bits.shape[2]):
@@ -278,9 +310,9 @@ class Codec:
     def _pack(self, view: BlockView, into: Bytes | None) -> Bytes:
         planes, streams = [], []
         for plane in view.layout.planes:
-            data = lossless.pack_plane(view.plane(plane.layer, plane.role), plane.dtype, plane.shape)
+            data = lossless.encode_plane(view.plane(plane.layer, plane.role), plane.dtype, plane.shape).data
             planes.append(Plane(plane.layer, plane.role, "uint8", (len(data),)))
-            streams.append(memoryview(data))
+            streams.append(data)
         raw, packed = sum(plane.nbytes for plane in view.layout.planes), sum(len(data) for data in streams)
         self._packed += (packed / max(raw, 1) - self._packed) / 16
         return self._seal(view, planes, streams, PACKED, into)
@@ -292,20 +324,22 @@ class Codec:
         return reseal(view, named, layout=Layout(tuple(planes)), level=level, into=into)
 
 
-_ADVICE = "Run `ctxreuse calibrate MODEL` once on this machine, or fetch the card from a node that has it"
+#: A name failed by up to three times on tokens as unlike those of calibration as they can be.
+_STRICTER = 3.0
+_ADVICE = "Run `ctxreuse calibrate MODEL` once on this machine, or fetch the profile from a node that has it"
 
 
 def _runs(views: Sequence[BlockView], more: Sequence[BlockView | None]) -> list[slice]:
-    """Cuts views into runs of one level each, with or without refinements throughout."""
+    """Cut views into runs of one level each, with or without refinements throughout."""
     alike = [(view.header.level, extra is None or extra.header.level) for view, extra in zip(views, more, strict=True)]
     cuts = [i for i in range(len(views)) if i == 0 or alike[i] != alike[i - 1]]
     return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(views)])]
 
 
 def _rows(view: BlockView, count: int) -> int:
-    """The rows that a stream says it has; FormatError unless a block's are its tokens, and a state's are before it.
+    """Check the number of rows of a stream: a block's tokens, or at most a state's position. Raises FormatError.
 
-    Fewer would leave numbers of another context in an engine's memory, more would overwrite what stands behind.
+    Fewer would leave numbers of another context in an engine's memory, more would overwrite what follows.
     """
     header = view.header
     if (header.kind == "block" and count != len(header.tokens) // 4) or not 0 < count <= header.end:
@@ -314,20 +348,20 @@ def _rows(view: BlockView, count: int) -> int:
 
 
 class _Coders:
-    """Coders of a card, made when first used."""
+    """Plane coders of a profile, made at first use."""
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
-        self.tables = kernels.RansTables(card.tables)
+    def __init__(self, profile: CodecProfile) -> None:
+        self.profile = profile
+        self.tables = kernels.RansTables(profile.tables)
         self._made: dict[tuple[str, int, str], PlaneCoder] = {}
 
     def plane(self, level: str, layer: int, role: str) -> PlaneCoder:
-        """The coder of a plane; FormatError if the card has none such."""
+        """Return the coder of a plane; FormatError if the profile has none."""
         made = self._made.get((level, layer, role))
         if made is None:
             try:
-                made = plane_coder(self.card, self.card.number(level), layer, role, self.tables)
+                made = plane_coder(self.profile, self.profile.number(level), layer, role, self.tables)
             except KeyError:
-                raise FormatError(f"the card has no level {level} for plane {role!r} of layer {layer}") from None
+                raise FormatError(f"the profile has no level {level} for plane {role!r} of layer {layer}") from None
             self._made[level, layer, role] = made
         return made

@@ -1,21 +1,22 @@
-"""The coded stream of one plane, in numpy: the reference that every native kernel must equal, bit for bit.
+"""The coded stream of one plane: its format, and its cells read and written in numpy, as merging levels needs them.
 
 ::
 
     offset  size  field (little-endian)
     0       1     scheme (1)
-    1       1     index of the level in the card
+    1       1     index of the level in the profile
     2       1     part: 0 whole, 1 refinement
     3       1     0
     4       2     tokens T
     6       2     cells: ceil(T / 64) groups of tokens, each times the plane's channel groups
-    8       16    per cell: raw mask u64 (bit t: token t stands raw), rANS bytes u32, escapes u16, 0 u16
+    8       16    per cell: raw mask u64 (bit t: token t is raw), rANS bytes u32, escapes u16, 0 u16
     ...           per cell: rANS stream, low bits, escapes int16, raw tokens (as the engine keeps them)
 
 A cell codes the first n components of its tokens, component by component, so that a rANS step of 64 symbols is one
-component with its own table. A symbol is ``q + 15``, or 31: an escape that stands in full at the end of the cell, as
-does a value whose symbol the table does not know. A component with shift k has its k low bits as bit planes. The
-token's scale travels in the seeds of the rANS lanes, where it costs nothing.
+component with its own table. A symbol is ``q + 15``, or 31: an escape whose value follows at the end of the cell, as
+does a value whose symbol is not in the table. A component with shift k has its k low bits as bit planes. The
+token's scale travels in the seeds of the rANS lanes, at no cost. Transform and arithmetic are defined by
+`native/klt/klt.h`; ``tests/oracle/codec`` has them in numpy, and kernels on processors and GPUs equal it bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.codec.card import ChannelGroup, Coding
+from ctxreuse.codec.profile import ChannelGroup, Coding
 from ctxreuse.errors import FormatError
 
 __all__ = [
@@ -36,31 +37,24 @@ __all__ = [
     "Coder",
     "Entry",
     "join_cells",
-    "quantise",
     "read_cell",
-    "reconstruct",
     "split_cells",
     "write_cell",
 ]
 
 CELL = 64
 ESCAPE, _CENTRE = 31, 15
-_LIMIT = 32000
-#: Codes further from 0x8000 would leave the range of float32; sums of |q| from here on that of int32 (|basis| <= 8191).
-_SCALES, _REACH = 2048, 1 << 18
+#: Codes further from 0x8000 would leave the range of float32.
+_SCALES = 2048
 _HEAD, _ENTRY = struct.Struct("<BBBBHH"), struct.Struct("<QIHH")
-_F = np.float32
-_POWERS = np.exp2(np.arange(32) / 32).astype(_F)
-_THRESHOLDS = np.exp2((np.arange(16) - 15.5) / 16)
 
 #: Raw mask, bytes of the rANS stream, escapes.
 Entry: TypeAlias = tuple[int, int, int]
 Ints = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
 
 
 class Coder(NamedTuple):
-    """All that one channel group needs at one level: ``group``, its ``coding``, the prepared ``tables`` and ``step``.
+    """What one channel group needs at one level: ``group``, its ``coding``, the prepared ``tables`` and ``step``.
 
     ``base``: the coding of the level that this one refines; ``nested``: a level of step / 3 refines this one.
     """
@@ -82,52 +76,6 @@ class Cell(NamedTuple):
     rows: bytes
 
 
-def scales(codes: npt.NDArray[np.uint16], sign: int = 1) -> Floats:
-    """2^(sign * (code - 0x8000) / 32) float32, from a table and an exponent, the same bits on every machine."""
-    power = sign * (codes.astype(np.int32) - 0x8000)
-    return np.asarray(np.ldexp(_POWERS[power & 31], power >> 5), _F)
-
-
-def quantise(
-    x: Floats, coder: Coder, raw: npt.NDArray[np.bool_]
-) -> tuple[Ints, npt.NDArray[np.uint16], npt.NDArray[np.bool_]]:
-    """Vectors x float32 [tokens, C] to q int32 [components, tokens], scale codes and which tokens must stay raw."""
-    group, active = coder.group, len(coder.coding.table)
-    with np.errstate(all="ignore"):
-        centred = x - group.mean
-        energy = np.zeros(len(x), _F)
-        for c in range(x.shape[1]):
-            energy += centred[:, c] * centred[:, c]
-        bad = raw | ~np.isfinite(energy)
-        mantissa, exponent = np.frexp(
-            np.where(bad, 0, energy).astype(np.float64) * (2.0 ** (-2 * group.log_rms) / x.shape[1])
-        )
-        code = 0x8000 + 16 * exponent - 16 + np.searchsorted(_THRESHOLDS, mantissa, side="right")
-        code = np.where(mantissa == 0, 0x8000, code)
-        bad |= np.abs(code - 0x8000) > _SCALES
-        codes = np.where(bad, 0x8000, code).astype(np.uint16)
-        z = centred * scales(codes, -1)[:, None]
-        y = np.zeros((active, len(x)), _F)
-        for c in range(x.shape[1]):
-            y += group.forward[:active, c, None] * z[None, :, c]
-        step = _F(coder.step) / _F(3) if coder.nested else _F(coder.step)
-        q = np.rint(y * (_F(1) / step))
-    bad |= ~(np.abs(q) <= _LIMIT).all(0)
-    q = np.where(bad, 0, q).astype(np.int64)
-    bad |= np.abs(q).sum(0) >= _REACH
-    q[:, bad] = 0
-    codes[bad] = 0x8000
-    return ((q + 1) // 3 if coder.nested else q).astype(np.int32), codes, bad
-
-
-def reconstruct(q: Ints, codes: npt.NDArray[np.uint16], coder: Coder) -> Floats:
-    """q int32 [components, tokens] back to vectors float32 [tokens, C]."""
-    group = coder.group
-    sums = (q.T.astype(np.int64) @ group.basis[: len(q)].astype(np.int64)).astype(np.uint32).view(np.int32)
-    factor = (scales(codes) * _F(coder.step))[:, None] * group.gain
-    return np.asarray(factor * sums.astype(_F) + group.mean, _F)
-
-
 def _steps(tables: npt.NDArray[np.uint8], tokens: int) -> npt.NDArray[np.uint8]:
     """The table of each step of 64 symbols: that of the component of its first symbol."""
     return np.asarray(tables[np.arange(0, len(tables) * tokens, 64) // max(tokens, 1)])
@@ -145,7 +93,7 @@ def _fold(q: Ints, shift: npt.NDArray[np.uint8]) -> tuple[Ints, Ints]:
 
 
 def write_cell(cell: Cell, coder: Coder, *, base: Ints | None = None) -> tuple[Entry, bytes]:
-    """Code a cell: its entry (raw mask, rANS bytes, escapes) and its body. ``base``: q of the base for a refinement."""
+    """Encode a cell to entry (raw mask, rANS bytes, escapes) and body. ``base``: q of the base, for a refinement."""
     tokens = len(cell.raw)
     symbols, tables, low = _symbols(cell.q, coder, base)
     flat, known = symbols.reshape(-1), _knows(coder, tables, tokens)
@@ -182,7 +130,7 @@ def _symbols(q: Ints, coder: Coder, base: Ints | None) -> tuple[Ints, npt.NDArra
 def read_cell(
     body: memoryview, entry: Entry, tokens: int, row_bytes: int, coder: Coder, base: Cell | None = None
 ) -> Cell:
-    """Decode a cell; with ``base`` its refinement. FormatError unless the body is what the entry says."""
+    """Decode a cell; with ``base``, its refinement. FormatError unless the body matches the entry."""
     mask, rans, count = entry
     coding = coder.coding
     first = 0 if base is None else len(base.q)
@@ -192,20 +140,21 @@ def read_cell(
     raw = np.array([mask >> t & 1 for t in range(tokens)], bool)
     plane = -(-tokens // 8)
     row = 0 if base is not None else row_bytes * int(raw.sum())
-    if mask >> tokens or len(body) != rans + plane * int(shift.sum()) + 2 * count + row:
-        raise FormatError("a coded cell has another length than its entry says")
+    length = rans + plane * int(shift.sum()) + 2 * count + row
+    if mask >> tokens or len(body) != length:
+        raise FormatError(f"corrupt stream: cell of {len(body)} bytes where its entry has {length}")
     n = len(tables) * tokens
     flat, seeds = np.empty(0, np.uint8), np.full(CELL, 0x8000, np.uint16)
     if n:
         flat, seeds = kernels.rans_decode(body[:rans], n, coder.tables, _steps(tables, tokens))
     elif rans:
-        raise FormatError("a coded cell without components has a stream")
+        raise FormatError(f"corrupt stream: {rans} rANS bytes in a cell without components")
     at, low = rans, np.zeros((len(tables), tokens), np.int32)
     for c, k in enumerate(shift):
         for bit in range(k):
             bits = np.unpackbits(np.frombuffer(body, np.uint8, plane, at), bitorder="little")
             if bits[tokens:].any():
-                raise FormatError("a coded cell has low bits of tokens that it has not")
+                raise FormatError(f"corrupt stream: low-order bits set beyond token {tokens - 1} of {CELL}")
             low[c] |= bits[:tokens].astype(np.int32) << bit
             at += plane
     high = flat.reshape(-1, tokens).astype(np.int32) - _CENTRE
@@ -213,28 +162,29 @@ def read_cell(
     q = (high << shift[:, None]) + low - half
     if base is not None:
         refined = flat[: first * tokens].reshape(-1, tokens).astype(np.int32) - 1
-        if (refined[refined != ESCAPE - 1] > 1).any():
-            raise FormatError("a refinement has a symbol that is none")
+        highest = refined[refined != ESCAPE - 1].max(initial=0) + 1
+        if highest > 2:
+            raise FormatError(f"corrupt refinement: symbol {highest} is not in the table")
         q[:first] = 3 * base.q + refined * np.where(base.q < 0, -1, 1)
     escaped = np.flatnonzero(flat == ESCAPE)
     if len(escaped) != count:
-        raise FormatError(f"a coded cell has {len(escaped)} escapes and lists {count}")
+        raise FormatError(f"corrupt stream: {len(escaped)} escapes in a cell that lists {count}")
     q.reshape(-1)[escaped] = np.frombuffer(body, "<i2", count, at)
     rows = bytes(body[at + 2 * count :])
     codes = seeds[:tokens].astype(np.int32) - 0x8000
     if (np.abs(q) > 0x7FFF).any() or (n and seeds[tokens:].any()) or (base is not None and n and seeds.any()):
-        raise FormatError("a coded cell has numbers out of range")
+        raise FormatError("corrupt stream: an integer or a seed is out of range")
     if base is None and ((np.abs(codes) > _SCALES).any() or codes[raw].any()):
-        raise FormatError("a coded cell has a scale out of range")
+        raise FormatError("corrupt stream: the scale of a token is out of range")
     if base is None:
         return Cell(q, seeds[:tokens].copy(), raw, rows)
     if (raw != base.raw).any():
-        raise FormatError("a refinement and its base differ in the tokens that stand raw")
+        raise FormatError("refinement and base differ in which tokens are raw")
     return Cell(q, base.codes, raw, base.rows)
 
 
 def join_cells(level: int, part: int, tokens: int, cells: list[tuple[Entry, bytes]]) -> bytes:
-    """A plane's stream of its cells, token group by token group."""
+    """Join cells, token group by token group, to a plane's stream."""
     entries = b"".join(_ENTRY.pack(*entry, 0) for entry, _ in cells)
     return _HEAD.pack(1, level, part, 0, tokens, len(cells)) + entries + b"".join(body for _, body in cells)
 
@@ -242,20 +192,20 @@ def join_cells(level: int, part: int, tokens: int, cells: list[tuple[Entry, byte
 def split_cells(
     data: memoryview, level: int, part: int, coders: list[Coder], widths: list[int]
 ) -> tuple[int, list[tuple[Entry, memoryview]]]:
-    """Tokens of a stream and its cells' entries and bodies; FormatError unless they fill ``data`` exactly.
+    """Split a stream into tokens and its cells' entries and bodies. FormatError unless they fill ``data`` exactly.
 
     ``widths``: bytes of a raw token of each channel group, in the order of ``coders``.
     """
     if len(data) < _HEAD.size:
-        raise FormatError(f"{len(data)} bytes are too few for a coded plane")
+        raise FormatError(f"corrupt stream: {len(data)} bytes are too few")
     scheme, number, kind, zero, tokens, count = _HEAD.unpack_from(data)
     if (scheme, number, kind, zero) != (1, level, part, 0):
         raise FormatError(
-            f"coded plane of scheme {scheme}, level {number}, part {kind} where level {level} was expected"
+            f"stream of scheme {scheme}, level {number}, part {kind} where level {level}, part {part} was expected"
         )
     at = _HEAD.size + count * _ENTRY.size
     if not tokens or count != -(-tokens // CELL) * len(coders) or len(data) < at:
-        raise FormatError(f"coded plane of {tokens} tokens with {count} cells")
+        raise FormatError(f"corrupt stream: {tokens} tokens in {count} cells")
     cells = []
     for i in range(count):
         mask, rans, escapes, spare = _ENTRY.unpack_from(data, _HEAD.size + i * _ENTRY.size)
@@ -264,9 +214,9 @@ def split_cells(
         shift = coder.coding.shift[len(coder.base.table) :] if part and coder.base is not None else coder.coding.shift
         length = rans + -(-here // 8) * int(shift.sum()) + 2 * escapes + (0 if part else mask.bit_count() * width)
         if spare or mask >> here or at + length > len(data):
-            raise FormatError("a coded cell says impossible lengths")
+            raise FormatError(f"corrupt stream: the lengths of cell {i} exceed the stream")
         cells.append(((mask, rans, escapes), data[at : at + length]))
         at += length
     if at != len(data):
-        raise FormatError(f"coded plane has {len(data) - at} bytes left over")
+        raise FormatError(f"corrupt stream: {len(data) - at} bytes left over")
     return tokens, cells

@@ -1,6 +1,6 @@
 """Settings: what there is to set (``schema``), and how values are found and where they came from (``loading``)."""
 
-from ctxreuse.config.loading import Loaded, config_path, example, load
+from ctxreuse.config.loading import LoadedSettings, config_path, example, load
 from ctxreuse.config.schema import (
     BackendConfig,
     BusConfig,
@@ -9,6 +9,7 @@ from ctxreuse.config.schema import (
     EngineConfig,
     LinkConfig,
     LogConfig,
+    ModelConfig,
     Setting,
     Settings,
     StoreConfig,
@@ -22,8 +23,9 @@ __all__ = [
     "EdgeConfig",
     "EngineConfig",
     "LinkConfig",
-    "Loaded",
+    "LoadedSettings",
     "LogConfig",
+    "ModelConfig",
     "Setting",
     "Settings",
     "StoreConfig",

@@ -1,12 +1,13 @@
-"""Loading settings: defaults, then one TOML file, then ``CTXREUSE_*``, then flags; each value keeps its origin.
+"""Load settings: defaults, then one TOML file, then ``CTXREUSE_*``, then flags; each value keeps its origin.
 
-``ctxreuse config show --origin`` can so say why a value is what it is. An environment variable names a setting by its
-path with double underscores: ``CTXREUSE_STORE__CAPACITY=8GB`` is ``store.capacity``.
+An environment variable names a setting by its path with double underscores: ``CTXREUSE_STORE__CAPACITY=8GB`` is
+``store.capacity``.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -15,21 +16,23 @@ from typing import Any
 
 import msgspec
 
-from ctxreuse.config.schema import ENV_PREFIX, Setting, Settings, settings
+from ctxreuse.config.schema import ENV_PREFIX, RENAMED, Setting, Settings, settings
 from ctxreuse.errors import ConfigError
 
-__all__ = ["Loaded", "config_path", "example", "load"]
+__all__ = ["LoadedSettings", "config_path", "example", "load"]
+
+log = logging.getLogger(__name__)
 
 
-class Loaded(msgspec.Struct, frozen=True):
-    """Settings as loaded, and the ``origins`` of their values by dotted name."""
+class LoadedSettings(msgspec.Struct, frozen=True):
+    """Settings, and where each value came from, by dotted name."""
 
     settings: Settings
     origins: dict[str, str]
 
 
 def config_path(env: Mapping[str, str] = os.environ) -> Path:
-    """The config file: ``CTXREUSE_CONFIG``, else ``ctxreuse/config.toml`` in the user's config folder."""
+    """Return ``CTXREUSE_CONFIG``, else ``ctxreuse/config.toml`` in the user's config directory."""
     named = env.get("CTXREUSE_CONFIG")
     if named:
         return Path(named).expanduser()
@@ -40,11 +43,13 @@ def config_path(env: Mapping[str, str] = os.environ) -> Path:
 
 def load(
     path: str | Path | None = None, *, env: Mapping[str, str] = os.environ, flags: Mapping[str, Any] | None = None
-) -> Loaded:
-    """Settings from all sources. ``flags`` are dotted names; None values are flags that were not given.
+) -> LoadedSettings:
+    """Load settings from all sources.
 
-    A file named by ``path`` or ``CTXREUSE_CONFIG`` must exist; the default one need not. Raises ConfigError for an
-    unknown name (with the nearest known one), a value out of range, or a file that cannot be read.
+    A file named by ``path`` or ``CTXREUSE_CONFIG`` must exist; the default one need not. A name of an earlier version
+    (`RENAMED`) is read with a logged warning. ``flags``: values by dotted name; None: not given.
+
+    Raises ConfigError for an unknown name (suggesting the nearest), an invalid value, or an unreadable file.
     """
     known = {setting.name: setting for setting in settings()}
     values = {name: setting.default for name, setting in known.items()}
@@ -56,17 +61,23 @@ def load(
         ("flag", {name: raw for name, raw in (flags or {}).items() if raw is not None}),
     ]
     for source, found in layers:
-        for name, raw in found.items():
+        for given, raw in found.items():
+            name = RENAMED.get(given, given)
             setting = known.get(name)
             if setting is None:
                 raise ConfigError(f"no setting is called {name!r}", where=source, fix=_nearest(name, list(known)))
-            origin = f"env {setting.env}" if source == "env" else source
+            origin = f"env {ENV_PREFIX}{given.upper().replace('.', '__')}" if source == "env" else source
+            if given != name:
+                if name in found:
+                    raise ConfigError(f"{given} and {name} are the same setting", where=source, fix=f"Remove {given}")
+                log.warning("%s: the setting %s is called %s now; the old name will be removed", origin, given, name)
+                origin += f" as {given}" if source != "env" else ""
             values[name], origins[name] = setting.read(raw, origin), origin
-    return Loaded(msgspec.convert(_nest(values), Settings), origins)
+    return LoadedSettings(msgspec.convert(_nest(values), Settings), origins)
 
 
 def example() -> str:
-    """A config file that documents every setting, each commented out at its default; it is valid TOML."""
+    """Return a TOML file that documents every setting, each commented out at its default."""
     lines, section = (
         ["# Settings of ctxreuse. Sizes are written as 8GB or 512MiB, times as 30s or 5m, rates as 1MB/s.", ""],
         "",
@@ -79,7 +90,7 @@ def example() -> str:
         lines.append(f"# {setting.about}. ({setting.env})")
         if setting.rows is not None:
             lines += [
-                f"# A table [[{setting.name}]], after all else of this section, for each:",
+                f"# One table [[{setting.name}]] per entry, at the end of this section:",
                 *_columns(setting.rows),
             ]
         lines.append(f"# {name} = {setting.show(setting.default)}")
@@ -89,7 +100,7 @@ def example() -> str:
 def _columns(rows: type[msgspec.Struct]) -> Iterator[str]:
     for column in settings(rows):
         needed = column.default is msgspec.NODEFAULT
-        yield f"#   {column.name}: {column.about}" + (" (needed)" if needed else "")
+        yield f"#   {column.name}: {column.about}" + (" (required)" if needed else "")
 
 
 def _file_values(file: Path, *, required: bool) -> dict[str, Any]:
@@ -97,7 +108,7 @@ def _file_values(file: Path, *, required: bool) -> dict[str, Any]:
         tables = tomllib.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         if required:
-            raise ConfigError("the config file does not exist", where=str(file), fix="Correct its path") from None
+            raise ConfigError("the config file does not exist", where=str(file), fix="Correct the path") from None
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file cannot be read: {error}", where=str(file)) from None
@@ -139,7 +150,7 @@ def _env_values(env: Mapping[str, str], known: Mapping[str, Setting]) -> dict[st
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    # A right name in the wrong section is a common slip that edit distance does not see.
+    # A right name in the wrong section is a common mistake that edit distance does not find.
     near = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = near[:1] if near else difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {near[0]}?" if near else "`ctxreuse config show` lists all settings"

@@ -1,13 +1,13 @@
-"""Every setting there is: frozen structs, one a section of the file, with what each means, its unit and its default.
+"""All settings: one frozen struct per section of the config file, with description, unit and default of each value.
 
-One TOML file serves every command: ``ctxreuse``, ``ctxreuse-edge`` and ``ctxreuse-cloud`` read the sections they need.
+``ctxreuse``, ``ctxreuse-edge`` and ``ctxreuse-cloud`` share one TOML file; each reads the sections it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ctxreuse.units import format_bytes, format_duration, format_rate, parse_byt
 
 __all__ = [
     "ENV_PREFIX",
+    "RENAMED",
     "BackendConfig",
     "BusConfig",
     "CloudConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "LinkConfig",
     "LogConfig",
+    "ModelConfig",
     "Setting",
     "Settings",
     "StoreConfig",
@@ -31,12 +33,26 @@ __all__ = [
 
 ENV_PREFIX = "CTXREUSE_"
 
-#: How a setting with a unit is read from text and written so that it reads back the same.
+#: Settings by the names of version 0.1.0, which are still read for one version, with a warning.
+RENAMED = {
+    "edge.live_bytes": "edge.context_cache_bytes",
+    "edge.lossy": "edge.max_kl",
+    "edge.why": "edge.request_log",
+    "engine.repair": "engine.recompute_budget",
+    "engine.whole": "engine.full_kv_for_windows",
+    "store.demote": "store.recompress",
+}
+
+#: Parser and formatter of each unit; what the formatter writes, the parser reads back unchanged.
 _UNITS: dict[str, tuple[Callable[[str], float], Callable[[Any], str]]] = {
     "bytes": (parse_bytes, format_bytes),
     "seconds": (parse_duration, format_duration),
     "bytes/s": (parse_rate, format_rate),
 }
+
+
+#: Engines that a setting may name.
+EngineName: TypeAlias = Literal["auto", "torch", "llama_cpp", "onnxruntime"]
 
 
 def _about(text: str, *, ge: int | None = None, gt: int | None = None, le: int | None = None, unit: str = "") -> Any:
@@ -53,24 +69,25 @@ def _in_data(path: str, name: str) -> Path:
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where contexts are kept and how much of them."""
+    """The store: where KV and sessions are kept, and how much."""
 
-    path: Annotated[str, _about("Folder of the store; empty: the user's data folder")] = ""
-    capacity: Annotated[int, _about("Bytes of KV kept on disk", ge=1 << 20, unit="bytes")] = 8_000_000_000
-    host_bytes: Annotated[int, _about("Bytes of KV that may wait in memory for the disk", ge=0, unit="bytes")] = (
+    path: Annotated[str, _about("Folder of the store; empty: a folder in the user's data directory")] = ""
+    capacity: Annotated[int, _about("KV on disk at most", ge=1 << 20, unit="bytes")] = 8_000_000_000
+    host_bytes: Annotated[int, _about("KV in memory that waits to be written to disk, at most", ge=0, unit="bytes")] = (
         256 << 20
     )
     policy: Annotated[
-        str, _about("What is evicted first: lru, lfu, s3fifo, arc, gdsf, or duel (of some of them, as duel:lru,arc)")
-    ] = "duel"
+        str,
+        _about("Eviction policy: lru, lfu, s3fifo, arc, gdsf, hazard, pauses, or adaptive (also as adaptive:lru,arc)"),
+    ] = "adaptive"
     level: Annotated[
-        str, _about("How KV is kept: exact, exact+rans (packed), or kl-0.01 and the like for sessions that allow it")
+        str, _about("Encoding of stored KV: exact, exact+rans (lossless compression), or a lossy level such as kl-0.01")
     ] = "exact"
-    demote: Annotated[bool, _about("Pack what is cold, and code it lossily where allowed, before any is evicted")] = (
-        True
-    )
+    recompress: Annotated[
+        bool, _about("Compress cold KV, lossily where sessions allow it, before anything is evicted")
+    ] = True
     replay: Annotated[
-        int, _about("Tokens rather computed again than that one more state (of a window, of an SSM) is kept", ge=0)
+        int, _about("Tokens that may be recomputed rather than storing one more state (SSM, sliding window)", ge=0)
     ] = 0
 
     def folder(self) -> Path:
@@ -79,49 +96,81 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which model computes, and how."""
+    """The engine: which model it runs, and how."""
 
-    model: Annotated[str, _about("A name that `ctxreuse model ls` knows, or a Hugging Face folder")] = "smollm2"
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], _about("Numeric type of weights and KV")] = "float32"
-    threads: Annotated[int, _about("CPU threads of the engine; 0: one a core", ge=0)] = 0
-    chunk: Annotated[int, _about("Tokens of one prefill step: more is faster and takes more memory", ge=1)] = 512
-    whole: Annotated[bool, _about("Keep all tokens of sliding windows: larger blocks, reuse at any position")] = False
-    repair: Annotated[
-        str, _about("Most that mending moved KV may compute: 10%, 64 (tokens) or 200ms; empty: what its level asks for")
+    model: Annotated[
+        str, _about("Model name (see `ctxreuse model ls`), Hugging Face folder, ONNX folder, or GGUF file")
+    ] = "smollm2"
+    engine: Annotated[
+        EngineName,
+        _about(
+            "What runs the model; auto: the fastest that is installed and can: llama_cpp for a GGUF file or a known "
+            "name, onnxruntime for an ONNX folder, torch for a Hugging Face folder or another `dtype`"
+        ),
+    ] = "auto"
+    provider: Annotated[Literal["cpu", "cuda"], _about("What onnxruntime computes on")] = "cpu"
+    library: Annotated[
+        str, _about("Another libllama.so for the engine llama_cpp; empty: that of the package xllamacpp")
+    ] = ""
+    kv_bytes: Annotated[
+        int,
+        _about(
+            "Memory for the KV of contexts that compute, llama_cpp; 0: a quarter of the machine's", ge=0, unit="bytes"
+        ),
+    ] = 0
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        _about("Numeric type of weights and KV in torch; llama_cpp: the file's, float16 KV; onnxruntime: the folder's"),
+    ] = "float32"
+    threads: Annotated[int, _about("CPU threads of the engine; 0: one per core", ge=0)] = 0
+    chunk: Annotated[int, _about("Tokens per prefill step: more is faster and needs more memory", ge=1)] = 512
+    full_kv_for_windows: Annotated[
+        bool, _about("Keep the KV of all tokens in sliding-window layers: larger blocks, reusable at any position")
+    ] = False
+    recompute_budget: Annotated[
+        str, _about("Recomputation of relocated KV at most: 10%, 64 (tokens) or 200ms; empty: as the level requires")
     ] = ""
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the daemons say on standard error."""
+    """Logs of the daemons, on standard error."""
 
-    format: Annotated[Literal["text", "json"], _about("Lines for people (text) or one JSON object a line")] = "text"
-    level: Annotated[Literal["debug", "info", "warning", "error"], _about("The least severe that is written")] = "info"
+    format: Annotated[Literal["text", "json"], _about("text, or json: one object per line")] = "text"
+    level: Annotated[Literal["debug", "info", "warning", "error"], _about("Lowest severity that is logged")] = "info"
 
 
 class LinkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One cloud that this device may ask for contexts and give its own to."""
+    """One cloud that this device fetches contexts from and sends its own to."""
 
     endpoint: Annotated[str, _about("Address of the cloud's bus, such as tcp://cloud.example:7353")]
-    server_key: Annotated[str, _about("The cloud's public key or its .pub file; empty: plain, on loopback only")] = ""
-    name: Annotated[str, _about("What logs and `status` call it; empty: its endpoint")] = ""
+    server_key: Annotated[
+        str, _about("Public key of the cloud, or its .pub file; empty: unencrypted, loopback only")
+    ] = ""
+    name: Annotated[str, _about("Name in logs and `status`; empty: its endpoint")] = ""
 
 
 class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The link between devices and clouds."""
 
-    clouds: Annotated[tuple[LinkConfig, ...], _about("Clouds to ask for contexts, the preferred one first")] = ()
-    key_file: Annotated[str, _about("This node's secret key (`ctxreuse keys new`); empty: plain, on loopback only")] = (
-        ""
+    clouds: Annotated[tuple[LinkConfig, ...], _about("Clouds to fetch contexts from, in order of preference")] = ()
+    key_file: Annotated[
+        str, _about("Secret key of this node (`ctxreuse keys add`); empty: unencrypted, loopback only")
+    ] = ""
+    bind: Annotated[str, _about("Address on which a cloud listens for devices")] = "tcp://127.0.0.1:7353"
+    allow_file: Annotated[str, _about("List of public keys that a cloud accepts (`ctxreuse keys allow`)")] = ""
+    insecure: Annotated[bool, _about("Allow unencrypted TCP beyond loopback")] = False
+    heartbeat: Annotated[float, _about("Silence after which a peer is pinged", gt=0, unit="seconds")] = 2.0
+    max_payload: Annotated[int, _about("Largest payload of one message", ge=1 << 12, le=16 << 20, unit="bytes")] = (
+        1 << 20
     )
-    bind: Annotated[str, _about("Where a cloud listens for devices")] = "tcp://127.0.0.1:7353"
-    allow_file: Annotated[str, _about("Public keys that a cloud accepts (`ctxreuse keys allow`)")] = ""
-    insecure: Annotated[bool, _about("Speak plain, unencrypted TCP beyond loopback too")] = False
-    heartbeat: Annotated[
-        float, _about("Silence after which a peer is asked for a sign of life", gt=0, unit="seconds")
-    ] = 2.0
-    max_payload: Annotated[
-        int, _about("Largest piece of a block in one message", ge=1 << 12, le=16 << 20, unit="bytes")
-    ] = 1 << 20
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One more model of a device's daemon."""
+
+    model: Annotated[str, _about("Model name, Hugging Face or ONNX folder, or GGUF file")]
+    name: Annotated[str, _about("Name in the API; empty: that of the model or its file")] = ""
+    engine: Annotated[EngineName, _about("What runs the model")] = "auto"
 
 
 class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,40 +178,74 @@ class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"
     port: Annotated[int, _about("Port of the HTTP API; 0: any free one", ge=0, le=65535)] = 7351
-    api_key_file: Annotated[str, _about("File of keys, one a line, one of which a request must bear; empty: none")] = ""
-    max_waiting: Annotated[int, _about("Requests that may wait or run at once; more are told to come back", ge=1)] = 32
-    max_body: Annotated[int, _about("Largest request", ge=1 << 10, unit="bytes")] = 16 << 20
-    live_bytes: Annotated[
+    api_key_file: Annotated[
+        str, _about("File of API keys, one per line; a request must carry one of them; empty: no key is required")
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        _about("Hosts besides loopback and edge.host that requests may name if no key is required: a.lan, b.lan"),
+    ] = ""
+    insecure: Annotated[
+        bool, _about("Listen beyond loopback without API keys: anyone who reaches the address may use the daemon")
+    ] = False
+    admin_token_file: Annotated[
+        str, _about("File of tokens that open status and explanations from other machines; empty: from this one only")
+    ] = ""
+    max_waiting: Annotated[
+        int, _about("Requests queued or running at once; more are refused: 503, or 429 over the share of a key", ge=1)
+    ] = 32
+    max_body: Annotated[int, _about("Largest request body", ge=1 << 10, unit="bytes")] = 16 << 20
+    max_bodies: Annotated[
+        int, _about("Memory for bodies of requests under way; a key's at most half of what is left", unit="bytes")
+    ] = 128 << 20
+    receive: Annotated[
+        float, _about("Time for the headers of a request to arrive, then for its body", gt=0, unit="seconds")
+    ] = 30.0
+    context_cache_bytes: Annotated[
         int, _about("Memory for contexts that stay in the engine between requests", ge=0, unit="bytes")
     ] = 1 << 30
-    drain: Annotated[
-        float, _about("How long answers under way may take once the daemon was told to stop", ge=0, unit="seconds")
-    ] = 30.0
-    lossy: Annotated[
-        str, _about("Worst level at which requests may reuse KV, such as kl-0.01 (less is sent); empty: exact only")
+    isolate: Annotated[
+        bool, _about("Run the engine in a process of its own: if it crashes, running answers end, not the daemon")
+    ] = True
+    models: Annotated[
+        tuple[ModelConfig, ...], _about("Models besides engine.model, each loaded when a request names it")
+    ] = ()
+    models_bytes: Annotated[
+        int, _about("Memory for loaded models together; 0: unlimited. Idle ones make room", ge=0, unit="bytes")
+    ] = 0
+    keep_alive: Annotated[
+        str, _about("Time after its last request for which a model stays loaded: 5m; 0: not at all; -1: for ever")
+    ] = "-1"
+    drain: Annotated[float, _about("Time for running requests to finish after a stop signal", ge=0, unit="seconds")] = (
+        30.0
+    )
+    max_kl: Annotated[
+        str, _about("Largest KL of reused KV, in nats a token, for requests that set none: 0.01; empty: exact only")
     ] = ""
     record: Annotated[
-        str, _about("File to record requests in, as hashes and counts for `ctxreuse replay`; empty: off")
+        str, _about("Record requests to this file, as hashes and counts, for `ctxreuse replay`; empty: off")
     ] = ""
     record_bytes: Annotated[
-        int, _about("Disk that recordings may take, older ones included", ge=1 << 20, unit="bytes")
+        int, _about("Disk space of all recordings, older ones included", ge=1 << 20, unit="bytes")
     ] = 1_000_000_000
-    why: Annotated[
-        Literal["text", "hashes"], _about("Kept of recent requests, to explain misses: ids of their text, or hashes")
+    request_log: Annotated[
+        Literal["text", "hashes"], _about("Recent requests, kept to explain misses: as token ids (text) or as hashes")
     ] = "text"
-    sync: Annotated[bool, _about("Give clouds the contexts that they lack while nothing else is to do")] = True
-    sync_rate: Annotated[float, _about("Most that sync sends; 0 is no limit", ge=0, unit="bytes/s")] = 0.0
+    sync: Annotated[bool, _about("Send clouds the contexts they miss, while the device is idle")] = True
+    sync_rate: Annotated[float, _about("Bandwidth of sync at most; 0: unlimited", ge=0, unit="bytes/s")] = 0.0
 
 
 class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One OpenAI-compatible server that the cloud sidecar stands in front of."""
 
-    url: Annotated[str, _about("Where it listens, without /v1, such as http://127.0.0.1:8000")]
-    name: Annotated[str, _about("What logs and metrics call it; empty: its address")] = ""
-    api_key_file: Annotated[str, _about("File with the key that it wants; empty: none")] = ""
-    cache_salt: Annotated[bool, _about("It keeps tenants' prefix caches apart by `cache_salt`, as vLLM does")] = False
-    max_inflight: Annotated[int, _about("Requests that it may have at once; 0 is no limit", ge=0)] = 0
-    health: Annotated[str, _about("Path that answers 200 while it is well; empty: /health, else /v1/models")] = ""
+    url: Annotated[str, _about("Address without /v1, such as http://127.0.0.1:8000")]
+    name: Annotated[str, _about("Name in logs and metrics; empty: its address")] = ""
+    api_key_file: Annotated[str, _about("File with its API key; empty: none")] = ""
+    cache_salt: Annotated[bool, _about("It separates the prefix caches of tenants by `cache_salt`, as vLLM does")] = (
+        False
+    )
+    max_inflight: Annotated[int, _about("Requests at once; 0: unlimited", ge=0)] = 0
+    health: Annotated[str, _about("Path that answers 200 while it is healthy; empty: /health, else /v1/models")] = ""
 
 
 class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,36 +253,43 @@ class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"
     port: Annotated[int, _about("Port of the HTTP API; 0: any free one", ge=0, le=65535)] = 7352
-    store: Annotated[str, _about("Folder of the cloud's own store; empty: `cloud` in the user's data folder")] = ""
-    store_bytes: Annotated[int, _about("Bytes of KV kept on its disk", ge=1 << 20, unit="bytes")] = 32_000_000_000
-    backends: Annotated[tuple[BackendConfig, ...], _about("Servers that answer requests")] = ()
+    store: Annotated[str, _about("Folder of the cloud's store; empty: `cloud` in the user's data directory")] = ""
+    store_bytes: Annotated[int, _about("KV on its disk at most", ge=1 << 20, unit="bytes")] = 32_000_000_000
+    backends: Annotated[tuple[BackendConfig, ...], _about("Inference servers behind the proxy")] = ()
     keys_file: Annotated[
-        str,
-        _about(
-            "Whose requests are answered (`ctxreuse-cloud tenants`); empty: all, as tenant default, on loopback only"
-        ),
+        str, _about("API keys (`ctxreuse-cloud tenants`); empty: no key is required, on loopback only")
     ] = ""
-    tenant_requests: Annotated[int, _about("Requests that one tenant may have at once; 0 is no limit", ge=0)] = 64
-    attempts: Annotated[int, _about("Backends that a request is tried on at most", ge=1, le=10)] = 3
-    connect: Annotated[float, _about("How long connecting to a backend may take", gt=0, unit="seconds")] = 2.0
+    tenant_requests: Annotated[int, _about("Requests of one tenant at once; 0: unlimited", ge=0)] = 64
+    attempts: Annotated[int, _about("Backends that a request is tried on, at most", ge=1, le=10)] = 3
+    connect: Annotated[float, _about("Timeout for connecting to a backend", gt=0, unit="seconds")] = 2.0
     silence: Annotated[
-        float, _about("How long a backend or a caller may be silent in an answer", gt=0, unit="seconds")
+        float, _about("Timeout without progress of an answer, from the backend or to the caller", gt=0, unit="seconds")
     ] = 300.0
-    health: Annotated[float, _about("How often backends are looked at", gt=0, unit="seconds")] = 5.0
+    health: Annotated[float, _about("Interval of health checks of backends", gt=0, unit="seconds")] = 5.0
     prefill_workers: Annotated[int, _about("Engine processes that compute contexts for devices", ge=0, le=64)] = 1
-    max_waiting: Annotated[int, _about("Requests that may wait or run at once; more are told to come back", ge=1)] = 256
-    max_body: Annotated[int, _about("Largest request", ge=1 << 10, unit="bytes")] = 16 << 20
+    admin_token_file: Annotated[
+        str, _about("File of tokens that open status and explanations from other machines; empty: from this one only")
+    ] = ""
+    max_waiting: Annotated[int, _about("Requests queued or running at once; more are refused with 503", ge=1)] = 256
+    max_body: Annotated[int, _about("Largest request body", ge=1 << 10, unit="bytes")] = 16 << 20
+    max_bodies: Annotated[
+        int,
+        _about("Memory for bodies of requests under way; a tenant's at most half of what is left", unit="bytes"),
+    ] = 512 << 20
+    receive: Annotated[
+        float, _about("Time for the headers of a request to arrive, then for its body", gt=0, unit="seconds")
+    ] = 30.0
     record: Annotated[
-        str, _about("File to record requests in, as hashes and counts for `ctxreuse replay`; empty: off")
+        str, _about("Record requests to this file, as hashes and counts, for `ctxreuse replay`; empty: off")
     ] = ""
     record_bytes: Annotated[
-        int, _about("Disk that recordings may take, older ones included", ge=1 << 20, unit="bytes")
+        int, _about("Disk space of all recordings, older ones included", ge=1 << 20, unit="bytes")
     ] = 1_000_000_000
-    drain: Annotated[
-        float, _about("How long answers under way may take once the daemon was told to stop", ge=0, unit="seconds")
-    ] = 30.0
+    drain: Annotated[float, _about("Time for running requests to finish after a stop signal", ge=0, unit="seconds")] = (
+        30.0
+    )
     linger: Annotated[
-        float, _about("How long /readyz says no before connections are refused", ge=0, unit="seconds")
+        float, _about("Time between /readyz answering 503 and connections being refused", ge=0, unit="seconds")
     ] = 0.0
 
     def folder(self) -> Path:
@@ -219,9 +309,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Setting(NamedTuple):
-    """One setting: dotted ``name``, its plain ``type``, ``default``, what it is ``about``, and its ``unit`` if any.
+    """One setting: dotted name, type, default, description, and unit ("" if none).
 
-    ``rows`` is the struct of one entry where the value is a list of tables.
+    ``rows``: struct of an entry where the value is a list of tables.
     """
 
     name: str
@@ -233,19 +323,19 @@ class Setting(NamedTuple):
 
     @property
     def env(self) -> str:
-        """The environment variable that sets it."""
+        """Environment variable that sets it."""
         return ENV_PREFIX + self.name.upper().replace(".", "__")
 
     def show(self, value: Any) -> str:
-        """The value as TOML that reads back as the same value."""
+        """Format a value as TOML that reads back as the same value."""
         if self.unit:
             value = _UNITS[self.unit][1](value)
         return _toml(msgspec.to_builtins(value))
 
     def read(self, raw: Any, origin: str) -> Any:
-        """A checked value from TOML, environment or flag. Raises ConfigError naming the origin.
+        """Parse and check a value from TOML, environment or flag, where lists of tables are JSON unless in TOML.
 
-        Outside of TOML a list of tables is written as JSON.
+        Raises ConfigError, naming the origin.
         """
         typed = origin.startswith("file")
         try:
@@ -253,7 +343,7 @@ class Setting(NamedTuple):
                 raw = _UNITS[self.unit][0](raw)
             if self.rows is not None and isinstance(raw, str) and not typed:
                 return msgspec.json.decode(raw, type=self.type)
-            # Text from outside TOML has no types, so "4" must do for a number; a TOML value must have its own type.
+            # Outside TOML text has no types, so "4" is accepted for a number; a TOML value must have the right type.
             return msgspec.convert(raw, self.type, strict=typed)
         except (msgspec.MsgspecError, ConfigError) as error:
             fix = error.fix if isinstance(error, ConfigError) else f"The default is {self.show(self.default)}"
@@ -264,7 +354,7 @@ class Setting(NamedTuple):
 
 
 def settings(schema: type[msgspec.Struct] = Settings, prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a schema, in the order of its structs."""
+    """Iterate over the settings of a schema, in order."""
     hints = get_type_hints(schema, include_extras=True)
     for field in msgspec.structs.fields(schema):
         hint, name = hints[field.name], prefix + field.name

@@ -3,20 +3,20 @@
 from ctxreuse.cost.levels import Level, Unpacking
 from ctxreuse.cost.lines import DecodeLine, DiskLine, PrefillLine
 from ctxreuse.cost.link import LinkEstimate
-from ctxreuse.cost.log import DecisionLog, Record
-from ctxreuse.cost.pricing import CostModel, Decision, Path, Way
+from ctxreuse.cost.log import DecisionLog, DecisionRecord
+from ctxreuse.cost.pricing import CostModel, Decision, FetchPath, Way
 
 __all__ = [
     "CostModel",
     "Decision",
     "DecisionLog",
+    "DecisionRecord",
     "DecodeLine",
     "DiskLine",
+    "FetchPath",
     "Level",
     "LinkEstimate",
-    "Path",
     "PrefillLine",
-    "Record",
     "Unpacking",
     "Way",
 ]

@@ -46,17 +46,17 @@ class Unpacking:
         return max((one for one in found if one is not None), default=nbytes / _GUESS)
 
     def knows(self, level: str) -> bool:
-        """True once a block of this level was decoded."""
+        """Return True once a block of this level was decoded."""
         with self._lock:
             return level.partition("@")[0] in self._lines
 
     def dump(self) -> dict[str, list[tuple[float, ...]]]:
-        """The observations by level."""
+        """Return the observations by level."""
         with self._lock:
             return {name: line.dump() for name, line in self._lines.items()}
 
-    def restore(self, held: Mapping[str, Sequence[tuple[float, ...]]]) -> None:
+    def restore(self, cached: Mapping[str, Sequence[tuple[float, ...]]]) -> None:
         """Take what `dump` gave."""
         with self._lock:
-            for name, rows in held.items():
+            for name, rows in cached.items():
                 self._lines.setdefault(name, DiskLine()).restore(rows)

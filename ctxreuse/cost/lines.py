@@ -43,7 +43,7 @@ class _Line:
         self._found: Numbers | None = None
 
     def __len__(self) -> int:
-        """Number of observations held."""
+        """Number of observations kept."""
         return len(self._rows)
 
     def _observe(self, features: tuple[float, ...], seconds: float) -> None:
@@ -67,7 +67,7 @@ class _Line:
         return None if found is None else sum(map(float.__mul__, found, features))
 
     def dump(self) -> list[tuple[float, ...]]:
-        """The observations, oldest first, for `restore` in a later process."""
+        """Return the observations, oldest first, for `restore` in a later process."""
         with self._lock:
             return list(self._rows)
 
@@ -77,13 +77,13 @@ class _Line:
         good = [tuple(map(float, row)) for row in rows if len(row) == width]
         good = [row for row in good if all(0 <= x < 1e15 for x in row) and row[-1] >= _SHORTEST]
         with self._lock:
-            held = list(self._rows)
+            cached = list(self._rows)
             self._rows.clear()
-            self._rows.extend([*good, *held])
+            self._rows.extend([*good, *cached])
             self._found = None
 
     def check(self) -> None:
-        """Raises AssertionError if a prediction could be negative or not finite."""
+        """Raise AssertionError if a prediction could be negative or not finite."""
         found = self.coefficients
         assert found is None or all(math.isfinite(x) and x >= 0 for x in found), f"coefficients {found}"
         assert len(self._rows) <= _WINDOW
@@ -129,15 +129,15 @@ def _least(relative: Numbers, weight: Numbers, penalty: Numbers) -> Numbers:
 
 
 class PrefillLine(_Line):
-    """Seconds to compute n tokens behind p held ones: ``a + b·n + c·n·(p + n/2)``.
+    """Seconds to compute n tokens behind p cached ones: ``a + b·n + c·n·(p + n/2)``.
 
-    a: what any forward costs; b: the layers' matrices; c: attention over all that is held (n·p + n²/2 pairs).
+    a: what any forward costs; b: the layers' matrices; c: attention over the whole context (n·p + n²/2 pairs).
     """
 
     penalty = (1e-4, 1e-7, 1e-4)
 
     def observe(self, n: int, p: int, seconds: float) -> None:
-        """``n`` tokens behind ``p`` held ones took so long."""
+        """Add an observation: ``n`` tokens behind ``p`` cached ones took ``seconds``."""
         if n > 0 <= p:
             self._observe(self._features(n, p), seconds)
 
@@ -151,12 +151,12 @@ class PrefillLine(_Line):
 
 
 class DecodeLine(_Line):
-    """Seconds of one generated token behind p held ones: ``a + b·p``."""
+    """Seconds of one generated token behind p cached ones: ``a + b·p``."""
 
     penalty = (1e-7, 1e-4)
 
     def observe(self, p: int, seconds: float) -> None:
-        """One token behind ``p`` held ones took so long."""
+        """Add an observation: one token behind ``p`` cached ones took ``seconds``."""
         self._observe((1.0, float(p)), seconds)
 
     def seconds(self, p: int) -> float | None:

@@ -44,13 +44,13 @@ class LinkEstimate:
             self._seconds = self._seconds * fade + seconds
 
     def rtt_seen(self, seconds: float) -> None:
-        """A round trip of a small message took so long."""
+        """Learn from the round trip of a small message."""
         if math.isfinite(seconds) and seconds > 0:
             with self._lock:
                 self._trips.append(seconds)
 
     def encoding_seen(self, packed: float, lossy: float) -> None:
-        """The peer says that it encodes a byte of raw planes in so many seconds."""
+        """Learn the peer's seconds for encoding a byte of raw planes."""
         if packed >= 0 <= lossy and math.isfinite(packed + lossy):
             with self._lock:
                 self._encoding = packed, lossy

@@ -9,15 +9,15 @@ from collections import deque
 
 import msgspec
 
-__all__ = ["DecisionLog", "Record"]
+__all__ = ["DecisionLog", "DecisionRecord"]
 
 _logger = logging.getLogger("ctxreuse.cost")
 
 
-class Record(msgspec.Struct, frozen=True):
+class DecisionRecord(msgspec.Struct, frozen=True):
     """One decision: ``way`` as decided and ``took`` as it went (they differ after a switch on the way).
 
-    ``tokens``: prompt tokens that the engine's memory lacked. Seconds until the logits; ``predicted`` is None where
+    ``tokens``: prompt tokens missing in the engine's memory. Seconds until the logits; ``predicted`` is None where
     nothing was known yet. ``peer`` is "" where no other node took part.
     """
 
@@ -39,12 +39,12 @@ class DecisionLog:
 
     def __init__(self, capacity: int = 256) -> None:
         self._lock = threading.Lock()
-        self._held: deque[Record] = deque(maxlen=capacity)
+        self._records: deque[DecisionRecord] = deque(maxlen=capacity)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: DecisionRecord) -> None:
         """Keep a decision that has been carried out; also a line of the logger ``ctxreuse.cost`` at level debug."""
         with self._lock:
-            self._held.append(record)
+            self._records.append(record)
         _logger.debug(
             "%s (%s) of %d tokens: predicted %s s, took %.4f s%s",
             record.way,
@@ -55,12 +55,12 @@ class DecisionLog:
             f", peer {record.peer}" if record.peer else "",
         )
 
-    def records(self) -> tuple[Record, ...]:
-        """All that are held, oldest first."""
+    def records(self) -> tuple[DecisionRecord, ...]:
+        """Return all records kept, oldest first."""
         with self._lock:
-            return tuple(self._held)
+            return tuple(self._records)
 
     def error(self) -> float | None:
-        """Median relative error of the predictions held; None if there was none."""
+        """Median relative error of the kept predictions; None without any."""
         errors = [e for record in self.records() if (e := record.error) is not None]
         return statistics.median(errors) if errors else None

@@ -1,4 +1,4 @@
-"""Prices every way to get what a prompt lacks, and chooses the one with the least predicted seconds."""
+"""Price every way to get the missing part of a prompt, and choose the one with the least predicted seconds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from ctxreuse.block.levels import EXACT, expected_kl
 from ctxreuse.cost.levels import Unpacking
 from ctxreuse.cost.lines import DecodeLine, DiskLine, PrefillLine
 from ctxreuse.cost.log import DecisionLog
-from ctxreuse.levels import EXACT, damage
 
-__all__ = ["CostModel", "Decision", "Path", "Way"]
+__all__ = ["CostModel", "Decision", "FetchPath", "Way"]
 
-#: ``recompute``: compute all that lacks. ``load``: from the local store. ``layers``: fetch, layer by layer, and compute
-#: the rest behind the layers as they come. ``tail``: fetch from the end while computing from the front.
+#: ``recompute``: compute all that is missing. ``load``: from the local store. ``layers``: fetch, layer by layer, and
+#: compute the rest behind the layers as they come. ``tail``: fetch from the end while computing from the front.
 Way = Literal["recompute", "load", "layers", "tail"]
 
 #: Seconds that a fetch costs beside its bytes: asking, audit, bookkeeping.
@@ -23,7 +23,7 @@ _SETUP = 0.004
 _COPY = 8e9
 #: Seconds a token, where nothing has been measured: only to bound how long an answer of a peer is worth waiting for.
 _GUESS = 1e-3
-#: What waiting for a peer's answer may cost, as a share of computing what lacks.
+#: What waiting for a peer's answer may cost, as a share of computing what is missing.
 _PATIENCE = 0.05
 #: Computing and receiving at once share the cores: computing takes this share longer, and each byte received takes time
 #: from it. Fitted to what both ends at once took over 20 Mbit/s to 1 Gbit/s (``bench fetch``, two cores that also ran
@@ -41,7 +41,7 @@ _KNOWN = 3
 _TOGETHER = 512
 
 
-class Path(msgspec.Struct, frozen=True):
+class FetchPath(msgspec.Struct, frozen=True):
     """What fetching from one peer looks like.
 
     ``token_nbytes``: bytes of one token on the wire; ``bandwidth`` (bytes/s) and ``rtt`` (s) 0 if unknown; ``delay``:
@@ -55,6 +55,14 @@ class Path(msgspec.Struct, frozen=True):
     delay: float = 0.0
     computes: bool = False
     levels: tuple[tuple[str, float, float], ...] = ()
+
+
+class _Span(NamedTuple):
+    """Tokens of a prompt: ``cached`` here, a peer has those up to ``reach``, of ``total``."""
+
+    cached: int
+    reach: int
+    total: int
 
 
 class _Priced(NamedTuple):
@@ -102,56 +110,61 @@ class CostModel:
 
     def __init__(self, *, log: DecisionLog | None = None) -> None:
         self.prefill, self.decode, self.disk = PrefillLine(), DecodeLine(), DiskLine()
-        #: Of chunks that were moved, probing them included. Each process learns that anew: whoever stops moving as it
-        #: once took long would never learn that it does no more.
-        self.move = DiskLine()
+        #: Relocating chunks, probes included. Not saved: a process that stopped relocating because it once was slow
+        #: would never learn that it no longer is.
+        self.relocate = DiskLine()
         self.unpack = Unpacking()
         self.log = log if log is not None else DecisionLog()
 
     def dump(self) -> bytes:
-        """The observations, for `restore` after a restart."""
+        """Return the observations, for `restore` after a restart."""
         lines = self.prefill.dump(), self.decode.dump(), self.disk.dump(), self.unpack.dump()
         return msgspec.msgpack.encode(_Dump(1, *lines))
 
     def restore(self, data: bytes) -> bool:
         """Take what `dump` gave; False, and nothing changes, if the bytes are none of it."""
         try:
-            held = msgspec.msgpack.decode(data, type=_Dump)
+            cached = msgspec.msgpack.decode(data, type=_Dump)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return False
-        if held.version != 1:
+        if cached.version != 1:
             return False
-        self.prefill.restore(held.prefill)
-        self.decode.restore(held.decode)
-        self.disk.restore(held.disk)
-        self.unpack.restore(held.unpack)
+        self.prefill.restore(cached.prefill)
+        self.decode.restore(cached.decode)
+        self.disk.restore(cached.disk)
+        self.unpack.restore(cached.unpack)
         return True
 
-    def patience(self, missing: int, held: int) -> float:
-        """Seconds that asking another node for ``missing`` tokens behind ``held`` ones may take."""
-        whole = self.prefill.seconds(missing, held)
+    def patience(self, missing: int, cached: int) -> float:
+        """Return the seconds that asking another node for ``missing`` tokens behind ``cached`` ones may take."""
+        whole = self.prefill.seconds(missing, cached)
         return _PATIENCE * (missing * _GUESS if whole is None else whole)
 
     def loads(self, tokens: int, nbytes: int) -> bool:
-        """Whether loading a stored prefix is predicted to beat computing it; yes while one of them is unknown."""
+        """Return True if loading a stored prefix is predicted to beat computing it, or one of them is unknown."""
         load, compute = self.disk.seconds(nbytes), self.prefill.seconds(tokens)
         return load is None or compute is None or load < compute
 
-    def local(self, held_nbytes: int, missing: int, held: int) -> float | None:
-        """Seconds to load ``held_nbytes`` and compute ``missing`` tokens behind the ``held`` ones; None if unknown."""
-        load, compute = self.disk.seconds(held_nbytes), self.prefill.seconds(missing, held)
+    def local(self, cached_nbytes: int, missing: int, cached: int) -> float | None:
+        """Predict loading ``cached_nbytes`` and computing ``missing`` tokens behind ``cached`` ones; None if
+        unknown."""
+        load, compute = self.disk.seconds(cached_nbytes), self.prefill.seconds(missing, cached)
         return None if load is None or compute is None else load + compute
 
-    def moves(self, nbytes: int, lacking: int, left: int, held: int) -> bool:
-        """Whether moving ``nbytes`` of stored chunks, which leaves ``left`` of the ``lacking`` tokens behind the
-        ``held`` ones to compute, is predicted to beat computing all of them; yes while little is known."""
-        whole, rest = self.prefill.seconds(lacking, held), self.prefill.seconds(left, held)
-        move = self.move.seconds(nbytes) if len(self.move) >= _KNOWN else None
-        return move is None or whole is None or rest is None or move + rest < whole
+    def relocation_pays(self, nbytes: int, missing: int, left: int, cached: int) -> bool:
+        """Return True if relocating chunks is predicted to beat computing all ``missing`` tokens, or little is known.
 
-    def meet(self, start: int, end: int, rate: float, lead: float) -> int | None:
-        """How many tokens from ``start`` on to compute until the ends meet, if the link brings those before ``end``,
-        the last first, at ``rate`` tokens/s after ``lead`` seconds. None if the engine's speed is unknown."""
+        ``nbytes`` of stored chunks leave ``left`` of those tokens, behind the ``cached`` ones, to compute.
+        """
+        whole, rest = self.prefill.seconds(missing, cached), self.prefill.seconds(left, cached)
+        relocate = self.relocate.seconds(nbytes) if len(self.relocate) >= _KNOWN else None
+        return relocate is None or whole is None or rest is None or relocate + rest < whole
+
+    def meeting_point(self, start: int, end: int, rate: float, lead: float) -> int | None:
+        """Return how many tokens from ``start`` on to compute until both ends meet; None if the speed is unknown.
+
+        The link brings the tokens before ``end``, the last first, at ``rate`` tokens/s after ``lead`` seconds.
+        """
         gap = end - start
         if self.prefill.seconds(1) is None:
             return None
@@ -165,19 +178,20 @@ class CostModel:
                 low = x + 1
         return low
 
-    def choose(self, held: int, reach: int, total: int, path: Path, layers: int) -> Decision:
-        """How to get tokens ``held`` to ``total`` of a prompt if a peer has those up to ``reach``.
+    def choose(self, cached: int, reach: int, total: int, path: FetchPath, layers: int) -> Decision:
+        """Choose how to get tokens ``cached`` to ``total`` of a prompt if a peer has those up to ``reach``.
 
-        ``layers``: how many layers have planes. All in tokens; ``held <= reach < total``.
+        ``layers``: how many layers have planes. All in tokens; ``cached <= reach < total``.
         """
-        compute = self.prefill.seconds(total - held, held)
+        compute = self.prefill.seconds(total - cached, cached)
         rest = self.prefill.seconds(total - reach, reach)
         if compute is None or rest is None or path.bandwidth <= 0:
             # Of an unknown link it is only known that fewer bytes come sooner.
             level = min(path.levels, key=lambda one: one[1], default=(EXACT, 0.0, 0.0))[0]
             return Decision("recompute" if path.computes else "tail", None, {}, compute, level)
+        span = _Span(cached, reach, total)
         priced = {
-            level: self._priced(level, nbytes, making, held, reach, total, path, layers)
+            level: self._priced(level, nbytes, making, span, path, layers)
             for level, nbytes, making in ((EXACT, path.token_nbytes, 0.0), *path.levels)
         }
         ways: dict[str, float] = {"recompute": compute}
@@ -191,18 +205,19 @@ class CostModel:
         # Of equal damage the quicker; of what is quick enough the least damage.
         level = min(
             (level for level, way in best.items() if priced[level][way].risked <= least * (1 + _FINER)),
-            key=lambda level: (damage(level), priced[level][best[level]].risked),
+            key=lambda level: (expected_kl(level), priced[level][best[level]].risked),
         )
         way, chosen = best[level], priced[level][best[level]]
         within = chosen.wire + max(0.0, least * (1 + _FINER) - chosen.risked)
         return Decision(way, chosen.seconds, ways, compute, level, within, chosen.tokens)  # type: ignore[arg-type]
 
     def _priced(
-        self, level: str, token_nbytes: float, making: float, held: int, reach: int, total: int, path: Path, layers: int
+        self, level: str, token_nbytes: float, making: float, span: _Span, path: FetchPath, layers: int
     ) -> dict[str, _Priced]:
-        """Every way to fetch at a level whose tokens take the peer ``making`` seconds each to encode."""
+        """Price every way to fetch at a level whose tokens take the peer ``making`` seconds each to encode."""
+        cached, reach, total = span
         rest = self.prefill.seconds(total - reach, reach) or 0.0
-        exact, n = level == EXACT, reach - held
+        exact, n = level == EXACT, reach - cached
         nbytes = n * token_nbytes
         wire = nbytes / path.bandwidth
         # Decoding goes on beside the link as copying does, and is counted in its place.
@@ -219,9 +234,9 @@ class CostModel:
         ways = {"layers": _Priced(seconds, seconds + _RISK * wire, made + wire, n)}
         if not path.computes:
             each = max(token_nbytes / path.bandwidth, making)  # encoded beside the link
-            x = self.meet(held, reach, 1 / each, lead) or 0
+            x = self.meeting_point(cached, reach, 1 / each, lead) or 0
             fetched = n - x
-            computed = (1 + _SHARED) * (self.prefill.seconds(x, held) or 0.0) + fetched * token_nbytes / _TAKE
+            computed = (1 + _SHARED) * (self.prefill.seconds(x, cached) or 0.0) + fetched * token_nbytes / _TAKE
             load = 2 * fetched * path.token_nbytes / _COPY
             if not exact:
                 load = self.unpack.seconds(level, int(fetched * path.token_nbytes)) if fetched else 0.0

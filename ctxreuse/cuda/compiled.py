@@ -51,9 +51,9 @@ def compile_text(nvcc: str, folder: Path) -> Mapping[str, Usage]:
             )
             for name in FILES
         }
-        said = {name: process.communicate()[1] for name, process in running.items()}
+        errors = {name: process.communicate()[1] for name, process in running.items()}
     for name, process in running.items():
         if process.returncode:
-            raise ConfigError(f"nvcc refuses {name}: {said[name][-2000:]}", where=nvcc)
-        found |= {kernel: Usage(int(used), int(spilled)) for kernel, spilled, used in _USED.findall(said[name])}
+            raise ConfigError(f"nvcc refuses {name}: {errors[name][-2000:]}", where=nvcc)
+        found |= {kernel: Usage(int(used), int(spilled)) for kernel, spilled, used in _USED.findall(errors[name])}
     return found

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.codec.card import SINKS
+from ctxreuse.codec.profile import SINKS
 from ctxreuse.cuda.cells import ENTRY
 from ctxreuse.cuda.layout import CELL, PLANE
-from ctxreuse.cuda.planes import DeviceCard, Pages, angles_on, paged
+from ctxreuse.cuda.planes import Pages, angles_on, paged
+from ctxreuse.cuda.profile import DeviceProfile
 from ctxreuse.cuda.rans import CODE, on_host
 
 __all__ = ["PagedPlane", "encode_planes"]
@@ -31,20 +32,20 @@ class PagedPlane(NamedTuple):
     start: int = 0
 
 
-def encode_planes(card: DeviceCard, planes: Sequence[PagedPlane]) -> list[npt.NDArray[np.uint8]]:
-    """The coded stream of each plane at the card's level, uint8 on the host. Waits for the device.
+def encode_planes(profile: DeviceProfile, planes: Sequence[PagedPlane]) -> list[npt.NDArray[np.uint8]]:
+    """The coded stream of each plane at the profile's level, uint8 on the host. Waits for the device.
 
-    Pages must be of the type of the card's model space. The first tokens of a context and those that no number can
-    stand for are kept raw, in 16 bits. ValueError for pages; 1 to 65,535 tokens a plane.
+    Pages must be of the type of the model space. The first tokens of a context and those out of range are kept raw, in
+    16 bits. ValueError for pages; 1 to 65,535 tokens a plane.
     """
     if not planes:
         return []
-    launcher, xp = card.launcher, card.launcher.xp
-    held: list[Any] = []
+    launcher, xp = profile.launcher, profile.launcher.xp
+    kept: list[Any] = []
     angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
-    records = np.array([_record(card, one, angles, held) for one in planes], PLANE)
-    cells = np.concatenate([_cells(card, i, one) for i, one in enumerate(planes)])
-    of = card.book_groups[cells["group"]]
+    records = np.array([_record(profile, one, angles, kept) for one in planes], PLANE)
+    cells = np.concatenate([_cells(profile, i, one) for i, one in enumerate(planes)])
+    of = profile.book_groups[cells["group"]]
     rooms = 128 + 32 * of["components"].astype(np.int64)
     amounts = 64 * of["components"].astype(np.int64)
     cells["data"], cells["more"] = np.cumsum(amounts) - amounts, np.cumsum(rooms) - rooms
@@ -61,28 +62,28 @@ def encode_planes(card: DeviceCard, planes: Sequence[PagedPlane]) -> list[npt.ND
         len(cells),
         _THREADS,
         shared,
-        (listed, given, card.groups, card.book, numbers, seeds, status),
+        (listed, given, profile.groups, profile.book, numbers, seeds, status),
     )
     blocks = -(-len(cells) // _WARPS)
-    known = np.uint32(card.known)
+    known = np.uint32(profile.known)
     launcher.launch(
         "ctx_klt_code",
         blocks,
         _WARPS * _WARP,
-        card.known * CODE.itemsize,
-        (listed, count, card.groups, card.book, card.codes, known, numbers, seeds, words),
+        profile.known * CODE.itemsize,
+        (listed, count, profile.groups, profile.book, profile.codes, known, numbers, seeds, words),
     )
     if on_host(status).any():
         raise ValueError("the page table has no page for a token")
     coded = on_host(listed).view(CELL)
-    places, heads, size = _laid_out(card, coded, planes)
+    places, heads, size = _laid_out(profile, coded, planes)
     out = xp.empty(size, np.uint8)
     launcher.launch(
         "ctx_klt_pack",
         blocks,
         _WARPS * _WARP,
         0,
-        (listed, count, given, card.groups, card.book, card.codes, numbers, words, xp.asarray(places), out),
+        (listed, count, given, profile.groups, profile.book, profile.codes, numbers, words, xp.asarray(places), out),
     )
     data = np.array(on_host(out))
     streams = []
@@ -93,27 +94,27 @@ def encode_planes(card: DeviceCard, planes: Sequence[PagedPlane]) -> list[npt.ND
 
 
 def _record(
-    card: DeviceCard, one: PagedPlane, angles: dict[tuple[int, int, int], tuple[Any, Any]], held: list[Any]
+    profile: DeviceProfile, one: PagedPlane, angles: dict[tuple[int, int, int], tuple[Any, Any]], kept: list[Any]
 ) -> np.void:
     where = f"layer {one.layer} {one.role}"
     if not 0 < one.tokens < 1 << 16:
         raise ValueError(f"a coded plane has 1 to 65,535 tokens, not {one.tokens} ({where})")
-    plane = card.card.planes[card.number(one.layer, one.role)]
-    out = paged(card, plane, one.pages, one.row, one.tokens, held, where)
-    if out["type"] != card.type:
+    plane = profile.profile.planes[profile.number(one.layer, one.role)]
+    out = paged(profile, plane, one.pages, one.row, one.tokens, kept, where)
+    if out["type"] != profile.type:
         raise ValueError(f"pages: {one.pages.dtype} is not the type of the model space ({where})")
-    out["raw_type"] = card.raw_type
-    found = angles_on(card, plane, one.start, one.tokens, angles, undo=True)
+    out["raw_type"] = profile.raw_type
+    found = angles_on(profile, plane, one.start, one.tokens, angles, undo=True)
     out["interleaved"], out["angles"], out["cosine"], out["sine"] = found
     return out
 
 
-def _cells(card: DeviceCard, number: int, one: PagedPlane) -> npt.NDArray[np.void]:
-    plane = card.number(one.layer, one.role)
-    groups = len(card.card.planes[plane].groups)
+def _cells(profile: DeviceProfile, number: int, one: PagedPlane) -> npt.NDArray[np.void]:
+    plane = profile.number(one.layer, one.role)
+    groups = len(profile.profile.planes[plane].groups)
     cells = np.zeros(-(-one.tokens // 64) * groups, CELL)
     index = np.arange(len(cells))
-    cells["plane"], cells["group"] = number, card.card.first_group[plane] + index % groups
+    cells["plane"], cells["group"] = number, profile.profile.first_group[plane] + index % groups
     cells["first"] = index // groups * 64
     cells["tokens"] = np.minimum(64, one.tokens - cells["first"])
     sinks = np.clip(SINKS - one.start - cells["first"].astype(np.int64), 0, cells["tokens"])
@@ -122,11 +123,11 @@ def _cells(card: DeviceCard, number: int, one: PagedPlane) -> npt.NDArray[np.voi
 
 
 def _laid_out(
-    card: DeviceCard, cells: npt.NDArray[np.void], planes: Sequence[PagedPlane]
+    profile: DeviceProfile, cells: npt.NDArray[np.void], planes: Sequence[PagedPlane]
 ) -> tuple[npt.NDArray[np.uint64], list[tuple[int, int, bytes]], int]:
     """Where each cell's body goes; each stream's start, end and head; bytes of all."""
-    of = card.book_groups[cells["group"]]
-    item = 4 if card.raw_type == 0 else 2
+    of = profile.book_groups[cells["group"]]
+    item = 4 if profile.raw_type == 0 else 2
     bodies = (
         cells["bytes"].astype(np.int64)
         + -(-cells["tokens"].astype(np.int64) // 8) * of["shifts"]
@@ -142,7 +143,7 @@ def _laid_out(
         mine = cells[last[number] + 1 - count : last[number] + 1]
         entries = np.zeros(count, ENTRY)
         entries["raw"], entries["bytes"], entries["escapes"] = mine["raw"], mine["bytes"], mine["escapes"]
-        head = bytes([1, card.level, 0, 0]) + one.tokens.to_bytes(2, "little") + count.to_bytes(2, "little")
+        head = bytes([1, profile.level, 0, 0]) + one.tokens.to_bytes(2, "little") + count.to_bytes(2, "little")
         end = int(ends[last[number]])
         heads.append((start, end, head + entries.tobytes()))
         start = end

@@ -1,4 +1,4 @@
-"""Where the CUDA kernels' text lies, how it is compiled for the device that is here, and how a kernel is started."""
+"""The CUDA kernels: their source files, their compilation for the current device, and their launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A card's transforms as the CUDA kernels read them: the structures of `native/cuda/klt.cuh`, field by field."""
+"""A profile's transforms as the CUDA kernels read them: the structures of `native/cuda/klt.cuh`, field by field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.codec.card import ChannelGroup, Coding
+from ctxreuse.codec.profile import ChannelGroup, Coding
 
 __all__ = ["CELL", "GROUP", "NONE", "PLANE", "RUN", "Book", "fragments", "runs_of"]
 
@@ -51,7 +51,7 @@ class Book:
         self.add(np.exp2((np.arange(16) - 15.5) / 16))
 
     def add(self, array: npt.NDArray[np.generic]) -> int:
-        """Append an array; where it lies, in bytes."""
+        """Append an array; returns its offset in bytes."""
         at, data = self._size, np.ascontiguousarray(array).tobytes()
         data += bytes(-len(data) % 16)
         self._parts.append(data)
@@ -121,14 +121,14 @@ def runs_of(
     ValueError unless heads and rotation are multiples of 8 channels.
     """
     style, angles = rotary
-    turned = 2 * angles if style != "none" else 0
-    if dim % 8 or turned % 8 or turned > dim:
-        raise ValueError(f"heads of {dim} channels, {turned} of them rotated: the device needs multiples of 8")
+    rotated = 2 * angles if style != "none" else 0
+    if dim % 8 or rotated % 8 or rotated > dim:
+        raise ValueError(f"heads of {dim} channels, {rotated} of them rotated: the device needs multiples of 8")
     rows: list[tuple[int, int, int]] = []  # two runs of a head, and the angle
-    for at in range(0, turned, 8):
+    for at in range(0, rotated, 8):
         one = at // 2 if style == "half" else at
         rows.append((one, one + (angles if style == "half" else 4), at // 2))
-    rows += [(at, at + 4, NONE) for at in range(turned, dim, 8)]
+    rows += [(at, at + 4, NONE) for at in range(rotated, dim, 8)]
     out = np.zeros(-(-heads * len(rows) // 4) * 4, RUN)
     out["head"] = NONE
     for i, (head, (one, two, angle)) in enumerate((head, row) for head in range(heads) for row in rows):

@@ -169,7 +169,7 @@ def encode(
 
 
 def count(launcher: Launcher, symbols: Any, table_of_step: Any, tables: int) -> Any:
-    """How often each symbol stands under each table, uint32 [tables, 32] on the device, as rans_count.
+    """Count each symbol by table, uint32 [tables, 32] on the device, as rans_count.
 
     ValueError for a symbol of 32 or more and for a step without table.
     """
@@ -189,7 +189,7 @@ def count(launcher: Launcher, symbols: Any, table_of_step: Any, tables: int) -> 
 
 def on_host(array: Any) -> npt.NDArray[Any]:
     """A copy in the host's memory, waiting for what is queued."""
-    return np.asarray(array.get() if hasattr(array, "get") else array)
+    return np.asarray(array if isinstance(array, np.ndarray) else array.get())
 
 
 def _fits(launcher: Launcher, shared: int, tables: RansTables) -> None:

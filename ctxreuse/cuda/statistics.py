@@ -1,4 +1,4 @@
-"""Sums over tokens and logits on a device, through numba.cuda: what calibration and exit gates look at.
+"""Sums over tokens and logits on a device, through numba.cuda: the figures of calibration and exit gates.
 
 Kernels without warp intrinsics, so that numba's simulator runs the same code on a CPU (``NUMBA_ENABLE_CUDASIM=1``
 before the first import). Arrays are anything with ``__cuda_array_interface__`` (cupy, torch), or numpy's, which are

@@ -1,1 +1,1 @@
-"""What the daemons share: logs, the OpenAI API's words, probes, who may ask, and a life cycle that loses nothing."""
+"""What the daemons share: life cycle, middleware, the OpenAI API, probes, logs, and a client."""

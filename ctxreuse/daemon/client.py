@@ -1,4 +1,4 @@
-"""Talking to a running daemon from the same machine: JSON requests and streamed events, with the standard library."""
+"""A client of a running daemon: JSON requests and streamed events, with the standard library only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import http.client
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from ctxreuse.daemon.address import parse_address
 from ctxreuse.errors import (
     ConfigError,
     ContextTooLongError,
@@ -31,7 +31,7 @@ _KINDS: dict[str, type[CtxReuseError]] = {
 
 
 class Events:
-    """The events of one streamed answer, as dicts; closing it before the end cancels the answer. Not thread-safe."""
+    """The events of a streamed answer, as dicts; closing it early cancels the answer. Not thread-safe."""
 
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, url: str) -> None:
         self._connection, self._answer, self.url = connection, answer, url
@@ -40,12 +40,12 @@ class Events:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """The next event. Raises LinkDownError if the connection ends before the last one."""
+        """Return the next event. Raises LinkDownError if the connection ends early."""
         try:
             while True:
                 line = self._answer.readline(_MAX_LINE)
                 if not line:
-                    raise LinkDownError("the daemon broke off in the middle of an answer", where=self.url)
+                    raise LinkDownError("the daemon broke off during an answer", where=self.url)
                 if line.strip() == b"data: [DONE]":
                     self.close()
                     raise StopIteration
@@ -63,29 +63,24 @@ class Events:
             raise
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._answer.close()
         self._connection.close()
 
 
 class Client:
-    """One daemon at ``url``. Any thread may call: each request has a connection of its own.
+    """A daemon at ``url``, which may contain an API key: ``http://KEY@127.0.0.1:7351``. Thread-safe.
 
-    A key may stand in the URL: ``http://KEY@127.0.0.1:7351``. ``timeout``: seconds without a sign of life. Errors of
-    the daemon are raised as what they are there; LinkDownError if it cannot be reached.
+    Errors of the daemon are raised with their own types, LinkDownError if it is unreachable or silent for ``timeout``
+    seconds.
     """
 
-    def __init__(self, url: str, *, key: str = "", timeout: float = 600.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"{url!r} is not the address of a daemon", fix="Write http://127.0.0.1:7351")
-        try:
-            self._host, self._port = parts.hostname, parts.port or 80
-        except ValueError:
-            raise ConfigError(f"{url!r} has no valid port", fix="Write http://127.0.0.1:7351") from None
-        self._key = key or unquote(parts.username or "")
+    def __init__(self, url: str, *, key: str = "", timeout: float = 600.0, program: str = "ctxreuse-edge") -> None:
+        """``program``: the daemon's command, for the advice if it does not answer."""
+        self._address, self._program = parse_address(url), program
+        self._key = key or self._address.key
         self._timeout = timeout
-        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        self.url = self._address.url
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send ``body`` as JSON and return the answer's JSON."""
@@ -97,7 +92,7 @@ class Client:
             except (OSError, http.client.HTTPException) as error:
                 raise LinkDownError(f"the answer broke off: {error}", where=self.url) from None
             except msgspec.DecodeError:
-                raise LinkDownError("what answers there is no daemon of ctxreuse", where=self.url) from None
+                raise LinkDownError("the server there is not a daemon of ctxreuse", where=self.url) from None
 
     def stream(self, path: str, body: Any) -> Events:
         """POST ``body`` as JSON and return the events of the answer as they come."""
@@ -105,7 +100,9 @@ class Client:
         return Events(connection, answer, self.url)
 
     def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        secure = self._address.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(self._address.host, self._address.port, timeout=self._timeout)
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -116,7 +113,7 @@ class Client:
                 raise _error(answer.status, answer.read(_MAX_LINE), self.url)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            fix = "Start it with `ctxreuse-edge serve`, or name its address"
+            fix = f"Start it with `{self._program} serve`, or correct its address"
             raise LinkDownError(f"no daemon answers: {error}", where=self.url, fix=fix) from None
         except CtxReuseError:
             connection.close()
@@ -130,7 +127,7 @@ def _error(status: int, body: bytes, url: str) -> CtxReuseError:
         error = msgspec.json.decode(body)["error"]
         message, code = str(error["message"]), str(error["code"])
     if status == 401:
-        return ConfigError(message, where=url, fix="Give the key in the address: http://KEY@127.0.0.1:7351")
+        return ConfigError(message, where=url, fix="Write the API key into the address: http://KEY@127.0.0.1:7351")
     if status in (502, 503):
         return LinkDownError(message, where=url)
     return _KINDS.get(code, EngineError)(message, where=url)

@@ -1,7 +1,7 @@
-"""Logs of a daemon: standard logging, as lines for people or as JSON, each with the request it belongs to.
+"""Logs of a daemon: standard logging, as text lines or JSON objects, each with the id of its request.
 
-A module logs as everywhere: ``logging.getLogger(__name__).info("bound", extra={"url": url})``. What stands in ``extra``
-and what `fields` put around the call appear as ``url=...`` at the end of a text line, or as members of the JSON object.
+The ``extra`` of a record and the `fields` around the call appear as ``url=...`` at the end of a text line, or as
+members of the JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Lines", "fields", "setup"]
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
-# A level below warning is for our own lines: libraries would drown them.
+# Levels below warning are for our own loggers: libraries log too much.
 _OURS = ("ctxreuse", "ctxreuse_agents", "ctxreuse_cloud", "ctxreuse_edge")
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -30,7 +30,7 @@ _fields: ContextVar[Mapping[str, Any]] = ContextVar("ctxreuse_log_fields", defau
 
 @contextlib.contextmanager
 def fields(**more: Any) -> Iterator[None]:
-    """Add fields to every line that this task or thread logs inside the ``with`` block."""
+    """Add fields to all records that this task or thread logs inside the ``with`` block."""
     token = _fields.set({**_fields.get(), **more})
     try:
         yield
@@ -39,9 +39,9 @@ def fields(**more: Any) -> Iterator[None]:
 
 
 class Lines(logging.Formatter):
-    """One record, one line: ``time level logger message field=value …``, or a JSON object of the same.
+    """Formats a record as ``time level logger message field=value …``, or as a JSON object, with times in UTC.
 
-    The text form gives a traceback lines of its own; in JSON it is the member ``error``. Times are UTC.
+    A traceback follows on separate lines; in JSON it is the member ``error``.
     """
 
     def __init__(self, form: Literal["text", "json"]) -> None:
@@ -58,7 +58,7 @@ class Lines(logging.Formatter):
             body = {"time": time, "level": level, "logger": record.name, "message": text, **extra}
             return msgspec.json.encode(body | ({"error": error} if error else {}), enc_hook=repr).decode()
         if not text.isprintable():
-            # What came from outside must neither begin a line of its own nor command a terminal.
+            # Input from outside must neither begin a new line nor control a terminal.
             text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         words = [time, f"{level:<7}", record.name, text]
         words += [f"{name}={_shown(value)}" for name, value in extra.items()]
@@ -72,10 +72,7 @@ def _shown(value: Any) -> str:
 
 
 def setup(form: Literal["text", "json"] = "text", level: str = "info", stream: TextIO | None = None) -> None:
-    """Send all logs of this process, warnings of libraries included, to ``stream`` (standard error).
-
-    A second call replaces the first.
-    """
+    """Send all logs of this process, with warnings of libraries, to ``stream`` (standard error). Repeatable."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if isinstance(handler.formatter, Lines):

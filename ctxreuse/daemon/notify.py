@@ -1,7 +1,4 @@
-"""Telling systemd how the service stands: ready, stopping, still alive; nothing happens where no systemd listens.
-
-The protocol is one datagram of ``NAME=value`` lines to the socket that ``NOTIFY_SOCKET`` names (see sd_notify(3)).
-"""
+"""Notify systemd that the service is ready, stopping or alive: one datagram to ``NOTIFY_SOCKET``, see sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ __all__ = ["notify", "watchdog_seconds"]
 
 
 def notify(*lines: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Send ``READY=1``, ``STATUS=…`` and the like; False if nobody listens. Never raises."""
+    """Send lines such as ``READY=1`` or ``STATUS=…``; False without a listener. Raises nothing."""
     address = env.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return False
@@ -25,7 +22,7 @@ def notify(*lines: str, env: Mapping[str, str] = os.environ) -> bool:
 
 
 def watchdog_seconds(env: Mapping[str, str] = os.environ, pid: int | None = None) -> float:
-    """How often systemd wants ``WATCHDOG=1`` from this process at least; 0 if it does not."""
+    """Return the interval in which systemd expects ``WATCHDOG=1`` from this process; 0: not at all."""
     if env.get("WATCHDOG_PID", "") not in ("", str(os.getpid() if pid is None else pid)):
         return 0.0
     text = env.get("WATCHDOG_USEC", "")

@@ -1,33 +1,41 @@
-"""The OpenAI API's words: requests, answers, streamed chunks and errors, as structs.
+"""The OpenAI API: requests, answers, streamed chunks and errors, as structs.
 
-Unknown fields of a request are left alone, as clients send new ones each month; a known field of a wrong type or out
-of its range is refused with its name. `usage` says besides the usual counts how many prompt tokens came from where.
+Unknown fields of requests are ignored, as clients send new ones every month, and named in a header of the answer; a
+known field with a wrong type or value is refused by name. `usage` has the usual counts, and prompt tokens by source.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from functools import cache
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from ctxreuse.engines.sampling import MAX_BIAS
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import (
     ConfigError,
     ContextTooLongError,
     CtxReuseError,
+    EngineDiedError,
     EngineError,
     LinkError,
     SessionError,
     StoreError,
     TokenRangeError,
 )
-from ctxreuse.metrics import SOURCES, Spent
+from ctxreuse.metrics import SOURCES
+from ctxreuse.usage import Usage
 
 __all__ = [
     "DONE",
+    "MAX_MESSAGES",
+    "ROLES",
     "ApiError",
+    "ApiUsage",
     "ChatChoice",
     "ChatChunk",
     "ChatCompletion",
@@ -37,22 +45,27 @@ __all__ = [
     "Completion",
     "CompletionChoice",
     "CompletionRequest",
+    "ContentPart",
     "Delta",
     "Model",
     "ModelList",
-    "Part",
     "PromptDetails",
     "Reply",
     "SamplingFields",
     "StreamOptions",
-    "Usage",
     "api_error",
     "event",
+    "ignored_fields",
     "parse",
     "usage_of",
 ]
 
 T = TypeVar("T")
+
+#: Who may say a message.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+#: Messages of a request at most.
+MAX_MESSAGES = 16_384
 
 DONE = b"data: [DONE]\n\n"
 
@@ -61,7 +74,7 @@ _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
 class ApiError(Exception):
-    """A request's refusal: HTTP ``status`` and the body that OpenAI clients read. Never leaves the HTTP server."""
+    """An error answer: HTTP ``status`` and the body that OpenAI clients expect; only raised inside the HTTP server."""
 
     def __init__(
         self,
@@ -84,7 +97,7 @@ class ApiError(Exception):
 
 
 def api_error(error: CtxReuseError) -> ApiError:
-    """The refusal that an error means to a client."""
+    """Return the answer to a client for an error."""
     text = str(error)
     if isinstance(error, ContextTooLongError):
         return ApiError(400, text, code="context_length_exceeded", param="messages")
@@ -92,6 +105,8 @@ def api_error(error: CtxReuseError) -> ApiError:
         return ApiError(400, text, code="token_out_of_range", param="prompt")
     if isinstance(error, SessionError):
         return ApiError(404, text, type="not_found_error", code="no_such_context")
+    if isinstance(error, EngineDiedError):
+        return ApiError(503, text, type="server_error", code="engine_died", retry_after=1)
     if isinstance(error, EngineError | ConfigError):
         return ApiError(400, text)
     if isinstance(error, StoreError):
@@ -104,22 +119,22 @@ def api_error(error: CtxReuseError) -> ApiError:
 # Requests
 
 
-class Part(msgspec.Struct, frozen=True):
-    """One part of a message's content; only ``text`` can be answered here."""
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content; only the type ``text`` is supported."""
 
     type: str
     text: str = ""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message; ``content`` is text, a list of parts, or nothing (a call of tools)."""
+    """One message; ``content``: text, a list of parts, or None (tool calls)."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
 
     def text(self, where: str = "messages") -> str:
-        """The content as one text. Raises ApiError for parts that are not text."""
+        """Return the content as one text. Raises ApiError for parts that are not text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
@@ -129,29 +144,35 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Characters of `text` at which parts of the content end."""
+        """Characters of `text` at which parts end."""
         return tuple(accumulate(len(part.text) for part in self.content)) if isinstance(self.content, list) else ()
 
     def message(self, where: str = "messages") -> Message:
-        """As an engine takes it. Raises ApiError for parts that are not text."""
+        """Return it as an engine takes it. Raises ApiError for an unknown role and for parts that are not text."""
+        if self.role not in ROLES:
+            place = f"{where.removesuffix('.content')}.role"
+            raise ApiError(400, f"{place}: {self.role[:64]!r} is no role; use {', '.join(ROLES)}", param=place)
         return Message(self.role, self.text(where), self.name, self.cuts)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``include_usage``: a last chunk without choices says what it cost."""
+    """``include_usage``: a last chunk, without choices, has the usage."""
 
     include_usage: bool = False
 
 
 class Extra(msgspec.Struct, frozen=True):
-    """What is ours in a request. ``lossy``: the worst level of KV that may be reused for it, such as ``kl-0.01``; "":
-    exact only; None: as the daemon's settings say."""
+    """Our extension of a request. ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact
+    only; None: as in the daemon's settings."""
 
     lossy: str | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What both kinds of request say about how to answer; defaults are the OpenAI API's."""
+    """Sampling fields of both kinds of request, with the OpenAI API's defaults.
+
+    ``priority``, as in vLLM: the lower, the sooner; here below 0 is interactive, above 0 background.
+    """
 
     model: str = ""
     max_tokens: _Whole | None = None
@@ -163,8 +184,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     seed: int | None = None
+    logit_bias: dict[int, Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool = False
+    priority: int = 0
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -179,7 +202,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``"""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Whole | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -197,11 +220,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     suffix: str | None = None
 
 
-_AT = re.compile(r"^(.*?)(?: - at `\$\.?(.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """A request's body as a struct. Raises ApiError (400) that names the field which is wrong."""
+    """Parse a request's body. Raises ApiError (400) with the name of the wrong field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -215,15 +238,65 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
+#: Limits of the report of ignored fields: names, and characters of each.
+_MAX_IGNORED, _MAX_NAME = 16, 64
+
+
+def ignored_fields(body: bytes, kind: type[Any]) -> list[str]:
+    """Return the ignored fields of a body that `parse` accepted, such as ``messages[].tool_calls``.
+
+    At most 16 names, in order, with only characters that a header can have.
+    """
+    found: dict[str, None] = {}
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        _find_ignored(msgspec.Raw(body), kind, "", found)
+    return list(found)
+
+
+def _find_ignored(raw: msgspec.Raw, kind: type[Any], where: str, found: dict[str, None]) -> None:
+    known = _structs_of(kind)  # type: ignore[arg-type]
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        if name not in known:
+            if len(found) < _MAX_IGNORED:
+                found[where + re.sub(r"[^A-Za-z0-9_.-]", "?", name[:_MAX_NAME])] = None
+            continue
+        inner, listed = known[name]
+        first = bytes(memoryview(value)[:1])
+        if inner is not None and first == b"{" and not listed:
+            _find_ignored(value, inner, f"{where}{name}.", found)
+        elif inner is not None and first == b"[" and listed:
+            for item in msgspec.json.decode(value, type=list[msgspec.Raw]):
+                _find_ignored(item, inner, f"{where}{name}[].", found)
+
+
+@cache
+def _structs_of(kind: type[Any]) -> dict[str, tuple[type[Any] | None, bool]]:
+    """Return of each field of a struct the struct that it holds (None: none), and whether it is a list of them."""
+    hints, found = get_type_hints(kind), {}
+    for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        options = [hint, *get_args(hint)] if get_origin(hint) is not list else [hint]
+        inner: tuple[type[Any] | None, bool] = (None, False)
+        for option in options:
+            listed = get_origin(option) is list
+            one = get_args(option)[0] if listed else option
+            if isinstance(one, type) and issubclass(one, msgspec.Struct):
+                inner = one, listed
+        found[field.encode_name] = inner
+    return found
+
+
 # Answers
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """``cached_tokens`` were reused; ``sources``: all prompt tokens by where their KV came from. ``levels``: the reused
-    ones by the level of their KV; ``approx``: something lossy is in what was answered from. ``missed``: why the first
-    whole block that had to be computed was ("": none had to); ``GET /api/why/ID`` says more. ``moved``: of the reused
-    tokens those that stood elsewhere when they were computed; ``mended``: how many more were moved and computed again;
-    ``gate``: what was said of moving ("": there was nothing to move)."""
+    """Prompt tokens in detail.
+
+    ``cached_tokens``: reused; ``sources``: all tokens by source; ``levels``: the reused ones by level; ``approx``: the
+    answer depends on lossy KV; ``missed``: reason of the first miss ("": none), see ``GET /api/why/ID``; ``moved``:
+    reused ones that were relocated; ``mended``: tokens recomputed after relocation; ``gate``: verdict of the quality
+    gate ("": nothing to relocate).
+    """
 
     cached_tokens: int = 0
     sources: dict[str, int] = {}
@@ -235,7 +308,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
     gate: str = ""
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ApiUsage(msgspec.Struct, frozen=True):
     """What a request cost; prompt_tokens is the sum of ``prompt_tokens_details.sources``."""
 
     prompt_tokens: int
@@ -244,23 +317,23 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails = PromptDetails()
 
 
-def usage_of(spent: Spent) -> Usage:
+def usage_of(usage: Usage) -> ApiUsage:
     """A runtime's usage in the API's words."""
-    sources = dict.fromkeys(SOURCES, 0) | spent.by_source
-    sources["compute"] += spent.prompt_tokens - spent.cached_tokens
-    return Usage(
-        spent.prompt_tokens,
-        spent.completion_tokens,
-        spent.prompt_tokens + spent.completion_tokens,
+    sources = dict.fromkeys(SOURCES, 0) | usage.tokens.by_source
+    sources["compute"] += usage.tokens.computed
+    return ApiUsage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
         PromptDetails(
-            spent.cached_tokens,
+            usage.cached_tokens,
             sources,
-            spent.by_level,
-            spent.approx,
-            spent.why or spent.missed,
-            spent.moved,
-            spent.mended,
-            spent.gate,
+            usage.tokens.by_level,
+            usage.approximate,
+            usage.why or usage.miss_reason,
+            usage.tokens.relocated,
+            usage.tokens.recomputed,
+            usage.gate_decision,
         ),
     )
 
@@ -284,13 +357,13 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ApiUsage
     system_fingerprint: str
     object: Literal["chat.completion"] = "chat.completion"
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to the message."""
+    """The piece of the message in a chunk."""
 
     role: str = ""
     content: str | None = None
@@ -304,14 +377,14 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One streamed event; ``usage`` stands in every chunk if it was asked for, null but in the last."""
+    """One streamed event; if usage is requested, it is null in all chunks but the last."""
 
     id: str
     created: int
     model: str
     choices: list[ChunkChoice]
     system_fingerprint: str
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: ApiUsage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -323,23 +396,24 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """An answer of /v1/completions, whole or as a streamed event."""
+    """An answer of ``/v1/completions``, whole or a streamed event."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: ApiUsage | msgspec.UnsetType | None = msgspec.UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
 class Model(msgspec.Struct, frozen=True):
-    """One model, with what clients of other local servers look for."""
+    """One model, with the fields that clients of other local servers read; ``max_model_len``: None before it was
+    first loaded."""
 
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None
     owned_by: str = "ctxreuse"
     object: Literal["model"] = "model"
 
@@ -350,5 +424,5 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event with ``data`` as JSON."""
+    """Return a server-sent event with ``data`` as JSON."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Routes for those who watch a daemon: ``/healthz``, ``/health``, ``/readyz`` and ``/metrics``."""
+"""Routes for monitoring: ``/healthz``, ``/health``, ``/readyz`` and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-__all__ = ["probes"]
+__all__ = ["PROBES", "probes"]
+
+#: Their paths.
+PROBES = ("/healthz", "/health", "/readyz", "/metrics")
 
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def probes(not_ready: Callable[[], str], render: Callable[[], bytes]) -> list[Route]:
-    """``not_ready`` says why requests should go elsewhere ("": they need not); ``render`` gives the metrics' text.
+    """Return the routes. ``not_ready``: why requests should go elsewhere, "": ready; ``render``: the metrics' text.
 
-    /healthz is 200 as long as the process can answer at all; restarting it would not help a draining one.
+    /healthz answers 200 as long as the process can: restarting a draining one would not help.
     """
 
     async def alive(_: Request) -> Response:
@@ -26,7 +29,7 @@ def probes(not_ready: Callable[[], str], render: Callable[[], bytes]) -> list[Ro
         why = not_ready()
         return JSONResponse({"status": why or "ready"}, 503 if why else 200)
 
-    def metrics(_: Request) -> Response:  # not async: rendering takes milliseconds and gets a thread
+    def metrics(_: Request) -> Response:  # not async, so that rendering, which takes milliseconds, runs in a thread
         return Response(render(), media_type=_METRICS)
 
     return [Route("/healthz", alive), Route("/health", alive), Route("/readyz", ready), Route("/metrics", metrics)]

@@ -54,25 +54,25 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.found = False
 
     def add(self, text: str) -> str:
         """Text that can be given out now; when ``found``, it ended before the earliest stop string."""
-        self._held += text
-        hits = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
+        self._pending += text
+        hits = [at for at in (self._pending.find(stop) for stop in self._stops) if at >= 0]
         if hits:
             self.found = True
-            out, self._held = self._held[: min(hits)], ""
+            out, self._pending = self._pending[: min(hits)], ""
             return out
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
+        keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        cut = len(self._pending) - keep
+        out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
 
     def flush(self) -> str:
-        """What was held back: no stop string came of it."""
-        out, self._held = self._held, ""
+        """Text held back that no stop string came of."""
+        out, self._pending = self._pending, ""
         return out
 
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from ctxreuse.engines.base import Engine, Live, Logits
+from ctxreuse.engines.base import Context, Engine, Logits
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
-from ctxreuse.engines.sampling import Sampler, Sampling, largest, log_softmax
+from ctxreuse.engines.sampling import Sampler, SamplingParams, largest, log_softmax
 from ctxreuse.engines.text import TextModel
+from ctxreuse.errors import TokenRangeError
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["Finish", "Piece", "generate"]
+__all__ = ["Finish", "GeneratedToken", "generate"]
 
 Finish = Literal["stop", "length", "stop_string"]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class GeneratedToken(msgspec.Struct, frozen=True):
     """One generated token.
 
     ``text`` is the text that can be given out with it: whole characters, nothing that may begin a stop string, so it
     may be "" or hold earlier tokens' text. ``finish`` is set on the last piece: ``stop`` (the model ended; ``token`` is
     the end marker), ``length`` (max_tokens or the model's positions are used up) or ``stop_string``. ``logprob`` and
     ``top`` (ids and log-probabilities of the likeliest tokens, best first) are those of the model's own distribution,
-    before penalties and temperature; None and () unless `Sampling.logprobs` asks for them.
+    before penalties and temperature; None and () unless `SamplingParams.logprobs` asks for them.
     """
 
     text: str
@@ -35,23 +37,35 @@ class Piece(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def generate(engine: Engine, text: TextModel, live: Live, logits: Logits, sampling: Sampling) -> Iterator[Piece]:
-    """One piece a token, as they come. ``logits`` are those after the tokens ``live`` holds.
+def generate(
+    engine: Engine,
+    text: TextModel,
+    context: Context,
+    logits: Logits,
+    sampling: SamplingParams,
+    advance: Callable[[Context, Tokens], Logits] | None = None,
+) -> Iterator[GeneratedToken]:
+    """Yield one piece per token. ``logits`` follow the tokens that ``context`` holds; ``advance`` appends each further
+    one (None: `Engine.prefill`).
 
-    A token goes into ``live`` only when the next one is asked for: ``live.n`` tells what was processed, and after the
-    end the last token is not in it. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what
-    `Engine.prefill` raises, except ContextTooLongError: a full context ends with ``length``.
+    A token is fed to the engine only when the next one is requested, so after the end the last token is not in
+    ``context``. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what `Engine.prefill` raises,
+    except ContextTooLongError: a full context ends with ``length``; and TokenRangeError for a
+    `SamplingParams.logit_bias` of a token that the model does not have.
     """
-    prompt = live.n
+    beyond = max(sampling.logit_bias, default=-1)
+    if beyond >= len(logits):
+        raise TokenRangeError(f"logit_bias names token {beyond:,}, and the model has {len(logits):,} tokens")
+    prompt, feed = context.n, engine.prefill if advance is None else advance
     sampler = Sampler(sampling, prompt)
     # The last token needs no position, as it is never fed.
     end = min(prompt + sampling.max_tokens, engine.space.max_tokens + 1)
     history = np.empty(end, "<i4")
-    history[:prompt] = live.tokens
+    history[:prompt] = context.tokens
     words, stops = Detokenizer(text, history[:prompt].tolist()), StopStrings(sampling.stop)
     for count in range(prompt, end):
         if count > prompt:
-            logits = engine.prefill(live, history[count - 1 : count])
+            logits = feed(context, history[count - 1 : count])
         token = sampler.next(logits, history[:count])
         history[count] = token
         finish: Finish | None = None
@@ -68,7 +82,7 @@ def generate(engine: Engine, text: TextModel, live: Live, logits: Logits, sampli
         elif finish is not None:
             out += stops.flush()
         logprob, top = _logprobs(logits, token, sampling.logprobs)
-        yield Piece(out, token, finish, logprob, top)
+        yield GeneratedToken(out, token, finish, logprob, top)
         if finish is not None:
             return
 

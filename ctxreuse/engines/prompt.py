@@ -19,15 +19,19 @@ import msgspec
 import numpy as np
 
 from ctxreuse.engines.text import Message, TextModel
-from ctxreuse.errors import EngineError
-from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.errors import ContextTooLongError, EngineError
+from ctxreuse.identity.keys import Tokens, as_tokens
 
-__all__ = ["Disguise", "Prompted", "prompt", "seams"]
+__all__ = ["EncodedPrompt", "Placeholders", "check_length", "encode_prompt", "seams"]
 
-# Ends of turns are looked for after each of the first turns, later after every so many: each costs a run of the
-# template over all turns before it. What may be looked for depends on the position alone, so that a prompt that grows
-# keeps the ids it had.
+# Ends of turns are looked for after each of the first turns, later after every so many: each end where the template's
+# words between two messages have not been seen before costs a run of the template over all turns before it. What may be
+# looked for depends on the position alone, so that a prompt that grows keeps the ids it had.
 _EACH, _EVERY = 64, 16
+#: Characters that a vocabulary may have no token for.
+_CONTROLS = (*map(chr, (*range(9), 11, 12, *range(14, 32))), "\x7f")
+# Messages that go through the template at most for ends after the first turns, and for parts that it shows otherwise.
+_MOST_RENDERED = 1 << 15
 
 
 def seams(content: str, cuts: Sequence[int]) -> tuple[int, ...]:
@@ -40,7 +44,7 @@ def seams(content: str, cuts: Sequence[int]) -> tuple[int, ...]:
     return (start, *inner, end) if inner else ()
 
 
-class Disguise:
+class Placeholders:
     """Hides the markers of a model in some texts, and encodes what a template made of them. Thread-safe."""
 
     def __init__(self, text: TextModel, texts: Iterable[str]) -> None:
@@ -64,6 +68,8 @@ class Disguise:
                 raise EngineError("the text has every private-use character there is", fix="Remove some of them")
         #: Stands where parts end; "" if there is no character left for it: then nothing is taken apart.
         self.seam = next(free, "")
+        #: Another such character, or "".
+        self.end = next(free, "")
 
     def __bool__(self) -> bool:
         """True if there is anything to hide."""
@@ -109,7 +115,7 @@ class Disguise:
         return self._text.encode(self.show(hidden), markers=False)
 
 
-class Prompted(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """``ids`` of a prompt, and where in it turns end, ascending: contexts that share the beginning go on from there.
     ``parts``: where parts of messages and turns end, ascending."""
 
@@ -118,24 +124,46 @@ class Prompted(NamedTuple):
     parts: tuple[int, ...] = ()
 
 
-def prompt(text: TextModel, messages: Sequence[Message], *, generate: bool = True) -> Prompted:
+def check_length(text: TextModel, given: str, max_tokens: int) -> None:
+    """Raise ContextTooLongError for a text that cannot fit into ``max_tokens``, without tokenising it."""
+    most = text.token_chars * max_tokens
+    if most and len(given) > most and len(given) - sum(map(given.count, _CONTROLS)) > most:
+        raise ContextTooLongError(
+            f"the prompt has {len(given):,} characters, too many for the {max_tokens:,} tokens the model takes",
+            fix="Send less",
+        )
+
+
+def encode_prompt(
+    text: TextModel, messages: Sequence[Message], *, generate: bool = True, max_tokens: int | None = None
+) -> EncodedPrompt:
     """The ids of a conversation; with ``generate`` they end where the assistant's answer begins.
+
+    With ``max_tokens`` it raises ContextTooLongError, before tokenising, for messages that cannot fit: each message
+    takes at least one token, and a token has a longest text.
 
     Every turn is encoded by itself, so a conversation that goes on keeps the ids that it had; and so is every part of a
     message (`Message.cuts`), as far as the template shows the content as it is. Raises EngineError if the template
     refuses the messages or a text is not valid Unicode.
     """
-    disguise = Disguise(text, (given for m in messages for given in (m.role, m.content, m.name or "")))
+    if max_tokens is not None and len(messages) > max_tokens:
+        raise ContextTooLongError(
+            f"the prompt has {len(messages):,} messages, too many for the {max_tokens:,} tokens the model takes",
+            fix="Send fewer",
+        )
+    disguise = Placeholders(text, (given for m in messages for given in (m.role, m.content, m.name or "")))
     hidden = [
         Message(disguise.hide(m.role), disguise.hide(m.content), None if m.name is None else disguise.hide(m.name))
         for m in messages
     ]
     full = text.render(hidden, generate=generate)
+    if max_tokens is not None:
+        check_length(text, full if not disguise else disguise.show(full), max_tokens)
     contents = [disguise.sew(m.content, m.cuts) if m.cuts else h.content for m, h in zip(messages, hidden)]
     if contents != [m.content for m in hidden]:
-        hidden = _sewn(lambda given: text.render(given, generate=generate), disguise, hidden, contents, full)
+        hidden = _joined(lambda given: text.render(given, generate=generate), disguise, hidden, contents, full)
         full = text.render(hidden, generate=generate)
-    cuts = list(_cuts(lambda n: text.render(hidden[:n], generate=False), full, len(hidden)))
+    cuts = list(_cuts(text, hidden, full, disguise.end, generate=generate))
     ids: list[Tokens] = []
     ends: list[int] = []
     parts: list[int] = []
@@ -150,13 +178,17 @@ def prompt(text: TextModel, messages: Sequence[Message], *, generate: bool = Tru
     # The end of a generation prompt is no end of a turn.
     turns = tuple(ends[: len(cuts)])
     found = tuple(sorted({*parts, *turns} - {0}))
-    return Prompted(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), turns, found)
+    return EncodedPrompt(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), turns, found)
 
 
-def _sewn(
-    render: Callable[[Sequence[Message]], str], disguise: Disguise, hidden: list[Message], sewn: list[str], full: str
+def _joined(
+    render: Callable[[Sequence[Message]], str],
+    disguise: Placeholders,
+    hidden: list[Message],
+    joined: list[str],
+    full: str,
 ) -> list[Message]:
-    """The messages with ``sewn`` contents, but for those that the template would show otherwise than in ``full``."""
+    """The messages with ``joined`` contents, but for those that the template would show otherwise than in ``full``."""
     shown = disguise.show(full)
 
     def same(messages: list[Message]) -> bool:
@@ -165,27 +197,94 @@ def _sewn(
         except EngineError:
             return False
 
-    whole = [msgspec.structs.replace(m, content=content) for m, content in zip(hidden, sewn)]
+    whole = [msgspec.structs.replace(m, content=content) for m, content in zip(hidden, joined)]
     if same(whole):
         return whole
     found = list(hidden)
-    for i, message in enumerate(whole):
-        tried = [*found[:i], message, *found[i + 1 :]]
-        if message.content != found[i].content and same(tried):
+    tries = max(_MOST_RENDERED // len(hidden), 1)
+    for i in [i for i, message in enumerate(whole) if message.content != hidden[i].content][:tries]:
+        tried = [*found[:i], whole[i], *found[i + 1 :]]
+        if same(tried):
             found = tried
     return found
 
 
-def _cuts(render: Callable[[int], str], full: str, turns: int) -> Iterable[int]:
+def _cuts(text: TextModel, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> Iterable[int]:
     """Characters of ``full`` after which a turn has ended, ascending."""
-    last = 0
-    for n in range(1, turns + 1):
-        if n > _EACH and n % _EVERY and n < turns - 1:
+    count, last, rendered = len(messages), 0, 0
+    between = _Between(text, messages, full, mark, generate=generate) if count > _EACH else None
+    for n in range(1, count + 1):
+        if n > _EACH and n % _EVERY and n < count - 1:
             continue
+        at = between.end(n) if between is not None and n > _EACH else None
+        if at is None:
+            if n > _EACH:
+                rendered += n
+                if rendered > _MOST_RENDERED:
+                    continue
+            try:
+                before = text.render(messages[:n], generate=False)
+            except EngineError:
+                continue  # templates may refuse to end there, after a system turn for example
+            at = len(before) if full.startswith(before) else 0
+            if between is not None:
+                between.learn(n, at)
+        if at > last:
+            last = at
+            yield at
+
+
+class _Between:
+    """The template's words between the contents of neighbours, and where in them a turn ends.
+
+    One run of the template, with a mark at both ends of each content, shows them all. The same words between the same
+    roles end a turn at the same place, so that few ends cost a run of their own.
+    """
+
+    def __init__(self, text: TextModel, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> None:
+        """``full``: the text without marks; ``mark``: a character that no message has."""
+        self._messages, self._full = messages, full
+        self._known: dict[tuple[str, str, str], int] = {}
+        #: Characters of ``full`` where the contents begin and end; empty if the template shows them otherwise.
+        self._edges: list[int] = []
+        marked = [msgspec.structs.replace(m, content=_framed(m.content, mark)) for m in messages]
         try:
-            before = render(n)
+            shown = text.render(marked, generate=generate) if mark else ""
         except EngineError:
-            continue  # templates may refuse to end there, after a system turn for example
-        if len(before) > last and full.startswith(before):
-            last = len(before)
-            yield last
+            return
+        pieces = shown.split(mark) if mark else []
+        if len(pieces) == 2 * len(messages) + 1 and "".join(pieces) == full:
+            self._edges = list(accumulate(map(len, pieces)))[:-1]
+
+    def _words(self, n: int) -> tuple[tuple[str, str, str], int] | None:
+        """What identifies the words after message ``n`` (from 1), and the character where they begin."""
+        if not self._edges:
+            return None
+        begin = self._edges[2 * n - 1]
+        if n < len(self._messages):
+            end, after = self._edges[2 * n], self._messages[n].role
+        else:
+            end, after = len(self._full), ""
+        return (self._messages[n - 1].role, after, self._full[begin:end]), begin
+
+    def learn(self, n: int, at: int) -> None:
+        """The turn of message ``n`` ends at the character ``at``; 0: nowhere."""
+        found = self._words(n)
+        if found is not None:
+            self._known[found[0]] = at - found[1] if at else -1
+
+    def end(self, n: int) -> int | None:
+        """The character at which the turn of message ``n`` ends; 0: nowhere; None: unknown."""
+        found = self._words(n)
+        if found is None or (offset := self._known.get(found[0])) is None:
+            return None
+        return found[1] + offset if offset >= 0 else 0
+
+
+def _framed(content: str, mark: str) -> str:
+    """The content with the mark at both ends; blanks stay outside, as templates may remove them."""
+    inner = content.strip()
+    if not inner:
+        return mark + mark
+    start = content.index(inner)
+    return f"{content[:start]}{mark}{inner}{mark}{content[start + len(inner) :]}"

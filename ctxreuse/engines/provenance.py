@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from ctxreuse.levels import EXACT, approx, fits, is_exact, rank
+from ctxreuse.block.levels import EXACT, allowed_by, approx, is_exact, quality_key
 
-__all__ = ["Provenance", "Run", "leading", "tokens_at"]
+__all__ = ["LevelRun", "Provenance", "leading", "tokens_at"]
 
 
-class Run(NamedTuple):
+class LevelRun(NamedTuple):
     """Tokens from ``start`` (inclusive) to ``end`` (exclusive) whose K and V are of one level."""
 
     start: int
@@ -19,23 +19,23 @@ class Run(NamedTuple):
     level: str
 
 
-class _Stain(NamedTuple):
-    """A lossy state: what is computed from position ``at`` on stands on it, as long as the context has ``least``."""
+class _LossyState(NamedTuple):
+    """A lossy state: tokens from ``at`` on are computed on top of it, as long as the context has ``least`` tokens."""
 
     at: int
     least: int
     level: str
 
 
-def leading(runs: Sequence[Run], lossy: str | None) -> int:
-    """How many leading tokens may be used by whoever allows ``lossy`` at worst. ``runs`` cover a context from 0 on."""
+def leading(runs: Sequence[LevelRun], max_kl: float | None) -> int:
+    """How many leading tokens a caller with the limit ``max_kl`` may use. ``runs`` cover a context from 0 on."""
     for run in runs:
-        if not fits(run.level, lossy):
+        if not allowed_by(run.level, max_kl):
             return run.start
     return runs[-1].end if runs else 0
 
 
-def tokens_at(runs: Sequence[Run], start: int, end: int) -> dict[str, int]:
+def tokens_at(runs: Sequence[LevelRun], start: int, end: int) -> dict[str, int]:
     """Tokens of each level between two positions."""
     found: dict[str, int] = {}
     for run in runs:
@@ -48,9 +48,9 @@ def tokens_at(runs: Sequence[Run], start: int, end: int) -> dict[str, int]:
 Span = tuple[int, int]
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _joined(runs: Sequence[LevelRun]) -> list[LevelRun]:
     """Ascending runs, neighbours of one level as one."""
-    found: list[Run] = []
+    found: list[LevelRun] = []
     for run in runs:
         if found and (found[-1].end, found[-1].level) == (run.start, run.level):
             found[-1] = found[-1]._replace(end=run.end)
@@ -59,14 +59,14 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def _without(runs: Sequence[Run], gone: Sequence[Span]) -> list[Run]:
+def _without(runs: Sequence[LevelRun], cut: Sequence[Span]) -> list[LevelRun]:
     """What is left of ascending runs outside ascending spans."""
-    left, first = list[Run](), 0
+    left, first = list[LevelRun](), 0
     for run in runs:
         at = run.start
-        while first < len(gone) and gone[first][1] <= at:
+        while first < len(cut) and cut[first][1] <= at:
             first += 1
-        for a, b in islice(gone, first, None):
+        for a, b in islice(cut, first, None):
             if a >= run.end:
                 break
             if at < a:
@@ -77,23 +77,23 @@ def _without(runs: Sequence[Run], gone: Sequence[Span]) -> list[Run]:
     return left
 
 
-def _spans(runs: Sequence[Run]) -> tuple[Span, ...]:
+def _spans(runs: Sequence[LevelRun]) -> tuple[Span, ...]:
     return tuple((run.start, run.end) for run in runs)
 
 
 class Provenance:
-    """The history of one context. Not thread-safe: its context's owner calls."""
+    """How K and V of one context came to be. Not thread-safe: call from the context's owner."""
 
     def __init__(self) -> None:
-        self._loaded: list[Run] = []
-        self._stains: list[_Stain] = []
-        self._moved: list[Run] = []
-        self._gaps: list[Run] = []
+        self._loaded: list[LevelRun] = []
+        self._states: list[_LossyState] = []
+        self._relocated: list[LevelRun] = []
+        self._gaps: list[LevelRun] = []
 
     @property
-    def moved(self) -> tuple[Span, ...]:
-        """Spans that were moved to where they are and have not been computed since."""
-        return _spans(self._moved)
+    def relocated(self) -> tuple[Span, ...]:
+        """Spans that were inserted from other positions and have not been recomputed since."""
+        return _spans(self._relocated)
 
     @property
     def gaps(self) -> tuple[Span, ...]:
@@ -108,54 +108,53 @@ class Provenance:
             if last is not None and (last.end, last.level) == (at, level):
                 self._loaded[-1] = last._replace(end=at + size)
             else:
-                self._loaded.append(Run(at, at + size, level))
+                self._loaded.append(LevelRun(at, at + size, level))
 
-    def place(self, start: int, end: int, spans: Sequence[Span], level: str) -> None:
-        """Tokens ``start`` to ``end`` were appended: ``spans`` (ascending) moved there, the others gaps."""
-        moved = [Run(a, b, level) for a, b in spans]
-        self._loaded = _joined([*self._loaded, *moved])
-        self._moved = _joined([*self._moved, *(run._replace(level="") for run in moved)])
-        self._gaps = _joined([*self._gaps, *_without([Run(start, end, "")], spans)])
+    def insert(self, start: int, end: int, spans: Sequence[Span], level: str) -> None:
+        """Tokens ``start`` to ``end`` were appended: ``spans`` (ascending) from elsewhere, the others gaps."""
+        inserted = [LevelRun(a, b, level) for a, b in spans]
+        self._loaded = _joined([*self._loaded, *inserted])
+        self._relocated = _joined([*self._relocated, *(run._replace(level="") for run in inserted)])
+        self._gaps = _joined([*self._gaps, *_without([LevelRun(start, end, "")], spans)])
 
-    def compute(self, spans: Sequence[Span], n: int) -> None:
-        """The rows in ``spans`` (ascending) of a context of ``n`` tokens were computed, in order, on what is held."""
-        # What stands on rows that are better now was computed on what they were before: every level is written down.
+    def recompute(self, spans: Sequence[Span], n: int) -> None:
+        """The rows in ``spans`` (ascending) of a context of ``n`` tokens were recomputed, in order."""
+        # What was computed on rows that are better now was computed on what they were: every level is written down.
         kept = _without(self.runs(n), spans)
         lossy, self._loaded = list[str](), []
-        for run in sorted([*kept, *(Run(a, b, "") for a, b in spans)]):
+        for run in sorted([*kept, *(LevelRun(a, b, "") for a, b in spans)]):
             if not run.level:
-                below = lossy + [stain.level for stain in self._stains if stain.at <= run.start]
-                run = run._replace(level=approx(max(below, key=rank)) if below else EXACT)
+                below = lossy + [state.level for state in self._states if state.at <= run.start]
+                run = run._replace(level=_derived(below))
             if not is_exact(run.level):
-                lossy = [max([*lossy, run.level], key=rank)]
+                lossy = [max([*lossy, run.level], key=quality_key)]
             self._loaded.append(run)
         self._loaded = _joined(self._loaded)
-        self._moved, self._gaps = _without(self._moved, spans), _without(self._gaps, spans)
+        self._relocated, self._gaps = _without(self._relocated, spans), _without(self._gaps, spans)
 
-    def stain(self, at: int, reach: int, level: str) -> None:
-        """The states at ``at`` were loaded at ``level``; they hold tokens as far back as ``reach`` positions."""
+    def mark_approximate(self, at: int, reach: int, level: str) -> None:
+        """The states at ``at`` were loaded at ``level``; they reach back over ``reach`` positions."""
         if not is_exact(level):
-            self._stains.append(_Stain(at, max(at - reach, 1), level))
+            self._states.append(_LossyState(at, max(at - reach, 1), level))
 
     def crop(self, n: int) -> None:
         """The context ends at position ``n``."""
-        self._loaded, self._moved, self._gaps = (
+        self._loaded, self._relocated, self._gaps = (
             [run._replace(end=min(run.end, n)) for run in runs if run.start < n]
-            for runs in (self._loaded, self._moved, self._gaps)
+            for runs in (self._loaded, self._relocated, self._gaps)
         )
-        self._stains = [stain._replace(at=min(stain.at, n)) for stain in self._stains if stain.least <= n]
+        self._states = [state._replace(at=min(state.at, n)) for state in self._states if state.least <= n]
 
-    def below(self, at: int) -> str:
-        """The level of what is computed at position ``at``: ``exact`` or ``approx~WORST``."""
-        levels = [run.level for run in self._loaded if run.start < at and not is_exact(run.level)]
-        levels += [stain.level for stain in self._stains if stain.at <= at]
-        return approx(max(levels, key=rank)) if levels else EXACT
+    def level_at(self, position: int) -> str:
+        """The level of what is computed at a position: ``exact`` or ``approx~WORST``."""
+        levels = [run.level for run in self._loaded if run.start < position and not is_exact(run.level)]
+        return _derived(levels + [state.level for state in self._states if state.at <= position])
 
-    def runs(self, n: int) -> tuple[Run, ...]:
+    def runs(self, n: int) -> tuple[LevelRun, ...]:
         """Runs that cover positions 0 to ``n``, in order."""
-        found: list[Run] = []
+        found: list[LevelRun] = []
         at = 0
-        for loaded in [*self._loaded, Run(n, n, EXACT)]:
+        for loaded in [*self._loaded, LevelRun(n, n, EXACT)]:
             if at < loaded.start:
                 found += self._computed(at, loaded.start)
             if loaded.end > loaded.start:
@@ -163,13 +162,17 @@ class Provenance:
             at = loaded.end
         return tuple(_joined(found))
 
-    def _computed(self, start: int, end: int) -> list[Run]:
-        # A crop may have left a stain inside: what was computed before it was computed on something better.
-        cuts = sorted({start, end, *(stain.at for stain in self._stains if start < stain.at < end)})
-        return [Run(a, b, self.below(a)) for a, b in pairwise(cuts)]
+    def _computed(self, start: int, end: int) -> list[LevelRun]:
+        # A crop may have left a lossy state inside: what was computed before it was computed on something better.
+        cuts = sorted({start, end, *(state.at for state in self._states if start < state.at < end)})
+        return [LevelRun(a, b, self.level_at(a)) for a, b in pairwise(cuts)]
 
-    def worst(self, start: int, end: int) -> str:
-        """The level at which positions ``start`` to ``end`` may be given away as numbers: ``exact`` or ``approx~…``."""
+    def worst_level(self, start: int, end: int) -> str:
+        """The level at which K and V of positions ``start`` to ``end`` may be exported: ``exact`` or ``approx~…``."""
         levels = [run.level for run in self.runs(end) if run.start < end and run.end > start]
-        lossy = [level for level in levels if not is_exact(level)]
-        return approx(max(lossy, key=rank)) if lossy else EXACT
+        return _derived([level for level in levels if not is_exact(level)])
+
+
+def _derived(lossy: Sequence[str]) -> str:
+    """The level of what is computed on top of these lossy levels."""
+    return approx(max(lossy, key=quality_key)) if lossy else EXACT

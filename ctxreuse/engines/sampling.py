@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -10,20 +11,24 @@ import numpy.typing as npt
 
 from ctxreuse.engines.base import Logits
 from ctxreuse.errors import ConfigError, EngineError
-from ctxreuse.keys import Tokens
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["Sampler", "Sampling", "largest", "log_softmax"]
+__all__ = ["MAX_BIAS", "Sampler", "SamplingParams", "largest", "log_softmax"]
 
 _MOST = float(np.finfo(np.float64).max)
 
-#: Tokens among which top-p looks first.
+#: `SamplingParams.logit_bias` at most, up and down: beyond the range of logits, so that it bans or forces a token.
+MAX_BIAS = 100
+
+#: Tokens that top-p examines first.
 _NUCLEUS = 512
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True):
     """How an answer is drawn. Raises ConfigError for values without a meaning.
 
-    ``temperature`` 0 is greedy. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, 4.1),
+    ``temperature`` 0 is greedy. ``logit_bias``: added to the logits of token ids, before penalties and temperature;
+    -100 bans a token, 100 forces it. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, 4.1),
     ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
     alternatives to report beside the chosen token's own log-probability; 0 reports nothing.
     """
@@ -40,6 +45,7 @@ class Sampling(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int = 0
+    logit_bias: Mapping[int, float] = {}
 
     def __post_init__(self) -> None:
         for name, good, rule in (
@@ -54,6 +60,11 @@ class Sampling(msgspec.Struct, frozen=True):
             ("seed", self.seed is None or 0 <= self.seed < 1 << 128, "0 to 2^128 - 1"),
             ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
+            (
+                "logit_bias",
+                all(_whole(id) and abs(bias) <= MAX_BIAS for id, bias in self.logit_bias.items()),
+                f"a map of token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}",
+            ),
         ):
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", fix=f"It must be {rule}")
@@ -74,13 +85,15 @@ class Sampler:
     """Draws the tokens of one answer. Not thread-safe.
 
     The n-th draw depends on the seed, on n and on the logits alone: not on other answers, batches or earlier draws.
-    Without a seed one is made up, and told in ``seed``.
+    Without a seed one is made up, and reported in ``seed``.
     """
 
-    def __init__(self, sampling: Sampling, prompt: int = 0) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: int = 0) -> None:
         """``prompt``: how many ids at the start of each ``history`` are the prompt's."""
         self.sampling, self._prompt, self._draws = sampling, prompt, 0
         self.seed = sampling.seed if sampling.seed is not None else secrets.randbits(64)
+        self._biased = np.fromiter(sampling.logit_bias, np.intp, len(sampling.logit_bias))
+        self._bias = np.fromiter(sampling.logit_bias.values(), np.float64, len(sampling.logit_bias))
 
     def next(self, logits: Logits, history: Tokens) -> int:
         """The next token after ``history`` (prompt and answer so far, int32 [n]). ``logits`` are not changed.
@@ -91,11 +104,12 @@ class Sampler:
         if not np.isfinite(logits[best]):
             raise EngineError("the model's logits are not finite", fix="Use float32 or bfloat16 rather than float16")
         how = self.sampling
-        plain = how.repetition_penalty == 1 and not how.presence_penalty and not how.frequency_penalty
-        if plain and not how.temperature:
+        penalised = how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty
+        if not (penalised or how.temperature or len(self._bias)):
             return best
         scores = logits.astype(np.float64)
-        if not plain:
+        scores[self._biased] += self._bias
+        if penalised:
             self._penalise(scores, history)
         if not how.temperature:
             return int(scores.argmax())

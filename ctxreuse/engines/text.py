@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import ConfigError, EngineError
-from ctxreuse.keys import Tokens
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.models import file_digest
 
 __all__ = ["HFText", "Message", "TextModel", "tokenizer_digest"]
 
@@ -77,6 +78,11 @@ class TextModel(Protocol):
         """The texts that ``encode`` turns into special ids."""
         ...
 
+    @property
+    def token_chars(self) -> int:
+        """Characters of a text, controls left out, that one token can stand for at most; 0: any number."""
+        ...
+
 
 class HFText:
     """The text side of a Hugging Face folder (tokenizer.json, tokenizer_config.json, generation_config.json).
@@ -98,8 +104,11 @@ class HFText:
         self._stop_ids = stop_ids
 
     @classmethod
-    def open(cls, folder: Path) -> HFText | None:
-        """The text model of a folder; None if it has no tokenizer.json. Raises ConfigError if a file is broken."""
+    def open(cls, folder: Path, stop_ids: frozenset[int] = frozenset()) -> HFText | None:
+        """The text model of a folder; None if it has no tokenizer.json. Raises ConfigError if a file is broken.
+
+        ``stop_ids``: ids that end an answer besides those that the folder's files name.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             return None
@@ -111,7 +120,7 @@ class HFText:
             raise ConfigError(f"the tokenizer does not load: {error}", where=str(path)) from error
         settings = _read(folder / "tokenizer_config.json")
         specials = {k: v for k, v in ((k, _content(settings.get(k))) for k in settings if k.endswith("_token")) if v}
-        stops = _ids(_read(folder / "generation_config.json").get("eos_token_id"))
+        stops = stop_ids | _ids(_read(folder / "generation_config.json").get("eos_token_id"))
         stops |= _ids(_read(folder / "config.json").get("eos_token_id"))
         if "eos_token" in specials:
             stops |= _ids(tokenizer.token_to_id(specials["eos_token"]))
@@ -126,6 +135,11 @@ class HFText:
     def markers(self) -> frozenset[str]:
         """See `TextModel.markers`."""
         return frozenset(t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special)
+
+    @cached_property
+    def token_chars(self) -> int:
+        """See `TextModel.token_chars`."""
+        return _token_chars(json.loads(self._tokenizer.to_str()))
 
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
@@ -189,8 +203,65 @@ class HFText:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
 
+#: Bytes of UTF-8 text, but for controls and leads of characters beyond the first plane, whose other bytes count.
+_TEXT_BYTES = (9, 10, 13, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF0))
+#: Characters that a normaliser makes one of, at most; others may remove any number.
+_COMPOSED = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Prepend": 1, "Lowercase": 1}
+
+
+def _token_chars(tokenizer: Mapping[str, Any]) -> int:
+    """Characters of a text behind one token at most, from ``tokenizer.json``; 0: there is no such bound.
+
+    Only byte-level vocabularies have one: others make a single unknown token of a whole word or run.
+    """
+    model, added = tokenizer["model"], tokenizer.get("added_tokens") or ()
+    normalisers, splitters = _steps(tokenizer.get("normalizer")), _steps(tokenizer.get("pre_tokenizer"))
+    if (
+        model.get("type") != "BPE"
+        or not _spells_all(model, splitters)
+        or any(token.get("lstrip") or token.get("rstrip") for token in added)
+    ):
+        return 0
+    if any(step.get("behavior") == "Removed" for step in splitters):
+        return 0
+    if any(step.get("type") not in ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation") for step in splitters):
+        return 0
+    factor = 1
+    for step in normalisers:
+        pattern = (step.get("pattern") or {}).get("String", "")
+        if step.get("type") == "Replace" and pattern and len(pattern) <= len(step.get("content") or ""):
+            continue
+        if step.get("type") not in _COMPOSED:
+            return 0
+        factor *= _COMPOSED[step["type"]]
+    return factor * max(map(len, (*model["vocab"], *(token["content"] for token in added))))
+
+
+def _spells_all(model: Mapping[str, Any], splitters: Sequence[Mapping[str, Any]]) -> bool:
+    """True if every character but controls has a token for one of its bytes, so that none is left out or unknown."""
+    names: Sequence[str] = ()
+    if model.get("byte_fallback"):
+        names = [f"<0x{byte:02X}>" for byte in _TEXT_BYTES]
+    elif any(step.get("type") == "ByteLevel" for step in splitters):
+        # The alphabet of byte-level vocabularies: printable bytes are themselves, the others follow from 256 on.
+        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = {byte: 256 + n for n, byte in enumerate(byte for byte in range(256) if byte not in plain)}
+        names = [chr(others.get(byte, byte)) for byte in _TEXT_BYTES]
+    return bool(names) and all(name in model["vocab"] for name in names)
+
+
+def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The steps of a normaliser or pre-tokeniser, those of sequences one by one."""
+    if step is None:
+        return []
+    inner = step.get("normalizers") or step.get("pretokenizers")
+    return [one for each in inner for one in _steps(each)] if inner else [step]
+
+
 def tokenizer_digest(folder: Path | None) -> str:
-    """SHA-256 over the files that decide how text is split; "none" without any."""
+    """SHA-256 over the files that decide how text is split, or of a GGUF file; "none" without any."""
+    if folder is not None and folder.is_file():
+        return file_digest(folder)
     digest, found = hashlib.sha256(), False
     for name in _TOKENIZER_FILES:
         path = folder / name if folder else None

@@ -1,34 +1,30 @@
 """Planes of K and V to coded streams and back, natively: transform, integers, rANS, rotation and types in one call.
 
-`native/klt.h` defines the stream and the arithmetic; `ctxreuse.codec` has both in numpy, equal bit for bit, for
-machines where the extension is not built (`klt_ready()` is False there, and KltPlane cannot be made).
+`native/klt/klt.h` defines the stream and the arithmetic; every instruction set gives the same bytes.
 
-A plane is [heads, tokens, dim] of one layer at one level of a card. `KltPlane` holds what a card says about it in
+A plane is [heads, tokens, dim] of one layer at one level of a profile. `KltPlane` holds a profile's numbers for it in
 the form that the kernels read: it is made once, is immutable, and may be used by any number of threads. Buffers are as
-in `ctxreuse.kernels`: held until the call returns, strides in elements, offsets in bytes.
+in `ctxreuse.kernels`: used only until the call returns, strides in elements, offsets in bytes.
 
 Threads. The interpreter lock is released. Runs of streams with more than `PARALLEL_VALUES` values are spread over the
 kernels' threads.
 
-Errors. ValueError: arguments; StreamError (a FormatError): bytes that are no such stream. Any bytes may be given:
-nothing outside of the streams is read and nothing outside of the destination's box is written.
+Errors. ValueError: arguments; StreamError (a FormatError): corrupt streams. Any bytes may be given: nothing outside of
+the streams is read and nothing outside of the destination's box is written.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from ctxreuse.errors import FormatError
-from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.base import LONG_HASH, dtype_code, hash_matches, item_bytes
+from ctxreuse.kernels.dispatch import native
 from ctxreuse.kernels.rans import RansTables
 from ctxreuse.kernels.threads import cores, spread
 
@@ -41,10 +37,8 @@ __all__ = [
     "PARALLEL_VALUES",
     "KltGroup",
     "KltPlane",
-    "RopeAngles",
     "StreamError",
     "klt_name",
-    "klt_ready",
 ]
 
 Bytes = NDArray[np.uint8]
@@ -54,25 +48,22 @@ Angles = tuple[Floats, Floats]
 PARALLEL_VALUES: Final = 1 << 19
 """Values from which one call uses several threads: about a quarter of a millisecond of decoding."""
 DECODE_PARTS: Final = ("checks", "rans", "integers", "values and rows")
-"""What the time of decoding is told by: checksums and entries; symbols; q; the transform up to the written rows."""
+"""Parts that decoding time is reported in: checksums and entries; symbols; q; the transform up to the written rows."""
 ENCODE_PARTS: Final = ("rows", "scales", "transform", "symbols", "rans", "bytes")
-"""What the time of encoding is told by."""
-_DTYPES: Final = {"fp32": 0, "fp16": 1, "bf16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
-_ITEMS: Final = (4, 2, 2)
+"""Parts that encoding time is reported in."""
 _ROPES: Final = {"none": 0, "half": 1, "pairs": 2}
-_SHORT: Final = 240  # the native XXH3 has the form for longer inputs only
 _EMPTY: Final = np.empty(0, np.float32)
 _REASONS: Final = {
-    "checksum": "the checksum is another one",
-    "head": "it has another scheme, level or part than asked for",
-    "count": "it has other tokens or cells than expected",
-    "length": "it says impossible lengths",
-    "rans": "its rANS stream is corrupt",
-    "escapes": "it lists another number of escapes than its symbols have",
+    "checksum": "the checksum differs",
+    "head": "scheme, level or part is not the expected one",
+    "count": "the number of tokens or cells is not the expected one",
+    "length": "lengths exceed the stream",
+    "rans": "the rANS stream is corrupt",
+    "escapes": "the number of escapes differs from that in the symbols",
     "scale": "a scale is out of range",
-    "low": "low bits are set where no token is",
+    "low": "low-order bits are set beyond the last token",
     "merge": "the refinement does not fit its base",
-    "table": "a value has no code in the card's tables",
+    "table": "a value has no code in the tables",
 }
 
 
@@ -83,7 +74,7 @@ class StreamError(FormatError):
 
 
 class KltGroup(NamedTuple):
-    """What a card says about one group at one level. Components with a ``table`` are coded; rows beyond are ignored.
+    """A profile's numbers for one group at one level. Components with a ``table`` are coded; rows beyond are ignored.
 
     ``first`` head and ``heads``; ``mean`` and ``gain`` float32 [C], C = heads * dim; ``forward`` float32 and ``basis``
     int16 (within ±8191) [n, C], n >= components; ``table`` and ``shift`` (<= 10) uint8 [components]; ``refine`` uint8
@@ -103,92 +94,15 @@ class KltGroup(NamedTuple):
     refine: ArrayLike | None = None
 
 
-def klt_ready() -> bool:
-    """True where the native coder is built."""
-    return hasattr(backend, "klt_plane")
-
-
 def klt_name() -> str:
     """The implementation in use: that of `kernels.active()`, but `avx2` for AVX-512 without VNNI."""
-    return backend.klt_name()
-
-
-class RopeAngles:
-    """Cosines and sines of a rotary embedding by position, float32 [tokens, r/2] from float64 angles, kept once made.
-
-    ``scale`` is the factor that the model puts on both (YaRN). Thread-safe; holds at most 32,768 positions and a few
-    ranges beyond.
-    """
-
-    _MOST, _RANGES = 1 << 15, 8
-
-    def __init__(self, inv_freq: ArrayLike, scale: float = 1.0) -> None:
-        self.inv_freq, self.scale = np.asarray(inv_freq, np.float64), float(scale)
-        if self.inv_freq.ndim != 1 or not np.isfinite(self.inv_freq).all() or not 0 < self.scale < np.inf:
-            raise ValueError(f"inv_freq must be one finite row, got shape {self.inv_freq.shape}")
-        self._tables: dict[bool, Angles] = {}
-        self._ranges: OrderedDict[tuple[int, int, bool], Angles] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @classmethod
-    def shared(cls, inv_freq: ArrayLike, scale: float = 1.0) -> RopeAngles:
-        """The one for these angles in this process: layers with the same rotation share their tables."""
-        return _shared(np.asarray(inv_freq, np.float64).tobytes(), float(scale))
-
-    def rotate(self, start: int, tokens: int) -> Angles:
-        """(cos, sin) that rotate rows to positions start .. start + tokens. Read-only views."""
-        return self._slice(start, tokens, undo=False)
-
-    def undo(self, start: int, tokens: int) -> Angles:
-        """(cos, sin) that take the rotation of positions start .. start + tokens back. Read-only views."""
-        return self._slice(start, tokens, undo=True)
-
-    def _slice(self, start: int, tokens: int, *, undo: bool) -> Angles:
-        end = start + tokens
-        if min(start, tokens) < 0:
-            raise ValueError(f"positions {start}..{end} are none")
-        if end > self._MOST:
-            return self._range(start, tokens, undo)
-        table = self._tables.get(undo)
-        if table is None or len(table[0]) < end:
-            with self._lock:
-                table = self._tables.get(undo)
-                if table is None or len(table[0]) < end:
-                    table = self._tables[undo] = self._made(0, max(1 << (end - 1).bit_length(), 1024), undo)
-        return table[0][start:end], table[1][start:end]
-
-    def _range(self, start: int, tokens: int, undo: bool) -> Angles:
-        key = (start, tokens, undo)
-        with self._lock:
-            found = self._ranges.get(key)
-            if found is not None:
-                self._ranges.move_to_end(key)
-                return found
-        made = self._made(start, tokens, undo)
-        with self._lock:
-            self._ranges[key] = made
-            while len(self._ranges) > self._RANGES:
-                self._ranges.popitem(last=False)
-        return made
-
-    def _made(self, start: int, tokens: int, undo: bool) -> Angles:
-        angles = np.arange(start, start + tokens)[:, None] * self.inv_freq
-        factor = 1 / self.scale if undo else self.scale
-        cos = (np.cos(angles) * factor).astype(np.float32)
-        sin = (np.sin(angles) * (-factor if undo else factor)).astype(np.float32)
-        cos.flags.writeable = sin.flags.writeable = False
-        return cos, sin
-
-
-@functools.lru_cache(maxsize=16)
-def _shared(inv_freq: bytes, scale: float) -> RopeAngles:
-    return RopeAngles(np.frombuffer(inv_freq, np.float64), scale)
+    return native.klt_name()
 
 
 class KltPlane:
     """One plane of a layer at one level, prepared.
 
-    ``tables``: the card's. ``groups`` cover the heads in order. ``level``: its index in the card, which streams carry.
+    ``tables``: the profile's. ``groups`` cover the heads in order. ``level``: its index in the profile, as in streams.
     ``base``: the plane at the level that this one refines; ``nested``: another level, of a third of this step, refines
     this one. ``rope``: how K is rotated ("half": pairs (i, i + r/2); "pairs": (2i, 2i + 1)); "none" for V. ValueError
     for arrays that do not fit, tables without a frequency for the escape 31, and numbers out of range.
@@ -217,11 +131,11 @@ class KltPlane:
             base,
             rope,
         )
-        self.prepared: object = backend.klt_plane(
+        self.prepared: object = native.klt_plane(
             tables.prepared, self.heads, dim, level, step, nested, _ROPES[rope],
             None if base is None else base.prepared, [_fields(group, dim) for group in groups],
         )  # fmt: skip
-        """The backend's own form."""
+        """The form that the extension reads."""
 
     def encode(
         self,
@@ -239,21 +153,22 @@ class KltPlane:
     ) -> tuple[Bytes, NDArray[np.int64]]:
         """Encode consecutive blocks' rows of a tensor [heads, sum(token_counts), dim]: bytes and offsets [blocks + 1].
 
-        The first ``raw_first`` rows stand raw, in ``raw_dtype`` (default ``dtype``). ``angles``: `RopeAngles.undo` of
-        all rows, for a rotated plane. ``refinement``: what leads from the base level to this one instead of the whole.
+        The first ``raw_first`` rows stay raw, in ``raw_dtype`` (default ``dtype``). ``angles``: for a rotated plane,
+        `Rotary.span_tables` of all rows that undo the rotation. ``refinement``: encode what leads from the base level
+        to this one instead.
         ``times``: nanoseconds of each of ENCODE_PARTS are added to it, and one thread works.
         """
         counts = np.ascontiguousarray(token_counts, np.int64)
-        type_, raw = _code(dtype), _code(raw_dtype or dtype)
+        type_, raw = dtype_code(dtype), dtype_code(raw_dtype or dtype)
         cos, sin = angles or (_EMPTY, _EMPTY)
         parts = self._parts([int(n) for n in counts], whole=times is not None)
 
         def encode(i: int) -> tuple[Bytes, NDArray[np.int64]]:
             lo, hi, row, end = parts[i]
-            out = np.empty(sum(backend.klt_bound(self.prepared, int(n), raw) for n in counts[lo:hi]), np.uint8)
+            out = np.empty(sum(native.klt_bound(self.prepared, int(n), raw) for n in counts[lo:hi]), np.uint8)
             offsets = np.zeros(hi - lo + 1, np.int64)
-            wrong = backend.klt_encode(
-                self.prepared, src, type_, offset + row * strides[1] * _ITEMS[type_], strides, counts[lo:hi],
+            wrong = native.klt_encode(
+                self.prepared, src, type_, offset + row * strides[1] * item_bytes(type_), strides, counts[lo:hi],
                 max(raw_first - row, 0), raw, cos[row:end], sin[row:end], refinement, out, offsets,
                 times,
             )  # fmt: skip
@@ -287,7 +202,7 @@ class KltPlane:
         """Decode consecutive blocks' streams into a tensor [heads, sum(token_counts), dim].
 
         Stream i must hold token_counts[i] tokens (at least 1); raw ones are of ``raw_dtype``. ``angles``:
-        `RopeAngles.rotate` of all rows, for a rotated plane. ``checksums``: XXH3-64 of the streams, compared where
+        `Rotary.span_tables` of all rows, for a rotated plane. ``checksums``: XXH3-64 of the streams, compared where
         given. With ``refinements[i]``, ``streams[i]`` is of the base level. StreamError: rows have been written then.
         ``times``: nanoseconds of each of DECODE_PARTS are added to it, and one thread works.
         """
@@ -302,14 +217,14 @@ class KltPlane:
             own = _checked(streams[i], sums[i], i)
             also = None if more[i] is None else _checked(more[i], more_sums[i], i)
             run.append((streams[i], own, more[i], also, token_counts[i]))
-        type_, raw = _code(dst_dtype), _code(raw_dtype)
+        type_, raw = dtype_code(dst_dtype), dtype_code(raw_dtype)
         cos, sin = angles or (_EMPTY, _EMPTY)
         parts = self._parts(token_counts, whole=times is not None)
 
         def decode(i: int) -> None:
             lo, hi, row, end = parts[i]
-            wrong = backend.klt_decode(
-                self.prepared, dst, type_, dst_offset + row * dst_strides[1] * _ITEMS[type_], dst_strides,
+            wrong = native.klt_decode(
+                self.prepared, dst, type_, dst_offset + row * dst_strides[1] * item_bytes(type_), dst_strides,
                 run[lo:hi], raw, cos[row:end], sin[row:end], times,
             )  # fmt: skip
             if wrong is not None:
@@ -347,21 +262,14 @@ def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
     return (group.first, group.heads, energy, *arrays)
 
 
-def _code(dtype: str) -> int:
-    code = _DTYPES.get(dtype)
-    if code is None:
-        raise ValueError(f"element type {dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
-    return code
-
-
 def _checked(data: Memory | None, checksum: int | None, stream: int) -> int | None:
     """The checksum that is left to the native call: short streams are compared here."""
     if checksum is None or data is None:
         return None
-    view = memoryview(data)  # type: ignore[arg-type]
-    if view.nbytes > _SHORT:
+    size = memoryview(data).nbytes  # type: ignore[arg-type]
+    if size >= LONG_HASH:
         return checksum
-    if xxhash.xxh3_64_intdigest(view) != checksum:
+    if not hash_matches(data, 0, size, checksum):
         raise _error(("checksum", stream, 0, False), 0)
     return None
 

@@ -1,10 +1,10 @@
 """Lossless packing of planes [heads, tokens, dim] of float32, float16 and bfloat16: any bits come back as they were.
 
 Exponents and signs are entropy-coded by channel, since a channel of a cache has one scale; what is left of the
-mantissas is noise and stays as it is. `native/lossless.h` defines the streams. They are never longer than the elements
-and `lossless_bound(0)` bytes. All instruction sets and numpy give the same bytes.
+mantissas is noise and stays as it is. `native/lossless/lossless.h` defines the streams. They are never longer than the
+elements and `lossless_bound(0)` bytes. All instruction sets give the same bytes.
 
-The decoder takes any bytes: what is no stream of this type and shape is reported, and nothing outside of the box is
+The decoder takes any bytes: a malformed stream is reported, and nothing outside of the box is
 written; but changed bytes may decode to other numbers, so compare checksums.
 
 Threads. Any thread may call anything, without the interpreter lock. Decoding more than `PARALLEL_BYTES` uses one
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.base import LONG_HASH, dense, dtype_code, hash_matches, item_bytes
+from ctxreuse.kernels.dispatch import native
 from ctxreuse.kernels.threads import cores, spread
 
 if TYPE_CHECKING:
@@ -35,13 +35,9 @@ Bytes = NDArray[np.uint8]
 
 PARALLEL_BYTES: Final = 4 << 20
 """Bytes of elements from which one call uses several threads: a millisecond of work for two."""
-_CODES: Final = {"float32": 0, "float16": 1, "bfloat16": 2, "fp32": 0, "fp16": 1, "bf16": 2}
-_ITEMS: Final = (4, 2, 2)
 #: Bytes that each thread keeps to encode into: a plane of 64 tokens of the largest models.
 _KEPT: Final = 1 << 20
 _thread = threading.local()
-# XXH3 has forms of its own for inputs up to this many bytes; the native kernel has the long one only.
-_SHORT: Final = 240
 
 
 def lossless_bound(nbytes: int) -> int:
@@ -62,13 +58,13 @@ def lossless_encode(
 
     Returns the stream as a view of `out`, uint8 of at least `lossless_bound`, or in memory of its own size.
     """
-    code = _code(dtype)
+    code = dtype_code(dtype)
     if strides is None:
-        strides = (max(shape[1] * shape[2], 0), max(shape[2], 0), 1)
+        strides = dense(shape)
     if out is not None:
-        return out[: backend.lossless_encode(src, code, offset, strides, shape, out)]
-    room = _room(lossless_bound(max(0, shape[0] * shape[1] * shape[2] * _ITEMS[code])))
-    return room[: backend.lossless_encode(src, code, offset, strides, shape, room)].copy()
+        return out[: native.lossless_encode(src, code, offset, strides, shape, out)]
+    room = _room(lossless_bound(max(0, shape[0] * shape[1] * shape[2] * item_bytes(code))))
+    return room[: native.lossless_encode(src, code, offset, strides, shape, room)].copy()
 
 
 def lossless_decode(
@@ -91,23 +87,23 @@ def lossless_decode(
     before it is decoded. Returns the index of the first stream that is not right, or -1; the destination is not to be
     used then, for some of it has been written.
     """
-    code, count = _code(dtype), len(srcs)
-    if checksums is not None and min(src_sizes, default=0) <= _SHORT:
+    code, count = dtype_code(dtype), len(srcs)
+    if checksums is not None and min(src_sizes, default=0) < LONG_HASH:
         for i, (src, at, size, wanted) in enumerate(zip(srcs, src_offsets, src_sizes, checksums, strict=True)):
-            if at < 0 or size < 0 or xxhash.xxh3_64_intdigest(_flat(src)[at : at + size].data) != wanted:
+            if not hash_matches(src, at, size, wanted):
                 return i
         checksums = None
     total = sum(token_counts)
-    threads = min(cores(), count) if heads * total * dim * _ITEMS[code] > PARALLEL_BYTES else 1
+    threads = min(cores(), count) if heads * total * dim * item_bytes(code) > PARALLEL_BYTES else 1
     edges = [count * i // threads for i in range(threads + 1)]
 
     def decode(i: int) -> int:
         part = slice(edges[i], edges[i + 1])
         first = sum(token_counts[: edges[i]])
-        at = offset + first * strides[1] * _ITEMS[code]
+        at = offset + first * strides[1] * item_bytes(code)
         sums = None if checksums is None else checksums[part]
         run = (srcs[part], src_offsets[part], src_sizes[part], token_counts[part], sums)
-        bad = backend.lossless_decode(dst, code, at, strides, heads, dim, *run)
+        bad = native.lossless_decode(dst, code, at, strides, heads, dim, *run)
         return bad if bad < 0 else bad + edges[i]
 
     bad = [stream for stream in spread(decode, threads) if stream >= 0]
@@ -122,13 +118,3 @@ def _room(size: int) -> Bytes:
     if room is None:
         room = _thread.room = np.empty(_KEPT, np.uint8)
     return room
-
-
-def _flat(buffer: Any) -> Bytes:
-    return np.frombuffer(buffer, np.uint8) if memoryview(buffer).nbytes else np.zeros(0, np.uint8)
-
-
-def _code(dtype: str) -> int:
-    if dtype not in _CODES:
-        raise ValueError(f"element type {dtype!r} cannot be packed; use one of {', '.join(_CODES)}")
-    return _CODES[dtype]

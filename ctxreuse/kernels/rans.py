@@ -2,12 +2,12 @@
 
 A stream codes n symbols below 32; symbol i belongs to lane i % 64 and step i // 64, and each step has the number of
 its table in `table_of_step` [ceil(n / 64)]. Neither n, the tables nor the steps travel in the stream. `seeds` are 16
-free bits a lane: the encoder takes any, the decoder gives them back, and they cost nothing. `native/rans.h` defines
-the bytes.
+free bits a lane: the encoder takes any, the decoder gives them back, and they cost nothing. `native/rans/rans.h`
+defines the bytes.
 
-Every instruction set gives the same bytes, and so does numpy. The decoder takes any bytes: what is no stream of these
+Every instruction set gives the same bytes. The decoder takes any bytes: what is no stream of these
 tables and this length is a FormatError (64 end states and the number of words must be right; changed bits may still
-decode to other symbols, so keep a checksum where that matters), and nothing outside of the arrays is touched.
+decode to other symbols, so keep a checksum where that matters), and no memory outside of the arrays is touched.
 
 Threads. Any thread may call anything; tables are immutable. The interpreter lock is released above 4,096 symbols. The
 forms for many streams spread more than `PARALLEL_SYMBOLS` over one thread a core, which are kept for the next call.
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxreuse.errors import FormatError
-from ctxreuse.kernels.backend import backend
+from ctxreuse.kernels.dispatch import native
 from ctxreuse.kernels.threads import cores, spread
 
 __all__ = [
@@ -65,12 +65,12 @@ class RansTables:
         if rows.ndim != 2 or rows.shape[1] != SYMBOLS or rows.dtype.kind not in "iu":
             raise ValueError(f"freqs: needs integers [tables, {SYMBOLS}], got {rows.dtype} {list(rows.shape)}")
         if rows.size and (rows.min() < 0 or rows.max() > 255):
-            raise ValueError("freqs: a frequency lies outside of 0..255")
+            raise ValueError("freqs: a frequency is outside of 0..255")
         self.freqs: Bytes = rows.astype(np.uint8)
         """What the tables were made of, read-only."""
         self.freqs.flags.writeable = False
-        self.prepared = backend.rans_tables(self.freqs)
-        """The backend's own form."""
+        self.prepared = native.rans_tables(self.freqs)
+        """The form that the extension reads."""
 
     def __len__(self) -> int:
         return len(self.freqs)
@@ -78,7 +78,7 @@ class RansTables:
 
 def rans_name() -> str:
     """The implementation in use: that of `kernels.active()`, but `avx2` for AVX-512 without VBMI2."""
-    return backend.rans_name()
+    return native.rans_name()
 
 
 def rans_bound(n: int) -> int:
@@ -135,7 +135,7 @@ def rans_encode_many(
     def encode(i: int) -> int:
         lo, hi, symbol, end, step, last = parts[i]
         data = out[slice(*rooms[i])]
-        return backend.rans_encode(
+        return native.rans_encode(
             tables.prepared, data, ends[i], of[symbol:end], lengths[lo:hi], steps[step:last], first[lo:hi]
         )
 
@@ -162,7 +162,7 @@ def rans_decode_many(
     """Decode many streams: symbols uint8 [sum(counts)] (`out` if given) and seeds uint16 [streams, 64].
 
     Arguments as for and from `rans_encode_many`; streams may lie anywhere in `data`, as long as each ends where the
-    next begins. FormatError names the first stream found corrupt; `out` then holds nothing that means anything.
+    next begins. FormatError names the first stream found corrupt; the contents of `out` are then undefined.
     """
     of, lengths = _bytes(data), _lengths(counts)
     steps = _steps(table_of_step, lengths)
@@ -179,7 +179,7 @@ def rans_decode_many(
 
     def decode(i: int) -> int:
         lo, hi, symbol, end, step, last = parts[i]
-        bad = backend.rans_decode(
+        bad = native.rans_decode(
             tables.prepared, of, places[lo : hi + 1], out[symbol:end], lengths[lo:hi], steps[step:last], seeds[lo:hi]
         )
         return bad if bad < 0 else bad + lo
@@ -191,10 +191,10 @@ def rans_decode_many(
 
 
 def rans_count(symbols: ArrayLike, table_of_step: ArrayLike, tables: int) -> NDArray[np.uint32]:
-    """How often each symbol stands under each table, uint32 [tables, 32], of one stream's symbols."""
+    """Count each symbol of one stream by table: uint32 [tables, 32]."""
     of = _symbols(symbols)
     counts = np.zeros((tables, SYMBOLS), np.uint32)
-    backend.rans_count(of, _steps(table_of_step, np.array([of.size])), counts)
+    native.rans_count(of, _steps(table_of_step, np.array([of.size])), counts)
     return counts
 
 

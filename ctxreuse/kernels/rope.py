@@ -1,34 +1,47 @@
-"""Angles of rotary position embedding, computed in float64 so that far positions lose no precision."""
+"""Rotates boxes of keys by one shift of their positions; the angles come from `ctxreuse.rope`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-__all__ = ["inverse_frequencies", "shift_tables"]
+from ctxreuse.kernels.base import dense, dtype_code
+from ctxreuse.kernels.dispatch import native
+
+if TYPE_CHECKING:
+    from ctxreuse._native import Memory
+
+__all__ = ["rope_shift"]
 
 
-def inverse_frequencies(theta: float, rotary_dim: int) -> NDArray[np.float64]:
-    """theta^(-2i/r) for i < r/2, shape (r/2,) (RoFormer, arXiv 2104.09864, section 3.2.2).
+def rope_shift(
+    dst: Memory,
+    src: Memory,
+    shape: Sequence[int],
+    cos: ArrayLike,
+    sin: ArrayLike,
+    *,
+    dst_dtype: str,
+    src_dtype: str | None = None,
+    dst_strides: Sequence[int] | None = None,
+    src_strides: Sequence[int] | None = None,
+    dst_offset: int = 0,
+    src_offset: int = 0,
+    interleaved: bool = False,
+) -> None:
+    """Rotate every K vector of a box by one position offset; `dst` may be `src` (in place, same strides and type).
 
-    For plain RoPE only: models with scaled frequencies (llama3, yarn, linear) must hand over their own `inv_freq`.
-    ValueError unless theta > 0 and rotary_dim is even and positive.
+    `cos`, `sin`: r/2 angles from `ctxreuse.rope.shift_tables`, r <= dim; elements from r on are copied. Pairs are
+    (i, i + r/2) (GPT-NeoX, Hugging Face), or (2i, 2i + 1) with `interleaved` (GPT-J; llama in GGUF).
+    out1 = x1*cos - x2*sin, out2 = x2*cos + x1*sin, in fp32 without fused multiply-add (RoFormer, arXiv 2104.09864,
+    eq. 34). A NaN result is the positive quiet NaN. A strided dim passes through a scratch tile: MemoryError if that
+    cannot be had.
     """
-    if not theta > 0 or rotary_dim <= 0 or rotary_dim % 2:
-        raise ValueError(f"rotary embedding needs theta > 0 and an even positive width, got {theta} and {rotary_dim}")
-    return np.asarray(theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim))
-
-
-def shift_tables(inv_freq: ArrayLike, delta: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(cos, sin) float32, shape (r/2,), that move a rotated key by `delta` positions (negative: backwards).
-
-    Rotations compose: R(p + delta) = R(delta) R(p), so neither the old nor the new position matters, and an
-    attention scaling already in the key (yarn) stays in it. The product inv_freq * delta is taken in float64: in
-    float32 an angle of 10^5 rad is off by up to 0.004 rad. ValueError for a shape that is not (n,) or values that
-    are not finite.
-    """
-    frequencies = np.asarray(inv_freq, dtype=np.float64)
-    if frequencies.ndim != 1 or not np.isfinite(frequencies).all():
-        raise ValueError(f"inv_freq must be one finite row, got shape {frequencies.shape}")
-    angles = frequencies * delta
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    to, of = dtype_code(dst_dtype, dst), dtype_code(src_dtype or dst_dtype, src)
+    dst_strides = dense(shape) if dst_strides is None else dst_strides
+    src_strides = dense(shape) if src_strides is None else src_strides
+    c, s = np.ascontiguousarray(cos, dtype=np.float32), np.ascontiguousarray(sin, dtype=np.float32)
+    native.rope_shift(dst, to, dst_offset, dst_strides, src, of, src_offset, src_strides, shape, c, s, interleaved)

@@ -40,7 +40,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """A forked child has none of its parent's threads, and maybe a lock that one of them held."""
+    """A forked child has none of its parent's threads, and maybe a lock that one of them had taken."""
     global _pool, _pool_lock
     _pool, _pool_lock = None, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""The lab: traces of requests, replayed through the policies that the store uses, beside what nothing can beat."""
+"""The lab: traces of requests, replayed through the policies that the store uses, beside the bounds."""
 
 from __future__ import annotations
 

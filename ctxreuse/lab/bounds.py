@@ -1,7 +1,7 @@
 """What no policy can beat: a cache without end, and Belady's choice, which knows the future.
 
 Belady evicts the block whose next use is farthest. A block is used whenever a block below it is, so its next use is
-never later than theirs: of equal ones the deepest goes first, and what is held stays closed towards the roots. Blocks
+never later than theirs: of equal ones the deepest goes first, and the cached set stays closed towards the roots. Blocks
 with the same next use are a piece of that request's path; all that has to be kept of the cache is how many each later
 request will find, and a request splits into a few pieces. For blocks of one size no policy that sees one request after
 another serves more blocks: of the spans from each use of a block to its next, it keeps the most that fit.
@@ -53,8 +53,8 @@ class Future:
         self._past: tuple[Ints, Ints, Ints, Ints] | None = None
 
     def past(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """The same pieces from the other end, root first in each path: the request that uses them, the one that used
-        them before, blocks, and blocks of that path ahead of them."""
+        """Return the same pieces from the other end, root first in each path: the request that uses them, the one that
+        used them before, blocks, and blocks of that path ahead of them."""
         if self._past is None:
             makers = np.repeat(np.arange(len(self.at) - 1), np.diff(self.at))
             # Along a path the last use only moves back.
@@ -68,33 +68,33 @@ class Future:
 
 
 def infinite(trace: Packed) -> npt.NDArray[np.int32]:
-    """Leading blocks of each request that a cache without end serves."""
+    """Return the leading blocks of each request that a cache without end serves."""
     return trace.known
 
 
 def belady(trace: Packed, future: Future, capacity: int) -> npt.NDArray[np.int32]:
-    """Leading blocks of each request that Belady serves with room for ``capacity`` blocks."""
+    """Return the leading blocks of each request that Belady serves with room for ``capacity`` blocks."""
     hits = np.zeros(len(trace), np.int32)
     waiting = [0] * len(trace)
     farthest: list[int] = []
     at, counts, nexts = future.at.tolist(), future.count.data, future.next.data
-    held = 0
+    cached = 0
     for request in range(len(trace)):
         found = waiting[request]
         hits[request] = found
-        held -= found
+        cached -= found
         waiting[request] = 0
         for piece in range(at[request], at[request + 1]):
             use = nexts[piece]
             if not waiting[use]:
                 heapq.heappush(farthest, -use)
             waiting[use] += counts[piece]
-            held += counts[piece]
-        while held > capacity:
+            cached += counts[piece]
+        while cached > capacity:
             use = -farthest[0]
-            gone = min(waiting[use], held - capacity)
-            waiting[use] -= gone
-            held -= gone
+            freed = min(waiting[use], cached - capacity)
+            waiting[use] -= freed
+            cached -= freed
             if not waiting[use]:
                 heapq.heappop(farthest)
     return hits

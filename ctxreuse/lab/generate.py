@@ -3,7 +3,7 @@
 Sessions come as a Poisson process. Each begins with one of several shared prompts (system prompt and tools), chosen by
 a Zipf law, and grows turn by turn: lognormal new tokens, a geometric number of turns, and between two turns a lognormal
 pause, which for a share of the turns is that of a tool and else that of a person. Parameters of ``agents`` are fitted
-by eye to recordings of coding agents, those of ``chat`` and ``documents`` are plausible. It is no stand-in for one's
+by eye to recordings of coding agents, those of ``chat`` and ``documents`` are plausible. It does not replace one's
 own traffic: rankings of policies move with it.
 """
 
@@ -89,7 +89,7 @@ _START, _PER_TOKEN = 0.8, 0.012
 
 
 def generate(kind: str, *, requests: int = 10_000, seed: int = 0) -> Trace:
-    """A trace of ``requests`` requests in blocks of 64 tokens; equal arguments give equal traces.
+    """Return a trace of ``requests`` requests in blocks of 64 tokens; equal arguments give equal traces.
 
     Memory is bounded by the sessions that are open at one time. Raises ConfigError for an unknown kind.
     """

@@ -101,7 +101,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = file.readline(MOST_LINE + 1)
             except (OSError, *_BROKEN) as error:
                 raise FormatError(
-                    f"the trace is damaged: {error}", where=f"{path.name}, line {number}", fix="Fetch or record it anew"
+                    f"the trace is damaged: {error}",
+                    where=f"{path.name}, line {number}",
+                    fix="Fetch or record it again",
                 ) from error
             if not line:
                 return
@@ -117,7 +119,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def first_line(path: Path) -> bytes:
-    """The first line that is not empty; raises as `read_lines` does, and FormatError if there is none."""
+    """Return the first line that is not empty; raises as `read_lines` does, and FormatError if there is none."""
     for _, line in read_lines(path):
         return line
     raise FormatError("the trace is empty", where=path.name, fix="Record some traffic first, or see --generate")

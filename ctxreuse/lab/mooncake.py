@@ -28,9 +28,9 @@ class _Row(msgspec.Struct):
 
 
 def mooncake(path: Path, block_tokens: int = BLOCK_TOKENS) -> Trace:
-    """A trace of rows ``{"timestamp": ms, "input_length", "output_length", "hash_ids"}``, in the order of time.
+    """Return a trace of rows ``{"timestamp": ms, "input_length", "output_length", "hash_ids"}``, in the order of time.
 
-    The last block of a row may be filled in part. Sessions are not told.
+    The last block of a row may be filled in part. Sessions are unknown.
     """
     return Trace(path.name, block_tokens, lambda: _read(path, block_tokens), format="mooncake")
 

@@ -27,9 +27,9 @@ FORMATS = tuple(_READERS)
 
 
 def open_trace(path: Path | str, format: str = "auto") -> Trace:
-    """The trace in a file, packed (.xz, .gz, .bz2) or not. Reads no more than the first line.
+    """Return the trace in a file, packed (.xz, .gz, .bz2) or not. Reads no more than the first line.
 
-    Raises ConfigError for a file that cannot be read or an unknown format, FormatError for one that nobody knows.
+    Raises ConfigError for a file that cannot be read or an unknown format, FormatError for one that is not recognised.
     """
     path = Path(path)
     if format == "auto":
@@ -52,5 +52,5 @@ def _sniff(line: bytes, path: Path) -> str:
         if "requests" in fields and "block_size" in fields:
             return "sessions"
     raise FormatError(
-        "nobody knows this kind of trace", where=path.name, fix=f"Name its --format: {', '.join(FORMATS)}"
+        "this kind of trace is not recognised", where=path.name, fix=f"Name its --format: {', '.join(FORMATS)}"
     )

@@ -1,6 +1,6 @@
 """A trace in memory: a few numbers a request and a block, however long the prompts are.
 
-An id stands for a whole prefix, so the last block of a path tells the path: blocks are a forest, and only each block's
+An id names a whole prefix, so the last block of a path gives the path: blocks are a forest, and only each block's
 parent is kept. Blocks are numbered in the order of their coming, so a prompt's new ones are a run of numbers.
 """
 
@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.errors import FormatError
-from ctxreuse.lab.idtable import IdTable
 from ctxreuse.lab.trace import Request, Trace
 
-__all__ = ["Ints", "Packed", "pack"]
+__all__ = ["IdTable", "Ints", "Packed", "pack"]
 
 Ints = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
@@ -39,7 +38,7 @@ _ROUND_REQUESTS = 1 << 13
 class Packed:
     """All requests of a trace, by number; about 60 bytes a request and 12 a block. Frozen once made.
 
-    ``t`` seconds, ``tokens``, ``session``, ``busy`` as in `Request`; ``mark``: the label that policies are told when
+    ``t`` seconds, ``tokens``, ``session``, ``busy`` as in `Request`; ``mark``: the label that policies get when
     the turn has been answered; ``length``: blocks of the path; ``tip``: the last of them, -1 for an empty path;
     ``known``: how many leading blocks came in an earlier request. ``parent`` of each block, -1 for a first one.
     """
@@ -75,7 +74,7 @@ class Packed:
         return len(self.parent)
 
     def runs(self, request: int) -> list[range]:
-        """The path of a request as runs of block numbers, root first."""
+        """Return the path of a request as runs of block numbers, root first."""
         first, parent = self._first_view, self._parent_view
         found, tip = [], int(self.tip[request])
         while tip >= 0:
@@ -86,14 +85,14 @@ class Packed:
         return found
 
     def path(self, request: int) -> list[int]:
-        """The path of a request, root first."""
+        """Return the path of a request, root first."""
         found: list[int] = []
         for run in self.runs(request):
             found.extend(run)
         return found
 
     def array(self, request: int) -> Ints:
-        """The path of a request, root first, as int64 [blocks]."""
+        """Return the path of a request, root first, as int64 [blocks]."""
         runs = [np.arange(run.start, run.stop) for run in self.runs(request)]
         return runs[0] if len(runs) == 1 else np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
@@ -106,18 +105,18 @@ class Packed:
 
     @classmethod
     def load(cls, folder: Path) -> Packed:
-        """What `save` wrote, mapped: processes on one machine share the memory."""
+        """Map what `save` wrote: processes on one machine share the memory."""
         columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _COLUMNS}
         rest = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("known", "length", "tip", "parent")]
         name = str(np.load(folder / "name.npy")[0])
         return cls(name, int(np.load(folder / "block_tokens.npy")), columns, *rest)
 
     def hit_tokens(self, hits: npt.NDArray[np.integer]) -> Ints:
-        """Tokens in the first ``hits`` blocks of each request: the last block may be filled in part."""
+        """Return the tokens in the first ``hits`` blocks of each request: the last block may be filled in part."""
         return np.minimum(hits.astype(np.int64) * self.block_tokens, self.tokens)
 
     def check(self) -> None:
-        """Raises AssertionError where paths, parents and what was known disagree. O(all blocks of all requests)."""
+        """Raise AssertionError where paths, parents and what was known disagree. O(all blocks of all requests)."""
         seen = 0
         for request in range(len(self)):
             path = self.path(request)
@@ -130,9 +129,9 @@ class Packed:
 
 
 def pack(trace: Trace, progress: Callable[[int], None] = lambda done: None) -> Packed:
-    """Read a whole trace. ``progress`` is told how many requests are done, now and then.
+    """Read a whole trace. ``progress`` is called now and then with the number of requests done.
 
-    Raises FormatError as reading does, for an empty trace, and where an id stands for two different prefixes.
+    Raises FormatError as reading does, for an empty trace, and where an id names two different prefixes.
     """
     made = _Packing(trace)
     waiting: list[Request] = []
@@ -178,7 +177,7 @@ class _Packing:
         if len(wrong):
             request = self.done + int(np.searchsorted(ends, wrong[0], side="right"))
             raise FormatError(
-                f"block id {ids[wrong[0]]} stands for two different prefixes",
+                f"block id {ids[wrong[0]]} names two different prefixes",
                 where=f"{self._trace.name}, request {request + 1}",
                 fix="Ids must be of whole prefixes: hash each block together with what comes before it",
             )
@@ -225,3 +224,74 @@ class _Packing:
             np.concatenate(self._tip),
             self._parent[: len(self._table)].copy(),
         )
+
+
+_EMPTY = -1
+_FIRST = 1 << 12
+#: Knuth's multiplicative hashing: 2^64 divided by the golden ratio, odd.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_Ids = npt.NDArray[np.int64]
+
+
+class IdTable:
+    """Ids ≥ 0 (int64) to numbers 0, 1, 2, … in the order of their coming. A dict takes five times the memory."""
+
+    def __init__(self) -> None:
+        self._keys = np.full(_FIRST, _EMPTY, np.int64)
+        self._values = np.zeros(_FIRST, np.int32)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, ids: _Ids) -> _Ids:
+        """Return the number of each id; -1 where it has none."""
+        found = np.full(len(ids), -1, np.int64)
+        slots, left = self._slots(ids), np.arange(len(ids))
+        while len(left):
+            at = slots[left]
+            keys = self._keys[at]
+            same = keys == ids[left]
+            found[left[same]] = self._values[at[same]]
+            left = left[~same & (keys != _EMPTY)]
+            slots[left] = (slots[left] + 1) & (len(self._keys) - 1)
+        return found
+
+    def add(self, ids: _Ids) -> None:
+        """Number new ids, all different and none of them known, in their order."""
+        if not len(ids):
+            return
+        while (self._count + len(ids)) * 2 > len(self._keys):
+            self._grow()
+        self._place(ids, np.arange(self._count, self._count + len(ids), dtype=np.int32))
+        self._count += len(ids)
+
+    def _place(self, ids: _Ids, values: npt.NDArray[np.int32]) -> None:
+        slots, left = self._slots(ids), np.arange(len(ids))
+        while len(left):
+            free = left[self._keys[slots[left]] == _EMPTY]
+            # Of several that want one slot the last written has it; the others see another's key there.
+            self._keys[slots[free]] = ids[free]
+            won = free[self._keys[slots[free]] == ids[free]]
+            self._values[slots[won]] = values[won]
+            left = np.setdiff1d(left, won, assume_unique=True)
+            slots[left] = (slots[left] + 1) & (len(self._keys) - 1)
+
+    def _slots(self, ids: _Ids) -> _Ids:
+        shift = np.uint64(64 - (len(self._keys) - 1).bit_length())
+        return ((ids.astype(np.uint64) * _GOLDEN) >> shift).astype(np.int64)
+
+    def _grow(self) -> None:
+        used = self._keys != _EMPTY
+        keys, values = self._keys[used], self._values[used]
+        self._keys = np.full(2 * len(self._keys), _EMPTY, np.int64)
+        self._values = np.zeros(len(self._keys), np.int32)
+        self._place(keys, values)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every number occurs once and is found."""
+        used = self._keys != _EMPTY
+        assert int(used.sum()) == self._count, "ids are counted wrongly"
+        assert np.array_equal(np.sort(self._values[used]), np.arange(self._count)), "a number is missing"
+        assert np.array_equal(self.find(self._keys[used]), self._values[used]), "an id is not found"

@@ -12,12 +12,12 @@ from ctxreuse.units import rounded_bytes
 __all__ = ["check_plot", "draw"]
 
 _COLOURS = ("#1f6f8b", "#7a5195", "#3d8b37", "#b8860b", "#2f4b9c", "#8c564b", "#008b8b", "#5b6770")
-_OURS = {"duel": "#c8102e"}
+_OURS = {"adaptive": "#c8102e"}
 _MARKS = "os^vDPXp"
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError if `draw` could not write there: no matplotlib, an unknown ending, no such folder."""
+    """Raise ConfigError if `draw` could not write there: no matplotlib, an unknown ending, no such folder."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Write a picture; the file's ending says the kind. Raises ConfigError as `check_plot`, and if writing fails."""
+    """Write a picture, of the kind of the file's ending. Raises ConfigError as `check_plot`, and if writing fails."""
     check_plot(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import queue
@@ -11,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recording import FORMAT, VERSION, Ended, Head, Prompted
+from ctxreuse.private import make_private_folder
 
 __all__ = ["Recorded", "Recorder", "open_recorder"]
 
@@ -30,14 +33,14 @@ _FILES = 4
 _QUEUE = 1024
 #: Blocks remembered as written, about 100 bytes each. One that is forgotten is written once more.
 _KNOWN = 1 << 18
-#: Bytes of a text that stand for one token where nobody counts them.
+#: Bytes of text counted as one token where tokens are unknown.
 _BYTES_PER_TOKEN = 4
 
 
 def open_recorder(
     file: str, nbytes: int, *, block_tokens: int = 64, token_bytes: int = 0, unit: Literal["tokens", "bytes"] = "tokens"
 ) -> Recorder:
-    """A recorder for a daemon's settings: ``nbytes`` for all files together. Raises ConfigError as `Recorder`."""
+    """Return a recorder for a daemon's settings, of ``nbytes`` for all files. Raises ConfigError as `Recorder`."""
     path = Path(file).expanduser()
     limit = max(nbytes // _FILES, 1)
     return Recorder(path, block_tokens=block_tokens, token_bytes=token_bytes, unit=unit, limit=limit, files=_FILES)
@@ -57,7 +60,7 @@ class Recorder:
 
     At most ``files`` files stay, so at most ``files · limit`` bytes. Any thread may call; a call costs microseconds,
     since a thread of its own hashes and writes, and it never raises: what cannot be written is counted (``figures``)
-    and said once in the log. ``token_bytes``: KV of a token. ``unit``: see `ctxreuse.lab.recording`. Raises ConfigError
+    and logged once. ``token_bytes``: KV of a token. ``unit``: see `ctxreuse.lab.recording`. Raises ConfigError
     if the file cannot be made.
     """
 
@@ -78,11 +81,13 @@ class Recorder:
         self._queue: queue.Queue[_Prompt | _End | _Mark | None] = queue.Queue(_QUEUE)
         self._lock = threading.Lock()
         self._numbers = self._refused = self._written = self._oversize = self._errors = 0
-        self._file: IO[bytes] | None = None
+        #: Lines that could not be written since the last one that could.
+        self._lost = 0
+        self._file: io.FileIO | None = None
         self._closed = False
         self._began: float | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             self._begin()
         except OSError as error:
             raise ConfigError(
@@ -92,21 +97,21 @@ class Recorder:
         self._thread.start()
 
     def prompt(self, keys: Sequence[bytes], tokens: int) -> int:
-        """A prompt of ``tokens`` tokens came; ``keys``: prefix keys of its whole blocks. Its number for `ended`."""
+        """Record a prompt of ``tokens`` tokens; ``keys``: of its whole blocks. Returns its number for `ended`."""
         return self._put(tokens, keys=keys)
 
     def text(self, parts: Sequence[Buffer], scope: bytes = b"") -> int:
-        """A prompt came of which only the text is known: ``parts`` in the order in which the model reads them, which
+        """Record a prompt of which only the text is known: ``parts`` in the order in which the model reads them, which
         must not change. ``scope``: what else must be equal for a prefix to be shared, such as tenant and model."""
         size = sum(memoryview(part).nbytes for part in parts)
         return self._put(-(-size // _BYTES_PER_TOKEN), parts=parts, scope=scope)
 
     def mark(self, keys: Sequence[bytes], label: int) -> None:
-        """The context of these keys paused for the reason ``label`` (`ctxreuse.pauses`): told of its last prompt."""
+        """Record that the context of these keys paused for the reason ``label`` (`ctxreuse.pauses`)."""
         self._offer(_Mark(keys, label))
 
     def ended(self, number: int, *, output: int = 0, busy: float = 0.0) -> None:
-        """The prompt ``number`` was answered: tokens of the answer, and seconds that it took."""
+        """Record that the prompt ``number`` was answered: tokens of the answer, and seconds that it took."""
         if number >= 0:
             self._offer(_End(number, output, busy))
 
@@ -158,31 +163,33 @@ class Recorder:
             self._file.close()
 
     def _failed(self, error: OSError) -> None:
-        if not self._errors:
+        if not self._lost:
             log.warning("requests are not recorded: %s", error, extra={"file": str(self._path)})
+        self._lost += 1
         self._errors += 1
-        # A half-written line would spoil what follows: a new file begins with the next request.
-        if self._file is not None:
-            file, self._file = self._file, None
-            try:
-                file.close()
-            except OSError:
-                pass
 
     def _begin(self) -> None:
-        """A new file with a secret of its own, so that hashes of two files cannot be compared."""
-        if self._file is not None:
-            file, self._file = self._file, None
+        """A new file with a secret of its own, so that hashes of two files cannot be compared.
+
+        The older ones move on when it has its first line: a full disk must not push them out.
+        """
+        fresh, head = self._path.with_name(self._path.name + ".new"), self._encode(self._head) + b"\n"
+        # Private: when a model was used is not other users' business.
+        file = open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0)  # noqa: SIM115
+        try:
+            _append(file, 0, head)
+            for n in range(self._files - 1, 0, -1):
+                older = self._path if n == 1 else self._numbered(n - 1)
+                if older.exists():
+                    os.replace(older, self._numbered(n))
+            os.replace(fresh, self._path)
+        except OSError:
             file.close()
-        for n in range(self._files - 1, 0, -1):
-            older = self._path if n == 1 else self._numbered(n - 1)
-            if older.exists():
-                os.replace(older, self._numbered(n))
-        head = self._encode(self._head) + b"\n"
-        # Nobody else of this machine need know when somebody asked a model.
-        self._file = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")  # noqa: SIM115
-        self._file.write(head)
-        self._file.flush()
+            fresh.unlink(missing_ok=True)
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file = file
         self._size, self._secret = len(head), os.urandom(16)
         self._known: OrderedDict[bytes, None] = OrderedDict()
         # Of the last requests: their place in this file, by number and by their last block.
@@ -266,9 +273,11 @@ class Recorder:
 
     def _append(self, line: bytes) -> None:
         assert self._file is not None
-        self._file.write(line)
-        self._file.flush()
+        _append(self._file, self._size, line)
         self._size += len(line)
+        if self._lost:
+            log.warning("requests are recorded again, %d lines were lost", self._lost, extra={"file": str(self._path)})
+            self._lost = 0
 
 
 class _Prompt(NamedTuple):
@@ -289,6 +298,19 @@ class _End(NamedTuple):
     number: int
     output: int
     busy: float
+
+
+def _append(file: io.FileIO, size: int, line: bytes) -> None:
+    """Write a line at the end of a file of ``size`` bytes; half a line is taken back. Raises OSError."""
+    try:
+        if file.write(line) == len(line):
+            return
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as raised:
+        error = raised
+    file.truncate(size)
+    file.seek(size)
+    raise error
 
 
 def _hash(data: bytes, secret: bytes) -> bytes:

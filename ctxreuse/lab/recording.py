@@ -1,6 +1,6 @@
 """Reads recordings of one's own traffic: hashes and counts, no text and no token ids.
 
-One JSON object a line. The first says what the file is; each other is a request as it came, or how one ended::
+One JSON object a line. The first identifies the file; each other is a request, or how one ended::
 
     {"format": "ctxreuse-trace", "version": 1, "block_tokens": 64, "token_bytes": 23040, "unit": "tokens"}
     {"t": 12.5, "n": 1300, "at": "", "new": "5f0c…"}      20 hashes of 16 digits, root first
@@ -8,7 +8,7 @@ One JSON object a line. The first says what the file is; each other is a request
     {"t": 19.0, "n": 1900, "at": "77ab…", "new": "01d9…"} goes on after the block that "at" names
 
 A hash is of 63 bits, of a whole prefix and keyed with a secret that is written nowhere: it can neither be compared with
-other recordings nor be guessed from a text. ``unit`` is ``bytes`` where nobody knew the tokens: a block is then
+other recordings nor be guessed from a text. ``unit`` is ``bytes`` where the tokens were unknown: a block is then
 4·block_tokens bytes of the request, and counts are estimates. A file is untrusted: all is checked and bounded.
 """
 
@@ -84,12 +84,12 @@ class _Line(msgspec.Struct):
 
 
 def recording_head(path: Path) -> Head:
-    """The first line, checked. Raises FormatError for anything else, and for a version of the future."""
+    """Return the first line, checked. Raises FormatError for anything else, and for a version of the future."""
     return _head(first_line(path), path)
 
 
 def recording(path: Path) -> Trace:
-    """The trace in a recording. Sessions are told by who goes on where another prompt ended."""
+    """Return the trace in a recording. Sessions are inferred from prompts that continue where another one ended."""
     head = recording_head(path)
     return Trace(path.name, head.block_tokens, lambda: _Reading(path, head).requests(), format="recording")
 
@@ -105,7 +105,7 @@ def _head(line: bytes, path: Path) -> Head:
         raise FormatError(
             f"a recording of version {head.version}, and this program reads {VERSION}",
             where=path.name,
-            fix="Use a newer ctxreuse" if head.version > VERSION else "Record anew",
+            fix="Use a newer ctxreuse" if head.version > VERSION else "Record again",
         )
     if not 1 <= head.block_tokens <= 4096 or not 0 <= head.token_bytes <= 1 << 30:
         raise FormatError("blocks or tokens of an impossible size", where=path.name)
@@ -142,7 +142,7 @@ class _Reading:
             except (*UNREADABLE, ValueError) as error:
                 where = f"{self._path.name}, line {number}"
                 raise FormatError(
-                    f"the recording is damaged: {error}", where=where, fix="Record anew, or cut the file there"
+                    f"the recording is damaged: {error}", where=where, fix="Record again, or cut the file there"
                 ) from None
             if len(waiting) > _OPEN:
                 done += 1
@@ -190,7 +190,7 @@ class _Reading:
             self._parent.append(parent)
             self._depth.append(self._depth[parent] + 1 if parent >= 0 else 1)
         elif self._parent[number] != parent:
-            raise ValueError("a hash stands for two different prefixes")
+            raise ValueError("a hash names two different prefixes")
         return number
 
     def _walk(self, tip: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -58,7 +58,7 @@ def agent_sessions(
     subagents: bool = False,
     seed: int = 0,
 ) -> Trace:
-    """The first ``sessions`` of the file (None: all), interleaved over a common clock that the file does not have.
+    """Return the first ``sessions`` of the file (None: all), interleaved on a common clock, which the file has not.
 
     Session i starts at the i-th smallest of as many draws from 0 to ``span`` seconds and is cut ``window`` seconds
     after its own start. ``part``: only sessions from the first number up to the second, at the same starts, so that

@@ -17,10 +17,10 @@ __all__ = ["caption", "sentence", "table"]
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """A section a capacity; the best policy of each is bold, bounds are dim.
+    """Return a table with a section per capacity; the best policy of each is bold, bounds are dim.
 
     Hits in shares of prompt tokens and blocks; seconds of prefill saved, and their share; bytes that hits read and
-    misses wrote; and memory held that no hit followed.
+    misses wrote; and memory used without a later hit.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -51,7 +51,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def caption(about: About, first: int, last: int) -> str:
-    """What was counted, and with which prices."""
+    """Return a line on the counted requests and the prices."""
     counted = "" if (first, last) == (0, about.requests) else f", counted from request {first + 1:,} to {last:,}"
     return (
         f"Simulation: {about.requests:,} requests of {about.trace} over {rounded_duration(about.seconds)}{counted}; "
@@ -61,21 +61,21 @@ def caption(about: About, first: int, last: int) -> str:
 
 
 def sentence(outcomes: Sequence[Outcome]) -> str:
-    """The answer at the largest capacity: the best policy, and how far from it any policy could be."""
+    """Return the answer at the largest capacity: the best policy, and how far from it any policy could be."""
     found = _policies(outcomes)
     if not found:
         return ""
     most = max(o.capacity for o in found)
     best = max((o for o in found if o.capacity == most), key=lambda o: o.seconds_saved)
     bound = next(o for o in outcomes if o.policy == "belady" and o.capacity == most)
-    said = (
+    text = (
         f"With {rounded_bytes(most)}, {best.policy} saves {rounded_duration(best.seconds_saved)} of "
         f"{rounded_duration(best.seconds)} of prefill"
     )
     plain = next((o for o in found if o.capacity == most and o.policy == "lru" and o is not best), None)
     if plain is not None:
-        said += f", lru {rounded_duration(plain.seconds_saved)}"
-    return f"{said}; who knew the future could save {rounded_duration(bound.seconds_saved)}."
+        text += f", lru {rounded_duration(plain.seconds_saved)}"
+    return f"{text}; with the future known it would be {rounded_duration(bound.seconds_saved)}."
 
 
 def _policies(outcomes: Sequence[Outcome]) -> list[Outcome]:

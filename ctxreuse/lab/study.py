@@ -2,30 +2,130 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future as Running
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from functools import partial
+from multiprocessing.context import SpawnContext
+from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ctxreuse.errors import ConfigError
+from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.lab.bounds import Future
 from ctxreuse.lab.packed import Packed
-from ctxreuse.lab.parallel import Task, Timed
-from ctxreuse.lab.parallel import served as replayed
-from ctxreuse.lab.replay import BOUNDS, Line, Outcome, Served, bound, count, serve
+from ctxreuse.lab.replay import BOUNDS, Counting, Line, Outcome, Served, bound, count, serve
 from ctxreuse.store.policy import make_policy
 from ctxreuse.store.policy.native import NATIVE, NativeShadow
 
-__all__ = ["About", "Study", "default_capacities", "parse_capacity"]
+__all__ = ["About", "Study", "Task", "Timed", "default_capacities", "parse_capacity", "replay_in_processes"]
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
-#: Told of a policy and a capacity (bytes) under way, and of the requests done so far in all replays together.
+#: Called with a policy and a capacity (bytes) under way, and of the requests done so far in all replays together.
 Progress = Callable[[str, int, int], None]
+
+
+_POLL = 0.1
+#: Makes a policy by name for a capacity in bytes.
+Make = Callable[[str, int, Line], Any]
+
+
+class Task(NamedTuple):
+    """A policy and a capacity in bytes."""
+
+    policy: str
+    capacity: int
+
+
+class Timed(NamedTuple):
+    """What a replay served, and the seconds that it took."""
+
+    served: Served
+    took: float
+
+
+class _StoppedError(Exception):
+    """The caller has stopped."""
+
+
+def replay_in_processes(
+    trace: Packed,
+    tasks: Sequence[Task],
+    make: Make,
+    line: Line,
+    block_bytes: int,
+    *,
+    jobs: int,
+    progress: Callable[[Task, int], None],
+) -> Iterator[Timed]:
+    """Yield one result a task, in their order. ``progress``: called with a task and the requests done in all tasks.
+
+    ``make`` is a function of a module, found by its name. Processes are started for the call and ended with it, also
+    if it is left early; the trace goes to them through files in a temporary folder. Raises CtxReuseError if one dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    counts, stop = context.Array("q", len(tasks), lock=False), context.Value("b", 0, lock=False)
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-lab-") as folder:
+        trace.save(Path(folder))
+        given = (folder, counts, stop, make, line, block_bytes)
+        with _pool(context, min(jobs, len(tasks)), given) as pool:
+            try:
+                running = [pool.submit(_work, number, *task) for number, task in enumerate(tasks)]
+                for task, one in zip(tasks, running):
+                    _wait(one, lambda task=task: progress(task, sum(counts)))  # type: ignore[misc]
+                    yield one.result()
+            except BrokenProcessPool as error:
+                raise CtxReuseError(
+                    "a process of the replay died", fix="It may have lacked memory: ask for fewer --jobs"
+                ) from error
+            finally:
+                stop.value = 1
+                pool.shutdown(cancel_futures=True)
+
+
+def _pool(context: SpawnContext, jobs: int, given: tuple[Any, ...]) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, context, _begin, given)
+
+
+def _wait(one: Running[Timed], tell: Callable[[], None]) -> None:
+    while not one.done():
+        tell()
+        time.sleep(_POLL)
+    tell()
+
+
+# ---- In the processes.
+
+_own: tuple[Packed, Any, Any, Make, Line, int]
+
+
+def _begin(folder: str, counts: Any, stop: Any, make: Make, line: Line, block_bytes: int) -> None:
+    global _own
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which then stops us
+    _own = Packed.load(Path(folder)), counts, stop, make, line, block_bytes
+
+
+def _work(number: int, policy: str, capacity: int) -> Timed:
+    trace, counts, stop, make, line, block_bytes = _own
+
+    def report(done: int) -> None:
+        counts[number] = done
+        if stop.value:
+            raise _StoppedError
+
+    began = time.perf_counter()
+    made = make(policy, capacity, line)
+    found = serve(trace, made, capacity // block_bytes, block_bytes=block_bytes, progress=report)
+    return Timed(found, time.perf_counter() - began)
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +146,8 @@ class Study:
     """One trace, one size of a block, one price of prefill.
 
     ``window``: the requests that are counted, default all; those before fill the cache only. ``make``: a policy by
-    name for a capacity in bytes, or a shadow; the default knows those of the store, in the native twins that its duel
-    runs where there are any, and ``duel:lru+arc`` for a duel of others.
+    name for a capacity in bytes, or a shadow; the default knows those of the store, and ``adaptive:lru+arc`` with other
+    experts.
     """
 
     def __init__(
@@ -88,7 +188,7 @@ class Study:
         *,
         jobs: int = 1,
     ) -> Iterator[Outcome]:
-        """The infinite cache, then at each capacity (bytes) Belady and the policies, each as it is done.
+        """Yield the infinite cache, then at each capacity (bytes) Belady and the policies, each as it is done.
 
         ``progress``: see `Progress`. ``jobs``: processes that replay side by side. Raises ConfigError for an unknown
         policy or a capacity below one block, before anything runs.
@@ -96,7 +196,7 @@ class Study:
         for capacity in capacities:
             if capacity < self.block_bytes:
                 raise ConfigError(
-                    f"a capacity of {capacity:,} bytes holds no block of {self.block_bytes:,}",
+                    f"a capacity of {capacity:,} bytes is less than a block of {self.block_bytes:,}",
                     fix="Ask for more, or give the size of a block",
                 )
             for name in policies:
@@ -115,17 +215,19 @@ class Study:
                     yield self._outcome(name, capacity, served, took)
 
     def _side_by_side(self, tasks: Sequence[Task], progress: Progress, jobs: int) -> Generator[Timed]:
-        def told(task: Task, done: int) -> None:
+        def report(task: Task, done: int) -> None:
             progress(*task, done)
 
-        yield from replayed(self.trace, tasks, self._make, self.line, self.block_bytes, jobs=jobs, progress=told)
+        yield from replay_in_processes(
+            self.trace, tasks, self._make, self.line, self.block_bytes, jobs=jobs, progress=report
+        )
 
     def _each(self, tasks: Sequence[Task], progress: Progress) -> Generator[Timed]:
         for number, (name, capacity) in enumerate(tasks):
             yield self._replay(name, capacity, partial(_after, progress, name, capacity, number * len(self.trace)))
 
     def replay(self, name: str, capacity: int, progress: Callable[[int], None] = lambda done: None) -> Outcome:
-        """One policy at one capacity."""
+        """Replay one policy at one capacity."""
         return self._outcome(name, capacity, *self._replay(name, capacity, progress))
 
     def _replay(self, name: str, capacity: int, progress: Callable[[int], None]) -> Timed:
@@ -136,17 +238,8 @@ class Study:
         return Timed(served, time.perf_counter() - began)
 
     def _outcome(self, name: str, capacity: int, served: Served, took: float = 0.0) -> Outcome:
-        return count(
-            self.trace,
-            served,
-            self.future,
-            policy=name,
-            capacity=capacity,
-            block_bytes=self.block_bytes,
-            line=self.line,
-            window=self.window,
-            took=took,
-        )
+        counting = Counting(self.block_bytes, self.line, self.window)
+        return count(self.trace, served, self.future, counting, policy=name, capacity=capacity, took=took)
 
 
 def _after(progress: Progress, name: str, capacity: int, before: int, done: int) -> None:
@@ -158,11 +251,11 @@ def _make(name: str, capacity: int, line: Line) -> Any:
         raise ConfigError(f"{name} is a bound, no policy", fix="It is always shown; leave it out")
     if name in NATIVE:
         return NativeShadow(name, capacity, per_token=line.token, per_pair=line.pair)
-    return make_policy(name.replace("+", ","), capacity, line.rebuild, Random(0))
+    return make_policy(name.replace("+", ","), capacity, per_token=line.token, per_pair=line.pair, rng=Random(0))
 
 
 def parse_capacity(text: str, token_bytes: float) -> int:
-    """Bytes from ``4GB``, or from tokens: ``1Mtok``, ``500ktok``. Raises ConfigError."""
+    """Return the bytes from ``4GB``, or from tokens: ``1Mtok``, ``500ktok``. Raises ConfigError."""
     from ctxreuse.units import parse_bytes
 
     short = text.strip().lower().removesuffix("ens").removesuffix("tok")

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.pauses.kinds import END_OF_TURN, TOOL_CALL, UNKNOWN, Kind, infer
+from ctxreuse.pauses.kinds import END_OF_TURN, TOOL_CALL, UNKNOWN, PauseKind, infer
 
 __all__ = ["END_OF_TURN", "TOOL_CALL", "UNKNOWN", "Path", "Request", "Trace", "label_of"]
 
@@ -17,14 +17,14 @@ Path: TypeAlias = npt.NDArray[np.int64]
 
 
 def label_of(stop: str) -> int:
-    """The reason (see `ctxreuse.pauses.kinds`) that APIs write so; UNKNOWN for what traces do not say."""
+    """Return the reason (see `ctxreuse.pauses.kinds`) that APIs write so; UNKNOWN for what traces do not say."""
     return infer(stop).reason
 
 
 class Request(NamedTuple):
     """One prompt.
 
-    ``t``: seconds since the trace began. ``path``: its blocks; an id stands for everything from the prompt's beginning
+    ``t``: seconds since the trace began. ``path``: its blocks; an id names everything from the prompt's beginning
     to the end of that block, so equal ids mean equal prefixes. ``tokens``: of the prompt; the last block may be filled
     in part, and tokens behind the last block belong to none. ``session``: the conversation, -1 where unknown.
     ``label``: why the session's turn before this one stopped; ``stop``: why this one did (reasons of
@@ -45,16 +45,16 @@ class Request(NamedTuple):
     shape: int = 0
 
     @property
-    def kind(self) -> Kind:
-        """Why this turn stopped and what its answer had, as policies are told."""
-        return Kind(self.stop, bool(self.shape & 1), bool(self.shape & 2), bool(self.shape & 4))
+    def kind(self) -> PauseKind:
+        """Why this turn stopped and what its answer had, as policies see it."""
+        return PauseKind(self.stop, bool(self.shape & 1), bool(self.shape & 2), bool(self.shape & 4))
 
 
 class Trace:
-    """Requests that can be read again and again: each ``iter`` reads the source anew, a few at a time.
+    """Requests that can be read again and again: each ``iter`` reads the source again, a few at a time.
 
-    ``block_tokens``: tokens of one whole block. ``rows``: how many requests there are, None where only reading tells.
-    Iterating raises FormatError for a source that is not what it says, naming the line.
+    ``block_tokens``: tokens of one whole block. ``rows``: how many requests there are, None if unknown before reading.
+    Iterating raises FormatError with the line for a malformed source.
     """
 
     def __init__(
@@ -73,5 +73,5 @@ class Trace:
         return iter(self._read())
 
     def select(self, keep: Callable[[Request], bool], name: str) -> Trace:
-        """The requests that ``keep`` is true of, at their own times."""
+        """Return the requests that ``keep`` is true of, at their own times."""
         return Trace(f"{self.name} {name}", self.block_tokens, lambda: (r for r in self if keep(r)), format=self.format)

@@ -1,7 +1,6 @@
-"""Counters that follow the table, in a registry of their own.
+"""Counters, gauges and histograms of the table, in a Prometheus registry of their own.
 
-A label takes only the values that the table lists; any other becomes ``other``, so that no request can grow the number
-of series.
+A label value that the table does not list is counted as ``other``, so no request can add a series.
 """
 
 from __future__ import annotations
@@ -9,73 +8,59 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric as Family
 
-from ctxreuse.levels import EXACT, PACKED
-from ctxreuse.metrics.table import METRICS
+from ctxreuse.block.levels import EXACT, PACKED
+from ctxreuse.metrics.table import METRICS, RENAMED
+from ctxreuse.usage import Usage
 
-__all__ = ["Metrics", "Spent", "how_kept"]
+__all__ = ["Metrics", "level_label"]
 
 log = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
-def how_kept(level: str) -> str:
-    """The value of a ``level`` label for a level's name: there are few, whatever cards there are."""
+def level_label(level: str) -> str:
+    """Return the ``level`` label (exact, packed, lossy or approx) of a level's name."""
     if level == PACKED:
         return "packed"
     return level if level == EXACT else "approx" if level.startswith("approx") else "lossy"
 
 
-class Spent(Protocol):
-    """What ``record`` reads of a request's usage."""
+class _OldNames:
+    """Collector that exports renamed series under their old names, too."""
 
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def by_source(self) -> dict[str, int]: ...
-    @property
-    def by_level(self) -> dict[str, int]: ...
-    @property
-    def approx(self) -> bool: ...
-    @property
-    def moved(self) -> int: ...
-    @property
-    def mended(self) -> int: ...
-    @property
-    def gate(self) -> str: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def missed(self) -> str: ...
-    @property
-    def why(self) -> str: ...
-    @property
-    def seconds_load(self) -> float: ...
-    @property
-    def seconds_prefill(self) -> float: ...
+    def __init__(self, series: dict[str, Counter | Gauge | Histogram]) -> None:
+        self._series = [(series[new], new, old) for new, old in RENAMED.items()]
+
+    def collect(self) -> Iterator[Family]:
+        for series, new, old in self._series:
+            for family in series.collect():
+                copy = Family(old.removesuffix("_total"), f"Deprecated: see {new}.", family.type)
+                base, renamed = new.removesuffix("_total"), copy.name
+                copy.samples = [s._replace(name=s.name.replace(base, renamed, 1)) for s in family.samples]
+                yield copy
 
 
 class Metrics:
-    """All of METRICS in one registry. Any thread may call; each call takes about a microsecond.
+    """All of METRICS in one registry. Thread-safe; a call takes about a microsecond.
 
-    Unknown names and a wrong number of label values raise KeyError: they are slips in code, not in data.
+    Raises KeyError for an unknown name or a wrong number of label values.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._rows = {row.name: row for row in METRICS}
+        old = set(RENAMED.values())
+        self._rows = {row.name: row for row in METRICS if row.name not in old}
         self._series: dict[str, Counter | Gauge | Histogram] = {}
         self._totals: dict[tuple[str, ...], float] = {}
         self._watchers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        for row in METRICS:
+        for row in self._rows.values():
             labels = [label.name for label in row.labels]
             if row.kind == "histogram":
                 self._series[row.name] = Histogram(row.name, row.help, labels, registry=self.registry, buckets=_SECONDS)
@@ -83,8 +68,9 @@ class Metrics:
                 kind = Counter if row.kind == "counter" else Gauge
                 self._series[row.name] = kind(row.name, row.help, labels, registry=self.registry)
             for values in itertools.product(*(label.values for label in row.labels)):
-                # A series that exists from the start reads 0 instead of being absent, so that rates and alerts work.
+                # A series must read 0 from the start, not be absent, for rates and alerts to work.
                 self._child(row.name, values)
+        self.registry.register(_OldNames(self._series))
 
     def _child(self, name: str, values: tuple[str, ...]) -> Counter | Gauge | Histogram:
         series, known = self._series[name], self._known(name, values)
@@ -104,7 +90,7 @@ class Metrics:
         child.inc(amount)
 
     def total(self, name: str, total: float, *values: str) -> None:
-        """Bring a counter up to a total that something else counts; a smaller one than before is a new beginning."""
+        """Set a counter to a total counted elsewhere; a smaller total than before means that the count was reset."""
         at = (name, *self._known(name, values))
         with self._lock:
             before = self._totals.get(at, 0.0)
@@ -125,39 +111,38 @@ class Metrics:
             raise TypeError(f"{name} is not a histogram")
         child.observe(amount)
 
-    def record(self, usage: Spent, finish: str) -> None:
-        """Count one finished request: its tokens by source, its time, and why its reuse ended."""
+    def record(self, usage: Usage, finish: str) -> None:
+        """Count one finished request: tokens by source, seconds, and the reason of its first miss."""
         self.add("ctxreuse_requests_total", 1, finish)
-        for source, tokens in usage.by_source.items():
+        for source, tokens in usage.tokens.by_source.items():
             self.add("ctxreuse_prompt_tokens_total", tokens, source)
-        self.add("ctxreuse_prompt_tokens_total", usage.prompt_tokens - usage.cached_tokens, "compute")
-        for level, tokens in usage.by_level.items():
-            self.add("ctxreuse_reused_tokens_total", tokens, how_kept(level))
-        self.add("ctxreuse_moved_tokens_total", usage.moved)
-        self.add("ctxreuse_mended_tokens_total", usage.mended)
-        self.add("ctxreuse_completion_tokens_total", usage.completion_tokens)
-        if usage.why or usage.missed:
-            self.add("ctxreuse_misses_total", 1, usage.why or usage.missed)
-        self.observe("ctxreuse_load_seconds", usage.seconds_load)
-        self.observe("ctxreuse_prefill_seconds", usage.seconds_prefill)
+        self.add("ctxreuse_prompt_tokens_total", usage.tokens.computed, "compute")
+        for level, tokens in usage.tokens.by_level.items():
+            self.add("ctxreuse_reused_tokens_total", tokens, level_label(level))
+        self.add("ctxreuse_relocated_tokens_total", usage.tokens.relocated)
+        self.add("ctxreuse_recomputed_tokens_total", usage.tokens.recomputed)
+        self.add("ctxreuse_completion_tokens_total", usage.tokens.completion)
+        if usage.why or usage.miss_reason:
+            self.add("ctxreuse_misses_total", 1, usage.why or usage.miss_reason)
+        self.observe("ctxreuse_load_seconds", usage.seconds.load)
+        self.observe("ctxreuse_prefill_seconds", usage.seconds.compute)
 
-    def watch(self, look: Callable[[], None]) -> None:
-        """Call ``look`` before each `render`: it sets what is known elsewhere, such as a store's figures."""
-        self._watchers.append(look)
+    def watch(self, update: Callable[[], None]) -> None:
+        """Call ``update`` before each `render`, to set figures that are counted elsewhere."""
+        self._watchers.append(update)
 
     def read(self, name: str, *values: str) -> float:
-        """The present value of a counter or gauge, or the sum of a histogram. For tests, ``status`` and ``doctor``."""
+        """Return the value of a counter or gauge, or the sum of a histogram."""
         row = self._rows[name]
         labels = {label.name: value for label, value in zip(row.labels, self._known(name, values))}
         found = self.registry.get_sample_value(f"{name}_sum" if row.kind == "histogram" else name, labels)
         return 0.0 if found is None else found
 
     def render(self) -> bytes:
-        """Everything in the text format that Prometheus scrapes."""
-        for look in self._watchers:
+        """Return all metrics in Prometheus' text format."""
+        for update in self._watchers:
             try:
-                look()
-            except Exception:
-                # A store that fails must not hide the figures that would show it.
-                log.warning("a figure could not be read", exc_info=True)
+                update()
+            except Exception:  # a failing store must not hide the figures that would show it
+                log.warning("metrics could not be updated", exc_info=True)
         return generate_latest(self.registry)

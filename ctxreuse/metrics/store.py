@@ -1,62 +1,25 @@
-"""The store's figures in the metrics, read when somebody looks."""
+"""The store's figures in the metrics, read at each scrape."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ctxreuse.metrics.registry import Metrics, how_kept
+from ctxreuse.metrics.registry import Metrics, level_label
 
-__all__ = ["Figures", "watch_store"]
+if TYPE_CHECKING:
+    from ctxreuse.store.types import PolicyStats, StoreStats
+
+__all__ = ["watch_store"]
 
 _CORRUPT = ("corrupt", "truncated")
 
 
-class Standing(Protocol):
-    """What is read of `ctxreuse.store.policy.Standing`."""
-
-    @property
-    def leader(self) -> str: ...
-    @property
-    def switches(self) -> int: ...
-    @property
-    def asked(self) -> int: ...
-    @property
-    def real(self) -> int: ...
-    @property
-    def hits(self) -> Mapping[str, int]: ...
-    @property
-    def weights(self) -> Mapping[str, float]: ...
-
-
-class Figures(Protocol):
-    """What is read of `ctxreuse.store.StoreStats`."""
-
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def evicted(self) -> int: ...
-    @property
-    def refused(self) -> Mapping[str, int]: ...
-    @property
-    def dropped(self) -> Mapping[str, int]: ...
-    @property
-    def levels(self) -> Mapping[str, int]: ...
-    @property
-    def demoted(self) -> Mapping[str, int]: ...
-    @property
-    def standing(self) -> Standing | None: ...
-
-
 def watch_store(
     metrics: Metrics,
-    whole: Callable[[], Figures],
-    disk: Callable[[], Figures] | None = None,
+    whole: Callable[[], StoreStats],
+    disk: Callable[[], StoreStats] | None = None,
     device: Callable[[], int] | None = None,
 ) -> None:
     """Feed the ``ctxreuse_store_*`` rows at each scrape.
@@ -65,9 +28,9 @@ def watch_store(
     host memory); ``device``: bytes of KV that stay in the engine between requests.
     """
 
-    def look() -> None:
-        every, below = whole(), disk() if disk is not None else None
-        tiers = {"disk": below, "host": every}
+    def update() -> None:
+        total, below = whole(), disk() if disk is not None else None
+        tiers = {"disk": below, "host": total}
         for tier, figures in tiers.items():
             less = below if tier == "host" else None
             for name, field in (
@@ -79,34 +42,38 @@ def watch_store(
                 metrics.set(name, max(amount, 0), tier)  # the two were not read at the same moment
         if device is not None:
             metrics.set("ctxreuse_store_bytes", device(), "device")
-        metrics.total("ctxreuse_store_evicted_blocks_total", every.evicted)
-        metrics.total("ctxreuse_store_corrupt_blocks_total", sum(every.dropped.get(why, 0) for why in _CORRUPT))
-        kept: Counter[str] = Counter(dict.fromkeys(("exact", "packed", "lossy", "approx"), 0))
-        for level, count in every.levels.items():
-            kept[how_kept(level)] += count
-        for level, count in kept.items():
+        metrics.total("ctxreuse_store_evicted_blocks_total", total.evicted)
+        metrics.total("ctxreuse_store_corrupt_blocks_total", sum(total.dropped.get(why, 0) for why in _CORRUPT))
+        levels: Counter[str] = Counter(dict.fromkeys(("exact", "packed", "lossy", "approx"), 0))
+        for level, count in total.levels.items():
+            levels[level_label(level)] += count
+        for level, count in levels.items():
             metrics.set("ctxreuse_store_level_blocks", count, level)
         steps: Counter[tuple[str, str]] = Counter()
-        for step, count in every.demoted.items():
+        for step, count in total.recompressed.items():
             before, _, to = step.partition(">")
-            steps[how_kept(before), how_kept(to)] += count
+            steps[level_label(before), level_label(to)] += count
         for (before, to), count in steps.items():
-            metrics.total("ctxreuse_store_demoted_blocks_total", count, before, to)
-        for why, count in every.refused.items():
+            metrics.total("ctxreuse_store_recompressed_blocks_total", count, before, to)
+        for why, count in total.refused.items():
             metrics.total("ctxreuse_store_refused_puts_total", count, why)
+        for why, count in (below.refused if below is not None else {}).items():
+            metrics.total("ctxreuse_store_disk_refused_puts_total", count, why)
+        metrics.set("ctxreuse_store_failing", total.failing)
+        metrics.set("ctxreuse_store_unwritten_bytes", total.unwritten_bytes)
 
-        if every.standing is not None:
-            _compete(metrics, every.standing)
+        if total.policy is not None:
+            _compare_policies(metrics, total.policy)
 
-    metrics.watch(look)
+    metrics.watch(update)
 
 
-def _compete(metrics: Metrics, standing: Standing) -> None:
-    for name, tokens in {**standing.hits, "real": standing.real}.items():
+def _compare_policies(metrics: Metrics, policy: PolicyStats) -> None:
+    for name, tokens in {**policy.expert_hit_tokens, "real": policy.hit_tokens}.items():
         metrics.total("ctxreuse_policy_hit_tokens_total", tokens, name)
-    for name, weight in standing.weights.items():
-        metrics.set("ctxreuse_policy_weight", weight, name)
-    for name in standing.hits:
-        metrics.set("ctxreuse_policy_leading", name == standing.leader, name)
-    metrics.total("ctxreuse_policy_switches_total", standing.switches)
-    metrics.total("ctxreuse_policy_asked_tokens_total", standing.asked)
+    for name, weight in policy.weights.items():
+        metrics.set("ctxreuse_policy_weight", weight, "swift" if name == "greedy" else name)
+    for name in policy.expert_hit_tokens:
+        metrics.set("ctxreuse_policy_leading", name == policy.leader, name)
+    metrics.total("ctxreuse_policy_switches_total", policy.switches)
+    metrics.total("ctxreuse_policy_lookup_tokens_total", policy.lookup_tokens)

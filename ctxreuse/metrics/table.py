@@ -1,4 +1,4 @@
-"""The table of all metrics: names, kinds, what they mean, and every value that a label may have.
+"""All metrics: name, kind, meaning, labels and the values that each label may have.
 
 Names start with ``ctxreuse_``, units are base units (seconds, bytes, tokens).
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["METRICS", "ROUTES", "SOURCES", "Label", "Metric"]
+__all__ = ["METRICS", "RENAMED", "ROUTES", "SOURCES", "Label", "Metric"]
 
-#: Where a prompt's tokens came from, nearest first; ``compute`` means that they were prefilled.
+#: Sources of prompt tokens, nearest first; ``compute``: prefilled.
 SOURCES = ("device", "host", "disk", "edge", "cloud", "compute")
 
-#: What requests are counted by: never the path itself, which a client makes up.
+#: Routes that HTTP requests are counted by; never the path, which a client chooses.
 ROUTES = ("chat", "completions", "models", "contexts", "api", "probes")
 
 
 class Label(NamedTuple):
-    """One label and the values that it takes; any other becomes ``other``."""
+    """One label and its values; any other value becomes ``other``."""
 
     name: str
     values: tuple[str, ...]
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     labels: tuple[Label, ...] = ()
 
 
-# The words that a store counts with: see StoreStats.
+# Reasons as counted by the store: see StoreStats.
 _MISSES = Label(
     "reason",
     (
@@ -48,6 +48,7 @@ _MISSES = Label(
         "no store",
         "link",
         "audit",
+        "unaudited",
         "slow",
         "level",
         "card",
@@ -56,6 +57,7 @@ _MISSES = Label(
         "evicted",
         "dropped",
         "refused",
+        "disk",
         "lost",
         "running",
         "gate",
@@ -66,9 +68,9 @@ _REFUSALS = Label(
     "reason",
     ("queue_full", "orphan", "too_big", "no_room", "declined", "malformed", "disk", "backoff", "readonly", "closed"),
 )
-_KEPT = ("exact", "packed", "lossy", "approx")
-_LEVEL = Label("level", _KEPT)
-_FROM, _TO = Label("from", _KEPT), Label("to", _KEPT)
+_LEVELS = ("exact", "packed", "lossy", "approx")
+_LEVEL = Label("level", _LEVELS)
+_FROM, _TO = Label("from", _LEVELS), Label("to", _LEVELS)
 _POLICY = Label("policy", ("lru", "lfu", "s3fifo", "arc", "gdsf", "hazard", "pauses", "swift", "real"))
 _TIER = Label("tier", ("device", "host", "disk"))
 _SOURCE = Label("source", SOURCES)
@@ -79,70 +81,164 @@ _STATE = Label("state", ("down", "up", "refused"))
 _VERDICT = Label("verdict", ("allowed", "exceeded", "refused"))
 _DIRECTION = Label("direction", ("in", "out"))
 _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
-_UNFIT = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
-_CARD = Label("what", ("taken", "refused"))
-_MADE = Label("how", ("computed", "shared"))
+_REJECTION = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
+_PROFILE = Label("what", ("taken", "refused"))
+_PRIORITY = Label("priority", ("interactive", "normal", "background"))
+_PREFILL = Label("how", ("computed", "shared"))
 
-METRICS = (
+_CURRENT = (
     # requests
     Metric("ctxreuse_requests_total", "counter", "Requests that finished.", (_FINISH,)),
-    Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by where their KV came from.", (_SOURCE,)),
-    Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by how their KV was kept.", (_LEVEL,)),
-    Metric("ctxreuse_moved_tokens_total", "counter", "Prompt tokens reused at another position."),
-    Metric("ctxreuse_mended_tokens_total", "counter", "Moved tokens that were computed again."),
-    Metric("ctxreuse_gated_requests_total", "counter", "Prompts with chunks to move, by verdict.", (_VERDICT,)),
+    Metric("ctxreuse_prompt_tokens_total", "counter", "Prompt tokens by source of their KV.", (_SOURCE,)),
+    Metric("ctxreuse_reused_tokens_total", "counter", "Prompt tokens reused, by encoding of their KV.", (_LEVEL,)),
+    Metric("ctxreuse_relocated_tokens_total", "counter", "Prompt tokens whose KV was relocated from another position."),
+    Metric("ctxreuse_recomputed_tokens_total", "counter", "Relocated tokens that were recomputed."),
+    Metric(
+        "ctxreuse_chunk_reuse_requests_total",
+        "counter",
+        "Prompts with chunks to relocate, by verdict of the quality gate.",
+        (_VERDICT,),
+    ),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
-    Metric("ctxreuse_missed_tokens_total", "counter", "Tokens of whole blocks computed, by reason.", (_MISSES,)),
-    Metric("ctxreuse_load_seconds", "histogram", "Time to bring reused KV into the engine."),
-    Metric("ctxreuse_prefill_seconds", "histogram", "Time to compute the rest of the prompt."),
+    Metric(
+        "ctxreuse_missed_tokens_total",
+        "counter",
+        "Tokens of complete blocks that were computed, by reason of the miss.",
+        (_MISSES,),
+    ),
+    Metric("ctxreuse_load_seconds", "histogram", "Seconds to load reused KV into the engine."),
+    Metric("ctxreuse_prefill_seconds", "histogram", "Seconds to compute the rest of the prompt."),
+    # the scheduler
+    Metric("ctxreuse_scheduler_waiting_contexts", "gauge", "Contexts that wait for a pass of the engine."),
+    Metric("ctxreuse_scheduler_admission_requests", "gauge", "Requests that wait for memory for their context."),
+    Metric("ctxreuse_scheduler_passes_total", "counter", "Passes of the engine."),
+    Metric(
+        "ctxreuse_scheduler_pass_contexts_total",
+        "counter",
+        "Contexts in these passes together; divided by the passes, the batch size.",
+    ),
+    Metric(
+        "ctxreuse_scheduler_stalled_passes_total",
+        "counter",
+        "Passes in which a prefill made others' tokens wait for more than three of their steps.",
+    ),
+    Metric(
+        "ctxreuse_scheduler_started_requests_total",
+        "counter",
+        "Requests that had their first pass, by priority.",
+        (_PRIORITY,),
+    ),
+    Metric(
+        "ctxreuse_scheduler_wait_seconds_total",
+        "counter",
+        "Seconds that these requests had waited, by priority.",
+        (_PRIORITY,),
+    ),
+    Metric(
+        "ctxreuse_inflight_followers_total",
+        "counter",
+        "Requests that took blocks of another one that was computing or answering.",
+    ),
+    Metric("ctxreuse_inflight_tokens_total", "counter", "Prompt tokens that they took, and did not compute."),
     # stores
-    Metric("ctxreuse_store_bytes", "gauge", "Bytes of KV held, by tier.", (_TIER,)),
-    Metric("ctxreuse_store_capacity_bytes", "gauge", "Bytes of KV allowed, by tier.", (_TIER,)),
-    Metric("ctxreuse_store_blocks", "gauge", "Blocks held, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_bytes", "gauge", "Bytes of KV stored, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_capacity_bytes", "gauge", "Capacity for KV in bytes, by tier.", (_TIER,)),
+    Metric("ctxreuse_store_blocks", "gauge", "Blocks stored, by tier.", (_TIER,)),
     Metric("ctxreuse_store_evicted_blocks_total", "counter", "Entries evicted to make room."),
-    Metric("ctxreuse_store_level_blocks", "gauge", "Blocks held, by how they are encoded.", (_LEVEL,)),
-    Metric("ctxreuse_store_demoted_blocks_total", "counter", "Entries encoded smaller to make room.", (_FROM, _TO)),
-    Metric("ctxreuse_store_refused_puts_total", "counter", "Blocks offered and not kept.", (_REFUSALS,)),
-    Metric("ctxreuse_policy_leading", "gauge", "1 for the eviction policy that the store follows.", (_POLICY,)),
-    Metric("ctxreuse_policy_switches_total", "counter", "Times that the store followed another eviction policy."),
-    Metric("ctxreuse_policy_asked_tokens_total", "counter", "Tokens of the prompts that the policies competed for."),
+    Metric("ctxreuse_store_level_blocks", "gauge", "Blocks stored, by encoding.", (_LEVEL,)),
+    Metric(
+        "ctxreuse_store_recompressed_blocks_total",
+        "counter",
+        "Entries re-encoded at a smaller level to make room.",
+        (_FROM, _TO),
+    ),
+    Metric(
+        "ctxreuse_store_refused_puts_total", "counter", "Blocks that the store did not accept, by reason.", (_REFUSALS,)
+    ),
+    Metric(
+        "ctxreuse_store_disk_refused_puts_total",
+        "counter",
+        "Blocks that the disk did not take, by reason; memory may have kept them.",
+        (_REFUSALS,),
+    ),
+    Metric("ctxreuse_store_failing", "gauge", "1 while the disk is full or fails to write."),
+    Metric("ctxreuse_store_unwritten_bytes", "gauge", "Bytes of KV in memory that the disk could not take yet."),
+    Metric("ctxreuse_policy_leading", "gauge", "1 for the eviction policy in use.", (_POLICY,)),
+    Metric("ctxreuse_policy_switches_total", "counter", "Changes of the eviction policy in use."),
+    Metric("ctxreuse_policy_lookup_tokens_total", "counter", "Prompt tokens that eviction policies were compared on."),
     Metric(
         "ctxreuse_policy_hit_tokens_total",
         "counter",
-        "Tokens of them that each policy's shadow held, and the store itself (real).",
+        "Of these, the tokens that each simulated policy had cached, and the store itself (real).",
         (_POLICY,),
     ),
-    Metric("ctxreuse_policy_weight", "gauge", "The guard's trust in each policy and in the free choice.", (_POLICY,)),
+    Metric(
+        "ctxreuse_policy_weight",
+        "gauge",
+        "Weight of each policy, and of following none, in the regret bound.",
+        (_POLICY,),
+    ),
     Metric("ctxreuse_store_corrupt_blocks_total", "counter", "Entries dropped because a check failed."),
     # daemons
-    Metric("ctxreuse_http_requests_total", "counter", "HTTP requests by route and class of status.", (_ROUTE, _CLASS)),
-    Metric("ctxreuse_http_waiting_requests", "gauge", "Requests that wait or run."),
-    Metric("ctxreuse_first_token_seconds", "histogram", "From a request's arrival to its first token."),
+    Metric("ctxreuse_http_requests_total", "counter", "HTTP requests, by route and status class.", (_ROUTE, _CLASS)),
+    Metric("ctxreuse_http_waiting_requests", "gauge", "Requests queued or running."),
+    Metric("ctxreuse_first_token_seconds", "histogram", "Seconds from a request's arrival to its first token."),
     # pauses
-    Metric("ctxreuse_paused_contexts", "gauge", "Contexts known between requests."),
-    Metric("ctxreuse_demoted_bytes_total", "counter", "KV let go of in memory while its context waits."),
-    Metric("ctxreuse_prefetched_bytes_total", "counter", "KV read from the disk before its context returned."),
-    Metric("ctxreuse_prefetched_returns_total", "counter", "Contexts that returned after they had been read ahead."),
+    Metric("ctxreuse_paused_contexts", "gauge", "Contexts between two requests."),
+    Metric("ctxreuse_demoted_bytes_total", "counter", "Bytes of KV of paused contexts dropped from memory."),
+    Metric("ctxreuse_prefetched_bytes_total", "counter", "Bytes of KV read from disk before their context resumed."),
+    Metric("ctxreuse_prefetched_returns_total", "counter", "Contexts that resumed after their KV had been prefetched."),
     # the link
     Metric("ctxreuse_links", "gauge", "Links to other nodes, by state.", (_STATE,)),
-    Metric("ctxreuse_link_rtt_seconds", "gauge", "Round trip of the best link that is up."),
+    Metric("ctxreuse_link_rtt_seconds", "gauge", "Round-trip time of the best link that is up."),
     Metric("ctxreuse_link_bytes_per_second", "gauge", "Estimated bandwidth of the best link that is up."),
     Metric("ctxreuse_link_bytes_total", "counter", "Bytes on all links.", (_DIRECTION,)),
-    Metric("ctxreuse_link_reconnects_total", "counter", "Times that a link came up again."),
-    Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers that went on after a cut."),
-    Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received that were here already."),
+    Metric("ctxreuse_link_reconnects_total", "counter", "Reconnections of links."),
+    Metric("ctxreuse_transfer_resumes_total", "counter", "Transfers resumed after a lost connection."),
+    Metric("ctxreuse_transfer_duplicate_bytes_total", "counter", "Bytes received more than once."),
     Metric("ctxreuse_sent_blocks_total", "counter", "Blocks sent through the encoder, by level.", (_LEVEL,)),
-    Metric("ctxreuse_link_saved_bytes_total", "counter", "Bytes that packed and lossy blocks spared the links."),
-    Metric("ctxreuse_cards_total", "counter", "Cards that links brought, and that were refused.", (_CARD,)),
-    Metric("ctxreuse_peers_quarantined", "gauge", "Peers that are shut out now for what they sent."),
-    Metric("ctxreuse_served_blocks_total", "counter", "Blocks that peers were served with."),
-    Metric("ctxreuse_taken_blocks_total", "counter", "Blocks that peers gave and that were taken."),
-    Metric("ctxreuse_given_refused_blocks_total", "counter", "Blocks that peers gave and that were not.", (_UNFIT,)),
-    Metric("ctxreuse_prefills_total", "counter", "Contexts that peers wanted computed, by how.", (_MADE,)),
-    Metric("ctxreuse_sync_blocks_total", "counter", "Blocks given to clouds."),
+    Metric("ctxreuse_link_saved_bytes_total", "counter", "Bytes saved on links by compressed blocks."),
+    Metric(
+        "ctxreuse_calibration_profiles_total",
+        "counter",
+        "Calibration profiles received over links, and rejected ones.",
+        (_PROFILE,),
+    ),
+    Metric("ctxreuse_peers_quarantined", "gauge", "Peers in quarantine."),
+    Metric("ctxreuse_served_blocks_total", "counter", "Blocks sent to peers."),
+    Metric("ctxreuse_received_blocks_total", "counter", "Blocks received from peers and stored."),
+    Metric(
+        "ctxreuse_received_rejected_blocks_total",
+        "counter",
+        "Blocks received from peers and rejected, by reason.",
+        (_REJECTION,),
+    ),
+    Metric(
+        "ctxreuse_prefills_total",
+        "counter",
+        "Prefills that peers requested: computed, or shared with one under way.",
+        (_PREFILL,),
+    ),
+    Metric("ctxreuse_sync_blocks_total", "counter", "Blocks that sync sent to clouds."),
     # decisions
-    Metric("ctxreuse_decisions_total", "counter", "How spans of prompts were got.", (_CHOICE,)),
-    Metric("ctxreuse_decision_predicted_seconds_total", "counter", "Time foretold for them.", (_CHOICE,)),
-    Metric("ctxreuse_decision_real_seconds_total", "counter", "Time that they took.", (_CHOICE,)),
+    Metric("ctxreuse_decisions_total", "counter", "Spans of prompts, by how their KV was obtained.", (_CHOICE,)),
+    Metric("ctxreuse_decision_predicted_seconds_total", "counter", "Predicted seconds of these decisions.", (_CHOICE,)),
+    Metric("ctxreuse_decision_real_seconds_total", "counter", "Measured seconds of these decisions.", (_CHOICE,)),
+)
+
+#: Metrics that had another name in version 0.1.0; both are exported for one version.
+RENAMED = {
+    "ctxreuse_calibration_profiles_total": "ctxreuse_cards_total",
+    "ctxreuse_chunk_reuse_requests_total": "ctxreuse_gated_requests_total",
+    "ctxreuse_policy_lookup_tokens_total": "ctxreuse_policy_asked_tokens_total",
+    "ctxreuse_received_blocks_total": "ctxreuse_taken_blocks_total",
+    "ctxreuse_received_rejected_blocks_total": "ctxreuse_given_refused_blocks_total",
+    "ctxreuse_recomputed_tokens_total": "ctxreuse_mended_tokens_total",
+    "ctxreuse_relocated_tokens_total": "ctxreuse_moved_tokens_total",
+    "ctxreuse_store_recompressed_blocks_total": "ctxreuse_store_demoted_blocks_total",
+}
+
+METRICS = _CURRENT + tuple(
+    row._replace(name=RENAMED[row.name], help=f"Deprecated: see {row.name}.") for row in _CURRENT if row.name in RENAMED
 )

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,14 +17,15 @@ from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.models.catalog import CATALOG, ModelEntry, find
 
 __all__ = [
-    "CARD_FILE",
-    "CARD_SCHEMA",
-    "Card",
+    "RECORD_FILE",
+    "RECORD_SCHEMA",
     "Listed",
-    "card_of",
+    "ModelRecord",
     "exclusive",
+    "file_digest",
     "ls",
     "path",
+    "record_of",
     "resolve",
     "rm",
     "root",
@@ -32,13 +33,13 @@ __all__ = [
     "weights_digest",
 ]
 
-CARD_FILE = "ctxreuse.json"
-CARD_SCHEMA = 1
-_CARD_LIMIT = 1 << 20
+RECORD_FILE = "ctxreuse.json"
+RECORD_SCHEMA = 1
+_RECORD_LIMIT = 1 << 20
 _HASH_CHUNK = 1 << 22
 
 
-class Card(msgspec.Struct, frozen=True):
+class ModelRecord(msgspec.Struct, frozen=True):
     """What a converted folder says about itself (``ctxreuse.json``). Digests are SHA-256 in hex.
 
     ``weights_sha256`` is that of ``model.safetensors``; it stands for the file only while the file still has
@@ -59,12 +60,16 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """One line of `ls`: a catalog model and what of it is on this machine (``card`` is None when nothing is)."""
+    """One line of `ls`: a catalog model and what of it is on this machine.
+
+    ``record`` is None unless it was converted, ``gguf`` unless the GGUF is there.
+    """
 
     entry: ModelEntry
     path: Path
     bytes: int
-    card: Card | None
+    record: ModelRecord | None
+    gguf: Path | None
 
 
 class _Memo(msgspec.Struct, frozen=True):
@@ -117,18 +122,18 @@ def exclusive(name: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def card_of(folder: Path) -> Card | None:
-    """The card of a converted folder, or None if it has none of this schema or a file it names is missing or cut."""
+def record_of(folder: Path) -> ModelRecord | None:
+    """The record of a converted folder, or None if it has none of this schema or a file it names is missing or cut."""
     try:
-        with open(folder / CARD_FILE, "rb") as file:
-            card = msgspec.json.decode(file.read(_CARD_LIMIT), type=Card)
-        if card.schema != CARD_SCHEMA or not card.files:
+        with open(folder / RECORD_FILE, "rb") as file:
+            record = msgspec.json.decode(file.read(_RECORD_LIMIT), type=ModelRecord)
+        if record.schema != RECORD_SCHEMA or not record.files:
             return None
-        if any((folder / name).stat().st_size != size for name, size in card.files.items()):
+        if any((folder / name).stat().st_size != size for name, size in record.files.items()):
             return None
     except (OSError, msgspec.DecodeError, ValueError):
         return None
-    return card
+    return record
 
 
 def ls() -> tuple[Listed, ...]:
@@ -136,7 +141,9 @@ def ls() -> tuple[Listed, ...]:
     lines = []
     for entry in CATALOG.values():
         folder = path(entry.name)
-        lines.append(Listed(entry, folder, sum(item.stat().st_size for item in folder.glob("*")), card_of(folder)))
+        size = sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+        gguf = folder / f"{entry.name}.gguf"
+        lines.append(Listed(entry, folder, size, record_of(folder), gguf if gguf.is_file() else None))
     return tuple(lines)
 
 
@@ -165,10 +172,9 @@ def resolve(name_or_folder: str | os.PathLike[str]) -> Path:
     text = os.fspath(name_or_folder)
     if text in CATALOG:
         folder = path(text)
-        if card_of(folder) is None:
-            raise ConfigError(
-                f"model {text!r} is not on this machine", where=str(folder), fix=f"Run: ctxreuse model get {text}"
-            )
+        if record_of(folder) is None:
+            fix = f"Run: ctxreuse model get {text} --engine torch"
+            raise ConfigError(f"model {text!r} is not converted on this machine", where=str(folder), fix=fix)
         return folder
     folder = Path(text).expanduser().absolute()
     if not (folder / "config.json").is_file():
@@ -179,22 +185,33 @@ def resolve(name_or_folder: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def weights_digest(folder: str | os.PathLike[str]) -> str:
-    """SHA-256 (64 hex digits) over all ``*.safetensors`` and ``*.bin`` files, one after the other by name.
+def weights_digest(folder: str | os.PathLike[str], patterns: Sequence[str] = ("*.safetensors", "*.bin")) -> str:
+    """SHA-256 (64 hex digits) over all files that match one of ``patterns``, one after the other by name.
 
     For a single file it is that file's own SHA-256. The files are read once; later calls recognise them by path, size
-    and mtime (a converted model's digest comes from its card on the same terms), so a change that keeps both the
+    and mtime (a converted model's digest comes from its record on the same terms), so a change that keeps both the
     size and the mtime goes unseen. ``config.json`` is not covered. Raises ConfigError if there are no weights.
     """
     base = Path(folder).absolute()
-    files = sorted(item for item in (*base.glob("*.safetensors"), *base.glob("*.bin")) if item.is_file())
+    files = sorted({item for pattern in patterns for item in base.glob(pattern) if item.is_file()})
     if not files:
-        raise ConfigError("the folder holds no *.safetensors or *.bin file", where=str(base))
+        raise ConfigError(f"the folder holds no {' or '.join(patterns)} file", where=str(base))
     state = _state(files)
-    card = card_of(base)
-    if card is not None and state == (("model.safetensors", card.weights_bytes, card.weights_mtime_ns),):
-        return card.weights_sha256
-    note = root() / ".digests" / f"{hashlib.sha256(os.fsencode(base.resolve())).hexdigest()}.json"
+    record = record_of(base)
+    if record is not None and state == (("model.safetensors", record.weights_bytes, record.weights_mtime_ns),):
+        return record.weights_sha256
+    return _digest(files, base)
+
+
+def file_digest(file: str | os.PathLike[str]) -> str:
+    """SHA-256 (64 hex digits) of one file, such as a GGUF; later calls recognise it as `weights_digest` does."""
+    return _digest([Path(file).absolute()], Path(file).absolute())
+
+
+def _digest(files: list[Path], of: Path) -> str:
+    """SHA-256 of files one after the other, remembered under the path ``of``."""
+    state = _state(files)
+    note = root() / ".digests" / f"{hashlib.sha256(os.fsencode(of.resolve())).hexdigest()}.json"
     known = _recall(note)
     if known is not None and known.files == state:
         return known.digest
@@ -216,7 +233,7 @@ def _state(files: list[Path]) -> tuple[tuple[str, int, int], ...]:
 def _recall(note: Path) -> _Memo | None:
     try:
         with open(note, "rb") as file:
-            return msgspec.json.decode(file.read(_CARD_LIMIT), type=_Memo)
+            return msgspec.json.decode(file.read(_RECORD_LIMIT), type=_Memo)
     except (OSError, msgspec.DecodeError, ValueError):
         return None
 

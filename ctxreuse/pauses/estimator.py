@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -11,19 +12,19 @@ import numpy as np
 
 from ctxreuse.pauses.hazard import BUCKETS, Rates, bucket, exposure, prior, shrink, survival, worth
 
-__all__ = ["Estimator", "Pause"]
+__all__ = ["Counts", "Estimator", "Pause", "pack_counts", "unpack_counts"]
 
 _Type: TypeAlias = tuple[str, ...]
 
 _VERSION = 1
 #: Types that are kept over a restart, most returns first, and how long their names may be: 48 KiB in all.
 _SAVED, _NAME = 128, 48
-#: From so many returns on a type's counts are halved: what was long ago counts less.
+#: A type's counts are halved beyond this many returns, so that old ones count less.
 _ENOUGH = 4096.0
 
 
 class Pause(NamedTuple):
-    """What a pause is of: names, each as fine as it is known; ``session`` is learnt from too, but not kept."""
+    """Names that classify a pause, each empty if unknown; ``session`` is learnt from but not saved."""
 
     stop: str
     tool: str = ""
@@ -40,6 +41,15 @@ class Pause(NamedTuple):
         if self.session:
             found.append((self.stop, "", "", self.session))
         return found
+
+
+class Counts(NamedTuple):
+    """What is kept of one type over a restart: ``name`` from coarse to fine, ``changes``: how often it returned."""
+
+    name: tuple[str, ...]
+    changes: float
+    returns: Rates
+    seconds: Rates
 
 
 class _Counts:
@@ -73,11 +83,11 @@ class _File(msgspec.Struct, array_like=True):
 
 
 class Estimator:
-    """Rates of return by type. A pause that still lasts counts as seconds in which nobody returned. Not thread-safe.
+    """Rates of return by type. A pause that still lasts counts as seconds without a return. Not thread-safe.
 
     Each type's rates are those of the next coarser type, corrected by its own counts as far as these go (see
     `ctxreuse.pauses.hazard.shrink`): a tool that was never seen returns as tools do, one seen often as itself. At most
-    ``most`` types are held, 700 bytes each; those unused for longest are forgotten.
+    ``most`` types are kept, 700 bytes each; the least recently used are forgotten.
     """
 
     def __init__(self, *, strength: float = 4.0, most: int = 8192) -> None:
@@ -89,7 +99,7 @@ class Estimator:
         return len(self._counts)
 
     def away(self, pause: Pause, since: float, until: float) -> None:
-        """A pause was away while its age went from ``since`` to ``until`` seconds."""
+        """Count a pause while its age went from ``since`` to ``until`` seconds."""
         if not (math.isfinite(since) and math.isfinite(until)) or until <= since:
             return
         seconds = exposure(max(since, 0.0), until)
@@ -97,7 +107,7 @@ class Estimator:
             self._of(name).seconds += seconds
 
     def returned(self, pause: Pause, age: float) -> None:
-        """A pause ended in a return at this age; the seconds before it are told by `away`."""
+        """Count a pause that ended in a return at this age; `away` reports the seconds before it."""
         at = bucket(age)
         for name in pause.types():
             counts = self._of(name)
@@ -121,11 +131,11 @@ class Estimator:
         return self._current(pause).rates
 
     def worth(self, pause: Pause) -> Rates:
-        """What holding it is worth by bucket of age, see `ctxreuse.pauses.hazard.worth`. Read-only."""
+        """Return the worth of keeping it by bucket of age, see `ctxreuse.pauses.hazard.worth`. Read-only."""
         return self._current(pause).worth
 
     def survival(self, pause: Pause, age: float, more: float) -> float:
-        """The chance that a pause that has lasted ``age`` seconds lasts ``more`` seconds longer."""
+        """Return the chance that a pause that has lasted ``age`` seconds lasts ``more`` seconds longer."""
         return survival(self.rates(pause), age, more)
 
     def _current(self, pause: Pause) -> _Made:
@@ -145,43 +155,24 @@ class Estimator:
         return made
 
     def dump(self) -> bytes:
-        """What was learnt of all types but sessions, below 64 KiB: see `load`."""
-        kept = [(name, counts) for name, counts in self._counts.items() if len(name) < 4]
-        kept.sort(key=lambda one: (-one[1].changes, one[0]))
-        rows = [
-            _Row(list(name), counts.returns.astype("<f4").tobytes(), counts.seconds.astype("<f4").tobytes())
-            for name, counts in kept
-            if sum(len(part.encode("utf-8", "replace")) for part in name) <= _NAME
-        ]
-        return msgspec.msgpack.encode(_File(_VERSION, BUCKETS, rows[:_SAVED]))
+        """Return what was learnt of all types but sessions, below 64 KiB: see `load`."""
+        kept = ((name, counts) for name, counts in self._counts.items() if len(name) < 4)
+        return pack_counts(Counts(name, counts.changes, counts.returns, counts.seconds) for name, counts in kept)
 
     def load(self, raw: bytes) -> bool:
         """Go on from what `dump` gave; False, and no change, if the bytes are damaged or another version's."""
-        try:
-            file = msgspec.msgpack.decode(raw, type=_File)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        rows = unpack_counts(raw)
+        if rows is None:
             return False
-        if file.version != _VERSION or file.buckets != BUCKETS or len(file.rows) > _SAVED:
-            return False
-        found: dict[_Type, _Counts] = {}
-        for row in file.rows:
-            counts = _Counts()
-            for part, held in ((row.returns, counts.returns), (row.seconds, counts.seconds)):
-                if len(part) != 4 * BUCKETS:
-                    return False
-                held[:] = np.frombuffer(part, "<f4")
-                if not np.isfinite(held).all() or held.min() < 0 or held.max() > 1e12:
-                    return False
-            if len(row.name) > 3 or counts.returns.sum() > 2 * _ENOUGH:
-                return False
-            counts.changes = int(counts.returns.sum())
-            found[tuple(row.name)] = counts
-        self._counts = OrderedDict(reversed(found.items()))
+        self._counts.clear()
+        for row in reversed(rows):
+            counts = self._counts[row.name] = _Counts()
+            counts.returns, counts.seconds, counts.changes = row.returns, row.seconds, int(row.changes)
         self._made.clear()
         return True
 
     def check(self) -> None:
-        """Raises AssertionError where counts are negative, or a fine type counts more than a coarse one."""
+        """Raise AssertionError where counts are negative, or a fine type counts more than a coarse one."""
         assert len(self._counts) <= self._most, "more types than there may be"
         for name, counts in self._counts.items():
             assert counts.returns.min() >= 0, f"negative returns of {name}"
@@ -189,5 +180,37 @@ class Estimator:
 
 
 def _close(old: int, new: int) -> bool:
-    """Whether rates need no renewal: an eighth more returns change little."""
+    """Return True if rates are still good enough: an eighth more returns change little."""
     return new - old <= old // 8
+
+
+def pack_counts(rows: Iterable[Counts]) -> bytes:
+    """Encode the types that returned most, as far as they are kept."""
+    kept = [
+        _Row(list(row.name), row.returns.astype("<f4").tobytes(), row.seconds.astype("<f4").tobytes())
+        for row in sorted(rows, key=lambda row: (-row.changes, row.name))
+        if sum(len(part.encode("utf-8", "replace")) for part in row.name) <= _NAME
+    ]
+    return msgspec.msgpack.encode(_File(_VERSION, BUCKETS, kept[:_SAVED]))
+
+
+def unpack_counts(raw: bytes) -> list[Counts] | None:
+    """Decode `pack_counts`; None for anything else."""
+    try:
+        file = msgspec.msgpack.decode(raw, type=_File)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if file.version != _VERSION or file.buckets != BUCKETS or len(file.rows) > _SAVED:
+        return None
+    rows: dict[_Type, Counts] = {}
+    for row in file.rows:
+        if len(row.name) > 3 or len(row.returns) != 4 * BUCKETS or len(row.seconds) != 4 * BUCKETS:
+            return None
+        returns, seconds = (np.frombuffer(part, "<f4").astype(np.float64) for part in (row.returns, row.seconds))
+        for part in (returns, seconds):
+            if not np.isfinite(part).all() or part.min() < 0 or part.max() > 1e12:
+                return None
+        if returns.sum() > 2 * _ENOUGH:
+            return None
+        rows[tuple(row.name)] = Counts(tuple(row.name), int(returns.sum()), returns, seconds)
+    return list(rows.values())

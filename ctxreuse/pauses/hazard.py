@@ -1,4 +1,4 @@
-"""How likely a paused context returns by age: counts on a grid of ages, rates from thin counts, what holding is worth.
+"""How likely a paused context returns by age: counts on a grid, rates from sparse counts, what keeping it is worth.
 
 Ages are seconds since the pause began. A rate is returns per second among those still away; it is constant within a
 bucket of the grid, so that everything below is a closed form.
@@ -6,12 +6,28 @@ bucket of the grid, so that everything below is a closed form.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+import math
+from collections.abc import Iterable
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AGES", "BUCKETS", "Rates", "bucket", "cumulated", "exposure", "prior", "shrink", "survival", "worth"]
+__all__ = [
+    "AGES",
+    "BUCKETS",
+    "Ahead",
+    "Rates",
+    "bucket",
+    "cumulated",
+    "exposure",
+    "load_ahead",
+    "prior",
+    "shrink",
+    "starts_at",
+    "survival",
+    "worth",
+]
 
 #: One number a bucket: float64 [BUCKETS].
 Rates: TypeAlias = npt.NDArray[np.float64]
@@ -23,12 +39,12 @@ _WIDTH: Final = np.diff(AGES)
 
 
 def bucket(age: float) -> int:
-    """The bucket of an age; the last one for all that is older than the grid."""
+    """Return the bucket of an age; the last one for all that is older than the grid."""
     return min(int(np.searchsorted(AGES, max(age, 0.0), side="right")) - 1, BUCKETS - 1)
 
 
 def exposure(since: float, until: float) -> Rates:
-    """Seconds that a pause spent in each bucket while its age went from ``since`` to ``until``."""
+    """Return the seconds that a pause spent in each bucket while its age went from ``since`` to ``until``."""
     low, high = np.clip(AGES[:-1], since, until), np.clip(AGES[1:], since, until)
     seconds: Rates = np.maximum(high - low, 0.0)
     if until > AGES[-1]:
@@ -62,29 +78,79 @@ def _with_neighbours(counts: Rates) -> Rates:
 
 
 def cumulated(rates: Rates, age: float) -> float:
-    """The integral of the rate from 0 to ``age``."""
+    """Return the integral of the rate from 0 to ``age``."""
     at = bucket(age)
     return float((rates[:at] * _WIDTH[:at]).sum() + rates[at] * (max(age, 0.0) - AGES[at]))
 
 
 def survival(rates: Rates, age: float, more: float) -> float:
-    """The chance that who is away for ``age`` seconds is still away ``more`` seconds later."""
+    """Probability that a context away for ``age`` seconds is still away ``more`` seconds later."""
     return float(np.exp(cumulated(rates, age) - cumulated(rates, age + max(more, 0.0))))
 
 
 def worth(rates: Rates) -> Rates:
-    """What holding a context is worth by age: the most returns per second held that any plan to wait achieves.
+    """Return what keeping a context is worth by age: the most returns per second kept that any plan to wait achieves.
 
-    For a context of age a it is the maximum over times t of P(return within t) / E[seconds held until the return or t]:
+    For a context of age a it is the maximum over times t of P(return within t) / E[seconds kept until the return or t]:
     Gittins' index. Evicting the lowest is optimal where contexts return independently and each block costs alike.
     """
-    steps = rates * _WIDTH
-    chance = -np.expm1(-steps)
-    # Expected seconds in a bucket for who is there at its beginning.
-    inside = np.where(steps > 1e-12, chance / np.maximum(rates, 1e-300), _WIDTH)
-    before = np.concatenate([[0.0], np.cumsum(steps)])[:-1]
-    # [from, to]: the chance to reach `to` from `from`; what lies before `from` is left out.
-    reach = np.triu(np.exp(-np.maximum(before[None, :] - before[:, None], 0.0)))
-    returned, held = np.cumsum(reach * chance, axis=1), np.cumsum(reach * inside, axis=1)
-    best: Rates = np.max(np.where(held > 0, returned / np.where(held > 0, held, 1.0), 0.0), axis=1)
+    # From the last bucket on: a wait goes on as long as what comes is worth more than what it has.
+    pools: list[tuple[float, float, float]] = []
+    best = np.zeros(BUCKETS)
+    for i in range(BUCKETS - 1, -1, -1):
+        rate, width = float(rates[i]), float(_WIDTH[i])
+        steps = rate * width
+        returned, rest = -math.expm1(-steps), math.exp(-steps)
+        seconds = returned / rate if steps > 1e-12 else width
+        while pools and pools[-1][0] * seconds > returned * pools[-1][1]:
+            more, longer, left = pools.pop()
+            returned, seconds, rest = returned + rest * more, seconds + rest * longer, rest * left
+        pools.append((returned, seconds, rest))
+        best[i] = returned / seconds
     return best
+
+
+S = TypeVar("S")
+
+
+def starts_at(rates: Rates, age: float, *, saves: float, cost: float) -> float | None:
+    """Return the age from which on a context should be back in memory: when ``rate · saves`` exceeds ``cost``.
+
+    ``saves``: seconds that its session does not wait then; ``cost``: what the memory is worth
+    otherwise, in seconds per second. The loading itself takes ``saves``, so it begins that much before: the rate then
+    counts. None if the chance never pays from ``age`` on.
+    """
+    first = bucket(age + saves)
+    pays = np.flatnonzero(rates[first:] * saves > cost)
+    if not len(pays):
+        return None
+    at = first + int(pays[0])
+    return max(age, float(AGES[min(at, BUCKETS)]) - saves)
+
+
+class Ahead(NamedTuple, Generic[S]):
+    """A context that waits below: loading it ahead takes ``load`` seconds and ``nbytes`` of memory and of the link."""
+
+    session: S
+    nbytes: int
+    load: float
+    age: float
+    rates: Rates
+
+
+def load_ahead(waiting: Iterable[Ahead[S]], *, room: int, link: int, price: float) -> list[S]:
+    """Return the contexts to load now, most expected gain per byte first, within ``room`` bytes of memory and ``link``
+    bytes to move. ``price``: what a byte of memory is worth otherwise, in seconds per second."""
+    due: list[tuple[float, int, Ahead[S]]] = []
+    for n, one in enumerate(waiting):
+        start = starts_at(one.rates, one.age, saves=one.load, cost=price * one.nbytes)
+        if start is not None and start <= one.age:
+            rate = float(one.rates[bucket(one.age + one.load)])
+            due.append((-rate * one.load / max(one.nbytes, 1), n, one))
+    chosen: list[S] = []
+    for _, _, one in sorted(due, key=lambda entry: entry[:2]):
+        if one.nbytes <= min(room, link):
+            chosen.append(one.session)
+            room -= one.nbytes
+            link -= one.nbytes
+    return chosen

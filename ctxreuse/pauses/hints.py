@@ -14,13 +14,13 @@ HintName: TypeAlias = Literal["share", "prefetch", "demote", "pin", "retain"]
 
 HINTS: Final[tuple[str, ...]] = get_args(HintName)
 
-#: By how much a hint multiplies what holding is worth, at first.
+#: Initial factor by which a hint multiplies a session's worth.
 _FACTORS: Final = {"share": 4.0, "prefetch": 2.0, "demote": 1 / 64, "pin": 64.0, "retain": 8.0}
 #: Seconds after which half of a hint's strength (its logarithm) is gone, where the caller names no end.
 _HALF: Final = 300.0
 #: Halvings until the end that a caller names: a sixteenth of the strength is left then.
 _UNTIL: Final = 4.0
-#: The longest half-life: a hint for years is forgotten after a day all the same.
+#: Longest half-life in seconds: even a hint for years is forgotten after a day.
 _LONGEST: Final = 6 * 3600.0
 
 
@@ -33,7 +33,7 @@ class Hint(NamedTuple):
 
     @classmethod
     def given(cls, name: str, now: float, until: float | None = None) -> Hint:
-        """A hint given now; ``until``: when it is expected to matter no more. Raises ConfigError for an unknown one."""
+        """Return a hint given now, expected to matter until ``until``. Raises ConfigError for an unknown one."""
         check_hint(name)
         if until is None:
             return cls(name, now)
@@ -41,30 +41,30 @@ class Hint(NamedTuple):
         return cls(name, now, min(max(left / _UNTIL, 1e-3), _LONGEST))
 
     def factor(self, now: float) -> float:
-        """What it multiplies the worth with now: its factor at first, 1 in the end."""
+        """Return the factor of the worth now: the hint's at first, 1 in the end."""
         halvings = max(now - self.since, 0.0) / self.half
         return float(_FACTORS[self.name] ** (0.5 ** min(halvings, 1000.0)))
 
 
 def check_hint(name: str) -> None:
-    """Raises ConfigError, naming those there are, for an unknown hint."""
+    """Raise ConfigError, naming those there are, for an unknown hint."""
     if name not in HINTS:
         raise ConfigError(f"no hint {name[:40]!r}", fix=f"Choose one of: {', '.join(HINTS)}")
 
 
 def hint_label(name: str) -> int:
-    """The hint as a label, for policies that are told labels only. Raises ConfigError for an unknown one."""
+    """Return the hint as a label, for policies that see labels only. Raises ConfigError for an unknown one."""
     check_hint(name)
     return FIRST_HINT + HINTS.index(name)
 
 
 def hint_of(label: int) -> str:
-    """The hint that a label stands for; ``""`` if it is none."""
+    """Return the hint that a label stands for; ``""`` if it is none."""
     return HINTS[label - FIRST_HINT] if 0 <= label - FIRST_HINT < len(HINTS) else ""
 
 
 def weight(hints: dict[str, Hint], now: float) -> float:
-    """What all hints of a session multiply its worth with, within 1/64 and 512."""
+    """Return the product of all hints of a session, within 1/64 and 512."""
     product = 1.0
     for hint in hints.values():
         product *= hint.factor(now)

@@ -19,7 +19,7 @@ __all__ = [
     "SUPERSEDED",
     "TOOL_CALL",
     "UNKNOWN",
-    "Kind",
+    "PauseKind",
     "infer",
     "kind_of",
     "tool_class",
@@ -88,7 +88,7 @@ _STOPS = {
 }
 
 
-class Kind(NamedTuple):
+class PauseKind(NamedTuple):
     """A pause's reason (see REASONS) and what the answer before it had: ``text``, ``thinking``, ``calls``."""
 
     reason: int
@@ -102,8 +102,8 @@ class Kind(NamedTuple):
         return self.reason | (self.text | self.thinking << 1 | self.calls << 2) << _BITS
 
     @classmethod
-    def of(cls, label: int) -> Kind:
-        """The kind of a label; UNKNOWN for a number that is none."""
+    def of(cls, label: int) -> PauseKind:
+        """Return the kind of a label; UNKNOWN for a number that is none."""
         reason = label & ((1 << _BITS) - 1)
         if not 0 <= label < LABELS or reason >= len(REASONS) or not REASONS[reason]:
             return cls(UNKNOWN)
@@ -123,30 +123,31 @@ class Kind(NamedTuple):
 
 
 def tool_class(name: str) -> str:
-    """The class of a tool by the words in its name, such as ``shell``; ``""`` for a name that tells nothing."""
+    """Return the class of a tool by the words in its name, such as ``shell``; ``""`` for a name that tells nothing."""
     words = {word.lower() for word in _WORD.findall(name[:_LONGEST_NAME])}
     return next((kind for kind, known in _CLASSES if words & known), "")
 
 
-def kind_of(text: str) -> Kind:
-    """The kind that a caller names: ``tool``, ``tool:NAME`` of any tool, ``end_of_turn``, ``length``, ``closed`` or
-    ``unknown``.
+def kind_of(text: str) -> PauseKind:
+    """Return the kind that a caller names: ``tool``, ``tool:NAME`` of any tool, ``end_of_turn``, ``length``,
+    ``closed`` or ``unknown``.
 
     Raises ConfigError for anything else.
     """
     stop, colon, tool = text.partition(":")
     if stop == "tool":
         found = tool_class(tool) or (tool if f"tool:{tool}" in _NUMBERS else "")
-        return Kind(_NUMBERS[f"tool:{found}"] if found else TOOL_CALL)
+        return PauseKind(_NUMBERS[f"tool:{found}"] if found else TOOL_CALL)
     if colon or stop not in ("end_of_turn", "length", "closed", "unknown"):
         raise ConfigError(
             f"no pause is of the kind {text[:40]!r}", fix="Say tool, tool:NAME, end_of_turn, length, closed or unknown"
         )
-    return Kind(_NUMBERS[stop])
+    return PauseKind(_NUMBERS[stop])
 
 
-def infer(finish: str | None, tools: Iterable[str] = (), *, text: bool = False, thinking: bool = False) -> Kind:
-    """The kind of a pause from what APIs say: ``finish`` is the stop reason as OpenAI's or Anthropic's API spells it.
+def infer(finish: str | None, tools: Iterable[str] = (), *, text: bool = False, thinking: bool = False) -> PauseKind:
+    """Return the kind of a pause from what APIs say: ``finish`` is the stop reason as OpenAI's or Anthropic's API
+    spells it.
 
     ``tools``: names of the tools that the answer calls; of several the one that is likely to take longest counts.
     Answers that call tools wait for them, whatever the stop reason says.
@@ -160,7 +161,7 @@ def infer(finish: str | None, tools: Iterable[str] = (), *, text: bool = False, 
         reason = _NUMBERS[f"tool:{slowest}"] if slowest else TOOL_CALL
     else:
         reason = _STOPS.get(finish or "", UNKNOWN)
-    return Kind(reason, text, thinking, bool(names))
+    return PauseKind(reason, text, thinking, bool(names))
 
 
 #: How models write calls of tools into plain text: Hermes' and Qwen's tags, JSON with a name and arguments, ReAct.

@@ -1,4 +1,4 @@
-"""Which sessions run, pause or are over, and what holding each is worth now: one estimator, many sessions."""
+"""Which sessions run, pause or have ended, and what keeping each one's context is worth now."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy.typing as npt
 from ctxreuse.pauses.estimator import Estimator, Pause
 from ctxreuse.pauses.hazard import AGES, BUCKETS, Rates, bucket, worth
 from ctxreuse.pauses.hints import Hint, weight
-from ctxreuse.pauses.kinds import CLOSED, REASONS, RUNNING, SUPERSEDED, Kind
+from ctxreuse.pauses.kinds import CLOSED, REASONS, RUNNING, SUPERSEDED, PauseKind
 
 __all__ = ["Sessions", "State"]
 
 S = TypeVar("S", bound=Hashable)
 
-#: A pause still going on is told to the estimator whenever its age has grown by so much, and not sooner than so many
-#: seconds: what lasts long is learnt from before it ends.
+#: A running pause is reported to the estimator whenever its age has grown by this factor, but not before this many
+#: seconds, so that long pauses teach before they end.
 _GROWTH, _SOON = 1.3, 20.0
-#: What a session is worth that was closed: as much as one that returns after a year.
+#: Worth of a closed session: that of one that returns after a year.
 _OVER = 1 / (365 * 86400.0)
-#: Who is expected at a time returns around it: between these shares of it most likely, hardly ever before.
+#: A return expected after a time comes between these shares of it most likely, and hardly ever earlier.
 _EARLY, _LATE, _BEFORE = 0.75, 1.5, 0.02
 
 
@@ -37,7 +37,8 @@ class State(NamedTuple):
 
 
 class _Session:
-    """``began``: its last request; ``since``: its state; ``told``: up to which age the estimator knows of both."""
+    """``began``: its last request; ``since``: its state; ``reported``: up to which age the estimator knows of both;
+    ``tick``: of its entry among what is due."""
 
     __slots__ = (
         "active",
@@ -47,26 +48,27 @@ class _Session:
         "known",
         "over",
         "pause",
+        "reported",
+        "reported_run",
         "running",
         "since",
         "slot",
         "tenant",
-        "told",
-        "told_run",
+        "tick",
     )
 
     def __init__(self, slot: int, tenant: str) -> None:
-        self.slot, self.tenant = slot, tenant
+        self.slot, self.tenant, self.tick = slot, tenant, 0
         self.pause = self.running = Pause(REASONS[RUNNING])
         self.began = self.since = 0.0
-        self.told = self.told_run = 0.0
+        self.reported = self.reported_run = 0.0
         self.expect: float | None = None
         self.active = self.known = self.over = False
         self.hints: dict[str, Hint] = {}
 
     @property
     def paused(self) -> bool:
-        """It waits, and was told why."""
+        """True if it waits for a known reason."""
         return not self.active and not self.over and self.pause.stop != REASONS[RUNNING]
 
 
@@ -74,7 +76,7 @@ class Sessions(Generic[S]):
     """States and worths of at most ``most`` sessions, those of least worth forgotten first. Not thread-safe.
 
     ``now`` is seconds of the caller's clock; it may stand still, and where it goes back ages are 0. Nothing has to be
-    said of a session but that its requests begin: `begin` without a `pause` since the last one is learnt from as well.
+    reported of a session but that its requests begin: `begin` without a `pause` before it teaches as well.
     ``personal``: each session's own tempo is learnt too.
     """
 
@@ -98,167 +100,170 @@ class Sessions(Generic[S]):
     def __contains__(self, session: S) -> bool:
         return session in self._sessions
 
-    def begin(self, session: S, now: float, *, tenant: str = "", was: Kind | None = None) -> None:
-        """A request of the session begins: it has returned, or is new.
+    def begin(self, session: S, now: float, *, tenant: str = "", was: PauseKind | None = None) -> None:
+        """Begin a request of the session: it has returned, or is new.
 
-        ``was``: what it waited for, as the request tells afterwards (its last message is a tool's result).
+        ``was``: what it waited for, as the request itself shows (its last message is a tool's result).
         """
         self._learn(now)
-        held = self._sessions.get(session)
-        if held is None:
-            held = self._open(session, now, tenant)
+        entry = self._sessions.get(session)
+        if entry is None:
+            entry = self._open(session, now, tenant)
         else:
-            self._came_back(held, now, was)
+            self._came_back(entry, now, was)
         name = str(session) if self._personal else ""
-        held.running = Pause(REASONS[RUNNING], "", held.tenant, name)
-        held.began, held.told_run, held.known = now, 0.0, True
-        held.expect, held.active, held.over = None, True, False
-        held.hints.pop("demote", None)
-        held.hints.pop("prefetch", None)
-        self._state(session, held, now)
+        entry.running = Pause(REASONS[RUNNING], "", entry.tenant, name)
+        entry.began, entry.reported_run, entry.known = now, 0.0, True
+        entry.expect, entry.active, entry.over = None, True, False
+        entry.hints.pop("demote", None)
+        entry.hints.pop("prefetch", None)
+        self._state(session, entry, now)
 
-    def pause(self, session: S, kind: Kind, now: float, *, expect: float | None = None, tenant: str = "") -> None:
-        """The session's answer is done, it waits now. ``expect``: seconds until its next request, if that is known.
+    def pause(self, session: S, kind: PauseKind, now: float, *, expect: float | None = None, tenant: str = "") -> None:
+        """Pause the session: its answer is done. ``expect``: seconds until its next request, if known.
 
-        CLOSED and SUPERSEDED end it: nobody waits any more.
+        CLOSED and SUPERSEDED end the session.
         """
         self._learn(now)
-        held = self._sessions.get(session)
-        if held is None:
-            held = self._open(session, now, tenant)
-        self._tell(held, now)
-        held.active = False
-        held.over = kind.reason in (CLOSED, SUPERSEDED)
-        held.known = held.known and not held.over
+        entry = self._sessions.get(session)
+        if entry is None:
+            entry = self._open(session, now, tenant)
+        self._report_away(entry, now)
+        entry.active = False
+        entry.over = kind.reason in (CLOSED, SUPERSEDED)
+        entry.known = entry.known and not entry.over
         name = str(session) if self._personal else ""
-        held.pause = Pause(kind.stop, kind.tool, held.tenant, name)
-        held.told = 0.0
-        held.expect = expect if expect is not None and math.isfinite(expect) and expect >= 0 else None
-        self._state(session, held, now)
+        entry.pause = Pause(kind.stop, kind.tool, entry.tenant, name)
+        entry.reported = 0.0
+        entry.expect = expect if expect is not None and math.isfinite(expect) and expect >= 0 else None
+        self._state(session, entry, now)
 
     def hint(self, session: S, name: str, now: float, *, until: float | None = None) -> bool:
         """Take a hint, see `ctxreuse.pauses.hints`; False for an unknown session. Raises ConfigError."""
-        given, held = Hint.given(name, now, until), self._sessions.get(session)
-        if held is None:
+        given, entry = Hint.given(name, now, until), self._sessions.get(session)
+        if entry is None:
             return False
-        held.hints[name] = given
+        entry.hints[name] = given
         self._special.add(session)
         return True
 
     def forget(self, session: S) -> None:
-        """Drop all that is known of a session but what was learnt from it; unknown ones are ignored."""
-        held = self._sessions.pop(session, None)
-        if held is not None:
-            self._owner[held.slot] = None
-            self._free.append(held.slot)
+        """Drop a session; what the estimator learnt from it stays. Unknown sessions are ignored."""
+        entry = self._sessions.pop(session, None)
+        if entry is not None:
+            self._owner[entry.slot] = None
+            self._free.append(entry.slot)
             self._special.discard(session)
 
     def _open(self, session: S, now: float, tenant: str) -> _Session:
         if not self._free:
             self.forget(self.ranked(now)[0])
-        held = self._sessions[session] = _Session(self._free.pop(), tenant)
-        self._owner[held.slot] = session
-        return held
+        entry = self._sessions[session] = _Session(self._free.pop(), tenant)
+        self._owner[entry.slot] = session
+        return entry
 
-    def _came_back(self, held: _Session, now: float, was: Kind | None) -> None:
-        if held.over:
+    def _came_back(self, entry: _Session, now: float, was: PauseKind | None) -> None:
+        if entry.over:
             return
-        if held.paused and was is not None and was.stop != held.pause.stop:
-            # What it was told under the wrong name stays there: seconds in which nobody of that kind returned.
-            held.pause, held.told = held.pause._replace(stop=was.stop, tool=was.tool), 0.0
-        self._tell(held, now)
-        if held.paused:
-            self.estimator.returned(held.pause, max(now - held.since, 0.0))
-        if held.known:
-            self.estimator.returned(held.running, max(now - held.began, 0.0))
+        if entry.paused and was is not None and was.stop != entry.pause.stop:
+            # What was reported under the wrong name stays there, as seconds without a return.
+            entry.pause, entry.reported = entry.pause._replace(stop=was.stop, tool=was.tool), 0.0
+        self._report_away(entry, now)
+        if entry.paused:
+            self.estimator.returned(entry.pause, max(now - entry.since, 0.0))
+        if entry.known:
+            self.estimator.returned(entry.running, max(now - entry.began, 0.0))
 
-    def _tell(self, held: _Session, now: float) -> None:
-        """The seconds since the last time, in which it did not return."""
-        if held.over:
+    def _report_away(self, entry: _Session, now: float) -> None:
+        """Report the seconds since the last report as seconds without a return."""
+        if entry.over:
             return
-        if held.paused and now - held.since > held.told:
-            self.estimator.away(held.pause, held.told, now - held.since)
-            held.told = now - held.since
-        if held.known and now - held.began > held.told_run:
-            self.estimator.away(held.running, held.told_run, now - held.began)
-            held.told_run = now - held.began
+        if entry.paused and now - entry.since > entry.reported:
+            self.estimator.away(entry.pause, entry.reported, now - entry.since)
+            entry.reported = now - entry.since
+        if entry.known and now - entry.began > entry.reported_run:
+            self.estimator.away(entry.running, entry.reported_run, now - entry.began)
+            entry.reported_run = now - entry.began
 
-    def _state(self, session: S, held: _Session, now: float) -> None:
-        held.since = now
-        self._since[held.slot] = now
-        self._tables[held.slot] = self._worth(held)
-        if held.over or held.hints:
+    def _state(self, session: S, entry: _Session, now: float) -> None:
+        entry.since = now
+        self._since[entry.slot] = now
+        self._tables[entry.slot] = self._worth(entry)
+        if entry.over or entry.hints:
             self._special.add(session)
         else:
             self._special.discard(session)
+        self._report_at(session, entry, now + _SOON)
+
+    def _report_at(self, session: S, entry: _Session, due: float) -> None:
+        """Report it next at ``due``, and at no moment that was set before."""
         self._tick += 1
-        heapq.heappush(self._due, (now + _SOON, self._tick, session))
+        entry.tick = self._tick
+        heapq.heappush(self._due, (due, self._tick, session))
         if len(self._due) > 64 + 4 * len(self._sessions):
-            self._due = [(self._later(one, now), n, s) for n, (s, one) in enumerate(self._sessions.items())]
-            self._tick = len(self._due)
+            self._due = [one for one in self._due if self._is_due(one[2], one[1])]
             heapq.heapify(self._due)
 
-    @staticmethod
-    def _later(held: _Session, now: float) -> float:
-        return now + max(_SOON, (now - held.since) * (_GROWTH - 1))
+    def _is_due(self, session: S, tick: int) -> bool:
+        entry = self._sessions.get(session)
+        return entry is not None and entry.tick == tick
 
     def _learn(self, now: float) -> None:
-        """Tell the estimator of pauses that go on, and take from it what they are worth since."""
+        """Report pauses that go on to the estimator, and refresh their worth."""
         while self._due and self._due[0][0] <= now:
-            _, _, session = heapq.heappop(self._due)
-            held = self._sessions.get(session)
-            if held is None or held.over or now - held.since < _SOON:
+            _, tick, session = heapq.heappop(self._due)
+            entry = self._sessions.get(session)
+            if entry is None or entry.tick != tick or entry.over or now - entry.since < _SOON:
                 continue
-            self._tell(held, now)
-            self._tables[held.slot] = self._worth(held)
-            self._tick += 1
-            heapq.heappush(self._due, (self._later(held, now), self._tick, session))
+            self._report_away(entry, now)
+            self._tables[entry.slot] = self._worth(entry)
+            self._report_at(session, entry, now + max(_SOON, (now - entry.since) * (_GROWTH - 1)))
 
     def worth(self, session: S, now: float) -> float:
-        """Returns per second of holding it, hints included; 0 for an unknown session."""
-        held = self._sessions.get(session)
-        if held is None:
+        """Returns per second of keeping its context, hints included; 0 for an unknown session."""
+        entry = self._sessions.get(session)
+        if entry is None:
             return 0.0
-        age = max(now - held.since, 0.0)
-        value = float(self._tables[held.slot, bucket(age)])
-        return self._adjusted(held, value, now) if session in self._special else value
+        age = max(now - entry.since, 0.0)
+        value = float(self._tables[entry.slot, bucket(age)])
+        return self._adjusted(entry, value, now) if session in self._special else value
 
     def rates(self, session: S, now: float) -> Rates:
         """Returns per second by bucket of age of a session's state, with what was expected; zeros for an unknown one.
 
         Hints that raise its worth raise them as well.
         """
-        held = self._sessions.get(session)
-        if held is None or held.over:
+        entry = self._sessions.get(session)
+        if entry is None or entry.over:
             return np.zeros(BUCKETS)
-        return self._rates(held) * max(weight(held.hints, now), 1.0)
+        return self._rates(entry) * max(weight(entry.hints, now), 1.0)
 
-    def _rates(self, held: _Session) -> Rates:
-        rates = self.estimator.rates(held.running if held.active else held.pause)
-        if held.active or held.expect is None:
+    def _rates(self, entry: _Session) -> Rates:
+        rates = self.estimator.rates(entry.running if entry.active else entry.pause)
+        if entry.active or entry.expect is None:
             return rates
-        early, late = bucket(_EARLY * held.expect), bucket(_LATE * held.expect + 1.0)
+        early, late = bucket(_EARLY * entry.expect), bucket(_LATE * entry.expect + 1.0)
         expected = rates.copy()
         expected[:early] *= _BEFORE
         expected[early : late + 1] = np.maximum(rates[early : late + 1], 2.0 / (AGES[late + 1] - AGES[early]))
         return expected
 
-    def _worth(self, held: _Session) -> Rates:
-        if held.active or held.expect is None:
-            return self.estimator.worth(held.running if held.active else held.pause)
-        return worth(self._rates(held))
+    def _worth(self, entry: _Session) -> Rates:
+        if entry.active or entry.expect is None:
+            return self.estimator.worth(entry.running if entry.active else entry.pause)
+        return worth(self._rates(entry))
 
-    def _adjusted(self, held: _Session, value: float, now: float) -> float:
-        if held.over:
+    def _adjusted(self, entry: _Session, value: float, now: float) -> float:
+        if entry.over:
             value = _OVER
-        return value * weight(held.hints, now)
+        return value * weight(entry.hints, now)
 
     def ranked(self, now: float) -> list[S]:
-        """All sessions, the least worth holding first; among equals the one whose state is oldest. Pure. O(n log n)."""
+        """Return all sessions, least worth first; ties go to the oldest state. Pure. O(n log n)."""
         sessions = list(self._sessions.values())
         if not sessions:
             return []
-        slots = np.fromiter((held.slot for held in sessions), np.int64, len(sessions))
+        slots = np.fromiter((entry.slot for entry in sessions), np.int64, len(sessions))
         values = self._values(slots, now)
         order = np.lexsort((self._since[slots], values))
         owners = [self._owner[slot] for slot in slots[order]]
@@ -271,24 +276,24 @@ class Sessions(Generic[S]):
         if self._special:
             place = {slot: i for i, slot in enumerate(slots.tolist())}
             for session in self._special:
-                held = self._sessions[session]
-                i = place.get(held.slot)
+                entry = self._sessions[session]
+                i = place.get(entry.slot)
                 if i is not None:
-                    values[i] = self._adjusted(held, float(values[i]), now)
+                    values[i] = self._adjusted(entry, float(values[i]), now)
         return values
 
     def state(self, session: S, now: float) -> State | None:
-        """What is known of a session now."""
-        held = self._sessions.get(session)
-        if held is None:
+        """Return the state of a session now."""
+        entry = self._sessions.get(session)
+        if entry is None:
             return None
-        pause = held.running if held.active else held.pause
-        return State(pause, max(now - held.since, 0.0), self.worth(session, now))
+        pause = entry.running if entry.active else entry.pause
+        return State(pause, max(now - entry.since, 0.0), self.worth(session, now))
 
     def check(self) -> None:
-        """Raises AssertionError where slots and sessions disagree."""
+        """Raise AssertionError where slots and sessions disagree."""
         assert len(self._sessions) + len(self._free) == self._most, "a slot is lost"
-        for session, held in self._sessions.items():
-            assert self._owner[held.slot] == session, f"the slot of {session!r} is another's"
+        for session, entry in self._sessions.items():
+            assert self._owner[entry.slot] == session, f"the slot of {session!r} is another's"
         assert self._special <= self._sessions.keys(), "a hint without a session"
         self.estimator.check()

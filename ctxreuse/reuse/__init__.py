@@ -1,41 +1,60 @@
-"""Reuse at any position: runs of tokens cut by content, found wherever they were computed, moved, and repaired."""
+"""Reuse at any position: runs of tokens cut by content, found wherever they are stored, relocated and recomputed."""
 
-from ctxreuse.reuse.budget import budget_tokens, is_time
-from ctxreuse.reuse.card import ChunkCard, Kind, Measured, read_chunk_card, write_chunk_card
-from ctxreuse.reuse.chunking import Chunk, chunks
-from ctxreuse.reuse.gate import Gate, Verdict
-from ctxreuse.reuse.home import Home
-from ctxreuse.reuse.naming import parse
-from ctxreuse.reuse.plan import Piece, Run, Source, forget, plan, read, record, used
-from ctxreuse.reuse.repair import LOOKING, Attention, Deviations, Repair, look_layers
-from ctxreuse.reuse.shelf import ChunkShelf
+from ctxreuse.reuse.budget import MaxSeconds, MaxTokens, RecomputeBudget, Share, parse_budget
+from ctxreuse.reuse.chunking import Chunk, ChunkLocation, chunks
+from ctxreuse.reuse.plan import BlockRows, forget, plan, read, record, used
+from ctxreuse.reuse.profile import (
+    ChunkKind,
+    ChunkProfile,
+    ChunkProfileStore,
+    InPlaceMeasurement,
+    PolicyMeasurement,
+    read_chunk_profile,
+    write_chunk_profile,
+)
+from ctxreuse.reuse.quality_gate import GateDecision, QualityGate, deviation, probe_rows
+from ctxreuse.reuse.recompute import (
+    PROBE_QUERIES,
+    Attention,
+    Deviations,
+    RecomputePolicy,
+    parse_policy,
+    probe_layers,
+)
+from ctxreuse.reuse.search import ChunkRun, RowSource
 
 __all__ = [
-    "LOOKING",
+    "PROBE_QUERIES",
     "Attention",
+    "BlockRows",
     "Chunk",
-    "ChunkCard",
-    "ChunkShelf",
+    "ChunkKind",
+    "ChunkLocation",
+    "ChunkProfile",
+    "ChunkProfileStore",
+    "ChunkRun",
     "Deviations",
-    "Gate",
-    "Home",
-    "Kind",
-    "Measured",
-    "Piece",
-    "Repair",
-    "Run",
-    "Source",
-    "Verdict",
-    "budget_tokens",
+    "GateDecision",
+    "InPlaceMeasurement",
+    "MaxSeconds",
+    "MaxTokens",
+    "PolicyMeasurement",
+    "QualityGate",
+    "RecomputeBudget",
+    "RecomputePolicy",
+    "RowSource",
+    "Share",
     "chunks",
+    "deviation",
     "forget",
-    "is_time",
-    "look_layers",
-    "parse",
+    "parse_budget",
+    "parse_policy",
     "plan",
+    "probe_layers",
+    "probe_rows",
     "read",
-    "read_chunk_card",
+    "read_chunk_profile",
     "record",
     "used",
-    "write_chunk_card",
+    "write_chunk_profile",
 ]

@@ -1,53 +1,79 @@
-"""What people allow a repair to compute, in shares, tokens or seconds, as a number of rows."""
+"""How much selective recomputation may cost: a share of the relocated tokens, a number of them, or seconds."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.reuse.naming import SHARE
-from ctxreuse.reuse.policies import share_of
+from ctxreuse.reuse.recompute import SHARE, share_of
 from ctxreuse.units import parse_duration
 
 if TYPE_CHECKING:
     from ctxreuse.cost import PrefillLine
 
-__all__ = ["budget_tokens", "is_time"]
+__all__ = ["MaxSeconds", "MaxTokens", "RecomputeBudget", "Share", "parse_budget"]
 
 
-def is_time(budget: str) -> bool:
-    """True for a budget that takes knowing how long computing takes."""
-    return bool(budget) and not budget.endswith("%") and not budget.isdigit()
+@dataclass(frozen=True)
+class Share:
+    """At most this share of the relocated tokens, 0 to 1. Raises ConfigError for another number."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"{self.share} is no share", fix="Give a number from 0 to 1, such as Share(0.1)")
+
+    def tokens(self, relocated: int, line: PrefillLine | None = None, behind: int = 0) -> int:
+        """How many of ``relocated`` tokens may be recomputed."""
+        return min(relocated, share_of(self.share, relocated, relocated))
 
 
-def budget_tokens(budget: str, tokens: int, line: PrefillLine | None = None, held: int = 0) -> int:
-    """How many of ``tokens`` moved rows a budget pays for: ``10%`` of them, ``64`` of them, or as many as are computed
-    in ``200ms``.
+@dataclass(frozen=True)
+class MaxTokens:
+    """At most so many tokens."""
 
-    ``line``: what computing takes here; ``held``: tokens that they are computed behind. A budget of time is 0 as long
-    as nothing is known of that. Raises ConfigError for what is no budget.
-    """
-    if budget.endswith("%"):
-        if re.fullmatch(SHARE, budget, re.ASCII) is None or float(budget[:-1]) > 100:
-            raise _no_budget(budget)
-        return min(tokens, share_of(float(budget[:-1]) / 100, tokens, tokens))
-    if budget.isascii() and budget.isdigit() and len(budget) < 12:
-        return min(tokens, int(budget))
+    count: int
+
+    def tokens(self, relocated: int, line: PrefillLine | None = None, behind: int = 0) -> int:
+        """How many of ``relocated`` tokens may be recomputed."""
+        return min(relocated, max(self.count, 0))
+
+
+@dataclass(frozen=True)
+class MaxSeconds:
+    """As many tokens as are computed in so many seconds; none as long as nothing is known of that."""
+
+    seconds: float
+
+    def tokens(self, relocated: int, line: PrefillLine | None = None, behind: int = 0) -> int:
+        """How many of ``relocated`` tokens may be recomputed; ``line``: what computing takes, ``behind`` so many."""
+        low, high = 0, relocated  # the most that take no longer, by halving
+        while low < high:
+            middle = (low + high + 1) // 2
+            takes = line.seconds(middle, behind) if line is not None else None
+            if takes is not None and takes <= self.seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+RecomputeBudget: TypeAlias = Share | MaxTokens | MaxSeconds
+
+
+def parse_budget(text: str) -> RecomputeBudget | None:
+    """A budget as settings write it: ``10%``, ``64`` (tokens) or ``200ms``; None for "". Raises ConfigError."""
+    if not text:
+        return None
+    if text.endswith("%") and re.fullmatch(SHARE, text, re.ASCII) and float(text[:-1]) <= 100:
+        return Share(float(text[:-1]) / 100)
+    if text.isascii() and text.isdigit() and len(text) < 12:
+        return MaxTokens(int(text))
     try:
-        seconds = parse_duration(budget)
+        return MaxSeconds(parse_duration(text))
     except ConfigError:
-        raise _no_budget(budget) from None
-    low, high = 0, tokens  # the most that take no longer, by halving
-    while low < high:
-        middle = (low + high + 1) // 2
-        takes = line.seconds(middle, held) if line is not None else None
-        if takes is not None and takes <= seconds:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _no_budget(budget: str) -> ConfigError:
-    return ConfigError(f"{budget[:32]!r} is no budget", fix="Write a share, tokens or a time: 10%, 64 or 200ms")
+        fix = "Write a share, tokens or a time: 10%, 64 or 200ms"
+        raise ConfigError(f"{text[:32]!r} is no budget", fix=fix) from None

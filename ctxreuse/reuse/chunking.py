@@ -1,4 +1,4 @@
-"""Where a run of tokens is cut into chunks: by what stands around the cut, so that an edit moves no cut far from it.
+"""Chunks: where a run of tokens is cut, by the tokens around the cut, so that an edit moves no cut far from it.
 
 A position is a cut if the hash of the ``_WINDOW`` tokens before it is the least among the 65 positions around it
 (local minima, as Bjørner, Blass and Gurevich, 2010). So whether there is a cut follows from 70 tokens and from nothing
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.keys import Tokens
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["LEAST", "MOST", "REACH", "Chunk", "chunks"]
+__all__ = ["LEAST", "MOST", "REACH", "Chunk", "ChunkLocation", "chunks"]
 
 #: Tokens of the shortest chunk, but for parts that are shorter themselves; and of the longest.
 LEAST, MOST = 33, 256
@@ -38,12 +38,32 @@ class Chunk(NamedTuple):
     end: int
 
 
-def chunks(tokens: Tokens, parts: Sequence[int] = ()) -> list[Chunk]:
-    """Chunks that cover ``tokens`` (int32 [n]) in order; [] for none.
+class ChunkLocation(NamedTuple):
+    """Rows ``row`` to ``row + count`` of the concatenated tokens of blocks ``keys`` (consecutive ones of one prompt).
+
+    ``at`` is the position of row 0 of ``keys[0]`` in its prompt, so the chunk's first token stood at ``at + row``.
+    ``count`` may be less than the chunk's tokens: its end was not stored. The last of ``keys`` may lie behind these
+    rows, where the next chunk is. A hint: blocks may have been removed since, so readers compare the token ids.
+    """
+
+    keys: tuple[bytes, ...]
+    row: int
+    count: int  # type: ignore[assignment]  # not used as a tuple's method
+    at: int
+
+    @property
+    def first(self) -> int:
+        """The position at which the chunk's first token stood."""
+        return self.at + self.row
+
+
+def chunks(tokens: Tokens, parts: Sequence[int] = (), since: int = 0) -> list[Chunk]:
+    """Cut ``tokens`` (int32 [n]) into chunks, in order.
 
     ``parts``: positions at which parts (documents, messages) end: each is a cut, and the chunks of a part depend on its
     own tokens only, so a document is cut alike wherever it stands. Positions outside of the array are ignored. A part
-    of fewer than twice ``LEAST`` tokens is one chunk. 32,768 tokens take about 2 ms.
+    of fewer than twice ``LEAST`` tokens is one chunk. ``since``: chunks that the first ``since`` tokens alone determine
+    are left out. 32,768 tokens take about 2 ms.
     """
     n = len(tokens)
     if n == 0:
@@ -60,7 +80,8 @@ def chunks(tokens: Tokens, parts: Sequence[int] = ()) -> list[Chunk]:
         more = [at for i in long for at in _forced(int(cuts[i]), int(cuts[i + 1]))]
         cuts = np.union1d(cuts, np.array(more, np.int64))
     ends = cuts.tolist()
-    return [Chunk(a, b) for a, b in pairwise(ends)]
+    # A cut depends on tokens behind it: where a prompt ended, there may be other ones now.
+    return [Chunk(a, b) for a, b in pairwise(ends) if not since or b >= since - REACH]
 
 
 def _hashes(tokens: Tokens) -> _Hashes:

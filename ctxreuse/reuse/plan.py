@@ -1,4 +1,4 @@
-"""Which runs of a prompt a store holds somewhere, read and proven; and noting where a prompt's chunks came to lie."""
+"""Plans which runs of a prompt a store has somewhere, reads and verifies them, and records where chunks are stored."""
 
 from __future__ import annotations
 
@@ -7,80 +7,77 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ctxreuse.keys import Tokens, chunk_keys
-from ctxreuse.reuse.chunking import REACH, chunks
-from ctxreuse.reuse.extend import BEHIND, SINK, extended
-from ctxreuse.reuse.home import Home
-from ctxreuse.reuse.search import Run, Search, Source
+from ctxreuse.identity.keys import Tokens, chunk_keys
+from ctxreuse.reuse.chunking import Chunk, ChunkLocation, chunks
+from ctxreuse.reuse.search import BEHIND, SINK, Candidates, ChunkRun, ChunkSearch, extended
 
 if TYPE_CHECKING:
-    from ctxreuse.block import BlockView
-    from ctxreuse.model import ModelSpace
-    from ctxreuse.store.base import Reader, WholeStore
-    from ctxreuse.store.chunks import ChunkIndex
+    from ctxreuse.block.format import BlockView
+    from ctxreuse.identity.model import ModelSpace
+    from ctxreuse.store.base import Reader, Store
+    from ctxreuse.store.chunks.index import ChunkIndex
 
-__all__ = ["SINK", "TAIL", "WORTH", "Piece", "Run", "Source", "forget", "plan", "read", "record", "used"]
+__all__ = ["TAIL", "WORTH", "BlockRows", "forget", "plan", "read", "record", "used"]
 
-#: Fewer tokens are not worth a run: placing one costs as much as computing a few rows.
+#: Fewer tokens are not worth a run: inserting one costs as much as computing a few rows.
 WORTH = 16
-#: Of what a prompt ends with so many tokens are never moved: that is mostly a question, and rows of the same question
-#: that were computed behind other documents know the answer of those.
+#: So many tokens at the end of a prompt are never relocated: that is mostly a question, and rows of the same question
+#: that were computed behind other documents hold the answer of those.
 TAIL = 64
 _WORDS = 8
 
 
-class Piece(NamedTuple):
+class BlockRows(NamedTuple):
     """Rows ``row`` to ``row + count`` of a block; the view is valid as long as the reader is."""
 
     view: BlockView
     row: int
-    count: int  # type: ignore[assignment]  # no tuple is searched here
+    count: int  # type: ignore[assignment]  # not used as a tuple's method
 
 
 def plan(
-    store: WholeStore,
+    store: Store,
     salt: bytes,
     space: ModelSpace,
     tokens: Tokens,
     start: int,
     parts: Sequence[int] = (),
-    lossy: str | None = None,
-) -> list[Run]:
-    """Runs of ``tokens[start:]`` that the store holds somewhere at levels that ``lossy`` allows, in order, apart.
+    max_kl: float | None = None,
+) -> list[ChunkRun]:
+    """Runs of ``tokens[start:]`` that the store holds somewhere at levels that ``max_kl`` allows, in order, apart.
 
-    ``start``: tokens that are there already (an exact prefix). ``parts``: see `chunks`; they should be those that were
-    given when the chunks were recorded. What a prompt ends with is left out: its last part, at most `TAIL` tokens.
-    Reads no plane; homes that are known to be gone are forgotten. A plan is a hint: blocks may go before they are read.
-    Raises StoreError.
+    ``start``: tokens of the exact prefix. ``parts``: see `chunks`; they should be those that the chunks were recorded
+    with. The prompt's last part, at most `TAIL` tokens, is left out. Reads no plane; locations whose blocks have been
+    removed are forgotten. A plan is a hint: blocks may go before they are read. Raises StoreError.
     """
     first, limit = max(start, SINK), _tail(len(tokens), parts)
     wanted = [chunk for chunk in chunks(tokens, parts) if chunk.end > first and chunk.start < limit]
     keys = chunk_keys(space.digest, salt, tokens, wanted)
-    homes = store.chunks.homes_many(keys)
-    search = Search(store, space.block_tokens, lossy, wanted, keys, homes, first, limit)
+    locations = store.chunks.locations_many(keys)
+    candidates = Candidates(wanted, keys, locations)
+    search = ChunkSearch(store, space.block_tokens, max_kl, candidates, first, limit)
     runs = search.runs()
     if search.stale:
         store.chunks.forget_many(search.stale)
     if runs:
-        with store.read(lossy) as reader:
+        with store.read(max_kl) as reader:
             runs = extended(reader, runs, tokens, space, first, limit)
     return [run for run in runs if run.end - run.start >= WORTH]
 
 
 def _tail(n: int, parts: Sequence[int]) -> int:
-    """Where the end begins that is always computed. Parts of a few tokens, such as the words that open an answer, are
-    not taken for the last."""
+    """Where the end begins that is always computed. Parts of a few tokens, such as the opening of an answer, do not
+    count as the last one."""
     ends = [at for at in parts if at <= n - _WORDS]
     return max(n - TAIL, max(ends, default=0), 0)
 
 
-def read(reader: Reader, run: Run, tokens: Tokens, space: ModelSpace) -> list[Piece] | None:
-    """The blocks that hold a run's rows, in order, each proven to be of this space and to hold these token ids.
+def read(reader: Reader, run: ChunkRun, tokens: Tokens, space: ModelSpace) -> list[BlockRows] | None:
+    """The blocks that hold a run's rows, in order, each verified to be of this space and to hold these token ids.
 
-    None if one of them is not (any more) what the run says: `forget` it then, and compute its tokens. ``tokens`` are
-    the whole prompt's.
+    None if one of them is not (any more): `forget` the run then, and compute its tokens. ``tokens``: the whole prompt.
     """
-    pieces: list[Piece] = []
+    pieces: list[BlockRows] = []
     at, size = run.start, space.block_tokens
     for source in run.sources:
         row, left = source.row, source.count
@@ -92,25 +89,23 @@ def read(reader: Reader, run: Run, tokens: Tokens, space: ModelSpace) -> list[Pi
             ids = view.tokens
             if len(ids) != size or not np.array_equal(ids[row : row + count], tokens[at : at + count]):
                 return None
-            pieces.append(Piece(view, row, count))
+            pieces.append(BlockRows(view, row, count))
             at, left, row = at + count, left - count, 0
         if left:
             return None
     return pieces if at == run.end else None
 
 
-def used(store: WholeStore, runs: Sequence[Run]) -> None:
-    """Count the blocks of runs, and all before them in their prompts, as used now: the policy keeps what is moved."""
-    store.touch([source.keys[-1] for run in runs for source in run.sources], needed=True)
+def used(store: Store, runs: Sequence[ChunkRun]) -> None:
+    """Count the blocks of runs, and all before them in their prompts, as used now, so that eviction keeps them."""
+    store.touch([source.keys[-1] for run in runs for source in run.sources], partial=True)
 
 
-def forget(index: ChunkIndex, run: Run) -> None:
-    """Forget the homes that led to a run which could not be read."""
-    gone = {key for source in run.sources for key in source.keys}
-    homes = index.homes_many(run.chunks)
-    index.forget_many(
-        [(key, home) for key, found in zip(run.chunks, homes) for home in found if not gone.isdisjoint(home.keys)]
-    )
+def forget(index: ChunkIndex, run: ChunkRun) -> None:
+    """Forget the locations that led to a run which could not be read."""
+    removed = {key for source in run.sources for key in source.keys}
+    pairs = zip(run.chunks, index.locations_many(run.chunks))
+    index.forget_many([(key, one) for key, found in pairs for one in found if not removed.isdisjoint(one.keys)])
 
 
 def record(
@@ -119,34 +114,37 @@ def record(
     space: ModelSpace,
     tokens: Tokens,
     keys: Sequence[bytes],
+    cut: Sequence[Chunk],
     computed: Sequence[tuple[int, int]],
-    parts: Sequence[int] = (),
-    since: int = 0,
 ) -> int:
-    """Note where the chunks of a prompt lie, after its blocks ``keys`` were put; returns how many were noted.
+    """Record where the chunks of a prompt are stored, after its blocks ``keys`` were put; returns how many were.
 
-    ``computed``: spans (start, end) whose rows were computed where they stand, now or earlier; not those that were
-    moved there. A chunk is noted as far as it lies in one of these and in whole blocks, if that is worth a run.
-    ``since``: so many tokens were noted before, as the whole of a prompt. Noting twice changes nothing.
+    Recording twice changes nothing.
+
+    Args:
+        cut: the prompt's chunks, see `chunks`.
+        computed: spans (start, end) whose rows were computed in place, now or earlier, not relocated. A chunk is
+            recorded as far as it lies in one of these and in whole blocks, if that is worth a run.
     """
     size, spans = space.block_tokens, _union(computed)
     stored, more = min(len(keys) * size, len(tokens)), -(-BEHIND // size)
-    noted: list[tuple[tuple[int, int], Home]] = []
+    noted: list[tuple[tuple[int, int], ChunkLocation]] = []
     at = 0
-    for chunk in chunks(tokens, parts):
+    for chunk in cut:
         while at < len(spans) and spans[at][1] <= chunk.start:
             at += 1
         if at == len(spans) or chunk.start >= stored:
             break
         count = min(chunk.end, spans[at][1], stored) - chunk.start
-        # A cut depends on tokens behind it: where a prompt ended, there may be other ones now.
-        if chunk.end < since - REACH or spans[at][0] > chunk.start or count < WORTH:
+        if spans[at][0] > chunk.start or count < WORTH:
             continue
         block = chunk.start // size
         until = -(-(chunk.start + count) // size)
-        noted.append((chunk, Home(tuple(keys[block : until + more]), chunk.start - block * size, count, block * size)))
+        noted.append(
+            (chunk, ChunkLocation(tuple(keys[block : until + more]), chunk.start - block * size, count, block * size))
+        )
     names = chunk_keys(space.digest, salt, tokens, [chunk for chunk, _ in noted])
-    return index.add_many(list(zip(names, (home for _, home in noted))))
+    return index.add_many(list(zip(names, (location for _, location in noted))))
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,307 +1,316 @@
-"""One engine, one store, one tenant: prompts in, logits or answers out, KV reused and kept on the way.
-
-Text is durable elsewhere; here KV is a cache. A miss, a corrupt block or a store that fails costs a recompute, which is
-counted in ``Usage``, and never fails the request.
-"""
+"""One engine, one store, one tenant: prompts in, logits or answers out, KV reused and kept on the way."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from random import Random, SystemRandom
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
+from ctxreuse.block.levels import allowed_by, check_limit
 from ctxreuse.cost import CostModel
-from ctxreuse.engines.base import check_vocabulary
-from ctxreuse.engines.moving import Mover
-from ctxreuse.errors import ConfigError, ContextTooLongError, EngineError, StoreError
-from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
-from ctxreuse.levels import check_lossy
-from ctxreuse.pauses import kind_of
-from ctxreuse.reuse import is_time
-from ctxreuse.runtime.anywhere import Anywhere
+from ctxreuse.engines.chunks import ChunkEngine
+from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
+from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
+from ctxreuse.pauses import infer, kind_of, tools_in
+from ctxreuse.reuse import MaxSeconds
+from ctxreuse.runtime.checkpoints import StateCheckpoints
+from ctxreuse.runtime.chunks.backfill import ChunkBackfill
+from ctxreuse.runtime.chunks.reuse import ChunkReuse
 from ctxreuse.runtime.completion import Completion
-from ctxreuse.runtime.fetching import Fetching, ask
-from ctxreuse.runtime.homing import Homing
-from ctxreuse.runtime.keeping import Keeping
-from ctxreuse.runtime.pool import LivePool
-from ctxreuse.runtime.prompt import Prompt
-from ctxreuse.runtime.storing import Storing
-from ctxreuse.runtime.usage import Prefilled, Usage
-from ctxreuse.runtime.waiting import Waiting
-from ctxreuse.store.policy.states import StatePolicy
-from ctxreuse.why import About, RequestBook, Why, explain
+from ctxreuse.runtime.context_cache import ContextCache
+from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
+from ctxreuse.runtime.inflight.memory import MemoryAdmission
+from ctxreuse.runtime.inflight.sharing import PromptInFlight, PromptsInFlight
+from ctxreuse.runtime.options import RuntimeOptions
+from ctxreuse.runtime.paused import PausedContexts
+from ctxreuse.runtime.prefill import PrefillWork, PromptPrefiller
+from ctxreuse.runtime.request import PrefillResult, PromptLike, Request, more_keys, validate_tokens
+from ctxreuse.runtime.steps.order import RequestCancelledError
+from ctxreuse.runtime.steps.scheduler import StepScheduler
+from ctxreuse.runtime.watch import watch_steps
+from ctxreuse.runtime.writeback import Writeback
+from ctxreuse.why import RequestInfo, RequestLog, Why, explain
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.base import Engine, Live
-    from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.bus.remote import Remote
+    from ctxreuse.engines.base import Context, Engine, Logits
+    from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
-    from ctxreuse.metrics import Metrics
-    from ctxreuse.pauses import Kind
-    from ctxreuse.reuse import Gate
-    from ctxreuse.runtime.recording import Recorder
-    from ctxreuse.runtime.remote import Remote
-    from ctxreuse.store.base import WholeStore
+    from ctxreuse.identity.model import ModelSpace
+    from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.steps.order import RequestTurn
+    from ctxreuse.store.base import Store
+    from ctxreuse.usage import Usage
 
 __all__ = ["Runtime"]
 
-_MEASURE = "To reuse documents in any order: `ctxreuse calibrate NAME --chunks`"
-#: Every so many prompts the store's policy hears what computing takes.
+log = logging.getLogger(__name__)
+
+_CALIBRATE = "To reuse documents in any order: `ctxreuse calibrate NAME --chunks`"
+#: Every so many prompts the store's policy gets the present recompute cost.
 _PRICED = 32
 
 
 class Runtime:
-    """Any thread may call; computing is serialised by a lock that is held for one step of one request at a time.
+    """Prefills and answers prompts. Any thread may call; those who compute at the same time share the engine's passes.
 
-    ``store``: where blocks are kept (None: only in memory); it stays the caller's to close. ``text``: how text becomes
-    tokens, for `complete` (default: the engine's own). ``tenant``: whose keys these are. ``live_bytes``: how much KV of
-    finished requests stays in the engine's memory, so that the next turn of the same context needs no load.
-    ``metrics``: where finished answers are counted. ``remote``: other nodes, asked for what is held neither in memory
-    nor in the store, where that is predicted to be quicker than computing it. ``cost``: what this engine's work takes,
-    learnt on the way (default: a new model of cost if there is a ``remote``, or ``repair`` is a time; else nothing).
-    ``clock``: seconds, for ``Usage`` and costs; it must never go back. ``rng``: chooses what is sampled of a peer's
-    blocks.
-    ``states``: where states of contexts are kept, and how much is rather replayed.
-    ``requests``: where requests are remembered, so that they can explain their misses; it stays the caller's to close
-    (default: in memory). ``recorder``: where requests are recorded as hashes and counts; it stays the caller's to close
-    (default: nowhere).
+    Text is durable elsewhere; here KV is a cache. A miss, a corrupt block or a failing store costs a recompute, counted
+    in ``Usage``, and never fails the request. Implements `RuntimeProtocol`, which has the docstrings.
 
-    ``gate``: what has been measured of moving KV to other positions (default: the chunk card on this user's shelf, as
-    soon as there is one). ``repair``: the most that mending what is moved may compute, as a share of it, in tokens or
-    as a time (``10%``, ``64``, ``200ms``): the best repair within that is chosen, and none moves anything that would
-    need more; "": as little as the level that a request allows asks for.
-
-    ``lossy`` is everywhere the name of the worst level of KV that a request may reuse and leave behind, such as
-    ``kl-0.01``; None: exact ones only. What was computed on top of lossy KV is kept as such, for those who allow it.
+    Args:
+        engine: the engine.
+        store: stores blocks (None: only in memory); the caller closes it.
+        options: everything else, see `RuntimeOptions`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: WholeStore | None = None,
-        *,
-        text: TextModel | None = None,
-        tenant: str = "default",
-        live_bytes: int = 1 << 30,
-        metrics: Metrics | None = None,
-        remote: Remote | None = None,
-        cost: CostModel | None = None,
-        rng: Random | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        requests: RequestBook | None = None,
-        recorder: Recorder | None = None,
-        states: StatePolicy | None = None,
-        gate: Gate | None = None,
-        repair: str = "",
-    ) -> None:
-        self.requests = requests if requests is not None else RequestBook()
-        self.engine, self.store, self.tenant = engine, store, tenant
-        self.text: TextModel | None = text if text is not None else getattr(engine, "text", None)
-        self.metrics, self.remote, self.recorder = metrics, remote, recorder
-        learns = remote is not None or is_time(repair)
-        self.cost = CostModel() if cost is None and learns else cost
-        self.pool = LivePool(live_bytes)
-        self.waiting = Waiting(self.pool, store, self.keys, clock, self._paused)
-        self.keeping = Keeping(engine.space, StatePolicy() if states is None else states)
+    def __init__(self, engine: Engine, store: Store | None = None, options: RuntimeOptions | None = None) -> None:
+        options = options or RuntimeOptions()
+        self.engine, self.store, self.options = engine, store, options
+        self.space: ModelSpace = engine.space
+        self.text: TextModel | None = options.text if options.text is not None else engine.text
+        self.requests = options.requests if options.requests is not None else RequestLog()
+        self.metrics, self.recorder, self.clock = options.metrics, options.recorder, options.clock
+        learns = options.remote is not None or isinstance(options.recompute, MaxSeconds)
+        self.cost = CostModel() if options.cost is None and learns else options.cost
+        self.steps = StepScheduler(engine, clock=self.clock)
+        self.inflight = PromptsInFlight(engine, self.steps.exclusive)
+        self._salt = tenant_salt(options.tenant)
         self._prompts = 0
-        self.compute = threading.Lock()
-        self._salt = tenant_salt(tenant)
-        moves = store is not None and isinstance(engine, Mover)
-        self.homing = Homing(store, engine.space, self._salt) if store is not None and moves else None
-        self.anywhere = Anywhere(engine, self._salt, gate, repair, self.homing)
-        self.storing = Storing(engine, self.keeping, self.keys, self._salt)
-        self.clock, self._rng = clock, rng if rng is not None else SystemRandom()
+
+        self.context_cache = ContextCache(options.context_cache_bytes)
+        self.admission: MemoryAdmission | None = None
+        if options.available_memory is not None:
+            self.admission = MemoryAdmission(self.inflight, self.context_cache, options.available_memory, self.clock)
+        self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
+        self.checkpoints = StateCheckpoints(engine.space, options.states)
+        self.chunk_backfill: ChunkBackfill | None = None
+        if store is not None and isinstance(engine, ChunkEngine):
+            self.chunk_backfill = ChunkBackfill(store, engine.space, self._salt)
+        self.chunk_reuse = ChunkReuse(engine, self._salt, options, self.cost, self.chunk_backfill)
+        self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, self._salt)
+        self._prefiller = PromptPrefiller(
+            engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
+        )
+        self._fetcher: Fetcher | None = None
+        self.connect(options.remote)
+        if self.metrics is not None:
+            watch_steps(self.metrics, self.steps, self.inflight, self.admission)
         if store is not None and engine.codec is not None:
-            store.adopt(engine.codec)
+            store.register_codec(engine.codec)
+
+    def connect(self, remote: Remote | None) -> None:
+        """Fetch from other nodes from now on (None: from none); a cost model must have been given, or a remote."""
+        self._fetcher = None
+        if remote is not None:
+            assert self.cost is not None
+            rng = self.options.rng if self.options.rng is not None else SystemRandom()
+            self._fetcher = Fetcher(self.engine, remote, self.cost, self.clock, rng)
 
     def keys(self, tokens: Sequence[int] | Tokens) -> list[bytes]:
         """Prefix keys of the whole blocks of ``tokens`` in this engine's space for this tenant."""
-        space = self.engine.space
-        return prefix_keys(space.digest, self._salt, as_tokens(tokens), space.block_tokens)
+        return more_keys(self.space, self._salt, as_tokens(tokens), ())
 
-    def permit(self, lossy: str | None) -> None:
-        """Raises ConfigError, saying what to do, unless ``lossy`` is None or a level that there is a card for: one that
-        names it, or a chunk card, by which any level says how far moved KV may be off."""
-        if lossy is None:
+    def check_max_kl(self, max_kl: float | None) -> None:
+        """Raise ConfigError, saying what to do, if nothing here can tell which KV is within ``max_kl``: neither the
+        engine's profile has a level that is, nor is there a chunk profile, which measures relocated KV."""
+        if check_limit(max_kl) is None or self.chunk_reuse.gate.profile is not None:
             return
-        check_lossy(lossy)
-        if self.anywhere.gate.card is not None:
-            return
-        if self.engine.codec is None:
-            raise ConfigError("this engine has no codec", fix=f"{_MEASURE}; or leave lossy= out, for exact KV only")
-        try:
-            self.engine.codec.info(lossy)
-        except ConfigError as error:
-            raise ConfigError(error.what, where=error.where, fix=f"{error.fix}; {_MEASURE}") from None
+        codec = self.engine.codec
+        if codec is None:
+            raise ConfigError("this engine has no codec", fix=f"{_CALIBRATE}; or leave max_kl= out, for exact KV only")
+        levels = [info.name for info in codec.levels if info.lossy]
+        if not any(allowed_by(name, max_kl) for name in levels):
+            have = f"the levels are {', '.join(levels)}" if levels else "the model has no calibration profile"
+            fix = f"Run `ctxreuse calibrate`, allow more, or leave max_kl= out, for exact KV only; {_CALIBRATE}"
+            raise ConfigError(f"nothing is known to be within max_kl={max_kl:g}: {have}", fix=fix)
 
-    def prefill(
+    def request(
         self,
         tokens: Sequence[int] | Tokens,
         *,
-        reserve: int = 0,
-        branches: Sequence[int] = (),
         parts: Sequence[int] = (),
-        lossy: str | None = None,
-        about: About | None = None,
-    ) -> Prefilled:
-        """Bring ``tokens`` into the engine's memory, reusing the longest held prefix.
+        branches: Sequence[int] = (),
+        max_kl: float | None = None,
+        about: RequestInfo | None = None,
+        priority: int = 0,
+        caller: str = "",
+    ) -> Request:
+        """See `RuntimeProtocol.request`."""
+        ids = validate_tokens(self.space, tokens)
+        self.check_max_kl(max_kl)
+        inside = tuple(sorted({at for at in parts if 0 < at < len(ids)}))  # they may come from a client
+        limit, about = check_limit(max_kl), about or RequestInfo()
+        return Request(ids, self.keys(ids), inside, tuple(branches), limit, about, priority, caller)
 
-        The caller owns the result's ``live`` until ``release``. At least the last token is computed, for its logits.
-        ``reserve``: room for this many further tokens. ``branches``: positions after which other contexts may go on
-        differently, such as the ends of turns. A model with states can be resumed there while the context is in memory,
-        and from the store once a second context has parted there (see `StatePolicy`). ``parts``: positions at which
-        parts end (turns, documents, tool results), each of which was encoded by itself: with ``lossy`` they are found
-        wherever else they stood (see `Anywhere`). ``about``: whose request it is, and its parts, for those who ask why
-        it missed. Raises EngineError for an empty prompt, ContextTooLongError, TokenRangeError, ConfigError (see
-        `permit`).
+    def _request(self, prompt: PromptLike) -> Request:
+        return prompt if isinstance(prompt, Request) else self.request(prompt)
+
+    # Requests
+
+    def prefill(self, prompt: PromptLike, *, reserve: int = 0, turn: RequestTurn | None = None) -> PrefillResult:
+        """Bring a prompt into the engine's memory, reusing the longest cached prefix.
+
+        The caller owns the result until `release`. At least the last token is computed, for its logits. A prefix that
+        another request is computing is waited for, and copied. ``reserve``: room for this many further tokens;
+        ``turn``: the request's (None: a new one). Raises what `request` raises.
         """
-        ids = self.checked(tokens)
-        self.permit(lossy)
-        recorded = -1 if self.recorder is None else self.recorder.prompt(self.keys(ids), len(ids))
-        self._tell(ids)
-        fetching = None if self.remote is None else self._ask(self.remote, ids, lossy)
+        request = self._request(prompt)
+        number = -1 if self.recorder is None else self.recorder.prompt(request.keys, len(request.ids))
+        self._report_to_policy(request)
+        turn = turn if turn is not None else self._turn(request)
+        mine = PromptInFlight(self.inflight, request.keys, len(request.ids), request.max_kl, turn)
         try:
-            if fetching is not None:
-                fetching.prepare()
-            with self.compute:
-                prompt = Prompt(self, ids, reserve, branches, fetching, lossy, parts)
-                done = prompt.bring()
-            if fetching is not None and fetching.tokens:
-                late = fetching.late() if self.store is not None else None
-                self.storing.arrivals.note(done.live, fetching.views, late)
-            self._note(done, prompt, about, lossy)
-            done.recorded = recorded
-            return done
+            done = self._prefill(request, turn, mine, reserve)
+        except BaseException as error:
+            context = mine.withdraw()
+            if context is not None and isinstance(error, RequestCancelledError):
+                self.context_cache.put(context)  # it may be requested again
+            mine.end()
+            raise
+        done.record.number = number
+        self._log_request(done)
+        return done
+
+    def _prefill(self, request: Request, turn: RequestTurn, mine: PromptInFlight, reserve: int) -> PrefillResult:
+        size, began = self.space.block_tokens, self.clock()
+        shared = mine.take(lambda: self._cached_tokens(request) // size)
+        shared = shared._replace(seconds=self.clock() - began)
+        if self.admission is not None:  # after waiting for another, which may wait for memory itself
+            self.admission.enter(mine, turn, len(request.ids), reserve)
+        fetch = self._start_fetch(request, len(shared.views) * size)
+        try:
+            if fetch is not None:
+                fetch.prepare()
+            done = self._prefiller.run(PrefillWork(request, turn, mine, shared), reserve=reserve, fetch=fetch)
+            if fetch is not None and fetch.tokens:
+                refinements = fetch.refinements() if self.store is not None else None
+                done.record.receive(fetch.views, refinements, giver_id(fetch.offer.peer.encode()))
         finally:
-            if fetching is not None:
-                fetching.close()
+            if fetch is not None:
+                fetch.close()
+        return done
 
-    def _tell(self, ids: Tokens) -> None:
-        """The store's policy hears of every prompt, and now and then what computing takes here."""
-        if self.store is None:
-            return
-        self.store.asked(self.keys(ids), self.engine.space.block_tokens)
-        self._prompts += 1
-        found = self.cost.prefill.coefficients if self.cost is not None and self._prompts % _PRICED == 1 else None
-        if found is not None:
-            self.store.price(found[1], found[2])
+    def _turn(self, request: Request) -> RequestTurn:
+        return self.steps.turn(priority=request.priority, tenant=request.caller, session=request.about.session)
 
-    def _paused(self, keys: Sequence[bytes], label: int) -> None:
+    def complete(self, prompt: PromptLike, sampling: SamplingParams, *, was: PauseKind | None = None) -> Completion:
+        """See `RuntimeProtocol.complete`."""
+        if self.text is None:
+            raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel: RuntimeOptions(text=…)")
+        request = self._request(prompt)
+        return Completion(_Answer(self, self.text, request, sampling, was), len(request.ids))
+
+    def warm(self, prompt: PromptLike) -> Usage:
+        """See `RuntimeProtocol.warm`."""
+        done = self.prefill(prompt)
+        self.release(done)
+        return done.usage
+
+    def release(self, done: PrefillResult) -> list[bytes]:
+        """Take a finished context back: store its new blocks and states, and keep it in the context cache.
+
+        Returns the keys of all its whole blocks.
+        """
+        context, record = done.context, done.record
+        if record.in_flight is not None:
+            record.in_flight.withdraw()
+        try:
+            keys = more_keys(self.space, self._salt, context.tokens, record.request.keys)
+            offered = self.writeback.keep(context, record, keys)
+            self.writeback.index(context, record, offered)
+            if record.logged is not None:
+                self.requests.kept(record.logged, context.tokens, offered)
+            self.context_cache.put(context)
+        except EngineDiedError as error:
+            log.warning("an answer's KV was not stored: %s", error)  # the answer is whole
+        finally:
+            self._drop(done)
+        return keys
+
+    def _drop(self, done: PrefillResult) -> None:
+        """Nothing more comes of a context, for those who wait for its blocks."""
+        if done.record.in_flight is not None:
+            done.record.in_flight.withdraw()
+            done.record.in_flight.end()
+
+    def _record_pause(self, keys: Sequence[bytes], label: int) -> None:
         if self.recorder is not None:
             self.recorder.mark(keys, label)
 
-    def mark(self, tokens: Sequence[int] | Tokens, label: int) -> None:
-        """The context ``tokens`` paused for the reason ``label`` (see `ctxreuse.pauses`); the store's policy learns."""
-        if self.store is not None:
-            self.store.mark(self.keys(tokens), label)
+    def _report_to_policy(self, request: Request) -> None:
+        """Report the prompt to the eviction policy; every 32nd time also update its recompute cost."""
+        if self.store is None:
+            return
+        self.store.on_lookup(request.keys, self.space.block_tokens)
+        self._prompts += 1
+        line = self.cost.prefill.coefficients if self.cost is not None and self._prompts % _PRICED == 1 else None
+        if line is not None:
+            self.store.set_recompute_cost(line[1], line[2])
 
-    def _note(self, done: Prefilled, prompt: Prompt, about: About | None, lossy: str | None) -> None:
-        name, why = self.requests.note(
-            about,
-            prompt.ids,
-            prompt.keys,
-            done.usage,
-            done.computed,
-            space=self.engine.space,
-            salt=self._salt,
-            lossy=lossy,
-            live=done.live,
-            gone=self.store.gone if self.store is not None else _unknown,
+    def _start_fetch(self, request: Request, shared: int) -> PromptFetch | None:
+        """Ask other nodes for missing blocks. This does not need the engine, so other requests may compute.
+
+        ``shared``: leading tokens that came from another request.
+        """
+        return self._fetcher.start(request, max(shared, self._cached_tokens(request))) if self._fetcher else None
+
+    def _cached_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a prompt memory and store have."""
+        stored = 0
+        if self.store is not None:
+            with suppress(StoreError):
+                whole = (len(request.ids) - 1) // self.space.block_tokens
+                stored = self.resumable_tokens(self.store, request.keys[:whole], request.max_kl)
+        return self.context_cache.match(self.engine, request.ids, stored, request.max_kl)
+
+    def resumable_tokens(self, store: Store, keys: Sequence[bytes], max_kl: float | None = None) -> int:
+        """Return how many leading tokens of the stored blocks among ``keys`` this engine can continue from."""
+        found = store.match(keys, max_kl)
+        return found.state_tokens if self.space.needs_state else found.tokens
+
+    def _log_request(self, done: PrefillResult) -> None:
+        record, removal = done.record, self.store.removal if self.store is not None else _nothing
+        record.logged = logged = self.requests.note(
+            record.request, done.usage, done.computed, space=self.space, salt=self._salt, removal=removal
         )
-        done.usage = msgspec.structs.replace(done.usage, request=name, why=why)
+        done.usage = msgspec.structs.replace(done.usage, request=logged.entry.request, why=logged.entry.why)
+        if record.gate_outcome and self.metrics is not None:
+            self.metrics.add("ctxreuse_chunk_reuse_requests_total", 1, record.gate_outcome)
 
     def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why:
-        """Explain what a request reused and what it did not: by its id (``Usage.request``), or the last one (of a
-        ``session``). ``others``: the asker may know that another tenant has computed the same, and no more than that.
-
-        Only requests of this runtime's tenant are explained. Raises SessionError for one that is not known (any more).
-        """
-        tenant = self.requests.tenant(self._salt)
-        decode = self.text.decode if self.text is not None else None
-        emptied = self.store.gone(ROOT) if self.store is not None else None
+        """See `RuntimeProtocol.why`; only requests of this runtime's tenant are explained."""
         return explain(
-            self.requests, request, session=session, tenant=tenant, decode=decode, others=others, emptied=emptied
+            self.requests,
+            request,
+            session=session,
+            tenant=self.requests.tenant(self._salt),
+            decode=self.text.decode if self.text is not None else None,
+            others=others,
+            emptied=self.store.removal(ROOT) if self.store is not None else None,
         )
 
-    def complete(
-        self,
-        tokens: Sequence[int] | Tokens,
-        sampling: Sampling,
-        *,
-        branches: Sequence[int] = (),
-        parts: Sequence[int] = (),
-        lossy: str | None = None,
-        about: About | None = None,
-        was: Kind | None = None,
-    ) -> Completion:
-        """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
-
-        ``branches``, ``parts``, ``about``: see ``prefill``, which also says what is raised; EngineError without a
-        tokenizer.
-        ``was``: what its session waited for since the last answer, if the prompt tells.
-        """
-        self.permit(lossy)
-        return Completion(self, self.checked(tokens), sampling, branches, lossy, about, was, parts)
-
-    def warm(
-        self,
-        tokens: Sequence[int] | Tokens,
-        *,
-        branches: Sequence[int] = (),
-        parts: Sequence[int] = (),
-        lossy: str | None = None,
-        about: About | None = None,
-    ) -> Usage:
-        """Compute a context now and keep its KV, so that a later request finds it. The rest: see ``prefill``."""
-        done = self.prefill(tokens, branches=branches, parts=parts, lossy=lossy, about=about)
-        self.release(done.live, lossy=lossy)
-        return done.usage
-
-    def release(self, live: Live, *, lossy: str | None = None) -> None:
-        """Take a finished context back: its new blocks and states go to the store, the rest stays in the pool.
-
-        ``lossy``: at which levels the store may keep them.
-        """
-        with self.compute:
-            keys = self.storing.keep(self.store, live, lossy)
-        if self.store is not None and self.storing.index(self.store, live, keys) and self.homing is not None:
-            self.homing.noted(keys)
-        self.requests.kept(live, live.tokens, keys)
-        self.pool.put(live)
+    # Contexts between requests
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
-        """Drop the KV of ``tokens`` that no other context shares; returns how many blocks went. Text is untouched."""
+        """See `RuntimeProtocol.forget`."""
         ids = as_tokens(tokens)
-        self.pool.drop(ids)
+        self.context_cache.drop(ids)
         self.requests.forget(ids)
         if self.store is None:
             return 0
         self.store.flush()
         return self.store.forget(self.keys(ids))
 
-    def pause(
-        self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, lossy: str | None = None
-    ) -> None:
-        """The context waits now, for ``expect`` seconds if that is known. Raises ConfigError (see `pauses.kind_of`)."""
-        self.waiting.paused(as_tokens(tokens), kind_of(kind), lossy=lossy, expect=expect)
-
-    def resume(self, tokens: Sequence[int] | Tokens) -> None:
-        """The next request of the context is about to be made; `complete` says so by itself."""
-        self.waiting.begun(as_tokens(tokens))
-
-    def hint(self, tokens: Sequence[int] | Tokens, name: str, *, until: float | None = None) -> bool:
-        """Take a hint on a context, see `Waiting.hint`. Raises ConfigError for an unknown one."""
-        return self.waiting.hint(as_tokens(tokens), name, until=until)
-
     def supersede(self, tokens: Sequence[int] | Tokens, keep: int) -> int:
-        """Drop the KV of ``tokens`` after the first ``keep`` that no other context shares; returns how many blocks."""
-        ids, size = as_tokens(tokens), self.engine.space.block_tokens
-        self.pool.let_go(ids, beyond=keep)
+        """See `RuntimeProtocol.supersede`."""
+        ids, size = as_tokens(tokens), self.space.block_tokens
+        self.context_cache.release(ids, beyond=keep)
         if self.store is None:
             return 0
         keys = self.keys(ids)
@@ -313,58 +322,110 @@ class Runtime:
         finally:
             self.store.unpin(kept)
 
-    def close(self) -> None:
-        """Let go of the contexts in memory. The store belongs to whoever opened it."""
-        if self.homing is not None:
-            self.homing.close()
-        self.storing.close()
-        self.pool.clear()
+    def forget_requests(self, session: str | None = None) -> None:
+        """See `RuntimeProtocol.forget_requests`."""
+        if session is None:
+            self.requests.forget_texts()
+        else:
+            self.requests.forget_session(session)
+
+    def pause(
+        self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, max_kl: float | None = None
+    ) -> None:
+        """See `RuntimeProtocol.pause`."""
+        ids = as_tokens(tokens)
+        self.paused.on_pause(ids, self.keys(ids), kind_of(kind), max_kl=max_kl, expect=expect)
+
+    def resume(self, tokens: Sequence[int] | Tokens) -> None:
+        """See `RuntimeProtocol.resume`."""
+        ids = as_tokens(tokens)
+        self.paused.on_request(ids, self.keys(ids))
+
+    def hint(self, tokens: Sequence[int] | Tokens, name: str, *, until: float | None = None) -> bool:
+        """See `RuntimeProtocol.hint`."""
+        return self.paused.hint(self.keys(tokens), name, until=until)
 
     def calibrate(self) -> None:
-        """Teach the model of cost, if there is one, what prefills take: by some short ones, whose contexts are dropped.
+        """Let the cost model, if there is one, learn from some short prefills, whose contexts are dropped.
 
-        About a second for a small model on a small machine; without it the first requests teach it.
+        Takes about a second for a small model; without it the model learns from the first requests.
         """
         if self.cost is None:
             return
-        space = self.engine.space
         for count in (16, 64, 256, 16):
-            ids = (np.arange(min(count, space.max_tokens)) % space.vocab_size).astype("<i4")
-            with self.compute:
-                live, at = self.engine.start(len(ids)), self.clock()
-                self.engine.prefill(live, ids)
-                self.cost.prefill.observe(len(ids), 0, self.clock() - at)
+            ids = (np.arange(min(count, self.space.max_tokens)) % self.space.vocab_size).astype("<i4")
+            _, seconds = self.steps.advance(self.engine.new_context(len(ids)), ids)
+            self.cost.prefill.observe(len(ids), 0, seconds)
 
-    def checked(self, tokens: Sequence[int] | Tokens) -> Tokens:
-        """The prompt as int32 ids; raises as ``prefill`` does."""
-        ids, space = as_tokens(tokens), self.engine.space
-        if not len(ids):
-            raise EngineError("the context is empty", fix="Give at least one token: there is nothing to continue")
-        check_vocabulary(space, ids)
-        if len(ids) > space.max_tokens:
-            raise ContextTooLongError(
-                f"the context has {len(ids):,} tokens and the model takes {space.max_tokens:,}",
-                where=space.architecture,
-                fix="Fork from an earlier turn, roll back, or shorten the documents",
-            )
-        return ids
-
-    def stored(self, store: WholeStore, keys: Sequence[bytes], lossy: str | None = None) -> int:
-        """Leading tokens of the blocks of ``keys`` from which this engine can go on, as far as the store knows."""
-        held = store.match(keys, lossy)
-        return held.state_tokens if self.engine.space.needs_state else held.tokens
-
-    def _ask(self, remote: Remote, ids: Tokens, lossy: str | None) -> Fetching | None:
-        """Have other nodes asked for what lacks here; nothing of it needs the engine, so other requests may compute."""
-        assert self.cost is not None
-        stored = 0
-        if self.store is not None:
-            with suppress(StoreError):
-                usable = self.keys(ids)[: (len(ids) - 1) // self.engine.space.block_tokens]
-                stored = self.stored(self.store, usable, lossy)
-        held = self.pool.match(self.engine, ids, stored, lossy)
-        return ask(self.engine, remote, self.cost, ids, held, self.clock, self._rng, lossy=lossy)
+    def close(self) -> None:
+        """Release the contexts in memory. The caller closes the store."""
+        if self.chunk_backfill is not None:
+            self.chunk_backfill.close()
+        self.writeback.close()
+        self.context_cache.clear()
 
 
-def _unknown(_: bytes) -> None:
+class _Answer:
+    """One answer of a runtime; see `PieceSource`."""
+
+    def __init__(
+        self, runtime: Runtime, text: TextModel, request: Request, sampling: SamplingParams, was: PauseKind | None
+    ) -> None:
+        self._runtime, self._text, self._request, self._sampling, self._was = runtime, text, request, sampling, was
+        self._turn = runtime._turn(request)
+        self._began = 0.0
+        self._done: PrefillResult | None = None
+        self._pieces: Iterator[GeneratedToken] | None = None
+        self.usage: Usage | None = None
+
+    def next(self) -> GeneratedToken | None:
+        if self._pieces is None:
+            self._pieces = self._start()
+        return next(self._pieces, None)
+
+    def _advance(self, context: Context, tokens: Tokens) -> Logits:
+        runtime = self._runtime
+        logits, seconds = runtime.steps.advance(context, tokens, self._turn)
+        if runtime.cost is not None:
+            runtime.cost.decode.observe(context.n, seconds)
+        return logits
+
+    def _start(self) -> Iterator[GeneratedToken]:
+        from ctxreuse.engines.generate import generate
+
+        runtime, request, sampling = self._runtime, self._request, self._sampling
+        self._began = runtime.clock()
+        runtime.paused.on_request(request.ids, request.keys, self._was)
+        room = max(runtime.space.max_tokens - len(request.ids), 0)
+        self._done = done = runtime.prefill(request, reserve=min(sampling.max_tokens, room), turn=self._turn)
+        self.usage = done.usage
+        return generate(runtime.engine, self._text, done.context, done.logits, sampling, self._advance)
+
+    def cancel(self) -> None:
+        self._runtime.steps.cancel(self._turn)
+        self._runtime.inflight.wake()
+
+    def end(self, finish: str, text: str, usage: Usage) -> None:
+        runtime, done, self._done, self._pieces = self._runtime, self._done, None, None
+        number = done.record.number if done is not None else -1
+        if done is not None and finish != "error":
+            ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
+            keys = runtime.release(done)
+            kind = infer(finish, tools_in(text), text=bool(text))
+            runtime.paused.on_pause(ids, keys, kind, nbytes=nbytes, max_kl=self._request.max_kl)
+        elif done is not None:
+            runtime._drop(done)
+        if runtime.recorder is not None and number >= 0:
+            busy = runtime.clock() - self._began
+            runtime.recorder.ended(number, output=usage.tokens.completion, busy=busy)
+        if runtime.metrics is not None:
+            runtime.metrics.record(usage, finish)
+            for reason, tokens in self._runtime.requests.missed_tokens(usage.request).items():
+                runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
+
+    def why(self, request: str, *, others: bool) -> Why:
+        return self._runtime.why(request, others=others)
+
+
+def _nothing(_: bytes) -> None:
     return None

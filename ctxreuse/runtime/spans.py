@@ -7,15 +7,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ctxreuse.keys import Tokens
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["Spans", "rows_of", "together", "within", "without"]
+__all__ = ["Spans", "difference", "intersection", "positions", "union"]
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
-def together(spans: Iterable[tuple[int, int]]) -> Spans:
-    """All positions that any span has; they may come in any order, overlap and be empty."""
+def union(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Return all positions of the spans, which may come in any order, overlap and be empty."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -25,19 +25,19 @@ def together(spans: Iterable[tuple[int, int]]) -> Spans:
     return tuple(found)
 
 
-def without(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Spans:
-    """The positions of ``spans`` that ``others`` have not."""
+def difference(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Spans:
+    """Return the positions of ``spans`` that are not in ``others``."""
     found: list[tuple[int, int]] = []
-    gone, i = together(others), 0
-    for start, end in together(spans):
+    cut, i = union(others), 0
+    for start, end in union(spans):
         at = start
-        while i < len(gone) and gone[i][1] <= at:
+        while i < len(cut) and cut[i][1] <= at:
             i += 1
         n = i
-        while n < len(gone) and gone[n][0] < end:
-            if gone[n][0] > at:
-                found.append((at, gone[n][0]))
-            at = gone[n][1]
+        while n < len(cut) and cut[n][0] < end:
+            if cut[n][0] > at:
+                found.append((at, cut[n][0]))
+            at = cut[n][1]
             n += 1
         i = max(i, n - 1)
         if at < end:
@@ -45,13 +45,13 @@ def without(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]])
     return tuple(found)
 
 
-def within(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Spans:
-    """The positions that both have."""
-    mine = together(spans)
-    return without(mine, without(mine, others))
+def intersection(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Spans:
+    """Return the positions in both."""
+    mine = union(spans)
+    return difference(mine, difference(mine, others))
 
 
-def rows_of(spans: Iterable[tuple[int, int]]) -> Tokens:
-    """The positions one by one, int32."""
-    runs = [np.arange(start, end, dtype="<i4") for start, end in together(spans)]
+def positions(spans: Iterable[tuple[int, int]]) -> Tokens:
+    """Return the positions one by one, int32."""
+    runs = [np.arange(start, end, dtype="<i4") for start, end in union(spans)]
     return np.concatenate(runs) if runs else np.zeros(0, "<i4")

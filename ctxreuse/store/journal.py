@@ -1,4 +1,4 @@
-"""A bounded file of records in the order of writing: two halves, of which the older goes when the newer is full."""
+"""A bounded file of records in the order of writing: two halves; the older is deleted when the newer is full."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def _older(path: Path) -> Path:
 
 
 def _read(path: Path, limit: int) -> tuple[list[bytes], int]:
-    """The records of one half and the length up to which it is whole. Raises FormatError."""
+    """Return the records of one half and the length up to which it is whole. Raises FormatError."""
     try:
         with open(path, "rb") as file:
             raw = file.read(limit + 1)
     except FileNotFoundError:
         return [], 0
     except OSError as error:
-        raise FormatError(f"the record cannot be read: {error.strerror}", where=str(path), fix=_ADVICE) from None
+        raise FormatError(f"the journal cannot be read: {error.strerror}", where=str(path), fix=_ADVICE) from None
     if len(raw) > limit:
-        raise FormatError(f"the record has more than {limit:,} bytes", where=str(path), fix=_ADVICE)
+        raise FormatError(f"the journal has more than {limit:,} bytes", where=str(path), fix=_ADVICE)
     if not raw.startswith(_MAGIC):
         if _MAGIC.startswith(raw):  # the process ended while it began the file
             return [], 0
-        raise FormatError("the file is no record of this version", where=str(path), fix=_ADVICE)
+        raise FormatError("the file is not a journal of this version", where=str(path), fix=_ADVICE)
     found, at = [], len(_MAGIC)
     while at + _FRAME.size <= len(raw):
         size, checksum = _FRAME.unpack_from(raw, at)
         end = at + _FRAME.size + size
         if size > _MOST:
-            raise FormatError("a record is too long to be one", where=f"{path} at byte {at}", fix=_ADVICE)
+            raise FormatError(f"a record of {size:,} bytes", where=f"{path} at byte {at}", fix=_ADVICE)
         data = raw[at + _FRAME.size : end]
         if end > len(raw) or not (size or any(raw[at:])):
             break  # cut off where the process or the machine ended
@@ -61,17 +61,17 @@ def _read(path: Path, limit: int) -> tuple[list[bytes], int]:
 
 
 def read_journal(path: Path, limit: int) -> list[bytes]:
-    """All records, oldest first, also while another process writes them; none if there is no file.
+    """Return all records, oldest first, also while another process writes them; none if there is no file.
 
-    ``limit`` as it was written with. What a crash cut off at the end is left out. Raises FormatError, with advice, for
-    a file that is damaged elsewhere, longer than it may be, or something else.
+    ``limit`` as it was written with. A record cut off by a crash is left out. Raises FormatError for a file that is
+    damaged elsewhere, too long, or no journal.
     """
     room = limit + _MOST
     return [*_read(_older(path), room)[0], *_read(path, room)[0]]
 
 
 class Journal:
-    """Writes one. Not thread-safe. A disk that fails ends the writing, with a warning, and nothing else.
+    """Writes a journal. Not thread-safe. A disk error ends the writing, with a warning.
 
     ``limit``: bytes of both halves. ``head``: records that each new half begins with.
     """
@@ -82,8 +82,10 @@ class Journal:
         self._size = 0
 
     def open(self, take: Callable[[bytes], None]) -> None:
-        """Begin to write, after ``take`` was given each record that there is. A damaged file, or one of which ``take``
-        refuses a record (FormatError), is set aside beside it, with a warning."""
+        """Call ``take`` with each record, then begin to write.
+
+        A damaged file, or one with a record for which ``take`` raises FormatError, is renamed, with a warning.
+        """
         try:
             for data in read_journal(self.path, self._limit):
                 take(data)
@@ -94,13 +96,13 @@ class Journal:
                     half.replace(half.with_name(half.name + ".bad"))
         try:
             size = _read(self.path, self._limit + _MOST)[1]
-        except FormatError as error:  # it could not be moved either
-            log.warning("what is asked from now on is not recorded: %s", error)
+        except FormatError as error:  # it could not be renamed either
+            log.warning("requests from now on are not recorded: %s", error)
             return
         self._begin(size)
 
     def append(self, data: bytes) -> None:
-        """Write one record, at most 8 MiB; it reaches the disk when the system likes."""
+        """Write one record, at most 8 MiB, without syncing it to disk."""
         frame = _FRAME.size + len(data)
         if self._fd < 0 or len(data) > _MOST:
             return
@@ -109,7 +111,7 @@ class Journal:
         self._write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
 
     def rewrite(self, records: Iterable[bytes]) -> None:
-        """Replace everything; what was there before is gone from the disk's files."""
+        """Replace all records, and delete the files that had the old ones."""
         if self._fd < 0:
             return
         self._end()
@@ -159,7 +161,7 @@ class Journal:
         self._size += len(data)
 
     def _fail(self, error: OSError) -> None:
-        log.warning("what is asked from now on is not recorded: %s", error, extra={"file": str(self.path)})
+        log.warning("requests from now on are not recorded: %s", error, extra={"file": str(self.path)})
         self._end()
 
     def _end(self) -> None:

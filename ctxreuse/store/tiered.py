@@ -1,4 +1,4 @@
-"""Host memory in front of the disk: what was just computed can be read at once, and the disk may fail."""
+"""Host memory in front of the disk: a value that was just computed can be read at once, and the disk may fail."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from ctxreuse.block import BlockView
+from ctxreuse.block.format import BlockView, Buffer, Kind
+from ctxreuse.block.levels import EXACT, allowed_by, quality_key
 from ctxreuse.errors import StoreError
-from ctxreuse.keys import ROOT, Tokens
-from ctxreuse.levels import EXACT, fits, rank
-from ctxreuse.store.base import Buffer, Coder, Entry, Kind, Reader, StoreStats
-from ctxreuse.store.blocks import BlockStore
-from ctxreuse.store.chunks import ChunkIndex
-from ctxreuse.store.gone import Gone, GoneBook
-from ctxreuse.store.host import Held, HostTier, Name
-from ctxreuse.store.listing import Holding, Listeners, chunks_for
-from ctxreuse.store.put import Put
-from ctxreuse.store.reader import prove, prove_key
-from ctxreuse.store.tally import Tally, together
+from ctxreuse.identity.keys import ROOT, Tokens
+from ctxreuse.store.base import BlockCodec, Reader
+from ctxreuse.store.blocks.counters import StoreCounters, merge_stats
+from ctxreuse.store.blocks.pending import Put
+from ctxreuse.store.blocks.reader import prove, prove_key
+from ctxreuse.store.blocks.store import BlockStore
+from ctxreuse.store.chunks.index import ChunkIndex, chunk_limit
+from ctxreuse.store.host import HostTier, Name
+from ctxreuse.store.listeners import KeyListeners
+from ctxreuse.store.removals import RemovalLog
+from ctxreuse.store.types import Entry, Holding, Removal, StoreStats
 from ctxreuse.tree import Match
 
 __all__ = ["TieredStore"]
 
 log = logging.getLogger(__name__)
 
+#: Reasons for which the disk may take a value later.
+_FOR_NOW = ("backoff", "queue_full")
+
 
 class TieredReader:
-    """A read over a snapshot of the host tier and one transaction on disk; see ``Reader``."""
+    """A read over a snapshot of the host tier and one transaction on disk; see `Reader`."""
 
-    def __init__(self, store: TieredStore, host: dict[Name, Held], disk: Reader | None, lossy: str | None) -> None:
-        self._store, self._host, self._disk, self._lossy = store, host, disk, lossy
+    def __init__(self, store: TieredStore, host: dict[Name, Put], disk: Reader | None, max_kl: float | None) -> None:
+        self._store, self._host, self._disk, self._max_kl = store, host, disk, max_kl
         self.used: list[bytes] = []
         self.served: dict[str, int] = {}
         self.missed = ""
@@ -44,18 +48,18 @@ class TieredReader:
         return self._get("state", key, tokens, space)
 
     def peek(self, key: bytes, kind: Kind = "block") -> BlockView | None:
-        held = self._host.get((kind, key))
-        usable = held is not None and fits(held.level, self._lossy)
-        view = prove_key(held.data, key, kind)[0] if held is not None and usable else None
+        item = self._host.get((kind, key))
+        usable = item is not None and allowed_by(item.level, self._max_kl)
+        view = prove_key(item.data, key, kind)[0] if item is not None and usable else None
         return view if view is not None or self._disk is None else self._disk.peek(key, kind)
 
     def _get(self, kind: Kind, key: bytes, tokens: Tokens, space: bytes) -> BlockView | None:
-        held = self._host.get((kind, key))
+        item = self._host.get((kind, key))
         view, reason, source = None, "absent", "host"
-        if held is not None and not fits(held.level, self._lossy):
+        if item is not None and not allowed_by(item.level, self._max_kl):
             reason = "level"
-        elif held is not None:
-            view, reason = prove(held.data, key, tokens, space, kind)
+        elif item is not None:
+            view, reason = prove(item.data, key, tokens, space, kind)
             if view is None:
                 self._store.drop(key, reason)
         if view is None and self._disk is not None:
@@ -74,46 +78,75 @@ class TieredReader:
 
 
 class TieredStore:
-    """A ``Store`` of ``host_bytes`` of memory and, unless ``disk`` is None, a ``BlockStore`` that it owns and closes.
+    """A `Store` of ``host_bytes`` of memory and, unless ``disk`` is None, a `BlockStore` that it owns and closes.
 
     Puts are readable at once. With a disk they leave memory when they are committed: the page cache serves as well.
-    What the disk refuses stays in memory while there is room: a failing disk makes the store smaller, not broken.
+    Values that the disk refuses stay in memory while there is room: a failing disk makes the store smaller, not broken.
     """
 
     def __init__(self, host_bytes: int, disk: BlockStore | None = None) -> None:
         self._disk = disk
-        self._listeners = Listeners()
-        self._gone = disk.gone_book if disk is not None else GoneBook()
-        self.chunks = disk.chunks if disk is not None else ChunkIndex.open(most=chunks_for(host_bytes))
-        self._host = HostTier(host_bytes, self._listeners.tell, self._evicted)
+        self._listeners = KeyListeners()
+        self._removals = disk.removals if disk is not None else RemovalLog()
+        self.chunks = disk.chunks if disk is not None else ChunkIndex.open(most=chunk_limit(host_bytes))
+        self._host = HostTier(host_bytes, self._listeners.notify, self._on_evict)
         self._lock = threading.RLock()
-        self._tally = Tally()
+        self._counters = StoreCounters()
         self._closed = False
+        #: Values in memory that the disk could not take at that moment.
+        self._owed: set[Name] = set()
         if disk is not None:
-            disk.subscribe(self._committed)
-            disk.watch(self._listeners.tell)
+            disk.subscribe(self._release)
+            disk.watch(self._listeners.notify)
+            disk.on_failure(self._owe, self._offer_again)
 
     @property
     def disk(self) -> BlockStore | None:
         """The disk tier."""
         return self._disk
 
-    def _committed(self, names: Sequence[Name]) -> None:
+    def _release(self, names: Sequence[Name]) -> None:
+        """Remove committed values from memory, unless pinned."""
         with self._lock:
+            self._owed.difference_update(names)
             for name in names:
                 if not self._host.pins[name[1]]:
                     self._host.remove(name)
 
-    def _held(self, keys: Sequence[bytes]) -> list[Holding | None]:
-        """What both tiers hold, each value at the better of two levels."""
-        # The disk after the host would miss what is committed and released in between, so the host goes first.
+    def _owe(self, names: Sequence[Name]) -> None:
+        with self._lock:
+            self._owed.update(name for name in names if name in self._host)
+
+    def _is_owed(self, key: bytes) -> bool:
+        """Return True while memory has a block that the disk could not take: its children would be orphans there."""
+        with self._lock:
+            return ("block", key) in self._owed
+
+    def _offer_again(self, most: int) -> bool:
+        """Offer the disk up to ``most`` of the values that it could not take; returns whether any are left."""
+        assert self._disk is not None
+        with self._lock:
+            found = [(name, self._host.get(name)) for name in self._owed]
+            self._owed.difference_update(name for name, item in found if item is None)
+        items = sorted((item for _, item in found if item is not None), key=lambda item: (item.end, item.kind))
+        for item in items[:most]:
+            if self._disk.offer(item, 0.0) in _FOR_NOW:
+                break
+            with self._lock:
+                self._owed.discard(item.name)  # the commit tells if it fails again
+            self._release_if_stored(item.name)
+        return bool(items)
+
+    def _holdings(self, keys: Sequence[bytes]) -> list[Holding | None]:
+        """What both tiers store, each value at the better of two levels."""
+        # Memory first: read after the disk, it would miss values committed and released in between.
         with self._lock:
             blocks = [self._host.get(("block", key)) for key in keys]
             states = [self._host.get(("state", key)) for key in keys]
             splits = [self._host.split(key) for key in keys]
         below: Sequence[Holding | None] = [None] * len(keys)
         if self._disk is not None and not self._closed:
-            below = self._disk.held(keys)
+            below = self._disk.holdings(keys)
         found: list[Holding | None] = []
         for block, state, split, under in zip(blocks, states, splits, below):
             if block is None and under is None:
@@ -124,31 +157,27 @@ class TieredStore:
             found.append(Holding(tokens, _better(block, one), _better(state, two), split or parted))
         return found
 
-    def match(self, keys: Sequence[bytes], lossy: str | None = None) -> Match:
+    def match(self, keys: Sequence[bytes], max_kl: float | None = None) -> Match:
         blocks = tokens = state_blocks = state_tokens = 0
         split = False
-        for held in self._held(keys):
-            if held is None or not fits(held.block, lossy):
+        for found in self._holdings(keys):
+            if found is None or not allowed_by(found.block, max_kl):
                 break
-            blocks, tokens, split = blocks + 1, tokens + held.tokens, held.split
-            if held.state and fits(held.state, lossy):
+            blocks, tokens, split = blocks + 1, tokens + found.tokens, found.split
+            if found.state and allowed_by(found.state, max_kl):
                 state_blocks, state_tokens = blocks, tokens
         return Match(blocks, tokens, state_blocks, state_tokens, split)
 
     def walk(self) -> Iterator[Entry]:
-        # The host first, as in _held; what is in both is told once.
+        # Memory first, as in _holdings; a block in both is listed once.
         with self._lock:
-            names = self._host.items()
-            hosted = {key: self._entry(key) for kind, key in names if kind == "block"}
-        below = list(self._disk.walk()) if self._disk is not None and not self._closed else []
-        states = {key: held for (kind, key), held in names.items() if kind == "state"}
-        found: dict[bytes, Entry] = {}
+            items = self._host.items()
+        hosted = {key: _entry(item) for (kind, key), item in items.items() if kind == "block"}
+        states = {key: item for (kind, key), item in items.items() if kind == "state"}
+        below = self._disk.walk() if self._disk is not None and not self._closed else ()
         under = {entry.key: entry for entry in below}
-        for key in under | hosted:
-            entry = _merged(hosted.get(key), under.get(key), states.get(key))
-            if entry is not None:
-                found[key] = entry
-        return iter(sorted(found.values(), key=lambda entry: entry.end))
+        found = (_merged(hosted.get(key), under.get(key), states.get(key)) for key in under | hosted)
+        return iter(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.end))
 
     def recent(self) -> list[bytes]:
         with self._lock:
@@ -158,101 +187,115 @@ class TieredStore:
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
         with self._lock:
-            hosted = [(self._entry(key), self._host.get(("state", key))) for key in keys]
+            hosted = [(self._host.get(("block", key)), self._host.get(("state", key))) for key in keys]
         below = self._disk.entries(keys) if self._disk is not None and not self._closed else [None] * len(keys)
-        return [_merged(here, under, state) for (here, state), under in zip(hosted, below)]
+        return [_merged(_entry(block), under, state) for (block, state), under in zip(hosted, below)]
 
-    def _entry(self, key: bytes) -> Entry | None:
-        held = self._host.get(("block", key))
-        if held is None:
-            return None
-        return Entry(key, held.parent, held.tokens, held.end, held.nbytes, False, held.level)
+    def _on_evict(self, keys: Sequence[bytes], by: bytes) -> None:
+        if keys and self._disk is None:  # the disk logged why it did not store them
+            self._removals.add(keys, "evicted", "host memory", by)
 
-    def _evicted(self, keys: Sequence[bytes], by: bytes) -> None:
-        if keys and self._disk is None:  # what a disk did not take had its reason there
-            self._gone.left(keys, "evicted", "host memory", by)
-
-    def gone(self, key: bytes) -> Gone | None:
-        return self._gone.gone(key)
+    def removal(self, key: bytes) -> Removal | None:
+        return self._removals.removal(key)
 
     def watch(self, listener: Callable[[Sequence[bytes]], None]) -> Callable[[], None]:
         return self._listeners.add(listener)
 
     @contextlib.contextmanager
-    def read(self, lossy: str | None = None) -> Iterator[TieredReader]:
+    def read(self, max_kl: float | None = None) -> Iterator[TieredReader]:
         with self._lock:
             host = self._host.items()
         with contextlib.ExitStack() as stack:
             disk: Reader | None = None
             if self._disk is not None:
                 try:
-                    disk = stack.enter_context(self._disk.read(lossy))
+                    disk = stack.enter_context(self._disk.read(max_kl))
                 except StoreError as error:
                     log.warning("reading goes on without the disk: %s", error)
-            reader = TieredReader(self, host, disk, lossy)
+            reader = TieredReader(self, host, disk, max_kl)
             try:
                 yield reader
             finally:
                 with self._lock:
-                    self._tally.hits += len(reader.used)
+                    self._counters.hits += len(reader.used)
                     self._host.touch(reader.used)
 
     def count_miss(self, reason: str) -> None:
-        """Count a miss that a reader met."""
+        """Count a miss of a reader."""
         with self._lock:
-            self._tally.misses[reason] += 1
+            self._counters.misses[reason] += 1
+
+    def givers(self) -> dict[bytes, bytes]:
+        # Memory first, as in _holdings; what is there is newer.
+        with self._lock:
+            hosted = {item.key: item.giver for item in self._host.items().values() if item.giver}
+        return (self._disk.givers() if self._disk is not None and not self._closed else {}) | hosted
 
     def put(
-        self, key: bytes, data: Buffer, *, kind: Kind = "block", replace: bool = False, lossy: str | None = None
+        self,
+        key: bytes,
+        data: Buffer,
+        *,
+        kind: Kind = "block",
+        replace: bool = False,
+        max_kl: float | None = None,
+        giver: bytes = b"",
     ) -> bool:
-        item = Put.parse(key, data, kind, replace, lossy)
+        item = Put.parse(key, data, kind, replace, max_kl, giver)
         if item is None:
             return self._refuse("malformed", key)
         if self._closed:
             return self._refuse("closed", key)
-        name: Name = (kind, key)
         anchor = item.parent if kind == "block" else key
         hosted = fresh = False
-        if (kind == "block" and anchor == ROOT) or self._held([anchor])[0] is not None:
+        if (kind == "block" and anchor == ROOT) or self._holdings([anchor])[0] is not None:
             with self._lock:
-                before = self._host.get(name)
+                before = self._host.get(item.name)
                 fresh = before is None or item.beats(before.level)
                 hosted = self._host.put(item) if fresh else True
                 self._host.touch([key])
-        # The host went first: the disk's commit takes it out again, and must find it there. What hangs on a put that
-        # still waits, and that the host had no room for, only the disk can place.
-        stored = self._disk is not None and self._disk.put(key, data, kind=kind, replace=replace, lossy=lossy)
+        # Memory first: the disk's commit releases the value, and must find it there. A child of a put that is still
+        # queued, and that memory had no room for, can only be placed by the disk.
+        reason = "closed"
+        if self._disk is not None and hosted and self._is_owed(anchor):
+            reason = "backoff"
+            self._disk.refuse(reason, key)
+        elif self._disk is not None:
+            reason = self._disk.offer(item)
+        stored = not reason
+        if hosted and fresh and reason in _FOR_NOW and self._disk is not None:
+            self._owe([item.name])
         if not hosted and not stored:
             return self._refuse("no_room" if fresh else "orphan", key)
         if stored and fresh and hosted:
-            self._release_if_held(name)
+            self._release_if_stored(item.name)
         with self._lock:
-            self._tally.puts += 1
+            self._counters.puts += 1
         return True
 
-    def _release_if_held(self, name: Name) -> None:
-        # A duplicate of what is on disk already is never committed again, so nobody would release it.
+    def _release_if_stored(self, name: Name) -> None:
+        # A duplicate of a value on disk is never committed again, so no commit would release it.
         assert self._disk is not None
         if self._disk.queued(*name):
             return
-        entry = self._disk.held([name[1]])[0]
-        if entry is not None and (entry.block if name[0] == "block" else entry.state):
-            self._committed([name])
+        found = self._disk.holdings([name[1]])[0]
+        if found is not None and (found.block if name[0] == "block" else found.state):
+            self._release([name])
 
     def _refuse(self, reason: str, key: bytes) -> bool:
         with self._lock:
-            self._tally.refused[reason] += 1
-        if self._disk is None:  # else it was written down there
-            self._gone.left([key], "refused", reason)
+            self._counters.refused[reason] += 1
+        if self._disk is None:  # else the disk logged it
+            self._removals.add([key], "refused", reason)
         return False
 
     def pin(self, keys: Sequence[bytes]) -> int:
-        return self._count(keys, 1)
+        return self._count_pins(keys, 1)
 
     def unpin(self, keys: Sequence[bytes]) -> int:
-        return self._count(keys, -1)
+        return self._count_pins(keys, -1)
 
-    def _count(self, keys: Sequence[bytes], step: int) -> int:
+    def _count_pins(self, keys: Sequence[bytes], step: int) -> int:
         reached = 0
         for key in keys:
             below = 0
@@ -274,80 +317,94 @@ class TieredStore:
 
     def drop(self, key: bytes, reason: str) -> None:
         with self._lock:
-            gone = self._host.subtree(key)
-            held = [key for key in gone if ("block", key) in self._host or ("state", key) in self._host]
-            # What the disk holds too is counted there.
-            under = self._disk.held(held) if self._disk is not None else [None] * len(held)
-            for below, twin in zip(held, under):
-                self._host.remove(("state", below))
-                self._host.remove(("block", below))
-                self._host.pins.pop(below, None)
+            keys = [
+                one for one in self._host.subtree(key) if ("block", one) in self._host or ("state", one) in self._host
+            ]
+            # Values that are on disk too are counted there.
+            under = self._disk.holdings(keys) if self._disk is not None else [None] * len(keys)
+            for one, twin in zip(keys, under):
+                self._remove(one)
+                self._host.pins.pop(one, None)
                 if twin is None:
-                    self._tally.dropped[reason if below == key else "below"] += 1
-            if held:
-                self._gone.left(held, "dropped", reason)
+                    self._counters.dropped[reason if one == key else "below"] += 1
+            if keys:
+                self._removals.add(keys, "dropped", reason)
         if self._disk is not None:
             self._disk.drop(key, reason)
 
+    def _remove(self, key: bytes) -> None:
+        self._host.remove(("state", key))
+        self._host.remove(("block", key))
+
     def forget(self, keys: Sequence[bytes]) -> int:
         below = self._disk.forget(keys) if self._disk is not None else 0
-        gone = 0
+        removed = 0
         with self._lock:
             for key in reversed(keys):
-                if not self._host.lone(key):
-                    if ("block", key) in self._host:
-                        break
-                    if self._disk is not None and self._disk.held([key])[0] is None:
-                        self._host.remove(("state", key))  # its block went from the disk
-                    continue
-                self._host.remove(("state", key))
-                self._host.remove(("block", key))
-                self._tally.dropped["forgotten"] += 1
-                self._gone.left([key], "dropped", "forgotten")
-                gone += 1
-        return max(gone, below)
+                if self._host.is_free_leaf(key):
+                    self._remove(key)
+                    self._counters.dropped["forgotten"] += 1
+                    self._removals.add([key], "dropped", "forgotten")
+                    removed += 1
+                elif ("block", key) in self._host:
+                    break
+                elif self._disk is not None and self._disk.holdings([key])[0] is None:
+                    self._host.remove(("state", key))  # its block went from the disk
+        return max(removed, below)
 
-    def asked(self, keys: Sequence[bytes], tokens: int) -> None:
-        if self._disk is not None:
-            self._disk.asked(keys, tokens)
-
-    def mark(self, keys: Sequence[bytes], label: int) -> None:
-        if self._disk is not None:
-            self._disk.mark(keys, label)
-
-    def price(self, per_token: float, per_pair: float) -> None:
-        if self._disk is not None:
-            self._disk.price(per_token, per_pair)
-
-    def adopt(self, coder: Coder) -> None:
-        if self._disk is not None:
-            self._disk.adopt(coder)
-
-    def touch(self, keys: Sequence[bytes], *, needed: bool = False) -> None:
+    def touch(self, keys: Sequence[bytes], *, partial: bool = False) -> None:
         with self._lock:
             self._host.touch(keys)
         if self._disk is not None:
-            self._disk.touch(keys, needed=needed)
+            self._disk.touch(keys, partial=partial)
+
+    def on_lookup(self, keys: Sequence[bytes], tokens: int) -> None:
+        if self._disk is not None:
+            self._disk.on_lookup(keys, tokens)
+
+    def on_pause(self, keys: Sequence[bytes], label: int) -> None:
+        if self._disk is not None:
+            self._disk.on_pause(keys, label)
+
+    def set_recompute_cost(self, per_token: float, per_pair: float) -> None:
+        if self._disk is not None:
+            self._disk.set_recompute_cost(per_token, per_pair)
+
+    def share_by(self, over: Callable[[int], Callable[[bytes], bool] | None]) -> None:
+        if self._disk is not None:
+            self._disk.share_by(over)
+
+    def register_codec(self, codec: BlockCodec) -> None:
+        if self._disk is not None:
+            self._disk.register_codec(codec)
 
     def stats(self) -> StoreStats:
-        """Figures of both tiers together, what both hold counted once; ``refused`` counts what neither took."""
+        """Return the figures of both tiers, values in both counted once; ``refused`` counts what neither accepted."""
         below = self._disk.stats() if self._disk is not None else None
         with self._lock:
             names = list(self._host.items())
             if self._disk is not None:
-                under = self._disk.held([key for _, key in names])
-                twins = [
-                    u is not None and bool(u.block if kind == "block" else u.state)
-                    for (kind, _), u in zip(names, under)
-                ]
+                under = self._disk.holdings([key for _, key in names])
+                twins = (
+                    u is not None and (u.block if kind == "block" else u.state) for (kind, _), u in zip(names, under)
+                )
                 names = [name for name, twin in zip(names, twins) if not twin]
             blocks, states, tokens = self._host.counts(names)
-            held = blocks, states, self._host.nbytes
-            self._tally.evicted = self._host.evicted
+            self._counters.evicted = self._host.evicted
             values = (self._host.get(name) for name in names if name[0] == "block")
-            levels = Counter(value.level for value in values if value is not None)
-            mine = self._tally.stats(held=held, tokens=tokens, capacity=self._host.capacity, levels=levels)
-        return mine if below is None else together(mine, below)
+            owed = [item for item in map(self._host.get, self._owed) if item is not None]
+            mine = self._counters.stats(
+                sizes=(blocks, states, self._host.nbytes),
+                levels=Counter(value.level for value in values if value is not None),
+                tokens=tokens,
+                capacity=self._host.capacity,
+                queued=0,
+                queued_bytes=0,
+                file_bytes=0,
+                unwritten=len(owed),
+                unwritten_bytes=sum(len(item.data) for item in owed),
+            )
+        return mine if below is None else merge_stats(mine, below)
 
     def check(self) -> None:
         with self._lock:
@@ -368,16 +425,22 @@ class TieredStore:
         self.close()
 
 
-def _better(held: Held | None, level: str) -> str:
-    """The better level of a value in memory and of that on disk ("": there is none)."""
-    if held is None or not level:
-        return level if held is None else held.level
-    return min(held.level, level, key=rank)
+def _entry(block: Put | None) -> Entry | None:
+    if block is None:
+        return None
+    return Entry(block.key, block.parent, block.tokens, block.end, len(block.data), False, block.level)
 
 
-def _merged(here: Entry | None, under: Entry | None, state: Held | None) -> Entry | None:
-    """One entry of a block in memory, of one on disk, and of a state in memory."""
-    if here is not None and under is not None and rank(under.level) < rank(here.level):
+def _better(item: Put | None, level: str) -> str:
+    """Return the better level of a value in memory and of that on disk ("": none)."""
+    if item is None or not level:
+        return level if item is None else item.level
+    return min(item.level, level, key=quality_key)
+
+
+def _merged(here: Entry | None, under: Entry | None, state: Put | None) -> Entry | None:
+    """Return one entry of a block in memory, of one on disk, and of a state in memory."""
+    if here is not None and under is not None and quality_key(under.level) < quality_key(here.level):
         here = None
     entry = here if here is not None else under
     if entry is None:

@@ -1,29 +1,42 @@
-"""Looking after a store from outside: compare everything with its checksums, give space back."""
+"""Maintenance of a store: compare all values with their checksums, delete what is unreachable."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
 import msgspec
 
-from ctxreuse.errors import CtxReuseError, StoreError
-from ctxreuse.store.base import Progress
-from ctxreuse.store.blocks import BlockStore
-from ctxreuse.store.env import Env
-from ctxreuse.store.ledger import Ledger
-from ctxreuse.store.owner import folder
-from ctxreuse.store.readonly import open_readonly
-from ctxreuse.store.records import Record
-from ctxreuse.store.recovery import corrupt
+from ctxreuse.errors import StoreError
+from ctxreuse.store.blocks.recovery import open_readonly
+from ctxreuse.store.blocks.store import BlockStore
+from ctxreuse.store.blocks.tables import TABLES as BLOCK_TABLES
+from ctxreuse.store.blocks.tables import corrupt, counts, records
+from ctxreuse.store.ledger.ledger import Ledger
+from ctxreuse.store.ledger.opening import TABLES as LEDGER_TABLES
+from ctxreuse.store.ledger.opening import NotBegunError, damaged
+from ctxreuse.store.lmdb import apart
+from ctxreuse.store.lmdb.env import Env
+from ctxreuse.store.lmdb.owner import folder, last_use
+from ctxreuse.store.lmdb.recovery import examine, tables_in
+from ctxreuse.store.types import Progress
 
-__all__ = ["Collected", "Verdict", "gc", "verify"]
+__all__ = ["PARTS", "Collected", "Verdict", "gc", "read_blocks", "read_ledger", "verify"]
+
+#: Parts of a store, by the names of their folders.
+PARTS = ("ledger", "blocks")
+_TABLES = {"ledger": LEDGER_TABLES, "blocks": BLOCK_TABLES}
+_REBUILT = "It is rebuilt when it is next opened for writing"
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What ``verify`` found: counts of entries, and what is wrong, if anything. ``bad``: keys of cached values."""
+    """The result of `verify`: counts of entries, keys of damaged values with the error, other problems.
+
+    ``unchecked``: turns of an earlier version, which have no checksum. ``not_begun``: parts whose
+    creator ended before anything was in them; the next one that opens them for writing goes on.
+    """
 
     blocks: int
     states: int
@@ -31,6 +44,8 @@ class Verdict(msgspec.Struct, frozen=True):
     turns: int
     bad: tuple[tuple[bytes, str], ...] = ()
     problems: tuple[str, ...] = ()
+    unchecked: int = 0
+    not_begun: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -39,7 +54,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What ``gc`` removed: unreachable turns, and cache entries that were damaged or hung below one; bytes of files."""
+    """The result of `gc`: unreachable turns, cache entries that were damaged or below one, and bytes of files."""
 
     turns: int
     entries: int
@@ -47,61 +62,81 @@ class Collected(msgspec.Struct, frozen=True):
     bytes_after: int
 
 
-def _attempt(problems: list[str], step: Callable[[], None]) -> None:
-    try:
-        step()
-    except (CtxReuseError, lmdb.Error, AssertionError, ValueError) as error:
-        problems.append(str(error))
+def verify(path: str | os.PathLike[str], progress: Progress | None = None, *, parts: Sequence[str] = PARTS) -> Verdict:
+    """Read all of the store in folder ``path`` and compare pages, links, records and checksums. Changes nothing.
 
+    Works beside the process that owns it, on the newest commit. Pages are walked first; LMDB then reads in a process of
+    its own, so that nothing it meets ends this one. Missing parts count as empty.
 
-def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Verdict:
-    """Read all of the store in folder ``path`` and compare links, records and checksums. Changes nothing.
-
-    Works beside the process that owns it, on the newest commit. Parts that are not there count as empty. Raises
-    StoreError if there is no store at all.
+    Raises StoreError if there is no store at all.
     """
     place = folder(path, readonly=True)
-    problems: list[str] = []
-    counts = {"blocks": 0, "states": 0, "sessions": 0, "turns": 0}
-    bad: list[tuple[bytes, str]] = []
-    if not any((place / part / "data.mdb").exists() for part in ("ledger", "blocks")):
+    present = [part for part in parts if (place / part / "data.mdb").exists()]
+    if not present:
         raise StoreError("there is no store here", where=str(place), fix="Open it for writing once to create it")
-
-    def ledger() -> None:
-        with Ledger.open(place, readonly=True) as opened:
-            stats = opened.stats()
-            counts.update(sessions=stats.sessions, turns=stats.turns)
-            opened.check()
-
-    def blocks() -> None:
-        env = open_readonly(place / "blocks")
+    verdict = Verdict(0, 0, 0, 0)
+    for part in present:
         try:
-            bad.extend(corrupt(env, progress))
-            counts.update(zip(("blocks", "states"), _paired(env)))
-        finally:
-            env.close()
-
-    for part, step in (("ledger", ledger), ("blocks", blocks)):
-        if (place / part / "data.mdb").exists():
-            _attempt(problems, step)
-    return Verdict(**counts, bad=tuple(bad), problems=tuple(problems))
+            found = _verify_part(place, part, progress)
+        except StoreError as error:
+            found = Verdict(0, 0, 0, 0, problems=(str(error),))
+        verdict = Verdict(*(mine + other for mine, other in zip(*map(msgspec.structs.astuple, (verdict, found)))))
+    return verdict
 
 
-def _paired(env: Env) -> tuple[int, int]:
-    """Blocks and states on disk; raises StoreError if their records say otherwise."""
-    with env.read() as txn:
-        entries = [Record.unpack(raw) for _, raw in txn.cursor(db=env.tables["meta"])]
-        found = tuple(txn.stat(env.tables[name])["entries"] for name in ("blocks", "states"))
-    noted = (sum(bool(entry.nbytes) for entry in entries), sum(bool(entry.state_nbytes) for entry in entries))
+def _verify_part(place: Path, part: str, progress: Progress | None) -> Verdict:
+    home = place / part
+    if not (home / "data.mdb").stat().st_size and (part != "ledger" or not last_use(place, part).stamp):
+        return Verdict(0, 0, 0, 0, not_begun=(part,))
+    wrong = examine(home)
+    if wrong:
+        raise damaged(home, wrong) if part == "ledger" else StoreError(f"the cache is damaged: {wrong}", fix=_REBUILT)
+    if tables_in(home) < len(_TABLES[part]):
+        return Verdict(0, 0, 0, 0, not_begun=(part,))
+    found = apart.call(f"{__name__}:read_{part}", str(place), where=home, progress=progress)
+    return msgspec.convert(found, Verdict)
+
+
+def read_ledger(place: str, *, progress: Progress) -> Verdict:
+    """Read all of a ledger whose pages are sound. See `apart.call`."""
+    try:
+        with Ledger.open(place, readonly=True) as opened:
+            result = opened.verify(progress)
+    except NotBegunError:
+        return Verdict(0, 0, 0, 0, not_begun=("ledger",))
+    stats = result.stats
+    return Verdict(0, 0, stats.sessions, stats.turns, problems=result.problems, unchecked=result.unchecked)
+
+
+def read_blocks(place: str, *, progress: Progress) -> Verdict:
+    """Read all of a cache whose pages are sound. See `apart.call`."""
+    env = open_readonly(Path(place) / "blocks")
+    try:
+        bad = tuple(corrupt(env, progress))
+        try:
+            return Verdict(*_counts(env), 0, 0, bad=bad)
+        except (StoreError, ValueError) as error:
+            return Verdict(0, 0, 0, 0, bad=bad, problems=(str(error),))
+    except (lmdb.Error, ValueError) as error:
+        return Verdict(0, 0, 0, 0, problems=(str(error),))
+    finally:
+        env.close()
+
+
+def _counts(env: Env) -> tuple[int, int]:
+    """Return the number of blocks and states. Raises StoreError if their records differ."""
+    rows = [record for _, record in records(env)]
+    noted = sum(row.nbytes > 0 for row in rows), sum(row.state_nbytes > 0 for row in rows)
+    found = counts(env)[:2]
     if found != noted:
         raise StoreError(f"{found} blocks and states, {noted} records of them", where=str(env.path))
     return noted
 
 
 def gc(path: str | os.PathLike[str], progress: Progress | None = None) -> Collected:
-    """Remove turns that no session reaches and cache entries that are damaged. The store must have no owner.
+    """Delete turns that no session reaches and cache entries that are damaged. The store must have no owner.
 
-    Files keep their size: freed pages are used again. Raises StoreOwnedError, StoreError.
+    Files keep their size: freed pages are reused. Raises StoreOwnedError, StoreError.
     """
     place = folder(path, readonly=True)
     turns = entries = 0

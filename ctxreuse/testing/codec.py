@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView, parse, reseal
+from ctxreuse.block.format import BlockView, parse, reseal
+from ctxreuse.block.levels import EXACT, expected_kl, family, is_exact, is_raw
 from ctxreuse.codec import LevelInfo
 from ctxreuse.errors import ConfigError, CtxReuseError, FormatError
-from ctxreuse.levels import EXACT, damage, is_exact, is_raw, short
-from ctxreuse.model import ModelSpace
+from ctxreuse.identity.model import ModelSpace
 
 __all__ = ["CodecContract", "Codes", "resealed"]
 
@@ -77,12 +77,12 @@ class CodecContract(ABC):
         assert len(set(names)) == len(names)
         assert [info.lossy for info in self.codec().levels] == [not is_exact(name) for name in names]
         # From coarse to fine.
-        lossy = [damage(name) for name in names if not is_exact(name)]
+        lossy = [expected_kl(name) for name in names if not is_exact(name)]
         assert lossy == sorted(lossy, reverse=True)
 
     def test_a_round_trip_keeps_what_the_level_promises(self) -> None:
         for codec, info, view, coded in self._coded():
-            assert short(coded.header.level) == info.name
+            assert family(coded.header.level) == info.name
             assert codec.knows(coded.header.level)
             for field in ("kind", "space", "key", "parent", "end", "tokens", "rope_at", "extra"):
                 assert getattr(coded.header, field) == getattr(view.header, field), field
@@ -99,7 +99,7 @@ class CodecContract(ABC):
                     assert np.isfinite(near).all()
                     assert np.abs(real - near).max() <= self.tolerance * np.abs(real).max()
             if info.lossy:
-                assert damage(again.header.level) == damage(info.name)
+                assert expected_kl(again.header.level) == expected_kl(info.name)
 
     def test_encoding_and_decoding_give_the_same_bytes_each_time(self) -> None:
         for codec, info, view, coded in self._coded():
@@ -124,10 +124,12 @@ class CodecContract(ABC):
             assert (target[:, :size] == 0x5A).all()
             assert (target[:, -size:] == 0x5A).all()
 
-    def test_sizes_are_foretold(self) -> None:
+    def test_sizes_are_predicted(self) -> None:
         for codec, info, _, coded in self._coded():
-            told, real = codec.nbytes(info.name), sum(plane.nbytes for plane in coded.layout.planes)
-            assert real / self.estimate <= told <= real * self.estimate, f"{info.name}: {told} told, {real} taken"
+            predicted, real = codec.nbytes(info.name), sum(plane.nbytes for plane in coded.layout.planes)
+            assert real / self.estimate <= predicted <= real * self.estimate, (
+                f"{info.name}: {predicted} predicted, {real} real"
+            )
 
     def test_coarser_levels_take_less(self) -> None:
         codec, view = self.codec(), self.blocks()[0]

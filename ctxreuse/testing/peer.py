@@ -1,4 +1,4 @@
-"""PeerContract: what any way to reach a node must do, as tests to inherit from.
+"""Contract of any way to reach a node, as tests to inherit from.
 
 ::
 
@@ -23,22 +23,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from ctxreuse.block import parse, rekey, reseal
-from ctxreuse.bus.base import Given, Link
-from ctxreuse.bus.serve import StoreService
-from ctxreuse.bus.serve_engine import EnginePrefiller, compute_blocks
+from ctxreuse.block.format import Buffer, parse, rekey, reseal
+from ctxreuse.bus.protocol.base import Link, PutRequest, PutResult
+from ctxreuse.bus.remote import Fetch, FetchRequest
 from ctxreuse.engines.base import Engine
 from ctxreuse.errors import LinkError
-from ctxreuse.keys import ROOT, prefix_keys
-from ctxreuse.runtime.audit import first_k_matches
-from ctxreuse.runtime.remote import Fetch
+from ctxreuse.identity.keys import ROOT, prefix_keys
+from ctxreuse.peer.serve.audit import StoreAudit
+from ctxreuse.peer.serve.engine import EnginePrefiller, compute_blocks
+from ctxreuse.peer.serve.service import ServeOptions, StoreService
+from ctxreuse.runtime.fetch.audit import SPAN_TOKENS, audit_stored
 from ctxreuse.store import TieredStore
-from ctxreuse.store.base import Buffer
-from ctxreuse.testing.engine import random_tokens
+from ctxreuse.testing.engine.contract import random_tokens
 
 __all__ = ["Node", "PeerContract", "Prompt", "TenantContract", "until"]
 
-_PATIENCE = 20.0
+_PATIENCE = 120.0
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = _PATIENCE) -> None:
@@ -70,13 +70,15 @@ class Prompt:
         self.states = [item.data for item in made if item.kind == "state"]
         self.sizes = [len(data) for data in self.blocks]
 
-    def give(self, link: Link, blocks: Sequence[Buffer] | None = None) -> Given:
-        """Put all blocks (or what stands in for them) over a link."""
+    def give(self, link: Link, blocks: Sequence[Buffer] | None = None) -> PutResult:
+        """Put all blocks (or ``blocks`` instead) over a link."""
         mine = self.blocks if blocks is None else blocks
-        return link.put(self.space.digest, self.keys, self.sizes, lambda i: mine[i], parent=ROOT, timeout=_PATIENCE)
+        return link.put(
+            PutRequest(self.space.digest, self.keys, self.sizes, parent=ROOT), lambda i: mine[i], timeout=_PATIENCE
+        )
 
     def arrived(self, fetch: Fetch, first: int = 0) -> bool:
-        """True if a fetch brought just these blocks."""
+        """Return True if a fetch brought exactly these blocks."""
         until(lambda: fetch.ended is not None, "the fetch does not end")
         if fetch.ended:
             return False
@@ -85,7 +87,7 @@ class Prompt:
 
 
 def forged(data: Buffer, rng: np.random.Generator) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """A block with made-up numbers and right checksums."""
+    """Return a block with random numbers and valid checksums."""
     view = parse(data)
     made = {
         (plane.layer, plane.role): rng.standard_normal(plane.nbytes // 4).astype(np.float32).view(np.uint8)
@@ -111,9 +113,15 @@ class PeerContract(ABC):
         service = StoreService(
             store,
             folder,
-            tenant_of=self.TENANTS.get,
-            prefiller=prefiller,
-            audit=lambda _, views: first_k_matches(engine, views, Random(7), 64) is not False,
+            ServeOptions(
+                tenant_of=self.TENANTS.get,
+                prefiller=prefiller,
+                audit=StoreAudit(
+                    store,
+                    lambda _, keys, first, state: audit_stored(engine, store, keys, first, state, Random(7)),
+                    reach=SPAN_TOKENS,
+                ),
+            ),
         )
         node = self.serve(service)
         try:
@@ -125,7 +133,7 @@ class PeerContract(ABC):
             service.close()
             store.close()
 
-    def test_what_one_device_gave_another_of_its_tenant_gets(self, tmp_path: Path, engine: Engine) -> None:
+    def test_blocks_put_by_one_device_are_fetched_by_another(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann, other = cloud.up("ann"), cloud.up("ann-2")
             prompt = cloud.prompt(ann, 6)
@@ -136,35 +144,33 @@ class PeerContract(ABC):
             assert found.blocks == 6
             until(lambda: other.announced(prompt.keys) == 6, "nothing is announced")
             for order in ("layers", "tail"):
-                assert prompt.arrived(other.fetch(prompt.space, prompt.keys, prompt.tokens, order=order))
-            assert prompt.arrived(other.fetch(prompt.space, prompt.keys, prompt.tokens, first=4, payload=4096), 4)
+                assert prompt.arrived(other.fetch(FetchRequest(prompt.space, prompt.tokens, order=order), prompt.keys))
+            assert prompt.arrived(
+                other.fetch(FetchRequest(prompt.space, prompt.tokens, first=4), prompt.keys, payload=4096), 4
+            )
 
-    def test_states_go_where_their_blocks_are(self, tmp_path: Path, engine: Engine) -> None:
+    def test_states_follow_their_blocks(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann, other = cloud.up("ann"), cloud.up("ann-2")
             prompt = cloud.prompt(ann, 3)
             prompt.give(ann)
             for data in prompt.states:
                 given = ann.put(
-                    prompt.space.digest,
-                    prompt.keys[2:],
-                    [data.nbytes],
+                    PutRequest(prompt.space.digest, prompt.keys[2:], [data.nbytes], parent=prompt.keys[1], state=True),
                     [data].__getitem__,
-                    parent=prompt.keys[1],
-                    state=True,
                 )
                 assert given.taken == (0,)
             cloud.audited()
             found = other.match(prompt.space.digest, prompt.keys, _PATIENCE)
             assert found is not None
             assert (found.blocks, found.state_blocks) == (3, 3 if prompt.states else 0)
-            fetch = other.fetch(prompt.space, prompt.keys, prompt.tokens, state=bool(prompt.states))
+            fetch = other.fetch(FetchRequest(prompt.space, prompt.tokens, state=bool(prompt.states)), prompt.keys)
             assert prompt.arrived(fetch)
             state = fetch.state(_PATIENCE)
             got = [bytes(state.buffer)] if state is not None else []
             assert got == [data.tobytes() for data in prompt.states]
 
-    def test_giving_again_gives_nothing(self, tmp_path: Path, engine: Engine) -> None:
+    def test_putting_again_stores_nothing(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann = cloud.up("ann")
             prompt = cloud.prompt(ann, 3)
@@ -183,7 +189,7 @@ class PeerContract(ABC):
             assert found is not None
             assert found.blocks == 0
 
-    def test_what_was_evicted_is_said_to_be_gone(self, tmp_path: Path, engine: Engine) -> None:
+    def test_evictions_are_reported(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann = cloud.up("ann")
             prompt = cloud.prompt(ann, 4)
@@ -191,13 +197,13 @@ class PeerContract(ABC):
             cloud.audited()
             until(lambda: ann.announced(prompt.keys) == 4, "nothing is announced")
             cloud.store.drop(prompt.keys[2], "evicted")
-            fetch = ann.fetch(prompt.space, prompt.keys, prompt.tokens)
+            fetch = ann.fetch(FetchRequest(prompt.space, prompt.tokens), prompt.keys)
             until(lambda: fetch.ended is not None, "the fetch does not end")
             assert fetch.ended == "gone"
             until(lambda: ann.announced(prompt.keys) == 2, "the loss is not announced")
             assert ann.match(prompt.space.digest, prompt.keys, _PATIENCE).blocks == 2  # type: ignore[union-attr]
 
-    def test_a_full_cloud_takes_what_fits_and_stays_well(self, tmp_path: Path, engine: Engine) -> None:
+    def test_a_full_cloud_stores_what_fits(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine, host_bytes=300_000) as cloud:
             ann = cloud.up("ann")
             for seed in range(6):
@@ -222,14 +228,17 @@ class PeerContract(ABC):
             assert cloud.service.quarantine.reason("ann") is None
             assert prompt.give(ann).taken == (1, 2)
 
-    def test_a_cloud_computes_what_a_device_would(self, tmp_path: Path, engine: Engine) -> None:
+    def test_a_cloud_computes_the_same_blocks(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann, other = cloud.up("ann"), cloud.up("ann-2")
             prompt = cloud.prompt(ann, 5)
             state = bool(prompt.states)
             assert ann.welcome is not None
             assert prompt.space.digest in ann.welcome.spaces
-            fetches = [link.prefill(prompt.space, prompt.keys, prompt.tokens, state=state) for link in (ann, other)]
+            fetches = [
+                link.fetch(FetchRequest(prompt.space, prompt.tokens, state=state), prompt.keys, compute=True)
+                for link in (ann, other)
+            ]
             for fetch in fetches:
                 until(lambda fetch=fetch: fetch.ended is not None, "the fetch does not end")  # type: ignore[misc]
                 assert fetch.ended == "", fetch.ended
@@ -244,18 +253,18 @@ class PeerContract(ABC):
             until(lambda: other.announced(prompt.keys) == 5, "what was computed is not announced")
             # The second may have come when the first was done: then it was fetched.
             assert cloud.service.counts["computed"] == 1
-            part = other.prefill(prompt.space, prompt.keys, prompt.tokens, first=2)
+            part = other.fetch(FetchRequest(prompt.space, prompt.tokens, first=2), prompt.keys, compute=True)
             until(lambda: part.ended is not None, "the fetch does not end")
             assert part.ended == ""
             assert cloud.service.counts["computed"] == 1
 
-    def test_what_cannot_be_computed_is_refused(self, tmp_path: Path, engine: Engine) -> None:
+    def test_impossible_prefills_are_refused(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann = cloud.up("ann")
             prompt = cloud.prompt(ann, 2)
             tokens = prompt.tokens.copy()
             tokens[3] = prompt.space.vocab_size
-            fetch = ann.prefill(prompt.space, prompt.keys, tokens)
+            fetch = ann.fetch(FetchRequest(prompt.space, tokens), prompt.keys, compute=True)
             until(lambda: fetch.ended is not None, "the fetch does not end")
             assert fetch.ended == "tokens"
 
@@ -263,7 +272,7 @@ class PeerContract(ABC):
 class TenantContract(PeerContract):
     """For nodes that know their peers apart: ``bob`` is of another tenant."""
 
-    def test_tenants_see_nothing_of_each_other(self, tmp_path: Path, engine: Engine) -> None:
+    def test_tenants_are_isolated(self, tmp_path: Path, engine: Engine) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann, bob = cloud.up("ann"), cloud.up("bob")
             prompt = cloud.prompt(ann, 3)
@@ -274,19 +283,21 @@ class TenantContract(PeerContract):
             found = bob.match(prompt.space.digest, prompt.keys, _PATIENCE)
             assert found is not None
             assert (found.blocks, found.nbytes) == (0, 0)
-            fetch = bob.fetch(prompt.space, prompt.keys, prompt.tokens)
+            fetch = bob.fetch(FetchRequest(prompt.space, prompt.tokens), prompt.keys)
             until(lambda: fetch.ended is not None, "the fetch does not end")
             assert fetch.ended == "gone"
             until(lambda: bob.announced(prompt.keys) is not None, "nothing is announced")
             assert bob.announced(prompt.keys) == 0
-            # He cannot put in its place what he likes, or hang anything below it.
-            child = bob.put(prompt.space.digest, [b"c" * 32], [4096], lambda _: b"", parent=prompt.keys[2], timeout=20)
+            # He can neither replace blocks nor put any below them.
+            child = bob.put(
+                PutRequest(prompt.space.digest, [b"c" * 32], [4096], parent=prompt.keys[2]), lambda _: b"", timeout=20
+            )
             assert child.taken == ()
             assert prompt.give(bob).taken == ()
-            assert prompt.arrived(ann.fetch(prompt.space, prompt.keys, prompt.tokens))
+            assert prompt.arrived(ann.fetch(FetchRequest(prompt.space, prompt.tokens), prompt.keys))
 
-    @pytest.mark.parametrize("lie", ["tokens", "key", "numbers"])
-    def test_who_lies_is_found_out(self, tmp_path: Path, engine: Engine, lie: str) -> None:
+    @pytest.mark.parametrize("forgery", ["tokens", "key", "numbers"])
+    def test_forged_blocks_are_detected(self, tmp_path: Path, engine: Engine, forgery: str) -> None:
         with self.cloud(tmp_path, engine) as cloud:
             ann, other = cloud.up("ann"), cloud.up("ann-2")
             honest = cloud.prompt(ann, 2, seed=5)
@@ -294,29 +305,29 @@ class TenantContract(PeerContract):
             good, bad = cloud.prompt(ann, 2, seed=1), cloud.prompt(ann, 3, seed=2)
             assert good.give(ann).taken == (0, 1)
             blocks = list(bad.blocks)
-            if lie == "tokens":  # what stands under the key are other token ids
+            if forgery == "tokens":  # other token ids under the key
                 blocks[0] = rekey(cloud.prompt(ann, 1, seed=3).blocks[0], bad.keys[0], ROOT)
-            elif lie == "key":
+            elif forgery == "key":
                 blocks[0] = good.blocks[0]
             else:
                 blocks[2] = forged(blocks[2], np.random.default_rng(1))
             bad.give(ann, blocks)
             cloud.audited()
-            until(lambda: cloud.reason("ann") is not None, "the lie is not found out")
-            # All that it gave has gone, what others gave is still there, and it gives no more.
+            until(lambda: cloud.reason("ann") is not None, "the forgery is not detected")
+            # All its blocks are dropped, those of others stay, and it can put no more.
             until(lambda: other.announced(honest.keys) == 2, "nothing is announced")
             for prompt in (good, bad):
                 found = other.match(prompt.space.digest, prompt.keys, _PATIENCE)
                 assert found is not None
                 assert found.blocks == 0
-            assert honest.arrived(other.fetch(honest.space, honest.keys, honest.tokens))
+            assert honest.arrived(other.fetch(FetchRequest(honest.space, honest.tokens), honest.keys))
             with pytest.raises(LinkError):
                 good.give(ann)
             assert cloud.reason("ann-2") is None
 
 
 class Cloud:
-    """What a test of `PeerContract` talks to."""
+    """A node under test."""
 
     def __init__(self, node: Node, service: StoreService, store: TieredStore, engine: Engine) -> None:
         self.node, self.service, self.store, self.engine = node, service, store, engine
@@ -333,9 +344,9 @@ class Cloud:
         return Prompt(self.engine, link.welcome.salt, blocks, seed)
 
     def audited(self) -> None:
-        """Wait until all that was given has been looked at."""
+        """Wait until all blocks are audited."""
         assert self.service.wait_audits(_PATIENCE)
 
     def reason(self, user: str) -> str | None:
-        """Why a user is kept out."""
+        """Return why a user is in quarantine."""
         return self.service.quarantine.reason(user)

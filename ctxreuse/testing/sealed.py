@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView, parse
-from ctxreuse.engines.base import Engine, Live, Logits
-from ctxreuse.keys import ROOT, Tokens, prefix_keys, tenant_salt
+from ctxreuse.block.format import BlockView, parse
+from ctxreuse.engines.base import Context, Engine, Logits
+from ctxreuse.identity.keys import ROOT, Tokens, prefix_keys, tenant_salt
 
 __all__ = ["Sealed", "continuation", "random_tokens", "resume", "seal", "views"]
 
@@ -15,18 +15,18 @@ _SALT = tenant_salt("contract")
 
 
 class Sealed:
-    """A context as bytes: its blocks, the state at each position where it was held, and the keys."""
+    """A context as bytes: its blocks, the state at each position at which one is stored, and the keys."""
 
-    def __init__(self, engine: Engine, live: Live) -> None:
+    def __init__(self, engine: Engine, context: Context) -> None:
         size, space = engine.space.block_tokens, engine.space.digest
-        self.tokens: Tokens = live.tokens.copy()
+        self.tokens: Tokens = context.tokens.copy()
         self.keys = prefix_keys(space, _SALT, self.tokens, size)
-        self.blocks = list(engine.export(live, self.keys, ROOT, 0))
+        self.blocks = list(engine.export(context, self.keys, ROOT, 0))
         self.states: dict[int, npt.NDArray[np.uint8]] = {}
-        for at in live.states:
+        for at in context.states:
             number = at // size - 1
             parent = self.keys[number - 1] if number else ROOT
-            self.states[at] = engine.export_state(live, self.keys[number], parent, at)
+            self.states[at] = engine.export_state(context, self.keys[number], parent, at)
 
 
 def random_tokens(engine: Engine, count: int, seed: int = 0) -> Tokens:
@@ -35,19 +35,19 @@ def random_tokens(engine: Engine, count: int, seed: int = 0) -> Tokens:
     return rng.integers(0, engine.space.vocab_size, count).astype(np.int32)
 
 
-def continuation(engine: Engine, live: Live, logits: Logits, steps: int) -> list[Logits]:
+def continuation(engine: Engine, context: Context, logits: Logits, steps: int) -> list[Logits]:
     """Logits of ``steps`` greedy tokens, one forward each."""
     seen = [logits]
     for _ in range(steps):
-        seen.append(engine.prefill(live, np.array([seen[-1].argmax()], np.int32)))
+        seen.append(engine.prefill(context, np.array([seen[-1].argmax()], np.int32)))
     return seen
 
 
 def seal(engine: Engine, tokens: Tokens) -> Sealed:
     """Prefill tokens into a new context and export it; states are taken at the end only (a block boundary)."""
-    live = engine.start()
-    engine.prefill(live, tokens)
-    return Sealed(engine, live)
+    context = engine.new_context()
+    engine.prefill(context, tokens)
+    return Sealed(engine, context)
 
 
 def views(engine: Engine, sealed: Sealed, end: int) -> tuple[list[BlockView], BlockView | None]:
@@ -57,11 +57,11 @@ def views(engine: Engine, sealed: Sealed, end: int) -> tuple[list[BlockView], Bl
     return blocks, parse(sealed.states[end], space=space.digest) if space.needs_state else None
 
 
-def resume(engine: Engine, sealed: Sealed, end: int, suffix: Tokens) -> tuple[Live, Logits]:
+def resume(engine: Engine, sealed: Sealed, end: int, suffix: Tokens) -> tuple[Context, Logits]:
     """A new context loaded up to ``end``, then ``suffix`` prefilled into it."""
-    live = engine.start()
+    context = engine.new_context()
     blocks, state = views(engine, sealed, end)
-    loading = engine.load(live, blocks, state)
-    logits = engine.prefill(live, suffix)
+    loading = engine.load(context, blocks, state)
+    logits = engine.prefill(context, suffix)
     loading.wait()
-    return live, logits
+    return context, logits

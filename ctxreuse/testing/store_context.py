@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of
-from ctxreuse.keys import ROOT, as_tokens, prefix_keys, tenant_salt
-from ctxreuse.store.base import Reader, WholeStore
+from ctxreuse.block.format import BlockView, BlockWriter, Plane, layout_of
+from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.store.base import Reader, Store
 
 __all__ = ["Context"]
 
@@ -73,7 +73,7 @@ class Context:
             writer.plane(plane.layer, plane.role)[:] = self.keys[i][0] if fill is None else fill
         return writer.seal()
 
-    def fill(self, store: WholeStore, upto: int | None = None) -> int:
+    def fill(self, store: Store, upto: int | None = None) -> int:
         """Put the first ``upto`` blocks (default: all) and flush; returns how many were accepted."""
         accepted = sum(store.put(self.keys[i], self.block(i)) for i in range(len(self) if upto is None else upto))
         store.flush(60)
@@ -83,7 +83,7 @@ class Context:
         """Block ``i`` as this reader sees it."""
         return reader.block(self.keys[i], self.run(i), self.space)
 
-    def intact(self, store: WholeStore, indices: Sequence[int] | None = None) -> bool:
+    def intact(self, store: Store, indices: Sequence[int] | None = None) -> bool:
         """True if these blocks (default: all) can be read and hold what was put."""
         with store.read() as reader:
             for i in range(len(self)) if indices is None else indices:

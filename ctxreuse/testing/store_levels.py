@@ -3,24 +3,27 @@
 ::
 
     class TestMine(StoreLevelsContract):
-        def open(self, folder: Path) -> WholeStore: return MyStore(folder)
+        def open(self, folder: Path) -> Store: return MyStore(folder)
 """
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
-from ctxreuse.block import BlockWriter, Layout, Plane, block_layout, parse, reseal
+from ctxreuse.block.format import BlockWriter, Layout, Plane, block_layout, parse, reseal
+from ctxreuse.block.levels import EXACT, PACKED, family
 from ctxreuse.codec import Codec
-from ctxreuse.levels import EXACT, PACKED, short
-from ctxreuse.model import LayerSpec, ModelSpace
-from ctxreuse.store.base import WholeStore
-from ctxreuse.testing.plain_card import plain_card
+from ctxreuse.identity.model import LayerSpec, ModelSpace
+from ctxreuse.store.base import Store
+from ctxreuse.testing.profiles import plain_profile
 from ctxreuse.testing.store import Context
 
 __all__ = ["SPACE", "CodedContext", "StoreLevelsContract", "codec", "relabelled"]
@@ -66,9 +69,9 @@ class CodedContext(Context):
 
 @lru_cache(maxsize=1)
 def codec() -> Codec:
-    """The codec of `SPACE` with a card for kl-0.05 and kl-0.01."""
+    """The codec of `SPACE` with a profile for kl-0.05 and kl-0.01."""
     context = CodedContext(2)
-    return Codec(SPACE, ("0" * 64, plain_card(SPACE, [parse(context.block(i)) for i in range(2)])))
+    return Codec(SPACE, ("0" * 64, plain_profile(SPACE, [parse(context.block(i)) for i in range(2)])))
 
 
 def relabelled(data: npt.NDArray[np.uint8], level: str) -> npt.NDArray[np.uint8]:
@@ -80,47 +83,47 @@ class StoreLevelsContract(ABC):
     """Tests of one store. Its capacity must hold 64 blocks of 20 KiB."""
 
     @abstractmethod
-    def open(self, folder: Path) -> WholeStore:
-        """The store under test, empty; it encodes nothing by itself."""
+    def open(self, folder: Path) -> Store:
+        """Return the store under test, empty; it must encode nothing by itself."""
 
-    def level_of(self, store: WholeStore, context: CodedContext, i: int, lossy: str | None) -> str | None:
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        """The store under test, closed afterwards."""
+        with contextlib.closing(self.open(tmp_path)) as store:
+            yield store
+
+    def level_of(self, store: Store, context: CodedContext, i: int, max_kl: float | None) -> str | None:
         """The level at which a reader with this permission gets block ``i``; None for a miss."""
-        with store.read(lossy) as reader:
+        with store.read(max_kl) as reader:
             view = context.get(reader, i)
-            return None if view is None else short(view.header.level)
+            return None if view is None else family(view.header.level)
 
-    def test_readers_get_what_they_allow_and_nothing_else(self, tmp_path: Path) -> None:
-        store, context = self.open(tmp_path), CodedContext(5)
-        try:
-            for i, level in enumerate((EXACT, PACKED, "kl-0.01", "approx~kl-0.01", "kl-0.05")):
-                assert store.put(context.keys[i], context.at(i, level))
-            store.flush()
-            for lossy, blocks in ((None, 2), ("kl-0.002", 2), ("kl-0.01", 4), ("kl-0.05", 5), ("nonsense", 1)):
-                assert store.match(context.keys, lossy).blocks == blocks, lossy
-                got = [self.level_of(store, context, i, lossy) for i in range(5)]
-                assert got[:blocks] == [EXACT, PACKED, "kl-0.01", "approx", "kl-0.05"][:blocks], lossy
-                assert not any(got[blocks:]), lossy
-            misses = store.stats().misses
-            assert set(misses) == {"level"}
-            # A miss of this kind is the reader's affair: the block stays.
-            assert store.match(context.keys, "kl-0.05").blocks == 5
-            assert store.stats().levels == {EXACT: 1, PACKED: 1, "kl-0.01": 1, "approx": 1, "kl-0.05": 1}
-            assert [short(entry.level) for entry in store.walk()] == [EXACT, PACKED, "kl-0.01", "approx", "kl-0.05"]
-            store.check()
-        finally:
-            store.close()
+    def test_readers_get_what_they_allow_and_nothing_else(self, store: Store) -> None:
+        context = CodedContext(5)
+        for i, level in enumerate((EXACT, PACKED, "kl-0.01", "approx~kl-0.01", "kl-0.05")):
+            assert store.put(context.keys[i], context.at(i, level))
+        store.flush()
+        for max_kl, blocks in ((None, 2), (0.0, 2), (0.002, 2), (0.01, 4), (0.05, 5)):
+            assert store.match(context.keys, max_kl).blocks == blocks, max_kl
+            got = [self.level_of(store, context, i, max_kl) for i in range(5)]
+            assert got[:blocks] == [EXACT, PACKED, "kl-0.01", "approx", "kl-0.05"][:blocks], max_kl
+            assert not any(got[blocks:]), max_kl
+        misses = store.stats().misses
+        assert set(misses) == {"level"}
+        # A miss of this kind is the reader's affair: the block stays.
+        assert store.match(context.keys, 0.05).blocks == 5
+        assert store.stats().levels == {EXACT: 1, PACKED: 1, "kl-0.01": 1, "approx": 1, "kl-0.05": 1}
+        assert [family(entry.level) for entry in store.walk()] == [EXACT, PACKED, "kl-0.01", "approx", "kl-0.05"]
+        store.check()
 
-    def test_peeking_allows_no_more_than_reading(self, tmp_path: Path) -> None:
-        store, context = self.open(tmp_path), CodedContext(1)
-        try:
-            store.put(context.keys[0], context.at(0, "kl-0.01"))
-            store.flush()
-            for lossy, seen in ((None, False), ("kl-0.01", True)):
-                with store.read(lossy) as reader:
-                    assert (reader.peek(context.keys[0]) is not None) is seen
-            assert not store.stats().misses
-        finally:
-            store.close()
+    def test_peeking_allows_no_more_than_reading(self, store: Store) -> None:
+        context = CodedContext(1)
+        store.put(context.keys[0], context.at(0, "kl-0.01"))
+        store.flush()
+        for max_kl, seen in ((None, False), (0.01, True)):
+            with store.read(max_kl) as reader:
+                assert (reader.peek(context.keys[0]) is not None) is seen
+        assert not store.stats().misses
 
     def test_better_levels_replace_worse_ones_and_never_the_other_way(self, tmp_path: Path) -> None:
         ladder = ("approx~kl-0.05", "kl-0.05", "approx~kl-0.01", "kl-0.01", PACKED)
@@ -132,7 +135,7 @@ class StoreLevelsContract(ABC):
                     assert store.put(context.keys[0], context.at(0, worse))  # accepted as a duplicate
                     assert store.put(context.keys[0], context.at(0, worse), replace=True)
                 store.flush()
-                assert self.level_of(store, context, 0, "kl-0.05") == short(level)
+                assert self.level_of(store, context, 0, 0.05) == family(level)
             assert store.put(context.keys[0], context.block(0))  # no better than packed
             store.flush()
             assert self.level_of(store, context, 0, None) == PACKED
@@ -141,34 +144,28 @@ class StoreLevelsContract(ABC):
         finally:
             store.close()
 
-    def test_states_have_levels_of_their_own(self, tmp_path: Path) -> None:
-        store, context = self.open(tmp_path), CodedContext(3)
-        try:
-            context.fill(store)
-            store.put(context.keys[0], context.state(0), kind="state")
-            store.put(context.keys[1], context.at(1, "kl-0.05", state=True), kind="state")
-            store.flush()
-            assert store.match(context.keys).state_blocks == 1
-            assert store.match(context.keys, "kl-0.05").state_blocks == 2
-            with store.read() as reader:
-                assert reader.state(context.keys[1], context.run(1), context.space) is None
-                assert reader.missed == "level"
-            entry = store.entries(context.keys[1:2])[0]
-            assert entry is not None
-            assert (entry.level, short(entry.state_level)) == (EXACT, "kl-0.05")
-            store.put(context.keys[1], context.state(1), kind="state")
-            store.flush()
-            assert store.match(context.keys).state_blocks == 2
-            store.check()
-        finally:
-            store.close()
+    def test_states_have_levels_of_their_own(self, store: Store) -> None:
+        context = CodedContext(3)
+        context.fill(store)
+        store.put(context.keys[0], context.state(0), kind="state")
+        store.put(context.keys[1], context.at(1, "kl-0.05", state=True), kind="state")
+        store.flush()
+        assert store.match(context.keys).state_blocks == 1
+        assert store.match(context.keys, 0.05).state_blocks == 2
+        with store.read() as reader:
+            assert reader.state(context.keys[1], context.run(1), context.space) is None
+            assert reader.missed == "level"
+        entry = store.entries(context.keys[1:2])[0]
+        assert entry is not None
+        assert (entry.level, family(entry.state_level)) == (EXACT, "kl-0.05")
+        store.put(context.keys[1], context.state(1), kind="state")
+        store.flush()
+        assert store.match(context.keys).state_blocks == 2
+        store.check()
 
-    def test_what_is_no_level_of_a_block_is_refused(self, tmp_path: Path) -> None:
-        store, context = self.open(tmp_path), CodedContext(1)
-        try:
-            for level in ("kl-0.05>kl-0.01@" + "0" * 16, "q8", "approx", "kl-", ""):
-                assert not store.put(context.keys[0], relabelled(context.block(0), level))
-            assert store.stats().refused == {"malformed": 5}
-            assert store.stats().blocks == 0
-        finally:
-            store.close()
+    def test_what_is_no_level_of_a_block_is_refused(self, store: Store) -> None:
+        context = CodedContext(1)
+        for level in ("kl-0.05>kl-0.01@" + "0" * 16, "q8", "approx", "kl-", ""):
+            assert not store.put(context.keys[0], relabelled(context.block(0), level))
+        assert store.stats().refused == {"malformed": 5}
+        assert store.stats().blocks == 0

@@ -1,24 +1,26 @@
-"""Why was this a miss: what every request lacked, what it differed in from earlier ones, and what to do about it."""
+"""Why was this a miss: what each request missed, how it differed from earlier ones, and what to do about it."""
 
-from ctxreuse.why.book import FILE, RequestBook, read_requests
-from ctxreuse.why.difference import Difference, Parting, common_prefix, parting
-from ctxreuse.why.explain import Field, Span, Why, explain
+from ctxreuse.why.difference import Difference, Divergence, divergence
+from ctxreuse.why.explain import explain
+from ctxreuse.why.explanation import Field, PromptSpan, Why
+from ctxreuse.why.log import FILE, OpenRequest, RequestLog, read_requests
 from ctxreuse.why.reasons import REASONS
-from ctxreuse.why.records import About, Part
+from ctxreuse.why.records import MissSpan, PromptPart, RequestInfo
 
 __all__ = [
     "FILE",
     "REASONS",
-    "About",
     "Difference",
+    "Divergence",
     "Field",
-    "Part",
-    "Parting",
-    "RequestBook",
-    "Span",
+    "MissSpan",
+    "OpenRequest",
+    "PromptPart",
+    "PromptSpan",
+    "RequestInfo",
+    "RequestLog",
     "Why",
-    "common_prefix",
+    "divergence",
     "explain",
-    "parting",
     "read_requests",
 ]

@@ -8,10 +8,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ctxreuse.keys import Tokens
-from ctxreuse.why.records import Part
+from ctxreuse.identity.keys import Tokens, common_prefix
+from ctxreuse.why.records import PromptPart
 
-__all__ = ["Decode", "Difference", "Parting", "common_prefix", "part_at", "parting", "wording"]
+__all__ = ["Decode", "Difference", "Divergence", "divergence", "part_at", "wording"]
 
 #: How ids become text; special ids are left out.
 Decode = Callable[[Tokens], str]
@@ -25,7 +25,7 @@ _BEFORE, _BEHIND = 16, 24
 _MOST = 1 << 16
 
 
-class Parting(msgspec.Struct, frozen=True):
+class Divergence(msgspec.Struct, frozen=True):
     """Two lists of ids are equal up to ``at``. ``changed``: both go on; ``grown``: the other one ends there; ``cut``:
     this one does. After ``here`` own and ``there`` other tokens, ``alike`` ones are equal again (0: none)."""
 
@@ -68,24 +68,13 @@ class Difference(msgspec.Struct, frozen=True):
     answer: bool = False
 
 
-def common_prefix(one: Tokens, two: Tokens) -> int:
-    """How many leading ids are equal."""
-    n = min(len(one), len(two))
-    # In steps: most pairs of prompts differ soon.
-    for start in range(0, n, 4096):
-        differ = np.flatnonzero(one[start : min(start + 4096, n)] != two[start : min(start + 4096, n)])
-        if len(differ):
-            return start + int(differ[0])
-    return n
-
-
-def parting(here: Tokens, there: Tokens) -> Parting:
-    """How ``here`` differs from ``there``."""
+def divergence(here: Tokens, there: Tokens) -> Divergence:
+    """Return how ``here`` differs from ``there``."""
     at = common_prefix(here, there)
     if at == len(there):
-        return Parting("grown", at)
+        return Divergence("grown", at)
     if at == len(here):
-        return Parting("cut", at)
+        return Divergence("cut", at)
     best: tuple[int, int] | None = None
     raw = np.ascontiguousarray(there[at : at + _REACH + _ALIKE], "<i4").tobytes()
     for skip in range(min(_REACH, len(here) - at - _ALIKE) + 1):
@@ -98,13 +87,13 @@ def parting(here: Tokens, there: Tokens) -> Parting:
         if best is not None and skip >= sum(best):
             break
     if best is None:
-        return Parting("changed", at, len(here) - at, len(there) - at)
+        return Divergence("changed", at, len(here) - at, len(there) - at)
     alike = common_prefix(here[at + best[0] :], there[at + best[1] :])
-    return Parting("changed", at, *best, alike)
+    return Divergence("changed", at, *best, alike)
 
 
-def part_at(parts: Sequence[Part], token: int) -> tuple[int, str, int]:
-    """Number (from 1) and name of the part that ``token`` is in, and where that part begins."""
+def part_at(parts: Sequence[PromptPart], token: int) -> tuple[int, str, int]:
+    """Return the number (from 1) and name of the part that ``token`` is in, and where that part begins."""
     start = 0
     for number, part in enumerate(parts, 1):
         if token < part.end:
@@ -114,7 +103,7 @@ def part_at(parts: Sequence[Part], token: int) -> tuple[int, str, int]:
 
 
 def wording(
-    found: Parting, here: Tokens, there: Tokens, start: int, name: str, decode: Decode
+    found: Divergence, here: Tokens, there: Tokens, start: int, name: str, decode: Decode
 ) -> tuple[int | None, str, str, str, int, int]:
     """(character, before, here, there, changed, other_changed) of a `Difference`; the part is ``name``, from ``start``.
 

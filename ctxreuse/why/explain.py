@@ -1,4 +1,4 @@
-"""From what is remembered of a request to an explanation of its misses: reasons, the first difference, advice."""
+"""Explains the misses of a logged request: reasons, the first difference from an earlier one, advice."""
 
 from __future__ import annotations
 
@@ -10,94 +10,50 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import SessionError
-from ctxreuse.keys import Tokens
-from ctxreuse.model import ModelSpace
-from ctxreuse.store.gone import SHORT, Gone
-from ctxreuse.why.book import RequestBook
-from ctxreuse.why.difference import Decode, Difference, part_at, parting, wording
-from ctxreuse.why.lacking import shared_blocks
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.store.removals import SHORT_KEY
+from ctxreuse.store.types import Removal
+from ctxreuse.why.difference import Decode, Difference, divergence, part_at, wording
+from ctxreuse.why.explanation import Field, PromptSpan, Why
+from ctxreuse.why.log import RequestLog
+from ctxreuse.why.misses import shared_blocks
 from ctxreuse.why.reasons import advise, because, say
-from ctxreuse.why.records import Entry, Part
+from ctxreuse.why.records import LoggedEntry, PromptPart
 
-__all__ = ["Field", "Span", "Why", "explain"]
+__all__ = ["explain"]
 
 # Requests that are looked at closely, and ids of each by which they are compared where no block is shared.
 _CLOSE, _LOOK = 24, 512
 _FIELDS = {"layers": "layers and pages", "block_tokens": "page length", "rope": "RoPE", "dtype": "KV type"}
 
 
-class Span(msgspec.Struct, frozen=True):
-    """Tokens ``start`` to ``end`` of the prompt. ``reason``: "" if they were reused, ``tail`` for what fills no block
-    (never reused), else why they were computed (see `ctxreuse.why.reasons`). ``at``: when they had left the store
-    (seconds since 1970; 0: they had not), ``rule``: by which rule or for what cause, ``by``: the request that needed
-    the room, if it is known and of the same tenant. ``text``: all this in a sentence."""
-
-    start: int
-    end: int
-    reason: str
-    at: float = 0.0
-    rule: str = ""
-    by: str = ""
-    text: str = ""
-
-
-class Field(msgspec.Struct, frozen=True):
-    """A property of the model space that differs: ``here`` of this request's, ``there`` of the other's."""
-
-    name: str
-    here: str
-    there: str
-
-
-class Why(msgspec.Struct, frozen=True):
-    """Why a request reused what it did and no more. ``reason``: of the first block that had to be computed; "" if all
-    blocks were reused. ``spans`` cover the prompt. ``difference``: from the request that it has most in common with.
-    ``fields``: where the same text was computed in another model space, what differs. ``text``: the whole in
-    sentences, ``advice``: what to do about it ("": nothing). ``at``: seconds since 1970. ``moved``, ``mended``
-    and ``gate``: of reuse at other positions, see `ctxreuse.runtime.Usage`."""
-
-    request: str
-    at: float
-    session: str
-    space: str
-    prompt_tokens: int
-    cached_tokens: int
-    by_source: dict[str, int]
-    reason: str
-    spans: tuple[Span, ...]
-    parts: tuple[Part, ...] = ()
-    difference: Difference | None = None
-    fields: tuple[Field, ...] = ()
-    text: str = ""
-    advice: str = ""
-    moved: int = 0
-    mended: int = 0
-    gate: str = ""
-
-
 def explain(
-    book: RequestBook,
+    log: RequestLog,
     request: str = "",
     *,
     session: str = "",
     tenant: bytes | None = None,
     decode: Decode | None = None,
     others: bool = False,
-    emptied: Gone | None = None,
+    emptied: Removal | None = None,
 ) -> Why:
-    """Explain one request of ``book``: that of an id, or the last one (of a ``session``).
+    """Explain one request of ``log``: that of an id, or the last one (of a ``session``).
 
-    ``tenant``: whose requests the asker may see, as `RequestBook.tenant` names it (None: all). ``decode``: how ids
+    ``tenant``: whose requests the asker may see, as `RequestLog.tenant` names it (None: all). ``decode``: how ids
     become text (None: no words are shown). ``others``: the asker may know that another tenant has computed the same;
     more than that is never said of it. ``emptied``: when the whole store was last lost, if it was. Takes some
     milliseconds. Raises SessionError if there is no such request, or none that the asker may see.
     """
-    entry = book.get(request, tenant) if request else book.last(session, tenant)
+    entry = log.get(request, tenant) if request else log.last(session, tenant)
     if entry is None:
         what = f"no request {request!r} is remembered" if request else "no request is remembered"
-        raise SessionError(what, fix="Only the last ones are; `ctxreuse why --last` explains the newest")
-    entry = book.settled(entry)
-    before = [e for e in book.every() if e is not entry and e.at <= entry.at and e.request != entry.request]
+        fix = "Send a request to the daemon of this store first; --path names another store"
+        if log.last("", tenant) is not None:
+            fix = "Only recent ones are; `ctxreuse why --last` explains the newest"
+        raise SessionError(what, fix=f"{fix}. Deleting a context or session forgets its requests")
+    entry = log.settled(entry)
+    before = [e for e in log.entries() if e is not entry and e.at <= entry.at and e.request != entry.request]
     mine = [e for e in before if e.tenant == entry.tenant]
     same = [e for e in mine if e.space == entry.space]
     reason, fields = entry.why, tuple[Field, ...]()
@@ -106,38 +62,39 @@ def explain(
     if reason in ("new", "space") and not (nearest and shared_blocks(entry, nearest)):
         twin = next((e for e in reversed(mine) if e.space != entry.space and _alike(e, entry)), None)
         if twin is not None:
-            reason, fields = "space", _fields(book.space(entry.space), book.space(twin.space))
+            reason, fields = "space", _fields(log.space(entry.space), log.space(twin.space))
         elif others and any(e.tenant != entry.tenant and _alike(e, entry) for e in before):
             reason = "tenant"
     if nearest is not None and reason not in ("space", "tenant"):
         difference = _difference(entry, nearest, decode)
-    spans = _spans(entry, reason, book, emptied)
+    spans = _spans(entry, reason, log, emptied)
     text = say(entry, reason, spans, difference, fields)
     return Why(
         entry.request, entry.at, entry.session, entry.space.hex()[:16], entry.tokens, entry.cached, entry.by_source,
-        reason, spans, entry.parts, difference, fields, text, advise(reason, difference, spans), entry.moved,
-        entry.mended, entry.gate,
+        reason, spans, entry.parts, difference, fields, text, advise(reason, difference, spans), entry.relocated,
+        entry.recomputed, entry.gate_decision,
     )  # fmt: skip
 
 
-def _alike(one: Entry, two: Entry) -> bool:
+def _alike(one: LoggedEntry, two: LoggedEntry) -> bool:
     """True if they begin alike whatever model and tenant they are of."""
     return bool(
-        (one.mark and one.mark == two.mark and one.unit == two.unit) or (one.opening and one.opening == two.opening)
+        (one.first_block and one.first_block == two.first_block and one.unit == two.unit)
+        or (one.first_message and one.first_message == two.first_message)
     )
 
 
-def _nearest(entry: Entry, before: Sequence[Entry]) -> Entry | None:
+def _nearest(entry: LoggedEntry, before: Sequence[LoggedEntry]) -> LoggedEntry | None:
     """The request that has most in common with ``entry``: the longest beginning, then the same words and session."""
     ranked = sorted(before, key=lambda e: (shared_blocks(entry, e), e.session == entry.session != "", e.at))[-_CLOSE:]
     most = shared_blocks(entry, ranked[-1]) if ranked else 0
     close = [e for e in ranked if shared_blocks(entry, e) == most]
-    best: tuple[float, Entry] | None = None
+    best: tuple[float, LoggedEntry] | None = None
     for other in close:
         likeness = 0.0
         if entry.ids and other.ids:
             here, there = _prompt(entry), other.numbers
-            found = parting(here, there)
+            found = divergence(here, there)
             ahead = slice(found.at, found.at + _LOOK)
             likeness = found.at + len(np.intersect1d(here[ahead], there[ahead])) + found.alike
         likeness += 64 * (other.session == entry.session != "")
@@ -146,21 +103,21 @@ def _nearest(entry: Entry, before: Sequence[Entry]) -> Entry | None:
     return None if best is None else best[1]
 
 
-def _prompt(entry: Entry) -> Tokens:
+def _prompt(entry: LoggedEntry) -> Tokens:
     return entry.numbers[: entry.tokens]
 
 
-def _difference(entry: Entry, other: Entry, decode: Decode | None) -> Difference:
-    parts, seconds = entry.parts or (Part("prompt", entry.tokens),), max(0.0, entry.at - other.at)
+def _difference(entry: LoggedEntry, other: LoggedEntry, decode: Decode | None) -> Difference:
+    parts, seconds = entry.parts or (PromptPart("prompt", entry.tokens),), max(0.0, entry.at - other.at)
     if not (entry.ids and other.ids):
         at = shared_blocks(entry, other) * entry.unit
-        ended = at >= len(other.keys) // SHORT * entry.unit
+        ended = at >= len(other.keys) // SHORT_KEY * entry.unit
         number, name, start = part_at(parts, min(at, entry.tokens - 1))
         kind: Literal["changed", "grown", "cut"] = "grown" if ended else "changed"
         kind = "cut" if not ended and at >= (entry.tokens - 1) // entry.unit * entry.unit else kind
         return Difference(kind, other.request, seconds, at, False, number, name, max(0, at - start))
     here, there = _prompt(entry), other.numbers
-    found = parting(here, there)
+    found = divergence(here, there)
     number, name, start = part_at(parts, min(found.at, entry.tokens - 1))
     answer = found.kind == "changed" and found.at >= other.tokens
     words: tuple[int | None, str, str, str, int, int] = (None, "", "", "", 0, 0)
@@ -172,35 +129,35 @@ def _difference(entry: Entry, other: Entry, decode: Decode | None) -> Difference
     )  # fmt: skip
 
 
-def _spans(entry: Entry, reason: str, book: RequestBook, emptied: Gone | None) -> tuple[Span, ...]:
-    spans: list[Span] = []
+def _spans(entry: LoggedEntry, reason: str, log: RequestLog, emptied: Removal | None) -> tuple[PromptSpan, ...]:
+    spans: list[PromptSpan] = []
     at = 0
-    for lack in entry.lacks:
-        if lack.start > at:
-            spans.append(Span(at, lack.start, "", text="reused"))
-        why = reason if lack.reason in ("new", "space") and reason in ("space", "tenant") else lack.reason
-        left, rule = lack.at, lack.rule
+    for miss in entry.misses:
+        if miss.start > at:
+            spans.append(PromptSpan(at, miss.start, "", text="reused"))
+        why = reason if miss.reason in ("new", "space") and reason in ("space", "tenant") else miss.reason
+        left, rule = miss.at, miss.rule
         if why == "lost" and emptied is not None and emptied.at <= entry.at:
             left, rule = emptied.at, emptied.why
-        by = _whose(entry, lack.by, book)
-        spans.append(Span(lack.start, lack.end, why, left, rule, by, because(why, left, rule, by)))
-        at = lack.end
+        by = _whose(entry, miss.by, log)
+        spans.append(PromptSpan(miss.start, miss.end, why, left, rule, by, because(why, left, rule, by)))
+        at = miss.end
     if at < entry.tokens:
-        spans.append(Span(at, entry.tokens, "", text="reused"))
+        spans.append(PromptSpan(at, entry.tokens, "", text="reused"))
     return tuple(spans)
 
 
-def _whose(entry: Entry, key: bytes, book: RequestBook) -> str:
+def _whose(entry: LoggedEntry, key: bytes, log: RequestLog) -> str:
     """The request of the same tenant that a block belongs to; what others made room for is not said."""
     if not key:
         return ""
-    mine = (e for e in book.every() if e.tenant == entry.tenant)
+    mine = (e for e in log.entries() if e.tenant == entry.tenant)
     return next((e.request for e in mine if _has(e.keys, key)), "")
 
 
 def _has(keys: bytes, key: bytes) -> bool:
     at = keys.find(key)
-    while at > 0 and at % SHORT:
+    while at > 0 and at % SHORT_KEY:
         at = keys.find(key, at + 1)
     return at >= 0
 

@@ -1,4 +1,4 @@
-"""What is remembered of a request, so that it and later ones can explain their misses."""
+"""What is logged of a request, so that it and later ones can explain their misses."""
 
 from __future__ import annotations
 
@@ -9,37 +9,44 @@ import msgspec
 import numpy as np
 
 from ctxreuse.errors import FormatError
-from ctxreuse.keys import Tokens
-from ctxreuse.model import ModelSpace
-from ctxreuse.store.gone import SHORT
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.store.removals import SHORT_KEY
 
-__all__ = ["About", "Entry", "Head", "Lack", "Part", "decoded", "encoded"]
+__all__ = ["LogHead", "LoggedEntry", "MissSpan", "PromptPart", "RequestInfo", "decoded", "encoded"]
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class PromptPart(msgspec.Struct, frozen=True, array_like=True):
     """One part of a prompt: its ``name`` (a role, or what its caller calls it) and the token position where it ends."""
 
     name: str
     end: int
 
 
-class About(msgspec.Struct, frozen=True):
-    """What a caller says of a request. ``request``: its id ("": one is made); ``alias``: another name for it;
-    ``session``: the conversation it belongs to; ``parts``: of the prompt, in order (none: it is one part); ``opening``:
-    the text of the first one, by which it is known to models with other tokenizers; of it only a keyed hash is kept."""
+class RequestInfo(msgspec.Struct, frozen=True, rename={"client_id": "alias", "first_message": "opening"}):
+    """What a caller says of a request.
+
+    Attributes:
+        request: its id ("": one is made).
+        client_id: another id for it, by its client.
+        session: the conversation it belongs to.
+        parts: of the prompt, in order (none: it is one part).
+        first_message: the text of the first part, by which the request is recognised in other model spaces; only a
+            keyed hash of it is kept.
+    """
 
     request: str = ""
-    alias: str = ""
+    client_id: str = ""
     session: str = ""
-    parts: tuple[Part, ...] = ()
-    opening: str = ""
+    parts: tuple[PromptPart, ...] = ()
+    first_message: str = ""
 
 
-class Lack(msgspec.Struct, frozen=True, array_like=True):
+class MissSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens ``start`` to ``end`` were computed, because of ``reason`` (see `ctxreuse.why.reasons`).
 
-    ``at``, ``rule``, ``by``: when what was held had left, by which rule, and the beginning of a key for which room was
-    made then; 0 and "" where that is not so.
+    ``at``, ``rule``, ``by``: when the stored block was removed, by which rule, and the beginning of the key that needed
+    the room; 0 and "" where it was not.
     """
 
     start: int
@@ -50,15 +57,28 @@ class Lack(msgspec.Struct, frozen=True, array_like=True):
     by: bytes = b""
 
 
-class Entry(msgspec.Struct, array_like=True, tag="request"):
-    """One request. ``keys``: the first 8 bytes of each of its prefix keys, answer included; ``ids``: all token ids,
-    little-endian int32, or nothing where texts are not kept; ``mark`` and ``opening``: keyed hashes of its first
-    block's ids and of its first part's text, which are the same in all model spaces and for all tenants. ``tenant``: a
-    hash. ``at``: seconds since 1970. ``unit``: tokens of a block. ``moved``, ``mended``, ``gate``: see
-    `ctxreuse.runtime.Usage`."""
+class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
+    """One logged request.
+
+    Attributes:
+        request, client_id, session: see `RequestInfo`.
+        at: seconds since 1970.
+        tenant: a hash.
+        space: digest of the model space.
+        unit: tokens of a block.
+        tokens, cached, by_source: of the prompt, see `TokenUsage`.
+        why: see ``Usage.why``.
+        lossy: the name of the request's ``max_kl``; None: exact KV only.
+        parts, misses: of the prompt.
+        first_block, first_message: keyed hashes of the first block's ids and of the first part's text, equal in all
+            model spaces and for all tenants.
+        keys: the first 8 bytes of each prefix key, answer included.
+        ids: all token ids, little-endian int32; empty where texts are not kept.
+        relocated, recomputed, gate_decision: see `Usage`.
+    """
 
     request: str
-    alias: str
+    client_id: str
     session: str
     at: float
     tenant: bytes
@@ -69,20 +89,20 @@ class Entry(msgspec.Struct, array_like=True, tag="request"):
     by_source: dict[str, int]
     why: str
     lossy: str | None
-    parts: tuple[Part, ...]
-    lacks: tuple[Lack, ...]
-    mark: bytes
-    opening: bytes
+    parts: tuple[PromptPart, ...]
+    misses: tuple[MissSpan, ...]
+    first_block: bytes
+    first_message: bytes
     keys: bytes = b""
     ids: bytes = b""
-    moved: int = 0
-    mended: int = 0
-    gate: str = ""
+    relocated: int = 0
+    recomputed: int = 0
+    gate_decision: str = ""
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory, about."""
-        return 1000 + len(self.keys) + len(self.ids) + 100 * (len(self.parts) + len(self.lacks))
+        """Approximate bytes in memory."""
+        return 1000 + len(self.keys) + len(self.ids) + 100 * (len(self.parts) + len(self.misses))
 
     @property
     def numbers(self) -> Tokens:
@@ -90,30 +110,32 @@ class Entry(msgspec.Struct, array_like=True, tag="request"):
         return np.frombuffer(self.ids, "<i4")
 
     def named(self, name: str) -> bool:
-        """True if it is called so."""
-        return bool(name) and name in (self.request, self.alias)
+        """Return True if ``name`` is one of its ids."""
+        return bool(name) and name in (self.request, self.client_id)
 
 
-class Head(msgspec.Struct, array_like=True, tag="head"):
+class LogHead(msgspec.Struct, array_like=True, tag="head"):
     """What the requests in a file refer to: the key of their marks, and the model spaces that computed them."""
 
     secret: bytes
     spaces: tuple[ModelSpace, ...] = ()
 
 
-_record = msgspec.msgpack.Decoder(Entry | Head)
+_record = msgspec.msgpack.Decoder(LoggedEntry | LogHead)
 
 
-def encoded(record: Entry | Head) -> bytes:
-    """As it stands in a file."""
+def encoded(record: LoggedEntry | LogHead) -> bytes:
+    """Its bytes in a file."""
     return msgspec.msgpack.encode(record)
 
 
-def decoded(raw: bytes, path: Path) -> Entry | Head:
-    """Read back. Raises FormatError, with advice, for what this version did not write."""
+def decoded(raw: bytes, path: Path) -> LoggedEntry | LogHead:
+    """Read a record. Raises FormatError, with advice, for bytes that this version did not write."""
     try:
-        record: Entry | Head = _record.decode(raw)
-        fault = _fault(record) if isinstance(record, Entry) else "" if len(record.secret) == 16 else "a short secret"
+        record: LoggedEntry | LogHead = _record.decode(raw)
+        fault = (
+            _fault(record) if isinstance(record, LoggedEntry) else "" if len(record.secret) == 16 else "a short secret"
+        )
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError) as error:
         fault = str(error)
     if fault:
@@ -122,22 +144,26 @@ def decoded(raw: bytes, path: Path) -> Entry | Head:
     return record
 
 
-def _fault(entry: Entry) -> str:
-    """What no request can be like; "" if it can."""
+def _fault(entry: LoggedEntry) -> str:
+    """What is impossible about an entry; "" if nothing is."""
     n, ends = entry.tokens, [0, *(part.end for part in entry.parts)]
-    spans = [edge for lack in entry.lacks for edge in (lack.start, lack.end)]
+    spans = [edge for miss in entry.misses for edge in (miss.start, miss.end)]
     if not (1 <= entry.unit <= 1 << 20 and 0 <= entry.cached <= n <= 1 << 31 and math.isfinite(entry.at)):
         return "a number out of range"
     if ends != sorted(ends) or ends[-1] > n or any(part.end < 1 for part in entry.parts):
         return "parts out of order"
     if spans != sorted(spans) or any(not 0 <= edge <= n for edge in spans):
         return "spans out of order"
-    if len(entry.keys) % SHORT or len(entry.ids) % 4 or {len(entry.mark), len(entry.opening)} - {0, SHORT}:
+    if (
+        len(entry.keys) % SHORT_KEY
+        or len(entry.ids) % 4
+        or {len(entry.first_block), len(entry.first_message)} - {0, SHORT_KEY}
+    ):
         return "keys or ids of another size"
-    if min(entry.moved, entry.mended) < 0 or entry.moved > entry.cached:
-        return "more moved than reused"
+    if min(entry.relocated, entry.recomputed) < 0 or entry.relocated > entry.cached:
+        return "more relocated than reused"
     if entry.ids and (len(entry.ids) < 4 * n or int(entry.numbers.min()) < 0):
-        return "ids that are none"
-    if any(not math.isfinite(lack.at) for lack in entry.lacks):
-        return "a time that is none"
+        return "ids out of range"
+    if any(not math.isfinite(miss.at) for miss in entry.misses):
+        return "a time that is not finite"
     return ""

@@ -1,17 +1,18 @@
-"""The command ``ctxreuse-edge``: run the daemon of this device, or talk to the one that runs."""
+"""The command ``ctxreuse-edge``: run the daemon of this device, or control the running one."""
 
 from __future__ import annotations
 
-import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
+from ctxreuse.cli.common import Json, ProgressBars, Url, app_of, daemon_client, load_settings, print_json, print_rows
 from ctxreuse.cli.errors import run
 
 if TYPE_CHECKING:
-    from ctxreuse.config import Settings
     from ctxreuse.daemon.client import Client
 
 __all__ = ["app", "main"]
@@ -20,45 +21,31 @@ _EXAMPLES = """[bold]Examples[/bold]
 
 ctxreuse-edge serve                                    on 127.0.0.1:7351, model and store of the settings
 
-ctxreuse-edge serve --cloud tcp://127.0.0.1:7353       also ask a cloud for contexts
+ctxreuse-edge serve --cloud tcp://127.0.0.1:7353       also fetch contexts from a cloud
 
 ctxreuse-edge serve --cloud tcp://cloud.example:7353 --cloud-key cloud.pub --bus-key laptop
 
 ctxreuse-edge serve --record traffic.jsonl             for `ctxreuse replay`: hashes and counts, no text
 
-ctxreuse-edge status                                   how does it stand?
+ctxreuse-edge status                                   state of the running daemon
 
-ctxreuse-edge pin manual                               keep that context's KV
+ctxreuse-edge pin manual                               protect a context's KV from eviction
 
 curl 127.0.0.1:7351/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
-Settings are those of `ctxreuse config show`; each has a variable too, CTXREUSE_SECTION__NAME.
+Settings: see `ctxreuse config show`; each can be set by CTXREUSE_SECTION__NAME, too.
 """
 
-app = typer.Typer(
-    name="ctxreuse-edge",
-    help="The daemon of a device: one model, one store, an OpenAI-compatible API for local programs.",
-    epilog=_EXAMPLES,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = app_of(
+    "ctxreuse-edge",
+    "The daemon of a device: one model, one store, an OpenAI-compatible API for local programs.",
+    _EXAMPLES,
 )
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-_Url = Annotated[str, typer.Option("--url", metavar="URL", help="The daemon's address; else found by its store.")]
+# Seconds between rounds of sync, and without progress after which the rest is left to the daemon.
+_ROUND, _STALLED = 0.2, 15.0
+
 _Name = Annotated[str, typer.Argument(help="Name or id of a context.")]
-
-
-@app.callback()
-def root(
-    ctx: typer.Context,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="Read settings from FILE instead of the default one.")
-    ] = None,
-) -> None:
-    """The daemon of a device."""
-    ctx.obj = config
 
 
 @app.command(epilog=_EXAMPLES)
@@ -67,12 +54,15 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on (edge.host).")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0: any free one (edge.port).")] = None,
     store: Annotated[str | None, typer.Option(metavar="DIR", help="Folder of the store (store.path).")] = None,
-    model: Annotated[str | None, typer.Option(help="Model name or Hugging Face folder (engine.model).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name, Hugging Face folder or GGUF file (engine.model).")
+    ] = None,
     cloud: Annotated[
-        list[str] | None, typer.Option(metavar="ENDPOINT", help="A cloud to ask, in place of bus.clouds; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="ENDPOINT", help="A cloud to fetch from, in place of bus.clouds; repeatable."),
     ] = None,
     cloud_key: Annotated[
-        str, typer.Option(metavar="KEY|FILE|NAME", help="The public key of what --cloud names; none: plain.")
+        str, typer.Option(metavar="KEY|FILE|NAME", help="Public key of the --cloud; none: unencrypted.")
     ] = "",
     bus_key: Annotated[
         str | None, typer.Option(metavar="FILE|NAME", help="This device's secret key (bus.key_file).")
@@ -80,11 +70,13 @@ def serve(
     record: Annotated[
         str | None, typer.Option(metavar="FILE", help="Record requests as hashes and counts (edge.record).")
     ] = None,
-    drain: Annotated[str | None, typer.Option(help="How long answers may take on SIGTERM (edge.drain).")] = None,
+    drain: Annotated[
+        str | None, typer.Option(help="Time for running requests to finish on SIGTERM (edge.drain).")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json (log.format).")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (log.level).")] = None,
 ) -> None:
-    """Run the daemon until SIGTERM or Ctrl-C; a second one does not wait for answers under way."""
+    """Run the daemon until SIGTERM or Ctrl-C; a second signal cancels running requests."""
     from ctxreuse.daemon import logs
 
     flags: dict[str, Any] = {
@@ -99,7 +91,7 @@ def serve(
         "bus.clouds": [{"endpoint": endpoint, "server_key": cloud_key} for endpoint in cloud] if cloud else None,
         "bus.key_file": bus_key,
     }
-    settings = _settings(ctx, flags)
+    settings = load_settings(ctx, flags)
     logs.setup(settings.log.format, settings.log.level)
     from ctxreuse_edge.app import serve as run_daemon
 
@@ -107,11 +99,11 @@ def serve(
 
 
 @app.command()
-def status(ctx: typer.Context, url: _Url = "", json: _Json = False) -> None:
-    """Show the running daemon: model, store, requests, where tokens came from, clouds."""
+def status(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
+    """Show the running daemon: model, store, requests, tokens by source, clouds."""
     found = _client(ctx, url).call("GET", "/api/status")
     if json:
-        _print_json(found)
+        print_json(found)
         return
     from ctxreuse.units import rounded_bytes, rounded_duration
 
@@ -121,40 +113,43 @@ def status(ctx: typer.Context, url: _Url = "", json: _Json = False) -> None:
     rows = [
         ("daemon", f"process {found['pid']}, up {rounded_duration(found['seconds'])}, version {found['version']}"),
         ("model", f"{found['model']['id']} ({found['model']['space'][:16]})"),
+        ("engine", _engine(found["engine"])),
         ("store", f"{found['store']['path']}" + ("" if found["store"]["durable"] else " (in memory only!)")),
         ("KV", f"{stats['tokens']:,} tokens, {rounded_bytes(stats['nbytes'])} of {rounded_bytes(stats['capacity'])}"),
-        ("live", f"{found['live']['contexts']} contexts, {rounded_bytes(found['live']['bytes'])}"),
+        ("memory", f"{found['live']['contexts']} contexts, {rounded_bytes(found['live']['bytes'])}"),
         ("named", f"{found['contexts']:,} contexts"),
-        ("requests", f"{found['requests']['held']} of {found['requests']['most']} places taken"),
+        ("requests", f"{found['requests']['running']} running or queued, {found['requests']['limit']} at most"),
         ("prompts", f"{total:,} tokens, {reused:,} of them reused: " + _counts(tokens)),
     ]
+    if stats["unwritten"] or stats["failing"]:
+        what = "full or failing: " if stats["failing"] else ""
+        rows.insert(5, ("disk", f"{what}{rounded_bytes(stats['unwritten_bytes'])} of KV in memory only, tried again"))
     rows += [("cloud", f"{cloud['name']}: {cloud['state']}") for cloud in found["clouds"]]
-    for name, value in rows:
-        typer.echo(f"{name:<9}{value}")
+    print_rows(rows)
 
 
 @app.command()
 def ls(
     ctx: typer.Context,
-    url: _Url = "",
+    url: Url = "",
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many, newest first.")] = 50,
-    json: _Json = False,
+    json: Json = False,
 ) -> None:
     """List named contexts."""
     found = _client(ctx, url).call("GET", f"/api/contexts?limit={limit}")
     if json:
-        _print_json(found)
+        print_json(found)
         return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("context", "id", box=None, header_style="bold", pad_edge=False)
-    for column in ("turns", "tokens", "held"):
+    for column in ("turns", "tokens", "cached"):
         table.add_column(column, justify="right")
     table.add_column("pinned")
     for c in found["contexts"]:
-        counts = (str(c["turns"]), f"{c['tokens']:,}", f"{c['held']:,}")
+        counts = (str(c["turns"]), f"{c['tokens']:,}", f"{c['cached_tokens']:,}")
         table.add_row(escape(c["name"]), c["id"][:8], *counts, "yes" if c["pinned"] else "")
     Console().print(table)
     if found["total"] > len(found["contexts"]):
@@ -165,70 +160,51 @@ def ls(
 def pin(
     ctx: typer.Context,
     name: _Name,
-    url: _Url = "",
-    undo: Annotated[bool, typer.Option("--undo", help="Let it be evicted like everything else.")] = False,
+    url: Url = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Remove the protection.")] = False,
 ) -> None:
-    """Compute a context's KV and hold eviction off it."""
-    found = _client(ctx, url).call("POST", f"/api/contexts/{_quoted(name)}/{'unpin' if undo else 'pin'}")["context"]
+    """Compute a context's KV and protect it from eviction."""
+    found = _client(ctx, url).call("POST", f"/api/contexts/{quote(name, safe='')}/{'unpin' if undo else 'pin'}")[
+        "context"
+    ]
     state = "pinned" if found["pinned"] else "not pinned"
-    typer.echo(f"{found['name']}: {state}, {found['held']:,} of {found['tokens']:,} tokens held")
+    typer.echo(f"{found['name']}: {state}, {found['cached_tokens']:,} of {found['tokens']:,} tokens cached")
 
 
 @app.command()
-def rm(ctx: typer.Context, name: _Name, url: _Url = "") -> None:
-    """Delete a context: its text, and the KV that no other context shares."""
-    found = _client(ctx, url).call("DELETE", f"/api/contexts/{_quoted(name)}")
-    typer.echo(f"{name} is deleted, and {found['blocks']:,} blocks of KV with it")
+def rm(ctx: typer.Context, name: _Name, url: Url = "") -> None:
+    """Delete a context: its text, and KV that no other context shares."""
+    found = _client(ctx, url).call("DELETE", f"/api/contexts/{quote(name, safe='')}")
+    typer.echo(f"{name} deleted, with {found['blocks']:,} blocks of KV")
 
 
 @app.command()
-def sync(ctx: typer.Context, url: _Url = "", json: _Json = False) -> None:
-    """Give the clouds now what they lack, and show how much that is."""
+def sync(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
+    """Send the clouds the contexts they miss, now, and show progress; ends when nothing is pending."""
     client = _client(ctx, url)
-    found = {"sync": client.call("POST", "/api/sync"), "clouds": client.call("GET", "/api/status")["clouds"]}
+    found = {"sync": _sync_all(client), "clouds": client.call("GET", "/api/status")["clouds"]}
     if json:
-        _print_json(found)
+        print_json(found)
         return
     if not found["clouds"]:
-        typer.echo("No cloud is set: name one with `serve --cloud` or in [[bus.clouds]]")
+        typer.echo("No cloud is configured: add one with `serve --cloud` or in [[bus.clouds]]")
     from ctxreuse.units import rounded_bytes
 
     for link in found["sync"]["links"]:
-        given, lacking = rounded_bytes(link["sent_bytes"]), rounded_bytes(link["pending_bytes"])
+        sent, pending = rounded_bytes(link["sent_bytes"]), rounded_bytes(link["pending_bytes"])
         typer.echo(
-            f"{link['name']}: {link['state']}, {link['sent_blocks']:,} blocks ({given}) given since the start, "
-            f"{link['pending_blocks']:,} ({lacking}) to go"
+            f"{link['name']}: {link['state']}, {link['sent_blocks']:,} blocks ({sent}) sent since the start, "
+            f"{link['pending_blocks']:,} ({pending}) pending"
         )
 
 
 @app.command()
-def doctor(ctx: typer.Context, url: _Url = "", json: _Json = False) -> None:
-    """Look at this machine, its store, and the daemon if one runs; exits with 1 if anything is broken."""
-    import msgspec
+def doctor(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
+    """Check this machine, its store, and the daemon if one runs; exits with 1 if anything is broken."""
+    from ctxreuse.cli.doctor import report_findings
+    from ctxreuse_edge.checks import check_edge
 
-    from ctxreuse.doctor import Finding, examine
-    from ctxreuse.errors import CtxReuseError
-
-    findings = examine(ctx.obj)
-    try:
-        client = _client(ctx, url)
-        found = client.call("GET", "/api/status")
-        findings.append(Finding("daemon", "address", "ok", client.url))
-        durable = found["store"]["durable"]
-        fix = "" if durable else "Its log says why the store did not open"
-        findings.append(Finding("daemon", "store", "ok" if durable else "slow", found["store"]["path"], fix))
-        for cloud in found["clouds"]:
-            state = {"up": "ok", "down": "missing"}.get(cloud["state"], "broken")
-            findings.append(msgspec.convert(("daemon", cloud["name"], state, cloud["state"]), Finding))
-    except CtxReuseError as error:
-        findings.append(Finding("daemon", "running", "missing", error.what, error.fix))
-    broken = any(finding.status == "broken" for finding in findings)
-    if json:
-        _print_json({"healthy": not broken, "findings": findings})
-    else:
-        for f in findings:
-            typer.echo(f"{f.area:<9}{f.name:<18}{f.status:<8} {f.value}" + (f"  ({f.fix})" if f.fix else ""))
-    raise typer.Exit(int(broken))
+    report_findings(check_edge(ctx.find_root().obj, lambda: _client(ctx, url)), json=json)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -236,37 +212,36 @@ def main(args: Sequence[str] | None = None) -> None:
     run(app, "ctxreuse-edge", args)
 
 
-def _settings(ctx: typer.Context, flags: dict[str, Any] | None = None) -> Settings:
-    from ctxreuse.config import load
-
-    return load(ctx.find_root().obj, flags=flags).settings
+def _sync_all(client: Client) -> dict[str, Any]:
+    """Repeat rounds of sync until no block is pending on a link that is up, or nothing changes any more."""
+    last, seconds = (0, 0), time.monotonic()
+    with ProgressBars() as bars:
+        while True:
+            found: dict[str, Any] = client.call("POST", "/api/sync")
+            links = found["links"]
+            sent = sum(link["sent_blocks"] for link in links)
+            pending = sum(link["pending_blocks"] for link in links if link["state"] == "up")
+            bars.advance("sending", sent, sent + pending)
+            if (sent, pending) != last:
+                last, seconds = (sent, pending), time.monotonic()
+            if not pending or time.monotonic() - seconds > _STALLED:
+                return found
+            time.sleep(_ROUND)
 
 
 def _client(ctx: typer.Context, url: str) -> Client:
-    """The daemon at ``url``, else the one that has the store of the settings, else the one at the settings' port."""
-    from ctxreuse.daemon.client import Client
-    from ctxreuse.daemon.front import read_keys
-    from ctxreuse.daemon.life import read_address
     from ctxreuse_edge.app import address_file
 
-    settings = _settings(ctx)
-    if not url:
-        found = read_address(address_file(settings))
-        url = found.url if found is not None else f"http://{settings.edge.host}:{settings.edge.port}"
-    return Client(url, key=next(iter(read_keys(settings.edge.api_key_file)), ""))
+    settings = load_settings(ctx)
+    edge = settings.edge
+    return daemon_client(url, address_file(settings), (edge.host, edge.port), edge.api_key_file)
+
+
+def _engine(engine: dict[str, Any]) -> str:
+    where = f"process {engine['pid']}" if engine["pid"] else engine["state"]
+    died = f", died {engine['restarts']} times" if engine["restarts"] else ""
+    return where + died + (f": {engine['error']}" if engine["error"] else "")
 
 
 def _counts(tokens: dict[str, int]) -> str:
     return ", ".join(f"{source} {count:,}" for source, count in tokens.items() if count) or "none yet"
-
-
-def _quoted(name: str) -> str:
-    from urllib.parse import quote
-
-    return quote(name, safe="")
-
-
-def _print_json(body: Any) -> None:
-    import msgspec
-
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(body)) + b"\n")

@@ -1,4 +1,4 @@
-"""Named contexts: texts that local programs share, kept as sessions of the ledger, with their KV computed ahead."""
+"""Named contexts: texts that local programs share, kept as sessions of the ledger, their KV computed in advance."""
 
 from __future__ import annotations
 
@@ -6,32 +6,35 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from ctxreuse.engines.prompt import Prompted, prompt
+from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import EngineError, SessionError, StoreError
-from ctxreuse.keys import Tokens, as_tokens
+from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.private import write_private
 from ctxreuse.runtime import Runtime, Usage
-from ctxreuse.store import Ledger, NewTurn, Session, WholeStore
-from ctxreuse.why import About
+from ctxreuse.runtime.steps.order import BACKGROUND
+from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
+from ctxreuse.why import RequestInfo
 
-__all__ = ["Context", "Contexts"]
+__all__ = ["NamedContext", "NamedContexts"]
 
 log = logging.getLogger(__name__)
 
-#: The role of a turn that is plain text and not a message.
+#: Role of a turn that is plain text, not a message.
 TEXT = "text"
 
 _WHOLE = np.array([-1], "<i4")
 _FLUSH_SECONDS = 30.0
 
 
-class Context(msgspec.Struct, frozen=True):
-    """One named context: its length in ``turns`` and ``tokens``, how many tokens' KV is ``held``, if it is ``pinned``.
+class NamedContext(msgspec.Struct, frozen=True):
+    """One named context: its length in turns and tokens, and how many tokens have KV in the store.
 
     ``created``: seconds since 1970.
     """
@@ -40,19 +43,19 @@ class Context(msgspec.Struct, frozen=True):
     name: str
     turns: int
     tokens: int
-    held: int
+    cached_tokens: int
     pinned: bool
     created: float
 
 
-class Contexts:
-    """All named contexts of one daemon. Any thread may call.
+class NamedContexts:
+    """All named contexts of one daemon. Thread-safe.
 
-    Pins are kept in ``pins_file`` too, as those of the store end with the process. The ids of a context are stored
-    with its last turn when it is made, so that they stay the same whatever a template does with the date.
+    Pins are kept in ``pins_file``, as those of the store end with the process. The ids of a context are stored with its
+    last turn, so they stay the same even if a template inserts the date.
     """
 
-    def __init__(self, ledger: Ledger, runtime: Runtime, store: WholeStore, pins_file: Path) -> None:
+    def __init__(self, ledger: Ledger, runtime: Runtime, store: Store, pins_file: Path) -> None:
         self._ledger, self._runtime, self._store, self._file = ledger, runtime, store, pins_file
         self._lock = threading.Lock()
         self._pins: dict[str, list[bytes]] = {}
@@ -62,52 +65,52 @@ class Contexts:
 
     def create(
         self, name: str | None, messages: Sequence[Message], text: str | None, *, pin: bool
-    ) -> tuple[Context, Usage]:
-        """Keep and compute a context of messages or of a plain text; says what computing cost.
+    ) -> tuple[NamedContext, Usage]:
+        """Create and compute a context of messages or of a plain text; returns it with the cost of computing it.
 
-        Raises SessionError if the name is taken, EngineError for messages that the model cannot take.
+        Raises SessionError if the name is taken, EngineError for messages that the template refuses.
         """
         model = self._runtime.text
         if model is None:
             raise EngineError("this engine has no tokenizer")
         if text is not None:
-            found = Prompted(model.encode(text, markers=False), ())
+            check_length(model, text, self._runtime.space.max_tokens)
+            found = EncodedPrompt(model.encode(text, markers=False), ())
             turns = [NewTurn(TEXT, text)]
         else:
-            found = prompt(model, messages, generate=False)
+            found = encode_prompt(model, messages, generate=False, max_tokens=self._runtime.space.max_tokens)
             turns = [NewTurn(m.role, m.content, m.meta) for m in messages]
-        ids = self._runtime.checked(found.ids)
-        space = self._runtime.engine.space.digest
-        packed = np.concatenate([_WHOLE, ids]).astype("<i4").tobytes()
+        request = self._runtime.request(found.ids, parts=found.parts, branches=found.ends, priority=BACKGROUND)
+        space = self._runtime.space.digest
+        packed = np.concatenate([_WHOLE, request.ids]).astype("<i4").tobytes()
         turns[-1] = msgspec.structs.replace(turns[-1], tokens=packed, space=space)
-        session = self._ledger.create(name)
-        try:
-            self._ledger.append(session.id, turns)
-            usage = self._runtime.warm(ids, branches=found.ends, parts=found.parts, about=About(session=session.id))
-        except BaseException:
-            self._ledger.delete(session.id)
-            raise
+        if name is not None:
+            self._ledger.check_name(name)
+        # Computed first, stored in one step: what ends in between leaves nothing that holds the name.
+        id = new_session_id()
+        usage = self._runtime.warm(replace(request, about=RequestInfo(session=id)))
+        session = self._ledger.create(name, turns=turns, id=id)
         if pin:
             self.pin(session.id)
         return self.get(session.id), usage
 
-    def every(self, limit: int) -> list[Context]:
-        """Contexts, last changed first."""
-        return [self._describe(session) for session in self._ledger.sessions(limit)]
+    def newest(self, limit: int, offset: int = 0, *, prefix: str = "") -> list[NamedContext]:
+        """Return contexts, last changed first, or those whose names start with ``prefix`` in the order of names."""
+        return [self._describe(session) for session in self._ledger.sessions(limit, offset, prefix=prefix)]
 
-    def get(self, id_or_name: str) -> Context:
-        """One context. Raises SessionError if there is none of that id or name."""
+    def get(self, id_or_name: str) -> NamedContext:
+        """Return the context with that id or name. Raises SessionError."""
         return self._describe(self._ledger.session(id_or_name))
 
     def messages(self, id_or_name: str) -> list[Message]:
-        """Its turns as messages. Raises SessionError if it is a plain text, which no message can follow."""
+        """Return its turns as messages. Raises SessionError if it is a plain text."""
         turns = self._ledger.turns(self._ledger.session(id_or_name).head)
         if any(turn.role == TEXT for turn in turns):
             raise SessionError("the context is a plain text, not messages", where=id_or_name)
         return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns]
 
     def tokens(self, session: Session) -> Tokens:
-        """Its ids, as they were when it was made if that was with this model; int32 [n]."""
+        """Return its ids, int32 [n]: those stored at its creation, if it was created with this model."""
         model = self._runtime.text
         if not session.head or model is None:
             return as_tokens([])
@@ -117,37 +120,37 @@ class Contexts:
         turns = self._ledger.turns(session.head)
         if turns[0].role == TEXT:
             return model.encode(turns[0].content, markers=False)
-        return prompt(model, self.messages(session.id), generate=False).ids
+        return encode_prompt(model, self.messages(session.id), generate=False).ids
 
     def _parts(self, session: Session, ids: Tokens) -> tuple[int, ...]:
-        """Where the parts of its messages end; none for a plain text, or if the messages give other ids by now, as a
-        template may say the date."""
+        """Return the ends of its messages' parts; none for a plain text, or if the messages give other ids by now."""
         model = self._runtime.text
         if model is None or self._ledger.turns(session.head)[0].role == TEXT:
             return ()
-        made = prompt(model, self.messages(session.id), generate=False)
+        made = encode_prompt(model, self.messages(session.id), generate=False)
         return made.parts if np.array_equal(made.ids, ids) else ()
 
-    def pin(self, id_or_name: str) -> Context:
-        """Compute what is missing and hold eviction off it, over restarts too."""
+    def pin(self, id_or_name: str) -> NamedContext:
+        """Compute what is missing and protect it from eviction, also after restarts."""
         session = self._ledger.session(id_or_name)
         ids = self.tokens(session)
         if len(ids):
-            self._runtime.warm(ids, parts=self._parts(session, ids))
-            with contextlib.suppress(StoreError):  # what is still queued is in memory, and pinned there
+            parts = self._parts(session, ids)
+            self._runtime.warm(self._runtime.request(ids, parts=parts, priority=BACKGROUND))
+            with contextlib.suppress(StoreError):  # queued blocks are pinned in memory
                 self._store.flush(_FLUSH_SECONDS)
         self._pin(session)
         self._write_pins()
         return self._describe(session)
 
-    def unpin(self, id_or_name: str) -> Context:
-        """Let it be evicted like everything else."""
+    def unpin(self, id_or_name: str) -> NamedContext:
+        """Remove the protection."""
         session = self._ledger.session(id_or_name)
         self._unpin(session.id)
         return self._describe(session)
 
     def delete(self, id_or_name: str) -> int:
-        """Delete text and KV that no other context shares; returns how many blocks went."""
+        """Delete its text, and KV that no other context shares; returns the number of blocks."""
         session = self._ledger.session(id_or_name)
         ids = self.tokens(session)
         self._unpin(session.id)
@@ -155,14 +158,15 @@ class Contexts:
         return self._runtime.forget(ids) if len(ids) else 0
 
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of contexts."""
         return self._ledger.count()
 
-    def _describe(self, session: Session) -> Context:
+    def _describe(self, session: Session) -> NamedContext:
         ids = self.tokens(session)
-        held = self._store.match(self._runtime.keys(ids)).tokens if len(ids) else 0
+        cached = self._store.match(self._runtime.keys(ids)).tokens if len(ids) else 0
         turns = self._ledger.turn(session.head).depth if session.head else 0
-        return Context(session.id, session.name, turns, len(ids), held, session.id in self._pins, session.created)
+        pinned = session.id in self._pins
+        return NamedContext(session.id, session.name, turns, len(ids), cached, pinned, session.created)
 
     def _pin(self, session: Session) -> None:
         keys = self._runtime.keys(self.tokens(session))
@@ -183,15 +187,13 @@ class Contexts:
 
     def _write_pins(self) -> None:
         with self._lock:
-            fresh = self._file.with_name(self._file.name + ".new")
             try:
-                fresh.write_bytes(msgspec.json.encode(sorted(self._pins)))
-                fresh.replace(self._file)
+                write_private(self._file, msgspec.json.encode(sorted(self._pins)))
             except OSError as error:
-                log.warning("pins will not outlive this process: %s", error)
+                log.warning("pins could not be saved: %s", error)
 
     def check(self) -> None:
-        """Raises AssertionError if a pin belongs to no context."""
+        """Raise AssertionError if a pin belongs to no context."""
         ids = {session.id for session in self._ledger.sessions()}
         assert set(self._pins) <= ids, "a pin without a context"
 
@@ -202,5 +204,5 @@ def _read_pins(file: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("pins are forgotten: %s", error, extra={"file": str(file)})
+        log.warning("pins could not be read: %s", error, extra={"file": str(file)})
         return []

@@ -1,53 +1,174 @@
-"""What the daemon's routes work with: empty while it starts, filled when all is open."""
+"""The node of a device: store, engine, runtime, links and named contexts, opened and closed in order."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from ctxreuse.metrics import Metrics
+import msgspec
+import psutil
 
-if TYPE_CHECKING:
-    from ctxreuse.config import Settings
-    from ctxreuse.runtime import Runtime
-    from ctxreuse.store import Ledger, TieredStore
-    from ctxreuse_edge.contexts import Contexts
-    from ctxreuse_edge.links import Links
-    from ctxreuse_edge.worker import Worker
+from ctxreuse.codec import Codec
+from ctxreuse.config import EngineConfig, Settings
+from ctxreuse.engines import Engine, open_engine
+from ctxreuse.engines.process import ChildEngine
+from ctxreuse.errors import ConfigError
+from ctxreuse.lab.recorder import open_recorder
+from ctxreuse.metrics import Metrics, watch_store
+from ctxreuse.private import make_private_folder
+from ctxreuse.reuse import parse_budget
+from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.store import Ledger, open_store
+from ctxreuse.store.policy.states import StatePolicy
+from ctxreuse.why import FILE, RequestLog
+from ctxreuse_edge.contexts import NamedContexts
+from ctxreuse_edge.idle import IdleTasks
+from ctxreuse_edge.links import CloudLinks
+from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
+from ctxreuse_edge.worker import RequestPool
 
-__all__ = ["ModelName", "Node"]
+__all__ = ["EdgeNode"]
+
+log = logging.getLogger(__name__)
+
+# Answers that advance side by side, in shared passes: each has a context in memory.
+_RUNNING = 8
 
 
-class ModelName(NamedTuple):
-    """How the API calls the model, and the folder it came from."""
-
-    id: str
-    folder: str
+@runtime_checkable
+class _Recodable(Protocol):
+    codec: Codec | None
 
 
-class Node:
-    """The parts of a running daemon. No request gets here before `fill` (see `Front`)."""
+class EdgeNode:
+    """Everything behind the HTTP server; all parts but ``settings`` and ``metrics`` exist only while it is `opened`."""
 
-    def __init__(self) -> None:
-        self.metrics = Metrics()
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.metrics = settings, Metrics()
+        #: The engine, where it runs in a process of its own.
+        self.child: ChildEngine | None = None
 
-    def fill(
-        self,
-        settings: Settings,
-        runtime: Runtime,
-        ledger: Ledger,
-        store: TieredStore,
-        contexts: Contexts,
-        worker: Worker,
-        links: Links,
-        model: ModelName,
-    ) -> None:
-        """Everything is open."""
-        self.settings, self.runtime, self.ledger, self.store = settings, runtime, ledger, store
-        self.contexts, self.worker, self.links, self.model = contexts, worker, links, model
-        self.since = time.time()
+    @contextlib.asynccontextmanager
+    async def opened(self, engine: Engine | None = None) -> AsyncIterator[None]:
+        """Open everything; on exit close it in the opposite order. ``engine``: in place of that of the settings."""
+        stack = ExitStack()
+        try:
+            await asyncio.to_thread(self._open, stack, engine)
+            yield
+        finally:
+            await asyncio.to_thread(stack.close)
+
+    def _open(self, stack: ExitStack, engine: Engine | None) -> None:
+        settings, edge, metrics = self.settings, self.settings.edge, self.metrics
+        self.since, folder = time.time(), settings.store.folder()
+        make_private_folder(folder.parent)
+        # The store first: another daemon that owns it must be noticed before a model is loaded for seconds.
+        self.ledger = Ledger.open(folder)
+        stack.callback(self.ledger.close)
+        self.store = store = open_store(settings.store, memory_fallback=True)
+        stack.callback(store.close)
+        engine = engine if engine is not None else open_engine(settings.engine, isolate=edge.isolate)
+        self.child = engine if isinstance(engine, ChildEngine) else None
+        if self.child is not None:
+            stack.callback(self.child.close)
+        space = engine.space
+        recorder = None
+        if edge.record:
+            recorder = open_recorder(
+                edge.record, edge.record_bytes, block_tokens=space.block_tokens, token_bytes=space.token_nbytes
+            )
+            stack.callback(recorder.close)
+        self.links = links = CloudLinks(metrics, folder)
+        stack.callback(links.close)
+        requests = RequestLog(
+            folder / FILE if store.disk is not None else None, texts=edge.request_log == "text"
+        ).open()
+        stack.callback(requests.close)
+        self.runtime = runtime = Runtime(
+            engine,
+            store,
+            RuntimeOptions(
+                context_cache_bytes=edge.context_cache_bytes,
+                recompute=parse_budget(settings.engine.recompute_budget),
+                states=StatePolicy(replay=settings.store.replay),
+                cost=links.cost,
+                metrics=metrics,
+                requests=requests,
+                recorder=recorder,
+                available_memory=lambda: psutil.virtual_memory().available,
+            ),
+        )
+        stack.callback(runtime.close)
+        if settings.bus.clouds and not len(links.cost.prefill):
+            runtime.calibrate()
+        links.connect(settings.bus, space, lossy=bool(edge.max_kl), on_profile=self._use_newest_profile)
+        runtime.connect(links.remote)
+        others = stack.enter_context(ExitStack())  # models that requests open; they outlive the pool
+        self.pool = pool = RequestPool(running=_RUNNING, limit=edge.max_waiting)
+        stack.callback(pool.close)
+        # Before the pool, which waits for work that may wait for a link.
+        stack.callback(links.stop)
+        if edge.sync:
+            links.start_sync(store, rate=edge.sync_rate, busy=self._busy, on_withdrawn=runtime.context_cache.clear)
+        self.models = self._served(stack, others)
+        self.contexts = NamedContexts(self.ledger, runtime, store, folder / "pins.json")
+        idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs)
+        stack.callback(idle.close)
+        idle.watch(metrics)
+        disk = store.disk
+        watch_store(
+            metrics, store.stats, disk.stats if disk is not None else None, lambda: runtime.context_cache.nbytes
+        )
+        metrics.watch(lambda: metrics.set("ctxreuse_http_waiting_requests", pool.active))
+        seconds = time.time() - self.since
+        log.info("opened", extra={"store": str(folder), "model": self.models.first.name.id, "seconds": seconds})
+
+    def _served(self, stack: ExitStack, others: ExitStack) -> ServedModels:
+        """The models of the settings; the first is open."""
+        settings, edge = self.settings, self.settings.edge
+        served = [ServedModel(model_name(settings.engine.model), settings.engine.model, lambda: self.runtime)]
+        for row in edge.models:
+            config = msgspec.structs.replace(settings.engine, model=row.model, engine=row.engine)
+            name = model_name(row.model, row.name)
+            served.append(ServedModel(name, row.model, partial(self._open_other, others, config)))
+        names = [one.name.id for one in served]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"two models have one name: {', '.join(names)}", where="edge.models", fix="Give each its own `name`"
+            )
+        found = ServedModels(served, keep_alive=parse_keep_alive(edge.keep_alive), budget=edge.models_bytes)
+        found.first.load(time.monotonic)
+        found.start()
+        stack.callback(found.close)
+        return found
+
+    def _open_other(self, stack: ExitStack, config: EngineConfig) -> Runtime:
+        """Open a further model over the same store; clouds and named contexts are the first one's."""
+        engine = open_engine(config, isolate=self.settings.edge.isolate)
+        runtime = Runtime(engine, self.store, replace(self.runtime.options, cost=None, recorder=None, remote=None))
+        if isinstance(engine, ChildEngine):
+            stack.callback(engine.close)
+        stack.callback(runtime.close)
+        return runtime
+
+    def _busy(self) -> bool:
+        return self.pool.active > 0
 
     @property
-    def fingerprint(self) -> str:
-        """What answers depend on: the model space, as 16 hex digits."""
-        return self.runtime.engine.space.digest.hex()[:16]
+    def failing(self) -> str:
+        """Why no request can be answered; "": they can."""
+        return self.child.failing if self.child is not None else ""
+
+    def _use_newest_profile(self) -> None:
+        """After a calibration profile has arrived: let engine and store use the newest."""
+        engine, codec = self.runtime.engine, Codec.open(self.runtime.engine.space)
+        if isinstance(engine, _Recodable):
+            engine.codec = codec
+        self.store.register_codec(codec)

@@ -1,4 +1,4 @@
-"""From the event loop to the engine: answers are made in a few threads, and no more wait than there is room for."""
+"""Runs requests of the event loop in a few threads, with limits on how many wait that callers share."""
 
 from __future__ import annotations
 
@@ -6,87 +6,144 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import ApiError
+from ctxreuse.fair import FairQueue, Shares
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.generate import Piece
+    from ctxreuse.engines.generate import GeneratedToken
     from ctxreuse.runtime import Completion
 
-__all__ = ["Running", "Worker"]
+__all__ = ["RequestPool", "RunningAnswer"]
 
 T = TypeVar("T")
 
 
-class Running:
-    """One answer on its way. Iterated once, in the event loop that began it; ``cancel`` from any thread."""
+class _CancelledError(Exception):
+    """The answer was cancelled before its first token."""
 
-    def __init__(self, make: Callable[[], Completion]) -> None:
-        self._make, self._loop = make, asyncio.get_running_loop()
-        # At most one entry a token: the engine is free again however slowly the client reads.
-        self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+class RunningAnswer:
+    """One answer in the making; iterate it once, in the event loop that began it. ``cancel`` is thread-safe."""
+
+    def __init__(
+        self, make: Callable[[Callable[[], None]], Completion], using: AbstractContextManager[None] | None = None
+    ) -> None:
+        self._make, self._using, self._loop = make, using or contextlib.nullcontext(), asyncio.get_running_loop()
+        # Unbounded, with one entry per token: a slow client does not hold up the engine.
+        self._queue: asyncio.Queue[GeneratedToken | BaseException | None] = asyncio.Queue()
         self._cancelled = threading.Event()
         self.completion: Completion | None = None
+        #: Called when it is cancelled.
+        self.on_cancel: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
-        """Stop after the token in the making; the iteration ends."""
+        """Stop after the engine's present pass; ends the iteration."""
         self._cancelled.set()
+        if self.completion is not None:
+            self.completion.cancel()
+        self.on_cancel()
         self._post(None)
 
     def run(self) -> None:
-        """Make the answer; for the worker's thread."""
+        """Make the answer; for a thread of the pool."""
         try:
-            if self._cancelled.is_set():
-                return
-            completion = self.completion = self._make()
-            for piece in completion:
-                self._post(piece)
-                if self._cancelled.is_set():
-                    completion.close()
-                    return
+            self._step()
+            with self._using:
+                self._generate()
+        except _CancelledError:
+            pass
         except BaseException as error:
             self._post(error)
         finally:
             self._post(None)
 
-    def _post(self, item: Piece | BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody reads any more
+    def _generate(self) -> None:
+        self._step()
+        completion = self.completion = self._make(self._step)
+        if self._cancelled.is_set():
+            completion.close()
+            return
+        for piece in completion:
+            self._post(piece)
+            if self._cancelled.is_set():
+                completion.close()
+                return
+
+    def fail(self, error: BaseException) -> None:
+        """End the iteration with an error, in place of `run`. Thread-safe."""
+        self._post(error)
+
+    def _step(self) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError
+
+    def _post(self, item: GeneratedToken | BaseException | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
 
-class Worker:
-    """``running`` threads for answers and other long work, and room for ``waiting`` of them in all.
+class _Work(NamedTuple):
+    run: Callable[[], None]
+    refuse: Callable[[BaseException], None]
+    background: bool
 
-    The engine computes one step of one request at a time, so more threads make answers advance side by side, not
-    sooner. One event loop calls; ``close`` may be called from a thread.
+
+class RequestPool:
+    """Threads for answers and other long work: ``running`` for a caller, twice that for all; ``limit`` run or wait.
+
+    Answers that run share the engine's passes. Callers (API keys, see `CALLER`) have turns and shares: what one sends
+    takes neither all threads nor all places from others. Of a caller's own, the more urgent go first, and what is
+    background has half of its threads at most. For one event loop; ``close`` may be called from a thread.
     """
 
-    def __init__(self, *, running: int = 4, waiting: int = 32) -> None:
-        self._threads = ThreadPoolExecutor(running, "ctxreuse-edge")
-        self._limit, self._held, self._lock = waiting, 0, threading.Lock()
+    def __init__(self, *, running: int = 4, limit: int = 32) -> None:
+        #: Requests of one caller that run at a time.
+        self.running = running
+        self._threads = ThreadPoolExecutor(2 * running, "ctxreuse-edge")
+        self._limit, self._changed = limit, threading.Condition()
+        self._waiting = FairQueue[str, _Work](limit)
+        self._running, self._background = Shares[str](2 * running), Counter[str]()
+        self._closed = False
 
     @property
-    def held(self) -> int:
-        """Requests that wait or run."""
-        return self._held
+    def active(self) -> int:
+        """Requests that run or wait."""
+        return self._running.taken + self.waiting
 
-    def begin(self, make: Callable[[], Completion]) -> Running:
-        """Start an answer; ``make`` runs in a worker's thread. Raises ApiError (503) if too many wait."""
-        running = Running(make)
-        self._submit(running.run)
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a thread."""
+        return len(self._waiting)
+
+    def begin(
+        self,
+        make: Callable[[Callable[[], None]], Completion],
+        priority: int = 0,
+        using: AbstractContextManager[None] | None = None,
+    ) -> RunningAnswer:
+        """Start an answer; ``make`` runs in a thread, and calls the function that it is given before each long step: it
+        ends there if the client has left. ``using`` is entered before, and left when the answer has ended.
+        Raises ApiError (429, 503) at the limit, now or from the answer."""
+        running = RunningAnswer(make, using)
+        caller, work = self._submit(running.run, running.fail, priority)
+        running.on_cancel = lambda: self._give_up(caller, work)
         return running
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in a worker's thread. Raises ApiError (503) if too many wait, and what ``work`` raises."""
+    async def call(self, work: Callable[[], T], priority: int = 0) -> T:
+        """Run ``work`` in a thread. Raises ApiError (429, 503) at the limit, and what ``work`` raises."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -98,49 +155,89 @@ class Worker:
             else:
                 done.set_result(result)  # type: ignore[arg-type]
 
+        def end(result: T | None, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, result, error)
+
         def run() -> None:
             result, failed = None, None
             try:
                 result = work()
             except BaseException as error:
                 failed = error
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, result, failed)
+            end(result, failed)
 
-        self._submit(run)
+        self._submit(run, lambda error: end(None, error), priority)
         return await done
 
-    def _submit(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            if self._held >= self._limit:
-                raise ApiError(
-                    503,
-                    f"{self._held} requests wait or run already",
-                    type="server_error",
-                    code="too_many_requests",
-                    retry_after=1,
-                )
-            self._held += 1
-        context = contextvars.copy_context()  # logs name the request that the work belongs to
+    def _give_up(self, caller: str, work: _Work) -> None:
+        """Leave the queue; what runs already stops by itself."""
+        with self._changed:
+            if self._waiting.remove(caller, work):
+                self._changed.notify_all()
 
-        def run() -> None:
-            try:
-                context.run(work)
-            finally:
-                with self._lock:
-                    self._held -= 1
+    def _submit(
+        self, run: Callable[[], None], refuse: Callable[[BaseException], None], priority: int
+    ) -> tuple[str, _Work]:
+        caller, context = CALLER.get(), contextvars.copy_context()  # for the request id in logs
+        work = _Work(lambda: context.run(run), refuse, priority > 0)
+        with self._changed:
+            if self._closed:
+                raise ApiError(503, "the daemon is draining", type="server_error", code="draining")
+            self._waiting.limit = self._limit - self._running.taken
+            displaced = self._waiting.push(caller, work, rank=priority)
+            mine = self._running.of(caller) + self._waiting.waiting(caller)
+            self._start()
+        if displaced is work:
+            raise _refusal(mine, self.active, shared=bool(caller))
+        if displaced is not None:
+            displaced.refuse(_refusal(1, self.active, shared=True))
+        return caller, work
 
+    def _start(self) -> None:
+        """Run what waits and has a thread. Under the lock."""
+        while (found := self._waiting.pop(self._may_start)) is not None:
+            caller, work = found
+            self._running.take(caller, 1)
+            self._background[caller] += work.background
+            self._threads.submit(self._run, caller, work)
+
+    def _may_start(self, caller: str) -> bool:
+        background = self._waiting.next(caller).background
+        return self._running.fits(caller, 1) and not (
+            background and self._background[caller] >= max(1, self.running // 2)
+        )
+
+    def _run(self, caller: str, work: _Work) -> None:
         try:
-            self._threads.submit(run)
-        except RuntimeError:
-            with self._lock:
-                self._held -= 1
-            raise ApiError(503, "the daemon is draining", type="server_error", code="draining") from None
+            work.run()
+        finally:
+            with self._changed:
+                self._running.give_back(caller, 1)
+                self._background[caller] -= work.background
+                self._background += Counter()  # forgets those at 0
+                self._start()
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait for what runs; what waits still runs too, and sees at once that it was cancelled."""
+        """Wait for running and waiting requests; cancelled ones end at once."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self.active)
         self._threads.shutdown(wait=True)
 
     def check(self) -> None:
-        """Raises AssertionError if more is counted than there may be."""
-        assert 0 <= self._held <= self._limit
+        """Raise AssertionError if a count is out of range."""
+        with self._changed:
+            self._running.check()
+            assert 0 <= self.active <= self._limit
+            assert self._running.taken <= self._running.total
+
+
+def _refusal(mine: int, active: int, *, shared: bool) -> ApiError:
+    """Return the error of a request without a place; ``shared``: its caller has a share, of which ``mine`` are used."""
+    code = "too_many_requests"
+    if shared and mine:
+        text = "your other requests take your share of this daemon"
+        return ApiError(429, text, type="rate_limit_error", code=code, retry_after=1)
+    return ApiError(503, f"{active} requests run or wait already", type="server_error", code=code, retry_after=1)

@@ -1,7 +1,7 @@
 // attend.cuh - what a launch of attention over parts is told: runs of rows of K and V as they are stored.
 //
 // The host lays these structures out (ctxreuse/cuda/attend_layout.py has the same fields) and has checked that every row
-// lies in its plane. Formats and scales are those of ctxreuse/kernels/attend.py, whose fp32 the device does not take.
+// lies in its plane. Formats and scales are those of ctxreuse/kernels/attention.py, whose fp32 the device does not take.
 #ifndef CTX_ATTEND_CUH
 #define CTX_ATTEND_CUH
 

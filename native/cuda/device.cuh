@@ -17,7 +17,7 @@ typedef signed short i16;
 typedef int i32;
 typedef long long i64;
 
-// How a stream or cell ended; the same numbers as enum ctx_rans_status in ../rans.h, and more.
+// How a stream or cell ended; the same numbers as enum ctx_rans_status in ../rans/rans.h, and more.
 enum Status : u32 { OK = 0, CORRUPT = 1, BAD_SYMBOL = 2, BAD_TABLE = 3, BAD_PAGE = 4 };
 
 static const u32 WARP = 32, EVERYONE = 0xffffffffu;

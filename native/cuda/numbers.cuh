@@ -1,4 +1,4 @@
-// numbers.cuh - element types of an engine's memory, converted as ../kernels/scalar.h does: nearest even, NaN kept.
+// numbers.cuh - element types of an engine's memory, converted as ../core/scalar.h does: nearest even, NaN kept.
 #ifndef CTX_NUMBERS_CUH
 #define CTX_NUMBERS_CUH
 

@@ -1,4 +1,4 @@
-// rans.cuh - the entropy coder of ../rans.h, one warp a stream: thread t holds the states of lanes t and t + 32.
+// rans.cuh - the entropy coder of ../rans/rans.h, one warp a stream: thread t holds the states of lanes t and t + 32.
 //
 // A ballot says who reads or writes a word in a step, and the count of those below says where: lanes ascend. Tables lie
 // in shared memory: the symbol of a slot (256 bytes: at most two threads in four bytes meet in a bank), then frequency
@@ -82,7 +82,7 @@ struct RansReader {
     }
 };
 
-// Writes a stream downwards, so that it ends where its room ends; room: 2-byte words, 128 + n / 2 suffice (../rans.h).
+// Writes a stream downwards, so that it ends where its room ends; room: 2-byte words, 128 + n / 2 suffice (../rans/rans.h).
 struct RansWriter {
     u32 x[2];
     u16 *room;

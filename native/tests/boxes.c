@@ -79,8 +79,8 @@ static void define_rope(const ctx_view *dst, const ctx_view *src, const size_t s
 /* Run `statement` with each table on a copy of dst's memory and compare all of it, gaps too, with `want`. */
 #define EACH_TABLE(dst, want, statement)                                                                      \
     do {                                                                                                      \
-        const ctx_kernels *const *tables;                                                                     \
-        size_t count = ctx_usable(&tables);                                                                   \
+        const ctx_kernels *tables[TABLES];                                                                    \
+        size_t count = all_tables(tables);                                                                    \
         for (size_t each = 0; each < count; each++) {                                                         \
             const ctx_kernels *k = tables[each];                                                              \
             uint8_t *copy = malloc((dst).bytes + 1);                                                          \
@@ -148,48 +148,6 @@ static void test_rope(void) {
     }
 }
 
-static void test_runs(void) {
-    enum { MOST = 6 };
-    for (int round = 0; round < ROUNDS / 4; round++) {
-        size_t shape[3], counts[MOST], blocks = below(MOST + 1), token = 0;
-        ctx_view defined;
-        uint8_t *planes[MOST], *back[MOST];
-        held src = {0};
-        random_shape(shape);
-        shape[1] = 0;
-        src.view.dtype = (ctx_dtype)below(CTX_DTYPES);
-        const size_t item = ctx_dtype_bytes(src.view.dtype);
-        for (size_t i = 0; i < blocks; i++) {
-            shape[1] += counts[i] = below(20);
-            planes[i] = random_bytes(shape[0] * counts[i] * shape[2] * item);
-        }
-        held dst = random_layout(shape, 0);
-        uint8_t *want = twin(&dst, &defined);
-        for (size_t i = 0; i < blocks; token += counts[i++]) {
-            const size_t part[3] = {shape[0], counts[i], shape[2]};
-            const ctx_view plane = {planes[i], src.view.dtype, {counts[i] * shape[2], shape[2], 1}};
-            ctx_view here = defined;
-            if (counts[i] == 0) continue;
-            here.at += token * here.strides[1] * ctx_dtype_bytes(here.dtype);
-            define_copy(&here, &plane, part);
-        }
-        EACH_TABLE(dst, want, {
-            ctx_scatter_run(k, &to, planes, src.view.dtype, counts, blocks, shape[0], shape[2]);
-            if (to.dtype == src.view.dtype) { /* no conversion: what comes back is what went in */
-                for (size_t i = 0; i < blocks; i++) back[i] = random_bytes(shape[0] * counts[i] * shape[2] * item);
-                ctx_gather_run(k, &to, back, src.view.dtype, counts, blocks, shape[0], shape[2]);
-                for (size_t i = 0; i < blocks; i++) {
-                    CHECK(memcmp(back[i], planes[i], shape[0] * counts[i] * shape[2] * item) == 0, "%s: gather", k->name);
-                    free(back[i]);
-                }
-            }
-        });
-        for (size_t i = 0; i < blocks; i++) free(planes[i]);
-        free(want);
-        free(dst.memory);
-    }
-}
-
 /* The check against plain enumeration on small boxes, and on numbers chosen to overflow. */
 static void test_check(void) {
     enum { BYTES = 64 };
@@ -230,5 +188,4 @@ void test_boxes(void) {
     test_check();
     test_copy3();
     test_rope();
-    test_runs();
 }

@@ -87,8 +87,8 @@ static uint8_t *encode(const ctx_kernels *k, const coded *c, const ctx_klt_plane
 
 coded random_coded(size_t most_heads, size_t most_dim, size_t most_tokens) {
     static const size_t dims[] = {64, 1, 3, 8, 16, 20, 64, 128, 256};
-    const ctx_kernels *const *all;
-    const size_t tables = 4 + below(12), usable = ctx_usable(&all);
+    const ctx_kernels *all[TABLES];
+    const size_t tables = 4 + below(12), usable = all_tables(all);
     size_t dim = dims[below(9)], heads = 1 + below(most_heads), groups = 0, first = 0;
     if (dim > most_dim) dim = 1 + below(most_dim);
     while (heads * dim > CTX_KLT_CHANNELS) heads--;
@@ -139,8 +139,8 @@ void free_coded(coded *c) {
 }
 
 ctx_klt_reason decode_rows(const coded *c, const uint8_t *data, size_t bytes, const uint8_t *more, size_t more_bytes) {
-    const ctx_kernels *const *all;
-    const size_t usable = ctx_usable(&all), volume = c->plane->heads * c->tokens * c->plane->dim * ctx_dtype_bytes(c->dtype);
+    const ctx_kernels *all[TABLES];
+    const size_t usable = all_tables(all), volume = c->plane->heads * c->tokens * c->plane->dim * ctx_dtype_bytes(c->dtype);
     const ctx_klt_stream stream = {.at = data, .bytes = bytes, .more = more, .more_bytes = more_bytes, .tokens = c->tokens};
     uint8_t *first = calloc(volume, 1), *out = malloc(volume);
     ctx_klt_result verdict = {.reason = CTX_KLT_OK};

@@ -2,7 +2,7 @@
 #ifndef CTXREUSE_TEST_KLT_H
 #define CTXREUSE_TEST_KLT_H
 
-#include "../klt.h"
+#include "klt/klt.h"
 #include "test.h"
 
 /* A plane with its base, and rows [heads][tokens][dim] of a type with what each coded to. Exactly sized buffers. */

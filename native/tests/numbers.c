@@ -106,8 +106,8 @@ static void test_transpose(const ctx_kernels *k) {
 }
 
 void test_numbers(void) {
-    const ctx_kernels *const *tables;
-    size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    size_t count = all_tables(tables);
     for (int from = 0; from < CTX_DTYPES; from++)
         for (int to = 0; to < CTX_DTYPES; to++) {
             test_meaning((ctx_dtype)from, (ctx_dtype)to);

@@ -1,11 +1,12 @@
-/* policy.c - shadows and rosters under random requests, sensible and not; the Python tests compare their answers. */
-#include "policy.h"
+/* policy.c - shadows and resident sets under random requests, sensible and not; the Python tests compare their answers. */
+#include "policy/hazard.h"
+#include "policy/residents.h"
 #include "test.h"
 
 enum { LONGEST = 40, NUMBERS = 400, ROUNDS = 3000 };
 
 typedef struct leader {
-    policy_roster *roster;
+    policy_residents *residents;
     const policy_shadow *shadow;
     size_t gone;
 } leader;
@@ -13,7 +14,7 @@ typedef struct leader {
 static void left(void *context, uint64_t id) {
     leader *f = context;
     f->gone++;
-    policy_roster_left(f->roster, id);
+    policy_residents_left(f->residents, id);
 }
 
 static void key_of(uint64_t id, uint8_t key[POLICY_KEY]) {
@@ -71,10 +72,10 @@ static void learnt(policy_shadow *shadow) {
 
 static void test_shadow(policy_kind kind, policy_kind other) {
     policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5);
-    policy_roster *roster = policy_roster_new();
-    CHECK(shadow && rival && roster, "no memory");
+    policy_residents *residents = policy_residents_new();
+    CHECK(shadow && rival && residents, "no memory");
     if (shadow->hazard) policy_hazard_remember(shadow, 40, 0.5);
-    leader f = {roster, shadow, 0};
+    leader f = {residents, shadow, 0};
     uint64_t ids[LONGEST];
     uint32_t sizes[LONGEST], tokens[LONGEST];
     uint8_t key[POLICY_KEY];
@@ -89,16 +90,16 @@ static void test_shadow(policy_kind kind, policy_kind other) {
         CHECK(policy_request(rival, ids, sizes, tokens, n, clock, &hit, f.shadow == rival ? left : none, &f) == 0, "request");
         for (size_t i = 0; i < n; i++) {
             int followed = policy_holds(f.shadow, ids[i]);
-            if (followed) policy_roster_came(roster, ids[i]);
+            if (followed) policy_residents_came(residents, ids[i]);
             key_of(ids[i], key);
-            CHECK(policy_roster_hold(roster, key, sizes[i], tokens[i], followed) == 0, "hold");
+            CHECK(policy_residents_hold(residents, key, sizes[i], tokens[i], followed) == 0, "hold");
         }
-        while (roster->head != POLICY_NONE && roster->strays > 100) policy_roster_drop(roster, roster->head), went++;
+        while (residents->head != POLICY_NONE && residents->orphans > 100) policy_residents_drop(residents, residents->head), went++;
         if (below(50) == 0) {
             f.shadow = before == shadow ? rival : shadow;
-            CHECK(policy_roster_follow(roster, before, f.shadow) == 0, "follow");
+            CHECK(policy_residents_follow(residents, before, f.shadow) == 0, "follow");
         }
-        if (n) policy_mark(below(2) ? shadow : rival, ids[below(n)], (uint32_t)below(40));
+        if (n) policy_mark(below(2) ? shadow : rival, ids[below(n)], (uint32_t)below(40), clock);
         if (n && below(9) == 0) policy_drop(shadow, ids[n - 1]);
         if (below(99) == 0) policy_hold(shadow, ids[0], 0, 0, 5, 0, 5), policy_use(shadow, ids, 1, clock), policy_fit(shadow, none, NULL);
         if (round % 50 == 0) check(shadow);
@@ -108,17 +109,17 @@ static void test_shadow(policy_kind kind, policy_kind other) {
     CHECK(f.gone > 100 && went > 100, "nothing went");
     CHECK(policy_beyond(shadow, shadow) == 0, "more than itself");
     CHECK(policy_bytes(shadow) > (size_t)shadow->count * sizeof(policy_block), "bytes");
-    while (roster->count) {
+    while (residents->count) {
         uint32_t place = 0;
-        for (uint32_t at = 0; at < roster->hash.size; at++)
-            if (policy_hash_at(&roster->hash, at) != POLICY_NONE) place = policy_hash_at(&roster->hash, at);
-        policy_roster_drop(roster, place);
+        for (uint32_t at = 0; at < residents->hash.size; at++)
+            if (policy_hash_at(&residents->hash, at) != POLICY_NONE) place = policy_hash_at(&residents->hash, at);
+        policy_residents_drop(residents, place);
     }
-    CHECK(!roster->strays && !roster->tokens && roster->head == POLICY_NONE, "an empty roster has strays or tokens");
+    CHECK(!residents->orphans && !residents->tokens && residents->head == POLICY_NONE, "an empty residents has orphans or tokens");
     if (shadow->hazard) learnt(shadow);
     policy_free(shadow);
     policy_free(rival);
-    policy_roster_free(roster);
+    policy_residents_free(residents);
 }
 
 static uint64_t listed(const void *owner, uint32_t place) { return ((const uint64_t *)owner)[place]; }

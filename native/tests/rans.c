@@ -59,8 +59,8 @@ void free_stream(stream *s) {
 }
 
 ctx_rans_status decode_everywhere(const stream *s, const uint8_t *data, size_t bytes) {
-    const ctx_kernels *const *tables;
-    const size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    const size_t count = all_tables(tables);
     uint8_t *first = malloc(s->n + !s->n), *again = malloc(s->n + !s->n), *exact = malloc(bytes + !bytes);
     uint16_t seeds[64], others[64];
     ctx_rans_status status = CTX_RANS_OK;
@@ -85,8 +85,8 @@ ctx_rans_status decode_everywhere(const stream *s, const uint8_t *data, size_t b
 static size_t random_size(void) { return below(4) ? below(400) : 64 * below(40) + (below(2) ? below(64) : 0); }
 
 static void test_streams(void) {
-    const ctx_kernels *const *tables;
-    const size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    const size_t count = all_tables(tables);
     for (size_t round = 0; round < 1200; round++) {
         stream s = random_stream(round < 301 ? round : random_size(), 1 + below(4));
         CHECK(s.bytes <= ctx_rans_bound(s.n), "%zu bytes for %zu symbols", s.bytes, s.n);
@@ -106,8 +106,8 @@ static void test_streams(void) {
 /* Streams of different lengths in one call, one of them broken: the others come out whole. */
 static void test_batches(void) {
     enum { MOST = 7 };
-    const ctx_kernels *const *tables;
-    const size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    const size_t count = all_tables(tables);
     for (size_t round = 0; round < 60; round++)
         for (size_t i = 0; i < count; i++) {
             const size_t streams = 1 + below(MOST), broken = below(MOST);
@@ -160,8 +160,8 @@ static void test_division(void) {
 }
 
 static void test_refusals(void) {
-    const ctx_kernels *const *tables;
-    const size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    const size_t count = all_tables(tables);
     uint8_t freq[64] = {0};
     size_t bad;
     memset(freq, 8, 32);
@@ -191,8 +191,8 @@ static void test_refusals(void) {
 }
 
 static void test_counts(void) {
-    const ctx_kernels *const *tables;
-    const size_t count = ctx_usable(&tables);
+    const ctx_kernels *tables[TABLES];
+    const size_t count = all_tables(tables);
     for (size_t round = 0; round < 200; round++) {
         const size_t n = round % 8 ? below(700) : 20000 + below(9000), steps = ctx_rans_steps(n);
         uint8_t *symbols = random_bytes(n);

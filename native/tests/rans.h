@@ -2,7 +2,7 @@
 #ifndef CTXREUSE_TEST_RANS_H
 #define CTXREUSE_TEST_RANS_H
 
-#include "../rans.h"
+#include "rans/rans.h"
 #include "test.h"
 
 /* Frequencies of a random kind: flat, peaked, with absent symbols, or the extremes 255 and 1. */

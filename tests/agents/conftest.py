@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from ctxreuse_agents import Memory
 
-TINY = runpy.run_path(str(Path(__file__).with_name("tiny_engine.py")))
+from support.tiny_text import tiny_engine
 
 
 @pytest.fixture
@@ -22,22 +21,10 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
         memory.check()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A model of two layers gains nothing from a thread pool, and loses much if the machine is busy."""
-    torch = sys.modules.get("torch")
-    before = torch.get_num_threads() if torch else 0
-    if torch:
-        torch.set_num_threads(1)
-    yield
-    if torch:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Any]:
     """Builds a tiny engine: see tiny_engine.py."""
-    build: Callable[..., Any] = TINY["tiny_engine"]
+    build: Callable[..., Any] = tiny_engine
     return build
 
 

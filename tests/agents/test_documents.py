@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import runpy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,10 +17,10 @@ from ctxreuse_agents.segments import Segment, unpack
 from hypothesis import given
 
 from ctxreuse.errors import ContextTooLongError, SessionError
-from ctxreuse.runtime import Runtime, Usage
+from ctxreuse.runtime import Runtime, RuntimeOptions, Usage
 from ctxreuse.store import open_store
+from support.shuffled import gate
 
-S: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "shuffled.py")))
 SHORT = {"max_tokens": 4, "ignore_eos": True}
 TRIMS = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
@@ -59,7 +57,7 @@ def test_parts_come_back_with_the_ids(tmp_path: Path, tiny: Callable[..., Any], 
         session.system("Be kind.")
         session.ask("first?", documents=DOCUMENTS, **SHORT).text  # noqa: B018
         session.ask("second?", documents=DOCUMENTS[::-1], **SHORT).text  # noqa: B018
-        segments = memory.shared.engine()[1]
+        segments = memory._state.engine()[1]
         held, cuts = segments.outline(session.turns())
         # Made anew from text and meta they are the same as what was kept with the turns.
         again = memory.create()
@@ -116,7 +114,7 @@ def test_asyncio_asks_over_documents_too(tmp_path: Path, engine: Any) -> None:
         async with await AsyncMemory.open(tmp_path / "m", engine) as memory:
             session = await memory.create()
             async with await session.ask("How often?", documents=DOCUMENTS, **SHORT) as answer:
-                assert (await answer.usage()).gate == ""
+                assert (await answer.usage()).gate_decision == ""
                 await answer.text()
             return list((await session.turns())[0].meta["cuts"])
 
@@ -131,8 +129,8 @@ LONG = [document * 8 for document in DOCUMENTS]
 def moving(tmp_path: Path, engine: Any) -> Iterator[Memory]:
     """A memory whose sessions may reuse documents at other positions."""
     with open_store(tmp_path / "kv", capacity=1 << 27) as store:
-        runtime = Runtime(engine, store, gate=S.gate(engine), live_bytes=0)
-        with Memory.open(tmp_path / "m", runtime, lossy="kl-0.05") as memory:
+        runtime = Runtime(engine, store, RuntimeOptions(gate=gate(engine), context_cache_bytes=0))
+        with Memory.open(tmp_path / "m", runtime, max_kl=0.05) as memory:
             yield memory
             memory.check()
         runtime.close()
@@ -144,30 +142,30 @@ def asked(memory: Memory, documents: list[str], **more: Any) -> Usage:
     answer = session.ask("How often?", documents=documents, max_tokens=3)
     assert answer.text is not None
     memory.flush()
-    assert answer.usage.cached_tokens == sum(answer.usage.by_source.values()) < answer.usage.prompt_tokens
+    assert answer.usage.cached_tokens == sum(answer.usage.tokens.by_source.values()) < answer.usage.prompt_tokens
     return answer.usage
 
 
 def test_documents_in_any_order_and_number_are_moved(moving: Memory) -> None:
     first = asked(moving, LONG)
-    assert (first.moved, first.gate) == (0, "")
+    assert (first.tokens.relocated, first.gate_decision) == (0, "")
     for documents in (LONG[::-1], LONG[1:], [LONG[2], LONG[0]], [LONG[1]]):
         usage = asked(moving, documents)
-        assert usage.gate == "kl-0.020 by rotate"
-        assert usage.moved > 0.7 * sum(map(len, documents))
+        assert usage.gate_decision == "kl-0.020 by rotate"
+        assert usage.tokens.relocated > 0.7 * sum(map(len, documents))
         assert usage.prompt_tokens - usage.cached_tokens < 140
     new = "Nobody has asked about this one before now. " * 4
     mixed = asked(moving, [LONG[2], new, LONG[0]])
-    assert mixed.moved > 0.8 * len(LONG[0] + LONG[2])
+    assert mixed.tokens.relocated > 0.8 * len(LONG[0] + LONG[2])
     assert mixed.prompt_tokens - mixed.cached_tokens > len(new)
     # It was computed behind moved rows, and is found from elsewhere all the same.
-    assert asked(moving, [new, LONG[1]]).moved > 0.8 * len(LONG[1] + new)
+    assert asked(moving, [new, LONG[1]]).tokens.relocated > 0.8 * len(LONG[1] + new)
 
 
 def test_an_exact_session_among_them_moves_nothing(moving: Memory) -> None:
     asked(moving, LONG)
-    exact = asked(moving, LONG[::-1], lossy="exact")
-    assert (exact.moved, exact.gate, exact.approx) == (0, "", False)
+    exact = asked(moving, LONG[::-1], max_kl=0.0)
+    assert (exact.tokens.relocated, exact.gate_decision, exact.approximate) == (0, "", False)
     assert asked(moving, LONG[::-1]).cached_tokens > 0
 
 
@@ -177,11 +175,14 @@ def test_a_session_goes_on_and_explains_itself(moving: Memory) -> None:
     session.system("Answer from the documents in one short sentence.")
     answer = session.ask("How often?", documents=LONG[::-1], max_tokens=70, ignore_eos=True)
     usage = (answer.text, answer.usage)[1]
-    assert f"Moved {usage.moved:,} of these from other positions (kl-0.020 by rotate)." in session.why().text
+    assert (
+        f"{usage.tokens.relocated:,} of these were relocated from other positions (kl-0.020 by rotate)."
+        in session.why().text
+    )
     moving.flush()
     second = session.ask("And when?", documents=[LONG[1]], max_tokens=3).usage
     # The first turn is stored now, as its answer hangs on it; the new document comes from where it stood first.
-    assert second.moved > 0.8 * len(LONG[1])
+    assert second.tokens.relocated > 0.8 * len(LONG[1])
     assert second.cached_tokens > 0.9 * second.prompt_tokens
-    assert second.approx
+    assert second.approximate
     assert session.warm().cached_tokens > 0.8 * second.prompt_tokens

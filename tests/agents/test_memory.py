@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from ctxreuse_agents import Memory, NewTurn, Session
 
-from ctxreuse.errors import ConfigError, EngineError, SessionError, StoreError, StoreOwnedError, StoreReadOnlyError
+from ctxreuse.errors import (
+    ConfigError,
+    EngineError,
+    LinkDownError,
+    SessionError,
+    StoreError,
+    StoreOwnedError,
+    StoreReadOnlyError,
+)
+from support.examples import scale
 
 
 def contents(session: Session) -> list[str]:
@@ -101,7 +110,7 @@ def test_commit_onto_a_moved_origin_appends_only_what_it_lacks(memory: Memory) -
     fork.commit()
     trunk.user("meanwhile")
     fork.user("b")
-    with pytest.raises(SessionError, match="moved"):
+    with pytest.raises(SessionError, match="has new turns"):
         fork.commit()
     assert contents(trunk) == ["base", "a", "meanwhile"]
     fork.commit(onto=True)
@@ -119,7 +128,7 @@ def test_commit_does_not_bring_back_what_the_origin_took_back(memory: Memory) ->
     fork = trunk.fork("fork")
     fork.user("own")
     trunk.rollback()
-    with pytest.raises(SessionError, match="moved"):
+    with pytest.raises(SessionError, match="has new turns"):
         fork.commit()
     fork.commit(onto=True)
     assert contents(trunk) == ["base", "own"]
@@ -191,7 +200,7 @@ def test_without_an_engine_asking_says_what_to_do_and_changes_nothing(memory: Me
     session.user("kept")
     assert memory.engine is None
     for call in (lambda: session.ask("?"), session.complete, session.tokens, session.warm, session.evict):
-        with pytest.raises(EngineError, match=r"no engine.*text is safe.*Memory\.open\(path, engine="):
+        with pytest.raises(EngineError, match=r"no engine.*text can be read.*Memory\.open\(path, engine="):
             call()
     assert contents(session) == ["kept"]
 
@@ -238,22 +247,24 @@ def test_the_default_place_is_the_users_data_folder(tmp_path: Path, monkeypatch:
     assert (tmp_path / "elsewhere" / "deep" / "ledger").is_dir()
 
 
-def test_ten_thousand_sessions_are_listed_in_pages(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_many_sessions_are_listed_in_pages(tmp_path: Path) -> None:
+    count, page = scale(10_000), scale(10_000) // 4
     with Memory.open(tmp_path / "m") as memory:
         trunk = memory.create("trunk")
         trunk.user("shared by all")
-        names = {trunk.fork(f"s{i}").name for i in range(10_000)}
-        assert memory.stats().text.sessions == 10_001
-        pages = [memory.sessions(2_500, offset) for offset in range(0, 10_001, 2_500)]
-        assert [len(page) for page in pages] == [2_500] * 4 + [1]
-        listed = {session.id for page in pages for session in page}
-        assert len(listed) == 10_001
-        assert names == {f"s{i}" for i in range(10_000)}
-        assert contents(memory.session("s4711", create=False)) == ["shared by all"]
-        memory.delete("s4711")
+        names = {trunk.fork(f"s{i}").name for i in range(count)}
+        assert memory.stats().text.sessions == count + 1
+        pages = [memory.sessions(page, offset) for offset in range(0, count + 1, page)]
+        assert [len(each) for each in pages] == [page] * 4 + [1]
+        listed = {session.id for each in pages for session in each}
+        assert len(listed) == count + 1
+        assert names == {f"s{i}" for i in range(count)}
+        assert contents(memory.session("s1711", create=False)) == ["shared by all"]
+        memory.delete("s1711")
         memory.check()
     with Memory.open(tmp_path / "m", readonly=True) as again:
-        assert again.stats().text.sessions == 10_000
+        assert again.stats().text.sessions == count
 
 
 def test_two_hundred_thousand_tokens_of_text_need_no_engine(tmp_path: Path) -> None:
@@ -282,3 +293,21 @@ def test_a_role_of_any_length_is_exported_and_imported(memory: Memory) -> None:
     session = memory.create()
     session.append("r" * 1000, "x")
     assert memory.import_json(memory.export_json(session), "again").turns()[0].role == "r" * 1000
+
+
+@pytest.mark.parametrize("address", ["https://127.0.0.1:1", "HTTP://127.0.0.1:1"])
+def test_an_address_of_any_case_and_scheme_is_no_folder(tmp_path: Path, address: str) -> None:
+    with pytest.raises(LinkDownError, match="no daemon answers"):
+        Memory.open(tmp_path, engine=address)
+
+
+def test_an_address_of_another_scheme_says_how_to_write_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not the address of a daemon"):
+        Memory.open(tmp_path, engine="ftp://127.0.0.1:1")
+
+
+def test_reprs_are_short(memory: Memory) -> None:
+    turn = memory.create("s").user("word " * 10_000)
+    assert repr(turn) == f"Turn({turn.id}, 'user', '{'word ' * 12}…')"
+    assert len(repr(memory)) < 200
+    assert "text only" in repr(memory)

@@ -18,8 +18,9 @@ LONG = "The committee met again in the autumn to look at the plan for the new li
 
 
 def state(session: Session) -> State | None:
-    assert session.shared.runtime is not None
-    return session.shared.runtime.waiting.state(session.tokens())
+    assert session._state.runtime is not None
+    runtime = session._state.runtime
+    return runtime.paused.state(runtime.keys(session.tokens()))
 
 
 @pytest.fixture
@@ -97,22 +98,22 @@ def test_hints_change_the_order_and_hold_nothing(session: Session, asked: Memory
 def test_what_is_superseded_is_dropped_and_what_came_before_stays(session: Session) -> None:
     session.user(LONG.replace("library", "harbour"))
     assert session.complete(**EXACT).text
-    asked = session.shared.runtime
+    asked = session._state.runtime
     assert asked is not None
     assert asked.store is not None
     asked.store.flush()
     turns = session.turns()
-    early = asked.stored(asked.store, asked.keys(session.shared.engine()[1].context(turns[:2])))
-    held = asked.stored(asked.store, asked.keys(session.tokens()))
+    early = asked.resumable_tokens(asked.store, asked.keys(session._state.engine()[1].context(turns[:2])))
+    held = asked.resumable_tokens(asked.store, asked.keys(session.tokens()))
     assert held > early > 0
     assert session.superseded(turns[-2]) > 0
-    left = asked.stored(asked.store, asked.keys(session.tokens()))
+    left = asked.resumable_tokens(asked.store, asked.keys(session.tokens()))
     assert early <= left < held
     assert [turn.id for turn in session.turns()] == [turn.id for turn in turns], "text stays"
     with pytest.raises(SessionError):
         session.superseded(10**9)
     assert session.superseded(turns[0]) > 0
-    assert asked.stored(asked.store, asked.keys(session.tokens())) == 0
+    assert asked.resumable_tokens(asked.store, asked.keys(session.tokens())) == 0
 
 
 @pytest.mark.parametrize("kind", ["", "nap", "tool:" + "x" * 300, "end_of_turn:now", "closed:"])

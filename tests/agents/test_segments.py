@@ -123,7 +123,7 @@ def test_a_rewritten_history_is_marked_whole_and_costs_no_kv_that_is_wrong(
         for text in ("a", "b", "c"):
             session.user(text)
         session.tokens()
-        kept = [memory.shared.ledger.tokens(turn.id, engine.space.digest) for turn in session.turns()]
+        kept = [memory.ledger.tokens(turn.id, engine.space.digest) for turn in session.turns()]
         found = [unpack(raw) for raw in kept if raw is not None]
         assert [segment.whole for segment in found if segment is not None] == [False, True, True]
 
@@ -135,7 +135,7 @@ def test_ids_outside_the_vocabulary_are_made_anew(tmp_path: Path, tiny: Callable
         turn = session.user("hello")
         expected = session.tokens().tolist()
         for bad in (np.array([9999], "<i4").tobytes(), np.array([5, -2], "<i4").tobytes()):
-            memory.shared.ledger.put_tokens(turn.id, engine.space.digest, bad)
+            memory.ledger.put_tokens(engine.space.digest, {turn.id: bad})
             assert session.tokens().tolist() == expected
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import patient
+
 FIRST = """
 import json, sys
 from ctxreuse_agents import Memory
@@ -23,8 +25,8 @@ with Memory.open(sys.argv[1], engine="smollm2") as memory:
 
 SECOND = """
 import json, sys
-from ctxreuse.engines.sampling import Sampling
-from ctxreuse.runtime import Runtime
+from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse_agents import Memory
 
 with Memory.open(sys.argv[1], engine="smollm2") as memory:
@@ -36,17 +38,18 @@ with Memory.open(sys.argv[1], engine="smollm2") as memory:
     answer = fork.complete(max_tokens=12)
     usage = answer.usage
     answer.text
-    alone = Runtime(memory.engine, None, live_bytes=0).complete(prompt, Sampling(max_tokens=12))
+    runtime = Runtime(memory.engine, None, RuntimeOptions(context_cache_bytes=0))
+    alone = runtime.complete(runtime.request(prompt), SamplingParams(max_tokens=12))
     alone.drain()
     memory.check()
     print(json.dumps({"before": before, "stored": answer.tokens, "alone": alone.tokens, "cached": usage.cached_tokens,
-                      "sources": usage.by_source, "prompt": usage.prompt_tokens}))
+                      "sources": usage.tokens.by_source, "prompt": usage.prompt_tokens}))
 """
 
 
 def run(code: str, folder: Path, env: dict[str, str]) -> object:
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=patient(240)
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -10,10 +10,12 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from ctxreuse_agents import Memory, Session
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from ctxreuse.errors import SessionError
+from support.examples import examples
+
+pytestmark = pytest.mark.slow
 
 TEXT = st.text(max_size=12)
 
@@ -104,7 +106,7 @@ class Sessions(RuleBasedStateMachine):
             session.commit(onto=onto)
             origin.turns = plain.turns
         elif not onto:
-            with pytest.raises(SessionError, match="moved"):
+            with pytest.raises(SessionError, match="has new turns"):
                 session.commit()
         else:
             session.commit(onto=True)
@@ -161,4 +163,4 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSessions.settings = examples("normal", stateful_step_count=30)

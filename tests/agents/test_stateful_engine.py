@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 from ctxreuse_agents import Memory, Session
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.runtime import Runtime
+from support.examples import examples
+from support.tiny_text import tiny_engine
 
 TEXT = st.text("abc \n\u00e4\U0001f9ed", max_size=60)
 _engine: list[Any] = []
@@ -23,7 +23,7 @@ _engine: list[Any] = []
 def engine() -> Any:
     """One for all examples: building it costs more than they do."""
     if not _engine:
-        _engine.append(runpy.run_path(str(Path(__file__).with_name("tiny_engine.py")))["tiny_engine"]())
+        _engine.append(tiny_engine())
     return _engine[0]
 
 
@@ -57,7 +57,7 @@ class Conversations(RuleBasedStateMachine):
         self.memory.delete(probe)
         answer = session.ask(text, max_tokens=n, ignore_eos=True)
         assert answer.text is not None
-        plain = Runtime(engine(), None).complete(prompt, Sampling(max_tokens=n, ignore_eos=True))
+        plain = Runtime(engine(), None).complete(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
         plain.drain()
         assert answer.tokens == plain.tokens
         assert session.tokens()[: len(prompt) + n].tolist() == [*prompt.tolist(), *plain.tokens]
@@ -117,4 +117,4 @@ class Conversations(RuleBasedStateMachine):
 
 
 TestConversations = Conversations.TestCase
-TestConversations.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+TestConversations.settings = examples("heavy", stateful_step_count=15)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ctxreuse_agents import Memory
 
+from support.waiting import patient
+
 
 def together(*jobs: Callable[[], None]) -> None:
     """Run all at once; the first error of any is raised here."""
@@ -108,7 +110,7 @@ os._exit(0)  # no close: what was acknowledged must be there all the same
 
 
 def test_the_next_process_finds_everything(tmp_path: Path, child_env: dict[str, str]) -> None:
-    subprocess.run([sys.executable, "-c", WRITE, str(tmp_path / "m")], env=child_env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", WRITE, str(tmp_path / "m")], env=child_env, check=True, timeout=patient(60))
     with Memory.open(tmp_path / "m") as memory:
         memory.check()
         session = memory.session("story", create=False)

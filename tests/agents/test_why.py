@@ -43,7 +43,7 @@ def test_a_session_says_what_is_new_and_what_was_forgotten(tmp_path: Path, engin
         assert session.evict()
         again = session.ask("And today?", max_tokens=2, temperature=0.0)
         assert again.usage.why == "dropped"
-        assert "somebody had them forgotten" in again.why().text
+        assert "they were forgotten on request" in again.why().text
         again.close()
 
 

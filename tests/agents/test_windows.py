@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ctxreuse_agents import Memory, Sampling
+from ctxreuse_agents import Memory, SamplingParams
 
-from ctxreuse.runtime import Runtime
+from ctxreuse.runtime import Runtime, RuntimeOptions
+from support.tiny_text import tiny_text
 
-TINY = runpy.run_path(str(Path(__file__).with_name("tiny_engine.py")))
-GREEDY = Sampling(max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +37,12 @@ def windows() -> Any:
         bos_token_id=256,
         eos_token_id=257,
     )
-    return TorchEngine(Gemma3ForCausalLM(config), TINY["tiny_text"](), block_tokens=16)
+    return TorchEngine(Gemma3ForCausalLM(config), tiny_text(), block_tokens=16)
 
 
 def test_a_second_question_over_one_document_is_resumed(tmp_path: Path, windows: Any) -> None:
     questions = [f"{word} " * 20 for word in ("who", "where", "when")]
-    plain = Runtime(windows, None, live_bytes=0)
+    plain = Runtime(windows, None, RuntimeOptions(context_cache_bytes=0))
     for _ in range(2):  # the second time in a new memory object, from disk
         with Memory.open(tmp_path, windows) as memory:
             document = memory.session("document")
@@ -61,6 +60,6 @@ def test_a_second_question_over_one_document_is_resumed(tmp_path: Path, windows:
                 alone.drain()
                 assert alone.tokens == answer.tokens
             assert memory.runtime is not None
-            memory.runtime.pool.clear()
+            memory.runtime.context_cache.clear()
             memory.flush()
             memory.check()

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import runpy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def engine_of() -> Iterator[Callable[[str], Any]]:
-    """engine_of("llama" | "gemma3") -> an engine in float32 on one thread, the same weights each time."""
-    import torch
+def engine_of() -> Callable[[str], Any]:
+    """engine_of("llama" | "gemma3") -> an engine in float32 with blocks of 64 tokens, the same weights each time."""
+    from support import tiny_models
 
-    from ctxreuse.engines.torch_hf import TorchEngine
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    tiny_model = runpy.run_path(str(Path(__file__).parents[1] / "engines" / "tiny_models.py"))["tiny_model"]
-    yield lambda name: TorchEngine(tiny_model(name))
-    torch.set_num_threads(before)
+    return lambda name: tiny_models.engine_of(name, block_tokens=64, chunk=512)

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from ctxreuse.bench import chunks, decay, qa
-from ctxreuse.bench.archive import Archive, cut_to
-from ctxreuse.bench.corpus import facts, long_texts, pool, questions
-from ctxreuse.calibrate.moved import Outcome
-from ctxreuse.calibrate.scenes import KINDS
-from ctxreuse.engines.torch_hf.scoring import Fidelity
+from benchmarks import chunks, decay, qa
+from benchmarks.archive import Archive, cut_to
+from benchmarks.corpus import facts, long_texts, pool, questions
+from ctxreuse.calibrate.cases import KINDS
+from ctxreuse.calibrate.chunk_trial import PolicyOutcome
+from ctxreuse.codec import model_digest
+from ctxreuse.engines.calibration import Fidelity
 from ctxreuse.errors import ConfigError
-from ctxreuse.reuse import ChunkCard, Measured
-from ctxreuse.reuse.card import card_model
+from ctxreuse.reuse import ChunkProfile, PolicyMeasurement
 from ctxreuse.store import BlockStore
 
 
@@ -36,8 +36,10 @@ def archive(engine_of: Any, tmp_path_factory: Any) -> Iterator[Archive]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     engine = TorchEngine(engine_of("llama").model, HFText(tokenizer), block_tokens=16)
-    row = Measured("rotate", "behind", 4, 192, kl=0.01, kl_high=0.02, top1=0.9, dnll=0.0, recomputed=0.0, windows=4)
-    card = ChunkCard(card_model(engine.space), 1, {"behind": 1e9}, (row,))
+    row = PolicyMeasurement(
+        "rotate", "behind", 4, 192, kl=0.01, kl_high=0.02, top1=0.9, dnll=0.0, recomputed=0.0, windows=4
+    )
+    card = ChunkProfile(model_digest(engine.space), 1, {"behind": 1e9}, (row,))
     with BlockStore.open(tmp_path_factory.mktemp("archive")) as store:
         made = Archive(engine, store, card)
         yield made
@@ -46,24 +48,24 @@ def archive(engine_of: Any, tmp_path_factory: Any) -> Iterator[Archive]:
 
 def test_documents_are_reused_in_another_order(archive: Archive) -> None:
     documents = [document[:300] for document in facts(3).documents]
-    first = archive.ask(archive.prompt(documents, "What now?"), None)
+    first = archive.ask(archive.encode_prompt(documents, "What now?"), None)
     assert first.done.usage.cached_tokens == 0
-    archive.keep(first.done, None)
-    turned = archive.prompt(documents[::-1], "What now?")
+    archive.keep(first.done)
+    turned = archive.encode_prompt(documents[::-1], "What now?")
     exact = archive.ask(turned, None).done.usage
-    assert exact.moved == 0
-    loose = archive.ask(turned, "kl-0.05").done.usage
-    assert loose.moved > 0.8 * sum(len(archive.text.encode(document)) for document in documents)
-    assert loose.cached_tokens == exact.cached_tokens + loose.moved
-    assert loose.gate.startswith("kl-0.020 by rotate")
-    assert archive.ask(turned, "kl-0.01").done.usage.moved == 0
+    assert exact.tokens.relocated == 0
+    loose = archive.ask(turned, 0.05).done.usage
+    assert loose.tokens.relocated > 0.8 * sum(len(archive.text.encode(document)) for document in documents)
+    assert loose.cached_tokens == exact.cached_tokens + loose.tokens.relocated
+    assert loose.gate_decision.startswith("kl-0.020 by rotate")
+    assert archive.ask(turned, 0.01).done.usage.tokens.relocated == 0
 
 
 def test_a_document_has_the_same_ids_wherever_it_stands(archive: Archive) -> None:
     one, two = (document[:300] for document in facts(2).documents)
     found = []
     for pair in ((one, two), (two, one)):
-        prompted = archive.prompt(pair, "Who?")
+        prompted = archive.encode_prompt(pair, "Who?")
         ends = (0, *prompted.parts, len(prompted.ids))
         found.append({archive.text.decode(prompted.ids[a:b].tolist()) for a, b in pairwise(ends)})
     assert found[0] == found[1] >= {f"{one}\n\n", f"{two}\n\n"}
@@ -110,7 +112,7 @@ def test_order_of_repairs() -> None:
 
 def test_repairs_as_a_picture(tmp_path: Path) -> None:
     outcomes = {
-        (kind, repair): [Outcome(Fidelity(kl, 0.9, 0.01), work, 0.1)]
+        (kind, repair): [PolicyOutcome(Fidelity(kl, 0.9, 0.01), work, 0.1)]
         for kind in KINDS
         for repair, kl, work in (("v-15%", 0.03, 0.18), (chunks.BEST, 0.02, 0.09))
     }
@@ -160,6 +162,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_bytes(lzma.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
 
 
+@pytest.mark.slow
 def test_without_traces_there_are_texts_all_the_same(traces: Path) -> None:
     assert not long_texts().real
     assert sum(map(len, long_texts().texts)) > 100_000

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.bench.codec import OURS, figures_of
-from ctxreuse.bench.picture import plot_paths
-from ctxreuse.bench.rate.curve import Point, at_divergence, best_meeting
-from ctxreuse.bench.rate.plot import draw
-from ctxreuse.bench.rate.texts import held_out, read_texts
+from benchmarks import SUITE
+from benchmarks.codec import OURS, figures_of, figures_on, means
+from benchmarks.picture import plot_paths
+from benchmarks.rate.curve import Point, at_divergence, best_meeting
+from benchmarks.rate.plot import draw
+from benchmarks.rate.texts import held_out, read_texts
 from ctxreuse.errors import ConfigError
 
 
@@ -68,6 +69,17 @@ def test_figures_take_the_level_that_meets_the_target_and_the_best_rival() -> No
     assert "top-1 90.0 %" in figures[f"{OURS} kl-0.01"].note
 
 
+def test_each_level_is_shown_on_each_text_beside_the_best_rival_there() -> None:
+    prose = [point(1, 0.06, OURS, "kl-0.05"), point(2, 0.004, OURS, "kl-0.01"), *CURVE, point(9, 0.001, "int8")]
+    coarse, fine = figures_on("prose", prose)
+    assert (coarse.metric, coarse.value) == ("kl-0.05 on prose", 1)
+    assert coarse.peer == pytest.approx(at_divergence(CURVE, 0.06).bits)
+    assert "1.20 of its name; peer at the same KL: x" in coarse.note
+    assert "0.40 of its name" in fine.note
+    code = [p._replace(bits=p.bits + 2) for p in prose]
+    assert means({"prose": prose, "code": code})[0] == point(2, 0.06, OURS, "kl-0.05")
+
+
 def test_the_plot_is_two_files_that_name_every_codec(tmp_path: Path) -> None:
     points = [point(1, 0.05, OURS, "kl-0.05"), point(2, 0.002, OURS, "kl-0.002"), *CURVE]
     draw(points, tmp_path / "new" / "rate.svg", OURS, "a model", (0.01,))
@@ -87,11 +99,12 @@ def test_plot_paths_take_any_ending() -> None:
 
 
 def test_texts_are_there_and_none_is_one_that_calibration_learns_from(tmp_path: Path) -> None:
-    from ctxreuse.calibrate.texts import default_texts
+    from ctxreuse.calibrate import default_texts
+    from ctxreuse.calibrate.texts import in_turn
 
     found = held_out()
-    assert len(found) >= 2
-    learnt = [document for part, documents in default_texts().items() if part != "held-out" for document in documents]
+    assert set(found) == {"prose", "chat", "code", "tables", "languages"}
+    learnt = [one for part, kinds in default_texts().items() if part != "held-out" for one in in_turn(kinds)]
     for name, text in found.items():
         for at in range(0, len(text) - 400, 400):
             assert not any(text[at : at + 400] in document for document in learnt), name
@@ -107,7 +120,7 @@ class Same:
     family = setting = ""
 
     def code(self, values: Any, role: str, layer: int, layers: int) -> Any:
-        from ctxreuse.bench.rivals import Coded
+        from benchmarks.rivals import Coded
 
         return Coded(values.copy(), float(values.size))
 
@@ -116,19 +129,19 @@ class Nothing(Same):
     """Forgets everything."""
 
     def code(self, values: Any, role: str, layer: int, layers: int) -> Any:
-        from ctxreuse.bench.rivals import Coded
+        from benchmarks.rivals import Coded
 
         return Coded(np.zeros_like(values), 0.0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_context_is_loaded_with_what_a_rival_made_of_it(kind: str, engine_of: Any) -> None:
-    from ctxreuse.bench.rate.context import CODED, RAW_BITS, RAW_TOKENS, SCORED, Context
-    from ctxreuse.engines.torch_hf.fisher import TorchGauge
+    from benchmarks.rate.context import CODED, RAW_BITS, RAW_TOKENS, SCORED, Context
+    from ctxreuse.engines.torch_hf.fisher import TorchCalibrationModel
 
     engine = engine_of(kind)
     ids = np.random.default_rng(2).integers(0, 512, CODED + SCORED + 1).astype("<i4")
-    context = Context(engine, TorchGauge(engine).rotaries(), ids)
+    context = Context(engine, TorchCalibrationModel(engine).rotaries(), ids)
     assert context.fidelity(context.views) == (0.0, 1.0, 0.0)
     fidelity, bits = context.rival(Same())
     # K turned back and forth differs by rounding.
@@ -144,19 +157,17 @@ def test_a_context_is_loaded_with_what_a_rival_made_of_it(kind: str, engine_of: 
 
 
 def test_settings_go_to_the_benches_that_have_them() -> None:
-    from ctxreuse import bench
-
     with pytest.raises(ConfigError, match="plot"):
-        bench.run("tree", quick=True, plot=Path("x"))
+        SUITE.run("tree", quick=True, plot=Path("x"))
 
 
 def test_a_model_without_a_card_is_told_how_to_get_one(
     engine_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ctxreuse import bench, engines
+    from ctxreuse.engines.torch_hf import TorchEngine
 
     monkeypatch.setenv("CTXREUSE_CARDS", str(tmp_path))
-    monkeypatch.setattr(engines, "open_engine", lambda *_, **__: engine_of("llama"))
+    monkeypatch.setattr(TorchEngine, "open", lambda *_, **__: engine_of("llama"))
     for name in ("codec", "pipeline"):
         with pytest.raises(ConfigError, match="calibrate"):
-            bench.run(name, quick=True, model="any")
+            SUITE.run(name, quick=True, model="any")

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.bench.rivals import PLAIN, RIVALS, CacheGen, Int8Zstd, Kivi, KvQuant, Plain, RotatedLloydMax
-from ctxreuse.bench.rivals.base import bits_of, table_256
-from ctxreuse.bench.rivals.kivi import asymmetric
-from ctxreuse.bench.rivals.kvquant import levels_of
-from ctxreuse.bench.rivals.rotation import lloyd_max, rotation
+from benchmarks.rivals import PLAIN, RIVALS, CacheGen, Int8Zstd, Kivi, KvQuant, Plain, RotatedLloydMax
+from benchmarks.rivals.base import bits_of, table_256
+from benchmarks.rivals.kivi import asymmetric
+from benchmarks.rivals.kvquant import levels_of
+from benchmarks.rivals.rotation import lloyd_max, rotation
 
 ALL = [rival for family in (*RIVALS, PLAIN) for rival in family]
 TOKENS, HEADS, DIM = 100, 3, 64

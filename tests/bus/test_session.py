@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from ctxreuse.bus import wire
-from ctxreuse.bus.session import Limits, Request
-from ctxreuse.bus.session_client import ClientSession
-from ctxreuse.bus.session_known import Known
-from ctxreuse.bus.session_server import ServerSession
-from ctxreuse.bus.transfer import Assembly, Outlet
+from ctxreuse.bus.protocol import messages, wire
+from ctxreuse.bus.protocol.announce import AnnouncedKeys
+from ctxreuse.bus.protocol.base import PutRequest
+from ctxreuse.bus.protocol.client import ClientSession
+from ctxreuse.bus.protocol.server import ServerSession
+from ctxreuse.bus.protocol.session import Limits, Request
+from ctxreuse.bus.remote import FetchRequest
+from ctxreuse.bus.transfer.receive import FetchBuffer
+from ctxreuse.bus.transfer.send import SendScheduler
 from ctxreuse.errors import LinkDownError
-
-P = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("session_pair.py"))))
-LINK = P.LINK
-SPACE = P.SPACE
-TOKENS = P.TOKENS
-BLOCKS = P.BLOCKS
-KEYS = P.KEYS
-DATA = P.DATA
-SIZES = P.SIZES
-NODE = P.NODE
-node = P.node
-assembly = P.assembly
-whole = P.whole
-said = P.said
-server_of = P.server_of
-tell = P.tell
-client_of = P.client_of
+from support.memory_link import SALT, DictNode, Wires, blocks_of, link, state_of
+from support.session_pair import (
+    BLOCKS,
+    DATA,
+    KEYS,
+    NODE,
+    SIZES,
+    SPACE,
+    TOKENS,
+    buffer,
+    client_of,
+    node,
+    said,
+    server_of,
+    tell,
+    whole,
+)
 
 
 def test_match_and_announcements() -> None:
-    wires = LINK.link(node())
+    wires = link(node())
     client = wires.client
     assert client.announced(KEYS) is None
     done: list[Request[Any]] = []
@@ -58,9 +59,36 @@ def test_match_and_announcements() -> None:
     assert client.announced(KEYS) == 6
 
 
+def test_withdrawals_are_told_at_once_and_on_each_connection() -> None:
+    service = node()
+    wires = link(service)
+    wires.tick(1)
+    wires.run()
+    assert wires.client.withdrawn() == frozenset()
+    service.taken_back = KEYS[2][:8] + KEYS[3][:8]
+    wires.tick(1)
+    wires.run()
+    assert wires.client.withdrawn() == {KEYS[2][:8], KEYS[3][:8]}
+    assert wires.client.announced(KEYS) == 6  # whether they are there now is another matter
+    wires.cut()
+    service.taken_back += KEYS[4][:8]
+    wires.connect()
+    wires.run()
+    wires.tick(1)
+    wires.run()
+    assert wires.client.withdrawn() == {KEYS[2][:8], KEYS[3][:8], KEYS[4][:8]}
+
+
+def test_an_announcement_without_withdrawals_is_as_before_there_were_any() -> None:
+    plain = wire.encode(announce(1, 0, 2, added=KEYS[0][:8]))
+    assert len(msgspec.msgpack.decode(plain[0][8:])) == 7
+    more = msgspec.structs.replace(announce(1, 0, 2), withdrawn=KEYS[0][:8])
+    assert wire.decode(wire.encode(more))[0] == more
+
+
 def test_announcements_go_on_after_a_cut_without_a_snapshot() -> None:
     service = node()
-    wires = LINK.link(service)
+    wires = link(service)
     wires.tick(1)
     wires.run()
     wires.cut()
@@ -77,7 +105,7 @@ def test_announcements_go_on_after_a_cut_without_a_snapshot() -> None:
 
 def test_changes_too_long_ago_mean_a_snapshot() -> None:
     service = node()
-    wires = LINK.link(service)
+    wires = link(service)
     wires.tick(1)
     wires.run()
     service.evict(KEYS[5])
@@ -91,18 +119,17 @@ def test_changes_too_long_ago_mean_a_snapshot() -> None:
 
 
 def test_a_restarted_cloud_makes_announcements_void() -> None:
-    epochs: list[int] = []
-    wires = LINK.link(node())
-    wires.client._on_epoch = lambda welcome: epochs.append(welcome.epoch)
+    wires = link(node())
     wires.tick(1)
     wires.run()
     wires.cut()
-    wires.server = ServerSession(LINK.DictNode(), "edge", Outlet(), node=NODE, epoch=8, limits=wires.server.limits)
-    fetch = assembly()
+    wires.server = ServerSession(DictNode(), "edge", SendScheduler(), node=NODE, epoch=8, limits=wires.server.limits)
+    fetch = buffer()
     wires.client.fetch(fetch)
     wires.connect()
     wires.run()
-    assert epochs == [8]
+    assert wires.client.welcome is not None
+    assert wires.client.welcome.epoch == 8
     assert wires.client.announced(KEYS) is None
     assert fetch.ended == "gone"
     wires.tick(1)
@@ -110,12 +137,12 @@ def test_a_restarted_cloud_makes_announcements_void() -> None:
     assert wires.client.announced(KEYS) == 0
 
 
-def announce(seq: int, base: int, version: int, part: int = 0, parts: int = 1, added: bytes = b"") -> wire.Announce:
-    return wire.Announce(seq, base, version, part, parts, added)
+def announce(seq: int, base: int, version: int, part: int = 0, parts: int = 1, added: bytes = b"") -> messages.Announce:
+    return messages.Announce(seq, base, version, part, parts, added)
 
 
 def test_gaps_in_announcements_ask_for_a_snapshot_once() -> None:
-    known, one, two = Known(10), b"a" * 8, b"b" * 8
+    known, one, two = AnnouncedKeys(10), b"a" * 8, b"b" * 8
     known.begin(1)
     assert known.apply(announce(1, 0, 5, 0, 2, one))
     assert known.leading([one]) is None
@@ -139,7 +166,7 @@ def test_gaps_in_announcements_ask_for_a_snapshot_once() -> None:
 
 def test_a_lost_announcement_is_made_up_for() -> None:
     service = node()
-    wires = LINK.link(service)
+    wires = link(service)
     wires.tick(1)
     wires.run()
     service.evict(KEYS[5])
@@ -156,11 +183,11 @@ def test_a_lost_announcement_is_made_up_for() -> None:
 def test_asking_for_snapshots_again_and_again_gives_few() -> None:
     service = node()
     server = server_of(service)
-    held = service.held
+    snapshot = service.snapshot
     calls: list[str] = []
-    service.held = lambda tenant: calls.append(tenant) or held(tenant)
+    service.snapshot = lambda tenant: calls.append(tenant) or snapshot(tenant)
     for step in range(100):
-        server.receive(wire.encode(wire.Resync()), step * 0.1)
+        server.receive(wire.encode(messages.Resync()), step * 0.1)
         server.tick(step * 0.1)
         while server.next(step * 0.1) is not None:
             pass
@@ -170,7 +197,7 @@ def test_asking_for_snapshots_again_and_again_gives_few() -> None:
 def test_nothing_to_do_is_not_due() -> None:
     """Whoever polls by `due` must not spin: not beside a peer that does not read, not while draining."""
     service = node()
-    wires = LINK.link(service)
+    wires = link(service)
     wires.tick(1)  # a snapshot is under way, and nobody takes it
     assert wires.server.talks
     assert wires.server.due(wires.now) == pytest.approx(2.0)
@@ -188,8 +215,8 @@ def test_a_large_snapshot_goes_in_parts_between_payloads() -> None:
     service = node()
     for i in range(10_000):
         service.blocks[i.to_bytes(32, "little")] = b""
-    wires = LINK.link(service)
-    fetch = assembly()
+    wires = link(service)
+    fetch = buffer()
     wires.client.fetch(fetch)
     while wires.send(wires.client):
         pass
@@ -204,39 +231,39 @@ def test_a_large_snapshot_goes_in_parts_between_payloads() -> None:
 @pytest.mark.parametrize("state", [False, True])
 def test_fetch(order: str, state: bool) -> None:
     service = node()
-    service.states[KEYS[-1]] = LINK.state_of(SPACE, TOKENS, KEYS)
-    wires = LINK.link(service)
-    fetch = assembly(order=order, state=state)
+    service.states[KEYS[-1]] = state_of(SPACE, TOKENS, KEYS)
+    wires = link(service)
+    fetch = buffer(order=order, state=state)
     wires.client.fetch(fetch, payload=5000, window=2)
     wires.run()
     assert whole(fetch)
     held = fetch.state(0)
     assert (held is not None) == state
     assert held is None or bytes(held.buffer) == service.states[KEYS[-1]]
-    assert [supply.closed for supply in service.supplies] == [1]
+    assert [source.closed for source in service.sources] == [1]
     assert wires.broken == []
     assert wires.client.drained
 
 
 def test_payloads_are_as_small_as_asked() -> None:
     service = node()
-    wires = LINK.link(service, terms=wire.Terms(max_payload=1 << 20))
+    wires = link(service, terms=messages.Terms(max_payload=1 << 20))
     for asked, most in ((8192, 8192), (0, 1 << 20), (1, 4096)):
         before = wires.client.counts["payloads_in"]
-        fetch = assembly()
+        fetch = buffer()
         wires.client.fetch(fetch, payload=asked)
         wires.run()
         assert whole(fetch)
         assert wires.client.counts["payloads_in"] - before >= sum(SIZES) / most
     assert wires.client.counts["payloads_in"] > 6 * SIZES[0] // 4096
     # What the other side takes at most counts as well, whoever of the two is more modest.
-    small = ClientSession(node=NODE, limits=Limits(terms=wire.Terms(max_payload=4096)))
-    large = ServerSession(service, "edge", Outlet(), node=NODE, epoch=7)
-    modest = LINK.Wires(small, large)
+    small = ClientSession(node=NODE, limits=Limits(terms=messages.Terms(max_payload=4096)))
+    large = ServerSession(service, "edge", SendScheduler(), node=NODE, epoch=7)
+    modest = Wires(small, large)
     modest.connect()
-    fetch = assembly()
+    fetch = buffer()
     small.fetch(fetch)
-    put = small.put(SPACE.digest, [bytes(32)], [SIZES[0]], lambda _: DATA[0], payload=1 << 20)
+    put = small.put(PutRequest(SPACE.digest, [bytes(32)], [SIZES[0]]), lambda _: DATA[0], payload=1 << 20)
     modest.run()
     assert whole(fetch)
     assert put.wait(0).refused == {0: "foreign"}
@@ -246,8 +273,8 @@ def test_payloads_are_as_small_as_asked() -> None:
 
 @pytest.mark.parametrize("order", ["layers", "tail"])
 def test_a_fetch_survives_a_cut_at_every_payload(order: str) -> None:
-    wires = LINK.link(node())
-    fetch = assembly(order=order)
+    wires = link(node())
+    fetch = buffer(order=order)
     wires.client.fetch(fetch, window=3)
     while fetch.ended is None:
         before = fetch.received
@@ -267,30 +294,30 @@ def test_a_fetch_survives_a_cut_at_every_payload(order: str) -> None:
 
 def test_a_fetch_is_opened_again_by_the_next_round_naming_what_is_here() -> None:
     client = client_of()
-    fetch, unwanted = assembly(), assembly()
+    fetch, unwanted = buffer(), buffer()
     unwanted.stop()
     client.fetch(unwanted)
     assert said(client) == []
     client.fetch(fetch, window=3)
     (opened,) = said(client)
-    tell(client, wire.Payload(1, 1, ((0, 0, 4000), (1, 0, 100))), DATA[0][:4000] + DATA[1][:100])
+    tell(client, messages.Payload(1, 1, ((0, 0, 4000), (1, 0, 100))), DATA[0][:4000] + DATA[1][:100])
     client.lost(0.0)
     client.opened(0.0)
-    tell(client, wire.Welcome(1, NODE, 7, LINK.SALT))
+    tell(client, messages.Welcome(1, NODE, 7, SALT))
     _, again = said(client)
-    assert isinstance(opened, wire.Fetch)
-    assert isinstance(again, wire.Fetch)
+    assert isinstance(opened, messages.Fetch)
+    assert isinstance(again, messages.Fetch)
     assert (opened.id, opened.round, opened.have, opened.credit) == (1, 1, (), 3)
     assert (again.id, again.round, again.credit, again.keys) == (1, 2, 3, opened.keys)
     assert again.have == ((0, 4000, DATA[0][24:32]), (1, 100, DATA[1][24:32]))
-    tell(client, wire.Payload(1, 1, ((0, 4000, 10),)), DATA[0][4000:4010])  # of the connection before
+    tell(client, messages.Payload(1, 1, ((0, 4000, 10),)), DATA[0][4000:4010])  # of the connection before
     assert client.counts["ignored"] == 1
     assert fetch.received == 4100
 
 
 def test_a_fetch_that_never_gets_anything_is_given_up() -> None:
-    wires = LINK.link(node(), limits=Limits(rounds=5))
-    fetch = assembly()
+    wires = link(node(), limits=Limits(rounds=5))
+    fetch = buffer()
     wires.client.fetch(fetch)
     for _ in range(7):
         wires.send(wires.client)
@@ -306,22 +333,22 @@ def test_a_fetch_that_never_gets_anything_is_given_up() -> None:
 
 def test_a_block_made_anew_is_not_mixed_with_the_old_one() -> None:
     service = node()
-    wires = LINK.link(service)
-    fetch = assembly()
+    wires = link(service)
+    fetch = buffer()
     wires.client.fetch(fetch, window=2)
     for _ in range(8):
         wires.send(wires.client), wires.deliver(wires.server), wires.send(wires.server), wires.deliver(wires.client)
     assert 0 < fetch.received < sum(SIZES)
     wires.cut()
-    service.blocks.update(LINK.blocks_of(SPACE, TOKENS, seed=99))
+    service.blocks.update(blocks_of(SPACE, TOKENS, seed=99))
     wires.connect()
     wires.run()
     assert fetch.ended == "changed"
 
 
 def test_a_lost_payload_breaks_the_link_and_is_sent_after_it() -> None:
-    wires = LINK.link(node())
-    fetch = assembly()
+    wires = link(node())
+    fetch = buffer()
     wires.client.fetch(fetch)
     wires.send(wires.client), wires.deliver(wires.server)
     for _ in range(4):
@@ -335,8 +362,8 @@ def test_a_lost_payload_breaks_the_link_and_is_sent_after_it() -> None:
 
 
 def test_the_last_payload_lost_is_noticed() -> None:
-    wires = LINK.link(node())
-    fetch = Assembly(SPACE, KEYS[:1], TOKENS[:4])
+    wires = link(node())
+    fetch = FetchBuffer(FetchRequest(SPACE, TOKENS[:4]), KEYS[:1])
     wires.client.fetch(fetch, window=99)
     wires.send(wires.client), wires.deliver(wires.server)
     while wires.send(wires.server):
@@ -350,8 +377,8 @@ def test_the_last_payload_lost_is_noticed() -> None:
 
 
 def test_more_fetches_than_the_terms_allow_wait_their_turn() -> None:
-    wires = LINK.link(node(), terms=wire.Terms(max_payload=4096, transfers=2))
-    fetches = [assembly() for _ in range(7)]
+    wires = link(node(), terms=messages.Terms(max_payload=4096, transfers=2))
+    fetches = [buffer() for _ in range(7)]
     for fetch in fetches:
         wires.client.fetch(fetch)
     wires.run()
@@ -360,9 +387,9 @@ def test_more_fetches_than_the_terms_allow_wait_their_turn() -> None:
 
 
 def test_requests_made_while_the_link_is_down_wait_for_it() -> None:
-    wires = LINK.link(node())
+    wires = link(node())
     wires.cut()
-    fetch, request = assembly(), wires.client.match(SPACE.digest, KEYS)
+    fetch, request = buffer(), wires.client.match(SPACE.digest, KEYS)
     wires.client.fetch(fetch)
     with pytest.raises(LinkDownError, match="no answer within"):
         request.wait(0)
@@ -374,8 +401,8 @@ def test_requests_made_while_the_link_is_down_wait_for_it() -> None:
 
 def test_stop_and_cancel_free_the_server() -> None:
     service = node()
-    wires = LINK.link(service)
-    stopped, cancelled = assembly(), assembly()
+    wires = link(service)
+    stopped, cancelled = buffer(), buffer()
     wires.client.fetch(stopped, window=1)
     wires.client.fetch(cancelled, window=1)
     request = wires.client.match(SPACE.digest, KEYS)
@@ -389,5 +416,5 @@ def test_stop_and_cancel_free_the_server() -> None:
     assert stopped.ended == "stopped"
     assert cancelled.ended == "cancelled"
     assert isinstance(request.error, LinkDownError) or request.done
-    assert [supply.closed for supply in service.supplies] == [1, 1]
-    assert len(wires.server.outlet) == 0
+    assert [source.closed for source in service.sources] == [1, 1]
+    assert len(wires.server.scheduler) == 0

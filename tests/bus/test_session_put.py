@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import runpy
 import weakref
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from ctxreuse.bus import wire
-from ctxreuse.bus.session_client import Stored
-from ctxreuse.bus.transfer import Assembly
-
-P = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("session_pair.py"))))
-LINK = P.LINK
-SPACE = P.SPACE
-TOKENS = P.TOKENS
-BLOCKS = P.BLOCKS
-KEYS = P.KEYS
-DATA = P.DATA
-SIZES = P.SIZES
-node = P.node
-assembly = P.assembly
-whole = P.whole
+from ctxreuse.bus.protocol import messages
+from ctxreuse.bus.protocol.base import PutRequest, PutResult
+from ctxreuse.bus.remote import FetchRequest
+from ctxreuse.bus.transfer.receive import FetchBuffer
+from support.memory_link import DictNode, link, state_of
+from support.session_pair import BLOCKS, DATA, KEYS, SIZES, SPACE, TOKENS, buffer, node, whole
 
 
 def test_put() -> None:
-    service = LINK.DictNode(BLOCKS[:2])
-    wires = LINK.link(service)
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
-    other = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
+    service = DictNode(BLOCKS[:2])
+    wires = link(service)
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), DATA.__getitem__)
+    other = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), DATA.__getitem__)
     wires.run()
-    assert request.wait(0) == Stored((2, 3, 4, 5), (0, 1), {})
-    assert other.wait(0) == Stored((), (0, 1, 2, 3, 4, 5), {})
+    assert request.wait(0) == PutResult((2, 3, 4, 5), (0, 1), {})
+    assert other.wait(0) == PutResult((), (0, 1, 2, 3, 4, 5), {})
     assert service.blocks == dict(BLOCKS)
-    assert [intake.closed for intake in service.intakes] == [1, 1]
+    assert [receiver.closed for receiver in service.receivers] == [1, 1]
 
 
 def test_many_small_blocks_share_a_payload_of_a_put() -> None:
-    service = LINK.DictNode()
-    wires = LINK.link(service, terms=wire.Terms(max_payload=1 << 20))
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
+    service = DictNode()
+    wires = link(service, terms=messages.Terms(max_payload=1 << 20))
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), DATA.__getitem__)
     wires.run()
     assert request.wait(0).taken == (0, 1, 2, 3, 4, 5)
     assert wires.client.counts["payloads_out"] == 1
@@ -50,7 +38,7 @@ def test_many_small_blocks_share_a_payload_of_a_put() -> None:
 
 
 def test_a_put_keeps_few_blocks_in_memory() -> None:
-    wires = LINK.link(LINK.DictNode())
+    wires = link(DictNode())
     given: list[weakref.ref[Any]] = []
 
     def read(item: int) -> Any:
@@ -58,7 +46,7 @@ def test_a_put_keeps_few_blocks_in_memory() -> None:
         given.append(weakref.ref(block))
         return block
 
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, read)
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), read)
     while wires.send(wires.client) or wires.send(wires.server):
         while wires.deliver(wires.client) or wires.deliver(wires.server):
             pass
@@ -68,18 +56,20 @@ def test_a_put_keeps_few_blocks_in_memory() -> None:
 
 
 def test_a_state_is_put_alone() -> None:
-    service, state = node(), LINK.state_of(SPACE, TOKENS, KEYS)
-    wires = LINK.link(service)
-    request = wires.client.put(SPACE.digest, KEYS[-1:], [len(state)], lambda _: state, parent=KEYS[-2], state=True)
+    service, state = node(), state_of(SPACE, TOKENS, KEYS)
+    wires = link(service)
+    request = wires.client.put(
+        PutRequest(SPACE.digest, KEYS[-1:], [len(state)], parent=KEYS[-2], state=True), lambda _: state
+    )
     wires.run()
     assert request.wait(0).taken == (0,)
     assert service.states == {KEYS[-1]: state}
 
 
 def test_a_put_survives_cuts_and_sends_no_whole_block_twice() -> None:
-    service = LINK.DictNode()
-    wires = LINK.link(service)
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
+    service = DictNode()
+    wires = link(service)
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), DATA.__getitem__)
     for step in range(200):
         if step % 9 == 8:
             assert step > 20 or not request.done
@@ -97,7 +87,7 @@ def test_a_put_survives_cuts_and_sends_no_whole_block_twice() -> None:
 
 
 def test_what_the_cloud_does_not_take_is_said() -> None:
-    wires = LINK.link(LINK.DictNode(capacity=3))
+    wires = link(DictNode(capacity=3))
     flipped = bytearray(DATA[1])
     flipped[SIZES[1] // 2] ^= 1
 
@@ -106,19 +96,19 @@ def test_what_the_cloud_does_not_take_is_said() -> None:
             raise KeyError(item)
         return {1: bytes(flipped), 5: b"short"}.get(item, DATA[item])
 
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, read)
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), read)
     wires.run()
-    assert request.wait(0) == Stored((0, 2, 3), (), {1: "corrupt", 4: "gone", 5: "gone"})
-    request = wires.client.put(SPACE.digest, KEYS, SIZES, DATA.__getitem__)
+    assert request.wait(0) == PutResult((0, 2, 3), (), {1: "corrupt", 4: "gone", 5: "gone"})
+    request = wires.client.put(PutRequest(SPACE.digest, KEYS, SIZES), DATA.__getitem__)
     wires.run()
     assert request.wait(0).refused == {1: "full", 4: "full", 5: "full"}
 
 
 def test_prefill_streams_blocks_as_they_are_made() -> None:
-    service = LINK.DictNode()
-    wires = LINK.link(service)
-    fetch = Assembly(SPACE, KEYS[2:], TOKENS[8:], first=2, parent=KEYS[1])
-    wires.client.prefill(fetch, TOKENS)
+    service = DictNode()
+    wires = link(service)
+    fetch = FetchBuffer(FetchRequest(SPACE, TOKENS, first=2), KEYS)
+    wires.client.fetch(fetch, compute=True)
     wires.run()
     (supply, tokens, first) = service.jobs[0]
     assert (list(tokens), first) == (list(TOKENS), 2)
@@ -131,10 +121,10 @@ def test_prefill_streams_blocks_as_they_are_made() -> None:
 
 
 def test_a_prefill_that_waits_is_not_stalled_and_may_fail() -> None:
-    service = LINK.DictNode()
-    wires = LINK.link(service)
-    fetch = assembly()
-    wires.client.prefill(fetch, TOKENS)
+    service = DictNode()
+    wires = link(service)
+    fetch = buffer()
+    wires.client.fetch(fetch, compute=True)
     wires.run()
     for _ in range(200):
         wires.tick(1)

@@ -7,30 +7,29 @@ loses connections nothing that was received is sent again.
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ctxreuse.bus.session import Limits
-from ctxreuse.bus.session_server import ServerSession
-from ctxreuse.bus.transfer import Assembly, Outlet
-from ctxreuse.bus.wire import Terms
+from ctxreuse.bus.protocol.base import PutRequest
+from ctxreuse.bus.protocol.messages import Terms
+from ctxreuse.bus.protocol.server import ServerSession
+from ctxreuse.bus.protocol.session import Limits
+from ctxreuse.bus.remote import FetchRequest
+from ctxreuse.bus.transfer.receive import FetchBuffer
+from ctxreuse.bus.transfer.send import SendScheduler
 from ctxreuse.errors import FormatError
+from support.examples import examples
+from support.memory_link import NODE, ROOT, DictNode, blocks_of, link, space_of, state_of, tokens_of
 
-LINK = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("memory_link.py"))))
-SPACE = LINK.space_of(heads=2, dim=32)
+SPACE = space_of(heads=2, dim=32)
 COUNT = 5
-TOKENS = LINK.tokens_of(COUNT * 4)
-BLOCKS = LINK.blocks_of(SPACE, TOKENS)
+TOKENS = tokens_of(COUNT * 4)
+BLOCKS = blocks_of(SPACE, TOKENS)
 KEYS = [key for key, _ in BLOCKS]
 DATA = dict(BLOCKS)
-STATE = LINK.state_of(SPACE, TOKENS, KEYS)
-ROOT = LINK.ROOT
+STATE = state_of(SPACE, TOKENS, KEYS)
 LIMITS = Limits(terms=Terms(max_payload=4096, transfers=4, puts=2), stall=30.0)
 SPANS = st.tuples(st.integers(0, COUNT - 1), st.integers(1, COUNT)).map(lambda s: (s[0], min(COUNT, s[0] + s[1])))
 
@@ -42,11 +41,11 @@ class CleanLink(RuleBasedStateMachine):
 
     @initialize(held=st.integers(0, COUNT), state=st.booleans())
     def start(self, held: int, state: bool) -> None:
-        self.node = LINK.DictNode(BLOCKS[:held])
+        self.node = DictNode(BLOCKS[:held])
         if state:
             self.node.states[KEYS[-1]] = STATE
-        self.wires = LINK.link(self.node, limits=LIMITS)
-        self.fetches: list[Assembly] = []
+        self.wires = link(self.node, limits=LIMITS)
+        self.fetches: list[FetchBuffer] = []
         self.requests: list[Any] = []
 
     # ---- what the edge asks for ----
@@ -54,19 +53,16 @@ class CleanLink(RuleBasedStateMachine):
     @rule(span=SPANS, order=st.sampled_from(["layers", "tail"]), state=st.booleans(), window=st.integers(1, 9))
     def fetch(self, span: tuple[int, int], order: Any, state: bool, window: int) -> None:
         first, last = span
-        parent = KEYS[first - 1] if first else ROOT
-        ids = TOKENS[4 * first : 4 * last]
-        into = Assembly(SPACE, KEYS[first:last], ids, first=first, parent=parent, order=order, state=state)
+        into = FetchBuffer(FetchRequest(SPACE, TOKENS[: 4 * last], first, order=order, state=state), KEYS[:last])
         self.fetches.append(into)
         self.wires.client.fetch(into, window=window, payload=4096)
 
     @rule(span=SPANS)
     def prefill(self, span: tuple[int, int]) -> None:
         first, last = span
-        parent = KEYS[first - 1] if first else ROOT
-        into = Assembly(SPACE, KEYS[first:last], TOKENS[4 * first : 4 * last], first=first, parent=parent)
+        into = FetchBuffer(FetchRequest(SPACE, TOKENS[: 4 * last], first), KEYS[:last])
         self.fetches.append(into)
-        self.wires.client.prefill(into, TOKENS[: 4 * last])
+        self.wires.client.fetch(into, compute=True)
 
     @rule()
     def match(self) -> None:
@@ -77,7 +73,9 @@ class CleanLink(RuleBasedStateMachine):
         keys = KEYS[span[0] : span[1]]
         parent = KEYS[span[0] - 1] if span[0] else ROOT
         sizes = [len(DATA[key]) for key in keys]
-        self.requests.append(self.wires.client.put(SPACE.digest, keys, sizes, lambda i: DATA[keys[i]], parent=parent))
+        self.requests.append(
+            self.wires.client.put(PutRequest(SPACE.digest, keys, sizes, parent=parent), lambda i: DATA[keys[i]])
+        )
 
     @precondition(lambda self: self.fetches)
     @rule(data=st.data())
@@ -106,7 +104,7 @@ class CleanLink(RuleBasedStateMachine):
         wires = self.wires
         wires.cut()
         epoch = wires.server.epoch + 1
-        wires.server = ServerSession(self.node, "edge", Outlet(), node=LINK.NODE, epoch=epoch, limits=LIMITS)
+        wires.server = ServerSession(self.node, "edge", SendScheduler(), node=NODE, epoch=epoch, limits=LIMITS)
 
     # ---- the link ----
 
@@ -181,13 +179,13 @@ class CleanLink(RuleBasedStateMachine):
         for fetch in self.fetches:
             assert fetch.ended is not None
             self.compare(fetch)
-        assert len(wires.server.outlet) == 0
-        assert all(supply.closed for supply in self.node.supplies)
-        assert all(intake.closed for intake in self.node.intakes)
+        assert len(wires.server.scheduler) == 0
+        assert all(source.closed for source in self.node.sources)
+        assert all(receiver.closed for receiver in self.node.receivers)
         if not self.garbled:
             assert wires.client.announced(KEYS) == self.node.match("", b"", KEYS).blocks
 
-    def compare(self, fetch: Assembly) -> None:
+    def compare(self, fetch: FetchBuffer) -> None:
         views = list(fetch.views(fetch.tail()))
         if fetch.ended == "" and fetch.wants_state:
             held = fetch.state(0)
@@ -251,6 +249,6 @@ class SpoiledLink(CleanLink):
 
 
 TestCleanLink = CleanLink.TestCase
-TestCleanLink.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCleanLink.settings = examples("light", stateful_step_count=50)
 TestSpoiledLink = SpoiledLink.TestCase
-TestSpoiledLink.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSpoiledLink.settings = examples("light", stateful_step_count=50)

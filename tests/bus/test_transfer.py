@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import runpy
 import threading
 from itertools import pairwise
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ctxreuse.block import block_layout, parse
-from ctxreuse.bus.transfer import SHARE, Assembly, ChangedError, Outgoing, Outlet, part_offsets
-from ctxreuse.bus.transfer_memory import PayloadMemory
-from ctxreuse.bus.wire import Payload, Piece, decode
+from ctxreuse.block.format import block_layout, parse
+from ctxreuse.bus.protocol.messages import LevelRequest, Payload, Piece
+from ctxreuse.bus.protocol.wire import decode
+from ctxreuse.bus.remote import Fetch, FetchRequest
+from ctxreuse.bus.transfer import receive
+from ctxreuse.bus.transfer.receive import FetchBuffer, part_offsets
+from ctxreuse.bus.transfer.send import SHARE, ChangedError, PayloadMemory, SendPlan, SendScheduler, SendTransfer
 from ctxreuse.errors import LinkDownError, ProtocolError
-from ctxreuse.keys import ROOT
-from ctxreuse.model import LayerSpec, ModelSpace
-from ctxreuse.runtime.remote import Fetch
+from ctxreuse.identity.model import LayerSpec, ModelSpace
+from support.memory_link import BlockWriter, DictSource, blocks_of, space_of, state_of, tokens_of
+from support.waiting import patient
 
-LINK = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("memory_link.py"))))
-SPACE = LINK.space_of(heads=4, dim=32)
-TOKENS = LINK.tokens_of(5 * 4)
-BLOCKS = LINK.blocks_of(SPACE, TOKENS)
+SPACE = space_of(heads=4, dim=32)
+TOKENS = tokens_of(5 * 4)
+BLOCKS = blocks_of(SPACE, TOKENS)
 KEYS = [key for key, _ in BLOCKS]
 DATA = [data for _, data in BLOCKS]
 OFFSETS = part_offsets(parse(DATA[0]))
 
 
-def outgoing(owner: object = "a", *, blocks: int = 5, number: int = 1, **options: object) -> Outgoing:
+def transfer_of(source: DictSource, owner: object = "a", number: int = 1, **options: object) -> SendTransfer:
+    own = {name: options.pop(name) for name in ("credit", "wake", "memory", "tenant") if name in options}
+    return SendTransfer(owner, number, 1, SendPlan(source, **options), **own)
+
+
+def outgoing(owner: object = "a", *, blocks: int = 5, number: int = 1, **options: object) -> SendTransfer:
     options = {"order": "layers", "payload": 4096, "credit": 10_000, **options}
-    return Outgoing(owner, number, 1, LINK.DictSupply(list(DATA[:blocks])), **options)
+    return transfer_of(DictSource(list(DATA[:blocks])), owner, number, **options)
 
 
-def drained(transfer: Outgoing) -> list[tuple[tuple[Piece, ...], bytes]]:
+def drained(transfer: SendTransfer) -> list[tuple[tuple[Piece, ...], bytes]]:
     sent = []
     while (frames := transfer.take()) is not None:
         message, payload = decode(frames)
@@ -45,8 +49,18 @@ def drained(transfer: Outgoing) -> list[tuple[tuple[Piece, ...], bytes]]:
     return sent
 
 
-def assembly(**options: object) -> Assembly:
-    return Assembly(SPACE, KEYS, TOKENS, **options)
+def buffer(**options: object) -> FetchBuffer:
+    levels, refine = LevelRequest(tuple(options.pop("levels", ()))), options.pop("refine", False)
+    return FetchBuffer(FetchRequest(SPACE, TOKENS, **options, levels=levels), KEYS, refine=refine)
+
+
+def test_what_remains_is_known_though_the_first_item_is_there_and_the_second_not_made() -> None:
+    source = DictSource([None, None, None])
+    transfer = transfer_of(source, order="front", payload=4096, have=[(0, len(DATA[0]), DATA[0][24:32])], credit=9)
+    source.make(0, DATA[0])
+    assert transfer.take() is None
+    transfer.check()
+    assert transfer.remaining == 2 * len(DATA[0])
 
 
 def test_parts_are_the_head_and_one_run_a_layer() -> None:
@@ -61,10 +75,10 @@ def test_parts_are_the_head_and_one_run_a_layer() -> None:
 
 def test_a_model_without_blocked_layers_has_a_head_and_one_part() -> None:
     space = ModelSpace("w" * 64, "t", "t" * 64, "float32", (LayerSpec("linear"),), "{}", 10, 100, block_tokens=4)
-    (key, data), *_ = LINK.blocks_of(space, TOKENS[:4])
+    (key, data), *_ = blocks_of(space, TOKENS[:4])
     offsets = part_offsets(parse(data))
     assert len(offsets) == 3
-    into = Assembly(space, [key], TOKENS[:4])
+    into = FetchBuffer(FetchRequest(space, TOKENS[:4]), [key])
     fetch: Fetch = into
     assert fetch.count == 1
     into.write([(0, 0, len(data))], memoryview(data))
@@ -81,15 +95,13 @@ def test_layer_order_sends_all_heads_then_layer_after_layer() -> None:
 
 
 def test_the_state_comes_after_the_heads() -> None:
-    state = LINK.state_of(SPACE, TOKENS, KEYS)
-    transfer = Outgoing(
-        "a", 1, 1, LINK.DictSupply([*DATA, state]), order="layers", payload=1 << 20, credit=99, state=True
-    )
+    state = state_of(SPACE, TOKENS, KEYS)
+    transfer = transfer_of(DictSource([*DATA, state]), order="layers", payload=1 << 20, credit=99, state=True)
     (pieces, payload), *_ = drained(transfer)
     items = [item for item, _, _ in pieces]
     assert items[:6] == [0, 1, 2, 3, 4, 5]
     assert pieces[5] == (5, 0, len(state))
-    into = assembly(state=True)
+    into = buffer(state=True)
     into.write(pieces, memoryview(payload))
     into.check()
     held = into.state(0)
@@ -140,8 +152,8 @@ def test_what_the_receiver_has_is_not_sent() -> None:
 
 
 def test_an_item_that_goes_ends_the_transfer_after_what_was_good() -> None:
-    supply = LINK.DictSupply([DATA[0], b""])
-    transfer = Outgoing("a", 1, 1, supply, order="front", payload=1 << 20, credit=9)
+    source = DictSource([DATA[0], b""])
+    transfer = transfer_of(source, order="front", payload=1 << 20, credit=9)
     assert transfer.take() is not None
     assert transfer.ready
     with pytest.raises(LookupError):
@@ -150,76 +162,97 @@ def test_an_item_that_goes_ends_the_transfer_after_what_was_good() -> None:
 
 def test_items_in_the_making_are_sent_as_they_come() -> None:
     woken = []
-    supply = LINK.DictSupply([None, None])
-    transfer = Outgoing("a", 1, 1, supply, order="front", payload=1 << 20, credit=9, wake=lambda: woken.append(1))
+    source = DictSource([None, None])
+    transfer = transfer_of(source, order="front", payload=1 << 20, credit=9, wake=lambda: woken.append(1))
     assert transfer.waits
     assert not transfer.ready
-    supply.make(0, DATA[0])
+    source.make(0, DATA[0])
     assert woken == [1]
     assert transfer.ready
     assert [pieces for pieces, _ in drained(transfer)] == [((0, 0, len(DATA[0])),)]
     assert transfer.waits
-    supply.make(1, DATA[1])
+    source.make(1, DATA[1])
     assert len(drained(transfer)) == 1
     assert transfer.finished
 
 
 def test_smallest_remaining_goes_first_whoever_asks() -> None:
-    outlet = Outlet()
+    scheduler = SendScheduler()
     big, small = outgoing("a", blocks=5, number=1), outgoing("b", blocks=1, number=2)
-    outlet.add(big)
-    outlet.add(small)
+    scheduler.add(big)
+    scheduler.add(small)
     order = []
-    while (owner := outlet.turn()) is not None:
-        transfer = outlet.pick(owner)
+    while (owner := scheduler.turn()) is not None:
+        transfer = scheduler.pick(owner)
         assert transfer is not None
         transfer.take()
-        outlet.served(transfer)
-        outlet.check()
+        scheduler.served(transfer)
+        scheduler.check()
         order.append(owner)
     few = order.index("a") if "a" in order else 0
     assert order[:few] == ["b"] * few
     assert few >= min(SHARE - 1, len(DATA[0]) // 4096)
-    assert len(outlet) == 0
+    assert len(scheduler) == 0
     assert order.count("a") >= 5 * (len(DATA[0]) // 4096)
 
 
 def test_blocked_owners_are_passed_over() -> None:
-    outlet = Outlet()
-    outlet.add(outgoing("a", blocks=1))
-    assert outlet.turn({"a"}) is None
-    outlet.add(outgoing("b", blocks=5))
-    assert outlet.turn({"a"}) == "b"
-    assert outlet.pick("c") is None
+    scheduler = SendScheduler()
+    scheduler.add(outgoing("a", blocks=1))
+    assert scheduler.turn({"a"}) is None
+    scheduler.add(outgoing("b", blocks=5))
+    assert scheduler.turn({"a"}) == "b"
+    assert scheduler.pick("c") is None
+
+
+def test_tenants_send_in_turn_however_many_small_ones_one_asks_for() -> None:
+    scheduler, sent, small = SendScheduler(), {"flood": 0, "other": 0}, 0
+    large = outgoing("o", blocks=5, tenant="other")
+    scheduler.add(large)
+    while not large.finished:
+        while len(scheduler) < 4:
+            scheduler.add(outgoing(f"f{small}", number=small, blocks=1, tenant="flood"))
+            small += 1
+        owner = scheduler.turn()
+        transfer = scheduler.pick(owner)
+        assert transfer is not None
+        transfer.take()
+        scheduler.served(transfer)
+        sent[transfer.tenant] += transfer.last_bytes
+        scheduler.check()
+        assert abs(sent["flood"] - sent["other"]) <= 2 * 4096
+    assert sent["other"] == 5 * len(DATA[0])
+    assert scheduler.turn({f"f{n}" for n in range(small)}) is None
+    assert scheduler.turn() is not None
 
 
 def test_large_transfers_always_move() -> None:
-    outlet = Outlet()
+    scheduler = SendScheduler()
     large = [outgoing("large", number=i, blocks=5) for i in range(3)]
     for transfer in large:
-        outlet.add(transfer)
+        scheduler.add(transfer)
     small = outgoing("small", blocks=1)
-    outlet.add(small)
+    scheduler.add(small)
     for _ in range(3 * SHARE * 4):  # small ones arrive for ever
-        owner = outlet.turn()
+        owner = scheduler.turn()
         assert owner is not None
-        best = outlet.pick(owner) if owner == "small" else None
-        turn = best or outlet.pick("large")
+        best = scheduler.pick(owner) if owner == "small" else None
+        turn = best or scheduler.pick("large")
         assert turn is not None
         turn.take()
-        outlet.served(turn)
+        scheduler.served(turn)
         if small.finished:
             small = outgoing("small", blocks=1)
-            outlet.add(small)
+            scheduler.add(small)
     assert [transfer.sent for transfer in large] == [4, 4, 4]
 
 
-def write(into: Assembly, item: int, start: int, data: bytes) -> int:
+def write(into: FetchBuffer, item: int, start: int, data: bytes) -> int:
     return into.write([(item, start, len(data))], memoryview(data))
 
 
 def test_an_assembly_follows_the_parts() -> None:
-    into = assembly()
+    into = buffer()
     for i, data in enumerate(DATA):
         assert write(into, i, 0, data[: OFFSETS[2]]) == OFFSETS[2]
         into.check()
@@ -237,20 +270,20 @@ def test_an_assembly_follows_the_parts() -> None:
     write(into, 3, OFFSETS[2], DATA[3][OFFSETS[2] :])
     assert into.tail(3) == 3
     assert [bytes(view.buffer) for view in into.views(2)] == DATA[3:]
-    with pytest.raises(ValueError, match="3 are whole"):
+    with pytest.raises(ValueError, match="3 are complete"):
         into.views(4)
     assert into.ended is None
     into.end("gone")
     with pytest.raises(LinkDownError, match="gone"):
         into.wait_layer(1, 1)
-    assert into.tail(5, 10) == 3
+    assert into.tail(5, patient(10)) == 3
     assert into.heads(0)[0].header.key == KEYS[0]
     assert write(into, 0, OFFSETS[2], DATA[0][OFFSETS[2] :]) == 0
     into.check()
 
 
 def test_duplicates_are_harmless_and_gaps_are_lost_messages() -> None:
-    into = assembly()
+    into = buffer()
     write(into, 0, 0, DATA[0][:3000])
     assert write(into, 0, 0, DATA[0][:3000]) == 0
     assert write(into, 0, 1000, DATA[0][1000:4000]) == 1000
@@ -271,7 +304,7 @@ def resealed(data: bytes, **changes: object) -> bytes:
     fields = {name: getattr(view.header, name) for name in ("kind", "space", "key", "parent", "end", "rope_at")}
     tokens = changes.pop("tokens", view.tokens)
     layout = changes.pop("layout", view.layout)
-    writer = LINK.BlockWriter(layout, tokens=tokens, **{**fields, **changes})
+    writer = BlockWriter(layout, tokens=tokens, **{**fields, **changes})
     for plane in layout.planes:
         if (plane.layer, plane.role) in view.layout.index and writer.plane(plane.layer, plane.role).nbytes:
             source = view.plane(plane.layer, plane.role)
@@ -281,7 +314,7 @@ def resealed(data: bytes, **changes: object) -> bytes:
     return writer.seal().tobytes()
 
 
-OTHER = LINK.space_of(layers=2, heads=4, dim=32)
+OTHER = space_of(layers=2, heads=4, dim=32)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +340,8 @@ OTHER = LINK.space_of(layers=2, heads=4, dim=32)
     ],
 )
 def test_a_block_that_was_not_asked_for_ends_the_fetch(lie: bytes) -> None:
-    into = assembly()
-    with pytest.raises(ProtocolError, match="not asked for"):
+    into = buffer()
+    with pytest.raises(ProtocolError, match="not requested"):
         write(into, 0, 0, lie)
     assert into.ended == "foreign"
     into.check()
@@ -316,38 +349,40 @@ def test_a_block_that_was_not_asked_for_ends_the_fetch(lie: bytes) -> None:
         into.heads(1)
 
 
-def test_items_that_do_not_exist_and_states_that_are_too_large() -> None:
+def test_items_that_do_not_exist_and_states_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProtocolError, match="item 5 of 5"):
-        write(assembly(), 5, 0, DATA[0])
-    state = LINK.state_of(SPACE, TOKENS, KEYS)
+        write(buffer(), 5, 0, DATA[0])
+    state = state_of(SPACE, TOKENS, KEYS)
+    monkeypatch.setattr(receive, "_STATE_LIMIT", 10_000)
     with pytest.raises(ProtocolError, match="says it has"):
-        write(assembly(state=True, state_limit=10_000), 5, 0, state)
+        write(buffer(state=True), 5, 0, state)
+    monkeypatch.undo()
     with pytest.raises(ProtocolError, match="ends at 16"):
-        write(assembly(state=True), 5, 0, LINK.state_of(SPACE, TOKENS, KEYS[:4]))
-    with pytest.raises(ProtocolError, match="not asked for"):
-        write(assembly(state=True), 5, 0, DATA[4])
-    into = assembly(state=True)
+        write(buffer(state=True), 5, 0, state_of(SPACE, TOKENS, KEYS[:4]))
+    with pytest.raises(ProtocolError, match="not requested"):
+        write(buffer(state=True), 5, 0, DATA[4])
+    into = buffer(state=True)
     write(into, 5, 0, state)
     for i, data in enumerate(DATA):
         assert into.ended is None
         write(into, i, 0, data)
     assert into.ended == ""
-    assert assembly().state(0) is None
+    assert buffer().state(0) is None
 
 
 def test_a_fetch_from_the_middle_checks_positions_and_parents() -> None:
-    into = Assembly(SPACE, KEYS[2:], TOKENS[8:], first=2, parent=KEYS[1])
+    into = FetchBuffer(FetchRequest(SPACE, TOKENS, first=2), KEYS)
     write(into, 0, 0, DATA[2])
-    for options in ({"first": 2, "parent": ROOT}, {"first": 1, "parent": KEYS[1]}):
-        with pytest.raises(ProtocolError, match="not asked for"):
-            write(Assembly(SPACE, KEYS[2:], TOKENS[8:], **options), 0, 0, DATA[2])
+    for keys, tokens, first in (([KEYS[0], KEYS[0], *KEYS[2:]], TOKENS, 2), (KEYS[1:], TOKENS[4:], 1)):
+        with pytest.raises(ProtocolError, match="not requested"):
+            write(FetchBuffer(FetchRequest(SPACE, tokens, first=first), keys), 0, 0, DATA[2])
     for keys, tokens in (([], TOKENS[:0]), (KEYS, TOKENS[:4]), ([b"short"], TOKENS[:4])):
         with pytest.raises(ValueError, match=r"blocks|keys"):
-            Assembly(SPACE, keys, tokens)
+            FetchBuffer(FetchRequest(SPACE, tokens), keys)
 
 
 def test_engine_threads_wait_for_what_the_link_brings() -> None:
-    into = assembly()
+    into = buffer()
     got: list[object] = []
 
     def engine() -> None:
@@ -355,7 +390,7 @@ def test_engine_threads_wait_for_what_the_link_brings() -> None:
         for layer in range(3):
             into.wait_layer(layer, 10)
             got.append(layer)
-        got.append(into.tail(5, 10))
+        got.append(into.tail(5, patient(10)))
 
     thread = threading.Thread(target=engine)
     thread.start()
@@ -364,7 +399,7 @@ def test_engine_threads_wait_for_what_the_link_brings() -> None:
             into.write(pieces, memoryview(payload))
     finally:
         into.end("test over")
-        thread.join(20)
+        thread.join(patient(20))
     assert got == [5, 0, 1, 2, 5]
     assert into.ended == ""
     assert into.received == sum(map(len, DATA))
@@ -372,12 +407,14 @@ def test_engine_threads_wait_for_what_the_link_brings() -> None:
 
 def test_stop_tells_the_link_once() -> None:
     told: list[int] = []
-    into = assembly(on_stop=lambda: told.append(1))
+    into = buffer()
+    into.on_stop = lambda: told.append(1)
     into.stop()
     into.stop()
     assert told == [1]
     assert into.ended == "stopped"
-    whole = assembly(on_stop=lambda: told.append(2))
+    whole = buffer()
+    whole.on_stop = lambda: told.append(2)
     for i, data in enumerate(DATA):
         write(whole, i, 0, data)
     whole.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import transformers as hf
 from ctxreuse.calibrate import Settings, Target, Texts, default_texts
 from ctxreuse.engines.text import HFText
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.fisher import TorchGauge
+from ctxreuse.engines.torch_hf.fisher import TorchCalibrationModel
 
 _BASE = {
     "vocab_size": 300,
@@ -76,15 +76,6 @@ def _model(name: str) -> Any:
     raise KeyError(name)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are slower with two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def text() -> HFText:
     """One token a byte."""
@@ -113,9 +104,9 @@ def engine_of(text: HFText) -> Callable[[str], TorchEngine]:
 
 
 @pytest.fixture(scope="session")
-def gauge_of(engine_of: Callable[[str], TorchEngine]) -> Callable[[str], TorchGauge]:
+def gauge_of(engine_of: Callable[[str], TorchEngine]) -> Callable[[str], TorchCalibrationModel]:
     """gauge_of(name) -> a gauge on such an engine."""
-    return lambda name: TorchGauge(engine_of(name))
+    return lambda name: TorchCalibrationModel(engine_of(name))
 
 
 @pytest.fixture(scope="session")
@@ -127,5 +118,5 @@ def texts() -> Texts:
 @pytest.fixture(scope="session")
 def settings() -> Settings:
     """Little text, for seconds."""
-    counts: Any = {"calibration": 4, "validation": 2, "held-out": 1}
+    counts: Any = {"calibration": 5, "validation": 3, "held-out": 3}
     return Settings(counts, prefix=96, scored=24, targets=(Target(0.05, 0.012), Target(0.01)))

@@ -1,4 +1,4 @@
-"""`ctxreuse calibrate` and `ctxreuse codec`: a folder becomes a card on the shelf; what cannot be done is said."""
+"""`ctxreuse calibrate` and `ctxreuse codec`: from a model folder to a stored profile, and the errors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from ctxreuse.cli import main
-from ctxreuse.codec import Shelf, read_card
-from ctxreuse.reuse import read_chunk_card
+from ctxreuse.codec import ProfileStore, read_profile
+from ctxreuse.reuse import read_chunk_profile
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> Callable[..., tuple[int, str, str]]:
-    """`run("codec", "ls")` gives exit code, output and error output; cards lie under tmp_path."""
+    """`run("codec", "ls")` gives exit code, output and error output; profiles lie under tmp_path."""
     monkeypatch.setenv("CTXREUSE_CARDS", str(tmp_path / "cards"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -54,17 +54,17 @@ def test_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None
         "--out",
         str(out),
     )
-    code, printed, told = run("calibrate", str(folder), *arguments)
-    assert code == 0, told
+    code, printed, error = run("calibrate", str(folder), *arguments)
+    assert code == 0, error
     path = Path(printed.strip())
-    assert path.is_relative_to(Shelf().folder)
+    assert path.is_relative_to(ProfileStore().folder)
     assert path.read_bytes() == out.read_bytes()
-    card = read_card(out.read_bytes())
-    assert card.notes["text"] == "words.txt"
-    assert card.notes["windows"].startswith("3/1/1 of 768+192")
+    profile = read_profile(out.read_bytes())
+    assert profile.notes["text"] == "words.txt"
+    assert profile.notes["windows"].startswith("3/1/1 of 768+192")
     assert "<svg" in plot.read_text()
-    for level in card.levels:
-        assert level.info.name in told
+    for level in profile.levels:
+        assert level.info.name in error
         assert level.info.bits > 0
 
     code, listed, _ = run("codec", "ls")
@@ -74,10 +74,10 @@ def test_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None
     code, shown, _ = run("codec", "show", path.stem[:6])
     assert code == 0
     assert "kl-0.01" in shown
-    assert "words.txt" in shown
+    assert all(f"{level.kinds['words.txt'].kl:.4f} words.txt" in shown for level in profile.levels)
     code, _, error = run("codec", "show", "ffff0000")
     assert code == 2
-    assert "0 cards" in error
+    assert "0 profiles" in error
     # A damaged file is no card.
     path.write_bytes(path.read_bytes()[:-1])
     assert path.stem not in run("codec", "ls")[1]
@@ -87,19 +87,19 @@ def test_chunks_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) 
     words = tmp_path / "words.txt"
     words.write_text(" ".join(str(i * i) for i in range(6000)))
     plot, out = tmp_path / "chunks.svg", tmp_path / "copy.measured"
-    asked = ("--chunks", "--quick", "--text", str(words), "--plot", str(plot), "--out", str(out))
-    code, printed, told = run("calibrate", str(folder), *asked)
-    assert code == 0, told
+    arguments = ("--chunks", "--quick", "--text", str(words), "--plot", str(plot), "--out", str(out))
+    code, printed, error = run("calibrate", str(folder), *arguments)
+    assert code == 0, error
     path = Path(printed.strip())
-    assert path.is_relative_to(Shelf().folder)
-    card = read_chunk_card(out.read_bytes())
+    assert path.is_relative_to(ProfileStore().folder)
+    profile = read_chunk_profile(out.read_bytes())
     assert path.read_bytes() == out.read_bytes()
-    assert card.notes["text"] == "words.txt"
-    assert card.notes["scenes"] == "4 of 4 x 128, next 128"
+    assert profile.notes["text"] == "words.txt"
+    assert profile.notes["scenes"] == "5 of 4 x 128, next 128"
     assert "<svg" in plot.read_text()
-    for one in card.measured:
-        assert one.repair in told
-        assert f"{one.kl:.4f}" in told
+    for one in profile.measured:
+        assert one.policy in error
+        assert f"{one.kl:.4f}" in error
 
 
 def test_what_cannot_be_calibrated(run: Any, folder: Path, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.block import parse
-from ctxreuse.calibrate import Settings, Target, Texts, calibrate, read_texts, settings_for
-from ctxreuse.calibrate.texts import PARTS, windows
-from ctxreuse.codec import Card, Codec, card_digest, model_digest, read_card, write_card
+from ctxreuse.block.format import parse
+from ctxreuse.calibrate import Settings, Target, Texts, calibrate, default_texts, read_texts, settings_for
+from ctxreuse.calibrate.texts import PARTS, in_turn, windows, windows_by_kind
+from ctxreuse.codec import Codec, CodecProfile, model_digest, profile_digest, read_profile, write_profile
 from ctxreuse.errors import ConfigError
 
 NO_NOTES: dict[str, str] = {}
@@ -24,25 +24,28 @@ def silent(what: str, done: int, total: int) -> None:
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def made(
     request: Any, gauge_of: Any, text: Any, texts: Texts, settings: Settings
-) -> tuple[str, Card, list[tuple[str, int, int]]]:
+) -> tuple[str, CodecProfile, list[tuple[str, int, int]]]:
     """A card, and the progress that was told on the way."""
     told: list[tuple[str, int, int]] = []
-    gauge = gauge_of(request.param)
-    card = calibrate(gauge, text, texts, settings, lambda *step: told.append(step), {"text": "default"})
-    return request.param, card, told
+    model = gauge_of(request.param)
+    profile = calibrate(model, text, texts, settings, lambda *step: told.append(step), {"text": "default"})
+    return request.param, profile, told
 
 
 def test_a_card_is_whole(made: Any, gauge_of: Any) -> None:
-    name, card, told = made
+    name, profile, told = made
     space = gauge_of(name).space
-    assert card.model == model_digest(space)
-    assert set(card.index) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
-    read = read_card(write_card(card))
+    assert profile.model == model_digest(space)
+    assert all(set(level.kinds) == {"prose", "chat", "code"} for level in profile.levels)
+    assert 0.5 <= profile.unseen <= 1
+    assert profile.unseen_share(np.arange(space.vocab_size, dtype=np.int32)) > 0
+    assert set(profile.index) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
+    read = read_profile(write_profile(profile))
     assert read.notes == {"text": "default"}
-    assert write_card(read) == write_card(card)
-    assert len(card.tables) <= 64
-    assert {rope.style for rope in card.ropes} == {"half"}
-    assert len(card.ropes) == (2 if name == "gemma3" else 1)
+    assert write_profile(read) == write_profile(profile)
+    assert len(profile.tables) <= 64
+    assert {rope.style for rope in profile.ropes} == {"half"}
+    assert len(profile.ropes) == (2 if name == "gemma3" else 1)
     stages = list(dict.fromkeys(what for what, _, _ in told))
     assert stages == ["reading", "gradients", "steps", "tables", "held-out text"]
     assert all(done == total for what, done, total in told[-1:])
@@ -64,25 +67,25 @@ def test_levels_fall_in_order(made: Any) -> None:
 
 
 def test_nested_levels_fit(made: Any) -> None:
-    card = made[1]
-    base, fine = card.levels[card.number("kl-0.05")], card.levels[card.number("kl-0.012")]
+    profile = made[1]
+    base, fine = profile.levels[profile.number("kl-0.05")], profile.levels[profile.number("kl-0.012")]
     assert (fine.info.base, base.info.base) == ("kl-0.05", "")
     assert np.float32(base.step) == np.float32(3) * np.float32(fine.step)
     assert all(len(b.refine) == len(a.table) for a, b in zip(base.codings, fine.codings))
     for coding in fine.codings:
-        assert (card.tables[coding.refine][:, :3] > 0).all()
+        assert (profile.tables[coding.refine][:, :3] > 0).all()
 
 
 def test_the_codec_reads_the_card(made: Any, engine_of: Any, text: Any, texts: Texts) -> None:
-    name, card, _ = made
+    name, profile, _ = made
     engine = engine_of(name)
-    live = engine.start()
-    engine.prefill(live, text.encode(texts["held-out"][0])[:48])
+    context = engine.new_context()
+    engine.prefill(context, text.encode(texts["held-out"]["prose"][0])[:48])
     keys = [bytes([i]) * 32 for i in range(3)]
-    view = parse(list(engine.export(live, keys, bytes(32), 0))[2])
-    codec = Codec(engine.space, (card_digest(write_card(card)).hex(), card))
+    view = parse(list(engine.export(context, keys, bytes(32), 0))[2])
+    codec = Codec(engine.space, (profile_digest(write_profile(profile)).hex(), profile))
     error = {}
-    for level in card.levels:
+    for level in profile.levels:
         coded = parse(codec.encode(view, level.info.name))
         back = parse(codec.decode(coded))
         planes = [(p.layer, p.role) for p in view.layout.planes]
@@ -95,26 +98,47 @@ def test_the_codec_reads_the_card(made: Any, engine_of: Any, text: Any, texts: T
 
 def test_equal_input_gives_equal_bytes(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
     few = settings._replace(windows={"calibration": 2, "validation": 1, "held-out": 1}, targets=(Target(0.02),))
-    first, again = (write_card(calibrate(gauge_of("llama"), text, texts, few, silent, NO_NOTES)) for _ in range(2))
+    first, again = (write_profile(calibrate(gauge_of("llama"), text, texts, few, silent, NO_NOTES)) for _ in range(2))
     assert first == again
-    other = write_card(calibrate(gauge_of("llama"), text, texts, few._replace(epsilon=0.1), silent, NO_NOTES))
+    other = write_profile(calibrate(gauge_of("llama"), text, texts, few._replace(epsilon=0.1), silent, NO_NOTES))
     assert other != first
 
 
 def test_hybrid_layers_and_unrotated_keys(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
     few = settings._replace(windows={"calibration": 2, "validation": 1, "held-out": 1}, targets=(Target(0.02),))
     for name, style in (("falconh1", "half"), ("gpt2", "none")):
-        card = calibrate(gauge_of(name), text, texts, few, silent, NO_NOTES)
-        assert {rope.style for rope in card.ropes} == {style}
-        assert card.levels[0].info.kl < 0.1
+        profile = calibrate(gauge_of(name), text, texts, few, silent, NO_NOTES)
+        assert {rope.style for rope in profile.ropes} == {style}
+        assert profile.levels[0].info.kl < 0.1
 
 
 def test_parts_share_no_text(texts: Texts) -> None:
     parts = texts
     assert set(parts) == set(PARTS)
-    starts = [{document[:200] for document in parts[part]} for part in PARTS]
-    assert not starts[0] & starts[1] | starts[0] & starts[2] | starts[1] & starts[2]
-    assert all(sum(map(len, parts[part])) > 200_000 for part in PARTS)
+    for kind in ("prose", "chat", "code", "tables", "languages"):
+        starts = [{document[:200] for document in parts[part][kind]} for part in PARTS]
+        assert not starts[0] & starts[1] | starts[0] & starts[2] | starts[1] & starts[2]
+        assert all(sum(map(len, parts[part][kind])) > 3_000 for part in PARTS)
+    assert default_texts() == parts, "the same each time"
+
+
+def test_windows_are_shared_out_to_the_kinds(text: Any, texts: Texts) -> None:
+    found = windows_by_kind(texts["validation"], text, 8, 200)
+    assert [one.kind for one in found] == ["prose", "chat", "code", "tables", "languages", "prose", "chat", "code"]
+    few = windows_by_kind({"long": ["ab" * 500], "short": ["c"]}, text, 4, 100)
+    assert [one.kind for one in few] == ["long", "long"]
+
+
+def test_the_kind_that_suffers_most_sets_the_steps(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
+    few = settings._replace(windows={"calibration": 2, "validation": 2, "held-out": 2}, targets=(Target(0.02),))
+    two: Texts = {part: {kind: texts[part][kind][:1] for kind in ("prose", "languages")} for part in PARTS}
+    one: Texts = {part: {"all": in_turn(two[part])} for part in PARTS}
+    worst, mean = (calibrate(gauge_of("llama"), text, given, few, silent, NO_NOTES) for given in (two, one))
+    assert worst.levels[0].step < 0.99 * mean.levels[0].step
+    assert set(worst.levels[0].kinds) == {"prose", "languages"}
+    kinds = worst.levels[0].kinds.values()
+    assert worst.levels[0].info.kl == pytest.approx(sum(kind.kl for kind in kinds) / 2)
+    assert worst.levels[0].info.bits == pytest.approx(sum(kind.bits for kind in kinds) / 2)
 
 
 def test_windows_take_turns(text: Any) -> None:
@@ -137,7 +161,7 @@ def test_files_are_cut_in_three(tmp_path: Any, text: Any, gauge_of: Any, setting
     file = tmp_path / "notes.txt"
     file.write_text("".join(f"{i} " for i in range(2000)))
     parts = read_texts([file])
-    assert "".join(parts[part][0] for part in PARTS) == file.read_text()
+    assert "".join(parts[part]["notes.txt"][0] for part in PARTS) == file.read_text()
     file.write_text("nothing much")
     with pytest.raises(ConfigError, match="calibration text is too short: not one window of 120 tokens"):
         calibrate(gauge_of("llama"), text, read_texts([file]), settings, silent, NO_NOTES)

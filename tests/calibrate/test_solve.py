@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.calibrate.coding import Planned, quantised
@@ -14,6 +14,7 @@ from ctxreuse.calibrate.gather import GroupStats, channel_groups
 from ctxreuse.calibrate.steps import active_components, find_step
 from ctxreuse.calibrate.tables import CENTRE, ESCAPE, cluster, fold, integer_table, table_bits
 from ctxreuse.calibrate.transform import BASIS_LIMIT, solve
+from support.examples import examples
 
 
 def stats_of(seed: int, size: int = 24, *, fisher: bool = True) -> GroupStats:
@@ -39,7 +40,7 @@ def test_the_transform_inverts_and_decorrelates(seed: int) -> None:
 
 def test_the_basis_is_whole_and_bounded() -> None:
     transform = solve(stats_of(5), epsilon=0.02)
-    group = transform.card(10)
+    group = transform.group(10)
     assert group.basis.dtype == np.int16
     assert group.basis.shape == group.forward.shape == (10, 24)
     assert np.abs(transform.basis).max() == BASIS_LIMIT
@@ -74,7 +75,7 @@ def test_groups_cover_all_heads(heads: int, dim: int) -> None:
 counts = st.lists(st.integers(0, 10**6), min_size=31, max_size=31)
 
 
-@settings(deadline=None, max_examples=60)
+@examples("normal")
 @given(counts, st.integers(0, 1000))
 def test_any_counts_give_a_table_that_codes_anything(weights: list[int], escapes: int) -> None:
     table = integer_table(np.array([*weights, escapes], float), escapes=True)
@@ -85,7 +86,7 @@ def test_any_counts_give_a_table_that_codes_anything(weights: list[int], escapes
     assert np.isfinite(table_bits(table[None], escapes=True)).all()
 
 
-@settings(deadline=None, max_examples=30)
+@examples("heavy")
 @given(st.lists(st.integers(0, 10**6), min_size=3, max_size=3))
 def test_refinements_know_all_their_symbols(weights: list[int]) -> None:
     table = integer_table(np.pad(np.array(weights, float), (0, 29)), escapes=False)

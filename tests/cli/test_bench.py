@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ctxreuse import bench
+import benchmarks
+from ctxreuse.bench import SUITE, Suite
 from ctxreuse.bench.measure import Options, fresh, paired, seconds
 from ctxreuse.bench.report import Figure, Report, machine
 from ctxreuse.bench.table import show
@@ -26,60 +27,64 @@ def figure(**fields: Any) -> Figure:
     return Figure(**{"metric": "speed", "value": 2.0, "unit": "GB/s"} | fields)
 
 
+@pytest.mark.slow
 def test_a_real_run(run: Any, tmp_path: Path) -> None:
-    out = tmp_path / "new" / "tree.json"
-    done = run("bench", "tree", "--quick", "--json", "--out", str(out))
+    out = tmp_path / "new" / "replay.json"
+    done = run("bench", "replay", "--quick", "--json", "--out", str(out))
     assert out.read_text() == done.out
     body = json.loads(done.out)
     assert {"name", "figures", "machine"} <= set(body)
-    assert (body["name"], body["quick"]) == ("tree", True)
+    assert (body["name"], body["quick"]) == ("replay", True)
     assert all(set(row) >= FIELDS for row in body["figures"])
-    assert {row["metric"] for row in body["figures"]} >= {"hash_and_match", "insert", "memory"}
-    assert all(row["value"] > 0 for row in body["figures"])
     assert body["machine"]["cores"] >= 1
+    served = {row["metric"]: row for row in body["figures"]}
+    assert {"generated chat adaptive", "generated chat lru", "generated agents adaptive"} <= set(served)
+    assert all(0 < row["value"] <= row["bound"] for row in served.values())
 
 
-def test_ls_names_every_bench_module(run: Any) -> None:
-    lines = run("bench", "ls").out.splitlines()
-    assert [line.split()[0] for line in lines] == list(bench.BENCHES)
-    assert all(len(line.split()) > 3 for line in lines)
-    parts = {
-        "__init__",
-        "children",
-        "corpus",
-        "archive",
-        "cuda",
-        "cuda_attend",
-        "hybrid",
-        "measure",
-        "shaped",
-        "single",
-        "nearby",
-        "picture",
-        "report",
-        "table",
-        "triton_decode",
-    }
-    folder = Path(bench.__file__).parent
-    modules = {f"ctxreuse.bench.{path.stem}" for path in folder.glob("*.py") if path.stem not in parts}
-    assert modules == set(bench.BENCHES.values())
+@pytest.mark.parametrize("suite", [SUITE, benchmarks.SUITE])
+def test_every_name_has_a_module_that_says_what_it_measures(suite: Suite) -> None:
+    for name, module in suite.modules.items():
+        assert len(suite.about(name).split()) > 3, module
+    if suite is benchmarks.SUITE:
+        assert not suite.modules.keys() & SUITE.modules.keys()
+
+
+def test_ls(run: Any) -> None:
+    assert [line.split()[0] for line in run("bench", "ls").out.splitlines()] == list(SUITE.modules)
+
+
+def test_every_benchmark_is_named() -> None:
+    folder = Path(benchmarks.__file__).parent
+    runs = {p.stem for p in folder.glob("*.py") if "def run(options: Options)" in p.read_text()}
+    assert {module.rpartition(".")[2] for module in benchmarks.SUITE.modules.values()} == runs
 
 
 def test_committed_results_have_the_form() -> None:
-    for path in (Path(bench.__file__).parent / "results").glob("*.json"):
+    for path in (Path(benchmarks.__file__).parent / "results").glob("*.json"):
         body = json.loads(path.read_text())
         assert body["name"] == path.stem.partition("-")[0]  # a second model stands behind a dash
-        assert body["name"] in bench.BENCHES
+        assert body["name"] in {*SUITE.modules, *benchmarks.SUITE.modules}
         assert not body["quick"]
         assert all(set(row) >= FIELDS for row in body["figures"])
 
 
 def test_an_unknown_name(run: Any) -> None:
-    done = run("bench", "nonsense")
+    done = run("bench", "tree")
     assert done.code == 2
-    assert "tree" in done.err
+    assert "store" in done.err
+    assert "python -m benchmarks" in done.err
     with pytest.raises(ConfigError):
-        bench.about("nonsense")
+        SUITE.about("nonsense")
+
+
+def test_names_and_flags_of_before(run: Any, made_up: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up("[Figure(metric='x', value=1.0, unit='s')]")
+    monkeypatch.setitem(SUITE.modules, "link", "made_up_bench")
+    done = run("bench", "bus", "--json")
+    assert json.loads(done.out)["name"] == "link"
+    assert "is called 'link' now" in done.err
+    assert "python -m benchmarks cuda" in run("bench", "kernels", "--gpu").err
 
 
 @pytest.fixture
@@ -92,7 +97,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         (tmp_path / "made_up_bench.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "made_up_bench", raising=False)
-        monkeypatch.setitem(bench.BENCHES, "made_up", "made_up_bench")
+        monkeypatch.setitem(SUITE.modules, "made_up", "made_up_bench")
 
     return make
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from ctxreuse.errors import ConfigError, StoreError
 
 GROUPS = ["", "config", "config show", "config path", "config example", "doctor", "demo", "bench", "model"]
 GROUPS += ["store", "store ls", "store stat", "store verify", "store gc"]
-GROUPS += ["keys", "keys new", "keys list", "keys allow", "keys revoke"]
+GROUPS += ["keys", "keys add", "keys ls", "keys allow", "keys revoke"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -38,6 +36,14 @@ def test_help_has_examples_that_fit_a_terminal(run: Any, monkeypatch: pytest.Mon
     assert all(len(line) <= 80 for line in lines)
     body = [line for line in examples if line.strip()]
     assert all(line.startswith(" ") for line in body)
+
+
+def test_old_verbs_warn(run: Any, tmp_path: Path) -> None:
+    done = run("keys", "new", "laptop", "--dir", str(tmp_path))
+    assert (done.code, "`keys add`" in done.err) == (0, True)
+    done = run("keys", "list", "--dir", str(tmp_path))
+    assert ("laptop" in done.out, "`keys ls`" in done.err) == (True, True)
+    assert " new " not in run("keys", "--help").out
 
 
 def test_version(run: Any) -> None:
@@ -102,24 +108,27 @@ def test_the_command_line_starts_without_engines_or_stores() -> None:
     assert not loaded & {"torch", "transformers", "lmdb", "psutil", "prometheus_client", "zmq"}
 
 
-@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
-def test_the_demo_comes_from_the_installed_face(
-    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, same: bool, code: int
-) -> None:
-    kept: list[str | None] = []
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_demo_is_that_of_the_checkout(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
+    commands: list[list[str]] = []
 
-    def play(keep: str | None = None) -> bool:
-        kept.append(keep)
-        return same
+    def call(command: list[str]) -> int:
+        commands.append(command)
+        return code
 
-    (found,) = entry_points(group="ctxreuse.commands", name="demo")
-    module = import_module(found.module)
-    assert callable(getattr(module, found.attr))
-    # The face's own tests play it; here it is only found, called and believed.
-    monkeypatch.setattr(module, found.attr, play)
+    monkeypatch.setattr(subprocess, "call", call)
+    folder = Path(ctxreuse.__file__).parents[1] / "examples" / "demo"
+    assert (folder / "__main__.py").is_file()
     assert run("demo", "--keep", str(tmp_path)).code == code
-    assert run("demo").code == code
-    assert kept == [str(tmp_path), None]
+    assert run("demo", "--engine", "llama_cpp").code == code
+    kept = ["--keep", str(tmp_path), "--engine", "torch"]
+    assert commands == [[sys.executable, str(folder), *words] for words in (kept, ["--engine", "llama_cpp"])]
+
+
+def test_a_wheel_says_where_the_demo_is(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctxreuse, "__file__", str(tmp_path / "ctxreuse" / "__init__.py"))
+    done = run("demo")
+    assert (done.code, "make demo" in done.err) == (app.EXIT_USAGE, True)
 
 
 class TestConfig:

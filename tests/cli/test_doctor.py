@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ctxreuse import kernels
-from ctxreuse.doctor import cpu_features, examine, satisfies
+from ctxreuse.cpu import cpu_features
+from ctxreuse.doctor import run_checks, satisfies
 from ctxreuse.store import Ledger, NewTurn
 
 
@@ -20,6 +21,7 @@ def findings(run: Any, *args: str) -> tuple[int, dict[tuple[str, str], dict[str,
     return done.code, {(f["area"], f["name"]): f for f in body["findings"]}
 
 
+@pytest.mark.slow
 def test_a_healthy_machine(run: Any) -> None:
     code, found = findings(run)
     assert code == 0
@@ -69,7 +71,7 @@ def test_one_sick_organ_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
         raise OSError("no such register")
 
     monkeypatch.setattr(kernels, "active", fail)
-    found = {(f.area, f.name): f for f in examine()}
+    found = {(f.area, f.name): f for f in run_checks()}
     assert found["kernels", "OSError"].status == "broken"
     assert found["packages", "numpy"].status == "ok"
 

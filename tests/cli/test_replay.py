@@ -36,7 +36,7 @@ def test_a_table_and_a_plot(run: Any, trace: Path, tmp_path: Path) -> None:
     assert "prices are a guess" in done.out
     drawn = plot.read_text()
     assert "belady" in drawn
-    assert "duel" in drawn
+    assert "adaptive" in drawn
 
 
 def test_json(run: Any, trace: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_recording_knows_its_sizes(run: Any, tmp_path: Path) -> None:
 def test_made_up_traffic(run: Any) -> None:
     listed = run("replay", "--generate", "ls")
     assert listed.out.startswith("agents")
-    ask = ("replay", "--generate", "chat", "--requests", "200", "--policy", "lru,duel:lru+arc", "--json")
+    ask = ("replay", "--generate", "chat", "--requests", "200", "--policy", "lru,adaptive:lru+arc", "--json")
     first, second = (json.loads(run(*ask, "--capacity", "1GB").out) for _ in range(2))
-    assert [o["policy"] for o in first["outcomes"]] == ["infinite", "belady", "lru", "duel:lru+arc"]
+    assert [o["policy"] for o in first["outcomes"]] == ["infinite", "belady", "lru", "adaptive:lru+arc"]
     assert [o["token_hit"] for o in first["outcomes"]] == [o["token_hit"] for o in second["outcomes"]]
 
 
@@ -117,21 +117,21 @@ def test_measured_costs(run: Any, trace: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said", "code"),
     [
-        ((), "name a trace file or --generate", 2),
+        ((), "no trace: name a file", 2),
         (("TRACE", "--generate", "chat"), "a trace file and --generate", 2),
         (("none.jsonl",), "cannot be read", 2),
         (("TRACE", "--format", "sessions"), "no session", 3),
         (("TRACE", "--format", "csv"), "no trace format 'csv'", 2),
         (("TRACE", "--policy", "lru,best"), "no eviction policy 'best'", 2),
-        (("TRACE", "--capacity", "1B"), "holds no block", 2),
+        (("TRACE", "--capacity", "1B"), "less than a block", 2),
         (("TRACE", "--capacity", "much"), "is not a size", 2),
         (("TRACE", "--plot", "x.docx"), "no picture is called '.docx'", 2),
         (("TRACE", "--plot", "none/x.svg"), "folder does not exist", 2),
         (("TRACE", "--prefill", "fast"), "is not a duration", 2),
         (("TRACE", "--prefill", "1ms,1ns,1ns"), "no price of prefill", 2),
         (("TRACE", "--cost", "none.bin"), "costs cannot be read", 2),
-        (("TRACE", "--token-bytes", "0"), "a block of no bytes", 2),
-        (("TRACE", "--token-bytes", "1KB", "--block-bytes", "1KB"), "say the same", 2),
+        (("TRACE", "--token-bytes", "0"), "at least one byte", 2),
+        (("TRACE", "--token-bytes", "1KB", "--block-bytes", "1KB"), "exclude each other", 2),
         (("--generate", "x"), "no traffic is called 'x'", 2),
     ],
 )

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.block import BlockWriter, Plane, layout_of
-from ctxreuse.keys import ROOT, as_tokens, prefix_keys
+from ctxreuse.block.format import BlockWriter, Plane, layout_of
+from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys
 from ctxreuse.store import BlockStore, Ledger, NewTurn
-from ctxreuse.store.chunks import Home
+from ctxreuse.store.chunks.index import ChunkLocation
 from ctxreuse.testing.store_levels import CodedContext
 
 PLANES = (Plane(0, "k", "float32", (2, 4, 8)), Plane(0, "v", "float32", (2, 4, 8)))
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
                 writer.plane(plane.layer, plane.role)[:] = np.frombuffer(b"block-%d." % i * 32, np.uint8)
             assert store.put(key, writer.seal())
         store.flush()
-        store.chunks.add(b"c" * 32, Home(tuple(keys[:2]), 1, 5, 0))
+        store.chunks.add(b"c" * 32, ChunkLocation(tuple(keys[:2]), 1, 5, 0))
     with Ledger.open(place) as ledger:
         session = ledger.create("trunk")
         turns = ledger.append(session.id, [NewTurn("user", "one"), NewTurn("assistant", "two")])
@@ -70,7 +70,7 @@ def test_stat(run: Any, folder: Path) -> None:
     assert (body["ledger"]["sessions"], body["ledger"]["turns"]) == (2, 3)
     text = run("store", "stat", "--path", str(folder)).out
     assert "12 tokens in 3 blocks" in text
-    assert "1 are known to other prompts" in text
+    assert "1 are known by content" in text
     assert "2 sessions, 3 turns" in text
 
 
@@ -93,7 +93,7 @@ def test_verify_survives_a_file_that_is_no_cache(run: Any, folder: Path) -> None
     (folder / "blocks" / "data.mdb").write_bytes(b"not LMDB" * 2000)
     done = run("store", "verify", "--path", str(folder))
     assert done.code == 1
-    assert "Everything is as it was written" not in done.out
+    assert "No errors" not in done.out
 
 
 def test_gc(run: Any, folder: Path) -> None:

@@ -3,48 +3,35 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for scripted.py and running.py
-
-TINY = runpy.run_path(str(HERE.parent / "agents" / "tiny_engine.py"))
+from support.tiny_text import save_model
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with the tiny Llama, a tokenizer of bytes, and a template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    TINY["tiny_model"]().save_pretrained(folder)
-    TINY["tiny_text"]()._tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TINY["CHATML"])
-    return folder
+    return save_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def tiny_engine(tiny_folder: Path) -> Iterator[Any]:
+def tiny_engine(tiny_folder: Path) -> Any:
     """An engine of this process over that folder: the same model space as every other's."""
-    import torch
-
     from ctxreuse.engines import open_engine
 
-    before = torch.get_num_threads()
-    yield open_engine(str(tiny_folder), threads=1)
-    torch.set_num_threads(before)
+    return open_engine(str(tiny_folder))
 
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """sidecar(*flags) -> a running sidecar, see running.py; what a test leaves running is killed."""
-    from running import Sidecar
+    """sidecar(*flags) -> a running sidecar, see `support.sidecar`; what a test leaves running is killed."""
+    from support.sidecar import Sidecar
 
     started: list[Sidecar] = []
 

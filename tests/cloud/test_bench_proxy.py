@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from ctxreuse.bench import proxy
+from benchmarks import proxy
 from ctxreuse.errors import EngineError
+
+pytestmark = pytest.mark.timing
 
 
 def test_the_load_counts_whole_answers_of_its_backend() -> None:

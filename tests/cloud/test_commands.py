@@ -48,12 +48,12 @@ def test_tenants(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert code == 0
     assert said.startswith("ctxr-")
     call(capsys, "tenants", "add", "team-b")
-    listed = json.loads(call(capsys, "tenants", "list", "--json")[1])
+    listed = json.loads(call(capsys, "tenants", "ls", "--json")[1])
     assert [row["tenant"] for row in listed] == ["team-a", "team-b"]
-    assert listed[0]["id"] in call(capsys, "tenants", "list")[1]
-    assert call(capsys, "tenants", "revoke", listed[0]["id"]) == (0, "1 revoked\n")
-    assert "team-a" not in call(capsys, "tenants", "list")[1]
-    code, said = call(capsys, "tenants", "revoke", "team-a")
+    assert listed[0]["id"] in call(capsys, "tenants", "ls")[1]
+    assert call(capsys, "tenants", "rm", listed[0]["id"]) == (0, "1 revoked\n")
+    assert "team-a" not in call(capsys, "tenants", "ls")[1]
+    code, said = call(capsys, "tenants", "rm", "team-a")
     assert (code, "no key and no tenant is called 'team-a'" in said) == (2, True)
     code, said = call(capsys, "tenants", "add", "../a")
     assert (code, "no tenant can be called" in said) == (2, True)
@@ -72,10 +72,10 @@ def test_status_and_doctor_where_nothing_runs(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--backend", "nonsense"], "a backend cannot be at"),
+        (["--backend", "nonsense"], "is not the address of a backend"),
         (["--port", "99999"], "cloud.port"),
         (["--bus", "tcp://0.0.0.0:0", "--workers", "0", "--port", "0"], "plain TCP beyond this machine"),
-        (["--host", "0.0.0.0", "--keys", "", "--backend", "http://127.0.0.1:1"], "must bear keys"),
+        (["--host", "0.0.0.0", "--keys", "", "--backend", "http://127.0.0.1:1"], "requires API keys"),
     ],
 )
 def test_wrong_settings_are_said_before_anything_starts(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from ctxreuse_cloud.proxy.stream import usage_of
-from scripted import Scripted, event, fronted
+
+from support.scripted import Scripted, event, fronted
+from support.waiting import patient
 
 PARTS = [
     {"type": "text", "text": "Zwei Türme.\n\n"},
@@ -24,7 +26,7 @@ def usage(**details: Any) -> dict[str, Any]:
 
 def test_parts_pass_as_they_came_and_moved_tokens_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = [event("a"), event("", usage=usage(moved=64, mended=4, gate="kl-0.020 by rotate")), b"data: [DONE]\n\n"]
-    monkeypatch.setattr("scripted.STREAM", stream)
+    monkeypatch.setattr("support.scripted.STREAM", stream)
 
     async def test() -> None:
         async with Scripted("a") as a, fronted(a) as front:
@@ -36,10 +38,13 @@ def test_parts_pass_as_they_came_and_moved_tokens_are_counted(monkeypatch: pytes
                 sent = json.loads(a.seen[-1][2])
                 assert sent["messages"] == MESSAGES
                 assert sent["ctxreuse"] == {"lossy": "kl-0.05"}
-            found = [front.count("ctxreuse_proxy_tokens_total", kind=kind) for kind in ("cached", "moved", "mended")]
-            assert found == [160, 128, 8]
+            found = [
+                front.count("ctxreuse_proxy_tokens_total", kind=kind)
+                for kind in ("cached", "relocated", "moved", "mended")
+            ]
+            assert found == [160, 128, 128, 8]
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), patient(20)))
 
 
 @pytest.mark.parametrize("said", [{"moved": -1}, {"mended": -5}, {"moved": "many"}, {"moved": 1.5}])
@@ -50,4 +55,4 @@ def test_counts_that_are_none_are_not_believed(said: dict[str, Any]) -> None:
 def test_other_servers_say_nothing_of_moving() -> None:
     found = usage_of(event("", usage=usage(moved=None)), events=True)
     assert found is not None
-    assert (found.cached, found.moved, found.mended) == (80, 0, 0)
+    assert (found.cached, found.counts()["relocated"], found.counts()["recomputed"]) == (80, 0, 0)

@@ -7,12 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from ctxreuse_cloud.proxy.pauses import PauseBook, stop_of
+from ctxreuse_cloud.proxy.pauses import PauseTracker, stop_of
 from prometheus_client import CollectorRegistry
-from scripted import Scripted, fronted
 
 from ctxreuse.pauses import Pause
 from ctxreuse.pauses.kinds import END_OF_TURN, LENGTH, TOOL_CALL, UNKNOWN
+from support.scripted import Scripted, fronted
+from support.waiting import patient
 
 CALL = {"function": {"name": "run_shell", "arguments": "{}"}, "id": "x", "type": "function"}
 
@@ -45,14 +46,14 @@ def test_stops(tail: bytes, stop: str, tool: str) -> None:
 
 def test_a_conversation_goes_on_where_it_ended_and_the_role_tells_what_it_waited_for() -> None:
     registry = CollectorRegistry()
-    book = PauseBook(registry)
+    book = PauseTracker(registry)
     said = [("system", b"be kind"), ("user", b"hi")]
     for n in range(20):
         read, now = [*said, ("user", b"%d" % n)], 1000.0 * n
-        key = book.begun("t", "m", read, now)
-        book.paused(key, stop_of(whole("stop")), now + 1)
-        key = book.begun("t", "m", [*read, ("assistant", b"I call"), ("tool", b"a result")], now + 3)
-        book.paused(key, stop_of(whole("stop")), now + 4)
+        key = book.on_request("t", "m", read, now)
+        book.on_pause(key, stop_of(whole("stop")), now + 1)
+        key = book.on_request("t", "m", [*read, ("assistant", b"I call"), ("tool", b"a result")], now + 3)
+        book.on_pause(key, stop_of(whole("stop")), now + 4)
         book.check()
     assert registry.get_sample_value("ctxreuse_proxy_pause_seconds_count", {"kind": "tool"}) == 20
     assert registry.get_sample_value("ctxreuse_proxy_pause_seconds_sum", {"kind": "tool"}) == 40
@@ -60,18 +61,23 @@ def test_a_conversation_goes_on_where_it_ended_and_the_role_tells_what_it_waited
     estimator = book.sessions.estimator
     assert estimator.survival(Pause("tool"), 0.0, 10.0) < 0.3
     # The same words of another tenant, or to another model, are another conversation.
-    book.begun("other", "m", [*said, ("user", b"1"), ("assistant", b"I call"), ("tool", b"r"), ("user", b"x")], 1e6)
-    book.begun("t", "other", [*said, ("user", b"1"), ("assistant", b"I call"), ("tool", b"r"), ("user", b"x")], 1e6)
+    book.on_request(
+        "other", "m", [*said, ("user", b"1"), ("assistant", b"I call"), ("tool", b"r"), ("user", b"x")], 1e6
+    )
+    book.on_request(
+        "t", "other", [*said, ("user", b"1"), ("assistant", b"I call"), ("tool", b"r"), ("user", b"x")], 1e6
+    )
     assert registry.get_sample_value("ctxreuse_proxy_pause_seconds_count", {"kind": "end_of_turn"}) == 0
 
 
+@pytest.mark.slow
 def test_memory_is_bounded() -> None:
-    book = PauseBook(CollectorRegistry())
+    book = PauseTracker(CollectorRegistry())
     for n in range(5000):
-        book.paused(book.begun("t", "m", [("user", b"%d" % n)], float(n)), stop_of(whole("stop")), n + 0.5)
+        book.on_pause(book.on_request("t", "m", [("user", b"%d" % n)], float(n)), stop_of(whole("stop")), n + 0.5)
     book.check()
-    assert book.begun("t", "m", [], 0.0) == b""
-    book.paused(b"", stop_of(b""), 0.0)
+    assert book.on_request("t", "m", [], 0.0) == b""
+    book.on_pause(b"", stop_of(b""), 0.0)
 
 
 def test_through_the_proxy() -> None:
@@ -85,4 +91,4 @@ def test_through_the_proxy() -> None:
                 said += [{"role": "assistant", "content": "I read it."}, {"role": "tool", "content": "A line."}]
             assert front.count("ctxreuse_proxy_pause_seconds_count", kind="tool") == 2
 
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), patient(20)))

@@ -11,16 +11,17 @@ from typing import Any
 import aiohttp
 import pytest
 from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
-from scripted import STREAM, Scripted, fronted, until
 from yarl import URL
 
 from ctxreuse.config import BackendConfig
+from support.scripted import STREAM, Scripted, fronted
+from support.waiting import async_until, patient
 
 WHOLE = b"".join(STREAM)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
+    asyncio.run(asyncio.wait_for(test(), patient(20)))
 
 
 def test_a_stream_passes_as_it_came_and_its_usage_is_counted() -> None:
@@ -159,10 +160,10 @@ def test_a_caller_who_leaves_takes_the_request_with_it() -> None:
             for _ in range(2):
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(front.ask(), 0.3)
-                await until(lambda: front.proxy.running == 0)
+                await async_until(lambda: front.proxy.running == 0)
             assert front.backends.all[0].outstanding == 0
             assert front.count("ctxreuse_proxy_requests_total", outcome="cancelled") == 2
-            await until(lambda: a.open <= 1)  # `hang` does not read; `flood` was cut
+            await async_until(lambda: a.open <= 1)  # `hang` does not read; `flood` was cut
             assert (await front.ask())[0] == 200
             assert front.backends.all[0].failures == 0
 
@@ -176,7 +177,7 @@ def test_a_slow_reader_holds_the_backend_back() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
             await reader.read(1)  # and no more
-            await until(lambda: front.count("ctxreuse_proxy_requests_total", outcome="stalled") == 1)
+            await async_until(lambda: front.count("ctxreuse_proxy_requests_total", outcome="stalled") == 1)
             # What the system's socket buffers and ours took, of a stream without end.
             assert a.sent < 32 << 20
             writer.close()
@@ -195,11 +196,11 @@ def test_a_circuit_opens_and_closes_again() -> None:
             status, _, headers = await front.ask()
             assert (status, len(a.seen)) == (503, 5)
             assert int(headers["retry-after"]) >= 1
-            assert backend.standing().breaker == "open"
+            assert backend.status().breaker == "open"
             now += 60
-            assert backend.standing().breaker == "half-open"
+            assert backend.status().breaker == "half-open"
             assert (await front.ask())[0] == 200
-            assert backend.standing().breaker == "closed"
+            assert backend.status().breaker == "closed"
 
     run(test)
 
@@ -280,7 +281,7 @@ def test_a_tenant_has_a_limit_of_its_own(tmp_path: Path) -> None:
             a.plan = ["hang", "hang"]
             one = {"authorization": f"Bearer {ada}"}
             hanging = [asyncio.create_task(front.ask(headers=one)) for _ in range(2)]
-            await until(lambda: len(a.seen) == 2)
+            await async_until(lambda: len(a.seen) == 2)
             status, body, headers = await front.ask(headers=one)
             assert (status, headers["retry-after"]) == (429, "1")
             assert json.loads(body)["error"]["type"] == "rate_limit_error"
@@ -288,8 +289,36 @@ def test_a_tenant_has_a_limit_of_its_own(tmp_path: Path) -> None:
             for task in hanging:
                 task.cancel()
             await asyncio.gather(*hanging, return_exceptions=True)
-            await until(lambda: front.proxy.running == 0)
+            await async_until(lambda: front.proxy.running == 0)
             assert (await front.ask(headers=one))[0] == 200
+
+    run(test)
+
+
+def test_bodies_have_a_deadline_and_each_tenant_a_share_of_their_memory(tmp_path: Path) -> None:
+    async def test() -> None:
+        _, tenants, ada, bob = keyed(tmp_path)
+        limits: dict[str, Any] = {"max_body": 400_000, "max_bodies": 1_000_000, "receive": 1.0}
+
+        async def slow(key: str, sent: int) -> tuple[int, str]:
+            async def pieces() -> Any:
+                yield b" " * sent
+                await asyncio.sleep(patient(30))
+
+            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            url = front.url + "/v1/chat/completions"
+            async with front.client.post(url, data=pieces(), headers=headers) as answer:
+                return answer.status, (await answer.json())["error"]["type"]
+
+        async with Scripted("a") as a, fronted(a, tenants=tenants, **limits) as front:
+            first = [asyncio.create_task(slow(ada, 240_000)) for _ in range(2)]
+            await async_until(lambda: front.proxy.bodies.reserved == 480_000)
+            assert await slow(ada, 240_000) == (429, "rate_limit_error")
+            assert await slow(bob, 300_000) == (503, "server_error"), "half of what is left is 260,000"
+            assert (await front.ask(headers={"authorization": f"Bearer {bob}"}, user="x" * 200_000))[0] == 200
+            assert await asyncio.gather(*first) == [(408, "invalid_request_error")] * 2
+            await async_until(lambda: front.proxy.bodies.reserved == 0)
+            assert (await front.ask(headers={"authorization": f"Bearer {ada}"}, user="x" * 390_000))[0] == 200
 
     run(test)
 
@@ -309,6 +338,8 @@ def test_a_tenant_has_a_limit_of_its_own(tmp_path: Path) -> None:
         (b'{"prompt": "p"}', {"origin": "https://evil.example"}, 403),
         (b'{"prompt": "p"}', {"origin": "http://["}, 403),
         (b'{"prompt": "p"}', {"host": "["}, 403),
+        (b'{"prompt": "p"}', {"x-forwarded-for": "1.2.3.4"}, 403),
+        (b'{"prompt": "p"}', {"via": "1.1 gate"}, 403),
     ],
 )
 def test_what_is_refused_reaches_no_backend(body: bytes, headers: dict[str, str], status: int) -> None:
@@ -369,17 +400,17 @@ def test_without_backends_the_answer_says_so() -> None:
 
 
 def test_an_ill_backend_is_left_alone_until_it_is_well() -> None:
-    from ctxreuse_cloud.proxy.health import look
+    from ctxreuse_cloud.proxy.health import check_backend
 
     async def test() -> None:
         async with Scripted("a") as a, fronted(a) as front, aiohttp.ClientSession() as pool:
             backend = front.backends.all[0]
             a.health = 503
-            await look(pool, backend, 1.0)
-            assert (backend.healthy, backend.said) == (False, "/health answers 503")
+            await check_backend(pool, backend, 1.0)
+            assert (backend.healthy, backend.error) == (False, "/health answers 503")
             assert (await front.ask())[0] == 503
             a.health = 404  # no such path: the list of models is the sign of life
-            await look(pool, backend, 1.0)
+            await check_backend(pool, backend, 1.0)
             assert (await front.ask())[0] == 200
             assert len(a.seen) == 1
 

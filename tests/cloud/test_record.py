@@ -9,10 +9,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from ctxreuse_cloud.proxy.asked import read_asked
-from scripted import Scripted
+from ctxreuse_cloud.proxy.request import parse_request
 
 from ctxreuse.lab import open_trace
+from support.scripted import Scripted
 
 SECRET = "nobody else may read this " * 40
 
@@ -63,9 +63,9 @@ def test_a_sidecar_that_records(sidecar: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_model_reads(body: dict[str, Any], parts: list[str]) -> None:
-    asked = read_asked(json.dumps(body, separators=(",", ":")).encode(), "t")
+    asked = parse_request(json.dumps(body, separators=(",", ":")).encode(), "t")
     assert [bytes(part).decode() for part in asked.parts()] == parts
 
 
 def test_a_form_is_not_read() -> None:
-    assert read_asked(b"--x--", "t", opaque=True).parts() == []
+    assert parse_request(b"--x--", "t", opaque=True).parts() == []

@@ -15,27 +15,30 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from running import Edge, wait_for
-from scripted import STREAM, Scripted, until
 
-from ctxreuse.bus.serve_engine import compute_blocks
-from ctxreuse.bus.zmqio import BusClient
-from ctxreuse.keys import prefix_keys
+from ctxreuse.bus.protocol.base import PutRequest
+from ctxreuse.bus.remote import FetchRequest
+from ctxreuse.bus.transport import BusClient, ClientOptions
+from ctxreuse.identity.keys import prefix_keys
+from ctxreuse.peer.serve.engine import compute_blocks
+from support.scripted import STREAM, Scripted
+from support.sidecar import Edge
+from support.waiting import async_until, patient, until
 
 ROOT = Path(__file__).parents[2]
 
 
 def link(bus: str, space: bytes) -> BusClient:
-    client = BusClient(bus, name="test", spaces=(space,))
-    wait_for(lambda: client.state == "up")
+    client = BusClient(bus, ClientOptions(name="test", spaces=(space,)))
+    until(lambda: client.state == "up")
     return client
 
 
-def whole(assembly: Any) -> list[bytes]:
+def whole(buffer: Any) -> list[bytes]:
     """The bytes of all blocks of a fetch, when it has ended."""
-    wait_for(lambda: assembly.ended is not None)
-    assert assembly.ended == ""
-    return [bytes(view.buffer) for view in assembly.views(assembly.count)]
+    until(lambda: buffer.ended is not None)
+    assert buffer.ended == ""
+    return [bytes(view.buffer) for view in buffer.views(buffer.count)]
 
 
 def test_it_computes_serves_takes_and_loses_nothing(
@@ -49,16 +52,18 @@ def test_it_computes_serves_takes_and_loses_nothing(
         assert client.welcome is not None
         salt = client.welcome.salt
         keys = prefix_keys(space.digest, salt, asked, 64)
-        made = whole(client.prefill(space, keys, asked))
+        made = whole(client.fetch(FetchRequest(space, asked), keys, compute=True))
         assert len(made) == 6
-        assert whole(client.fetch(space, keys, asked)) == made
+        assert whole(client.fetch(FetchRequest(space, asked), keys)) == made
 
         mine = [bytes(item.data) for item in compute_blocks(tiny_engine, salt, given, 0)]
         mine_keys = prefix_keys(space.digest, salt, given, 64)
-        stored = client.put(space.digest, mine_keys, [len(data) for data in mine], mine.__getitem__, timeout=30)
+        stored = client.put(
+            PutRequest(space.digest, mine_keys, [len(data) for data in mine]), mine.__getitem__, timeout=patient(30)
+        )
         assert stored.taken == tuple(range(6))
         # Nobody finds it before it was audited.
-        found = wait_for(lambda: (m := client.match(space.digest, mine_keys, 5)) and m.blocks == 6 and m)
+        found = until(lambda: (m := client.match(space.digest, mine_keys, 5)) and m.blocks == 6 and m)
         assert found.blocks == 6
         status = first.status()
         assert status["workers"]["processes"][0]["jobs"] == 1
@@ -67,7 +72,7 @@ def test_it_computes_serves_takes_and_loses_nothing(
     runpy.run_path(str(ROOT / "examples" / "cloud_share.py"))["main"](first.bus, str(tiny_folder))
     said = capsys.readouterr().out
     assert "first device: 31 blocks computed by the cloud" in said
-    assert "second device: 31 blocks held by the cloud" in said
+    assert "second device: 31 blocks stored by the cloud" in said
     assert "the same next token: True" in said
     assert first.stop() == 0
     assert not first.ready_file.exists()
@@ -77,14 +82,14 @@ def test_it_computes_serves_takes_and_loses_nothing(
     with link(second.bus, space.digest) as client:
         assert client.welcome is not None
         assert client.welcome.salt == salt
-        assert whole(client.fetch(space, keys, asked)) == made
-        assert whole(client.fetch(space, mine_keys, given)) == mine
+        assert whole(client.fetch(FetchRequest(space, asked), keys)) == made
+        assert whole(client.fetch(FetchRequest(space, given), mine_keys)) == mine
         worker = second.status()["workers"]["processes"][0]["pid"]
         second.kill()
-        wait_for(lambda: not psutil.pid_exists(worker))  # nobody told it: it saw that its node is gone
+        until(lambda: not psutil.pid_exists(worker))  # nobody told it: it saw that its node is gone
         third = sidecar("--workers", "0")
     with link(third.bus, space.digest) as client:
-        assert whole(client.fetch(space, mine_keys, given)) == mine
+        assert whole(client.fetch(FetchRequest(space, given), mine_keys)) == mine
     assert third.stop() == 0
 
 
@@ -100,21 +105,21 @@ def test_a_stream_ends_before_the_sidecar_does(sidecar: Callable[..., Any]) -> N
                 async with client.get(one.url + "/readyz") as response:
                     assert response.status == 200
                 asking = asyncio.create_task(ask(client, one.url, body))
-                await until(lambda: a.open == 1)
+                await async_until(lambda: a.open == 1)
                 one.process.send_signal(signal.SIGTERM)
                 assert await asking == (200, b"".join(STREAM))
                 with pytest.raises(aiohttp.ClientConnectionError):
                     await ask(client, one.url, body)
             assert await asyncio.to_thread(one.process.wait, 30) == 0
 
-    asyncio.run(asyncio.wait_for(test(), 90))
+    asyncio.run(asyncio.wait_for(test(), patient(90)))
 
 
 def test_our_own_edge_daemon_as_a_backend(sidecar: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
     edge = Edge(tmp_path, tiny_folder)
     try:
         one = sidecar("--workers", "0", "--backend", edge.url)
-        with urllib.request.urlopen(one.url + "/v1/models", timeout=10) as answer:
+        with urllib.request.urlopen(one.url + "/v1/models", timeout=patient(10)) as answer:
             model = json.loads(answer.read())["data"][0]["id"]
         messages = [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Hello"}]
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
@@ -126,7 +131,7 @@ def test_our_own_edge_daemon_as_a_backend(sidecar: Callable[..., Any], tiny_fold
                 json.dumps(body | more).encode(),
                 {"content-type": "application/json", "x-request-id": "through"},
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=patient(60)) as answer:
                 assert answer.headers["x-request-id"] == "through"
                 answers.append(answer.read())
         whole = json.loads(answers[0])
@@ -137,7 +142,7 @@ def test_our_own_edge_daemon_as_a_backend(sidecar: Callable[..., Any], tiny_fold
         # The second request found the first one's context, and the sidecar counted that.
         cached = events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 0
-        with urllib.request.urlopen(one.url + "/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(one.url + "/metrics", timeout=patient(10)) as answer:
             assert f'ctxreuse_proxy_tokens_total{{kind="cached"}} {float(cached)}'.encode() in answer.read()
     finally:
         edge.end()
@@ -148,12 +153,16 @@ async def ask(client: Any, url: str, body: Any) -> tuple[int, bytes]:
         return response.status, await response.read()
 
 
-def test_what_it_tells_and_to_whom(sidecar: Callable[..., Any]) -> None:
-    one = sidecar("--workers", "0", "--drain", "2s")
+def test_what_it_tells_and_to_whom(sidecar: Callable[..., Any], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("master")
+    one = sidecar("--workers", "0", "--drain", "2s", CTXREUSE_CLOUD__ADMIN_TOKEN_FILE=str(token))
 
     def get(path: str, **headers: str) -> tuple[int, bytes]:
         try:
-            with urllib.request.urlopen(urllib.request.Request(one.url + path, headers=headers), timeout=10) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(one.url + path, headers=headers), timeout=patient(10)
+            ) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -163,6 +172,15 @@ def test_what_it_tells_and_to_whom(sidecar: Callable[..., Any]) -> None:
     assert b"ctxreuse_bus_peers 0.0" in get("/metrics", Host="cloud.example")[1]
     assert get("/api/status")[0] == 200
     assert get("/api/status", Host="cloud.example")[0] == 403
+    for odd in ("evil.com\\@127.0.0.1", "127.0.0.1:99999"):
+        assert get("/api/status", Host=odd)[0] == 403
+    # Through a proxy of this machine, as nginx sends it by default.
+    for name in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
+        for path in ("/api/status", "/api/why/x", "/v1/models"):
+            assert get(path, **{name: "1.2.3.4"})[0] == 403
+    far = {"Host": "cloud.example", "X-Forwarded-For": "1.2.3.4", "Authorization": "Bearer master"}
+    assert [get(path, **far)[0] for path in ("/api/status", "/api/why/x")] == [200, 404]
+    assert get("/api/status", **{**far, "Authorization": "Bearer wrong"})[0] == 403
     assert get("/nothing")[0] == 404
     status, body = get("/v1/chat/completions")
     assert (status, json.loads(body)["error"]["type"]) == (503, "no_backend")

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ctxreuse_cloud.proxy.asked import read_asked
+from ctxreuse_cloud.proxy.request import parse_request
+from ctxreuse_cloud.proxy.request_log import FILE, CloudWhy, ProxyRequestLog
 from ctxreuse_cloud.proxy.tenants import KeyFile
-from ctxreuse_cloud.proxy.why import FILE, AskedBook, CloudWhy
-from running import Edge
 
 from ctxreuse.testing.clock import FakeClock
+from support.sidecar import Edge
+from support.waiting import patient
 
 SYSTEM = "You are the clerk of a harbour office. " * 40
 TEXT = "The Aurora lies at berth nine, the Boreas at berth four, and the tide is high. " * 20
 
 
 def ask(
-    book: AskedBook,
+    book: ProxyRequestLog,
     name: str,
     *texts: str,
     tenant: str = "a",
@@ -32,15 +33,15 @@ def ask(
 ) -> CloudWhy:
     roles = ("system", "user", "assistant", "user", "assistant")
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-    asked = read_asked(json.dumps({"model": model, "messages": messages}).encode(), tenant)
-    book.note(name, tenant, asked.model, backend, tokens, asked.named())
+    asked = parse_request(json.dumps({"model": model, "messages": messages}).encode(), tenant)
+    book.note(name, tenant, asked.model, backend, tokens, asked.messages())
     found = book.explain(name, tenant)
     assert found is not None
     return found
 
 
 def test_the_first_message_that_differs() -> None:
-    book = AskedBook()
+    book = ProxyRequestLog()
     first = ask(book, "r1", SYSTEM, TEXT)
     assert (first.reason, first.nearest) == ("new", "")
     found = ask(book, "r2", SYSTEM, TEXT.replace("nine", "ten", 12).replace("ten", "nine", 11), TEXT, "And now?")
@@ -55,19 +56,19 @@ def test_the_first_message_that_differs() -> None:
 
 
 def test_another_backend_or_one_that_forgot() -> None:
-    book = AskedBook()
+    book = ProxyRequestLog()
     ask(book, "r1", SYSTEM, TEXT)
     assert ask(book, "r2", SYSTEM, TEXT, backend="two").reason == "routed"
     assert ask(book, "r3", SYSTEM, TEXT, backend="two").reason == "backend"
     silent = ask(book, "r4", SYSTEM, TEXT, tokens=(0, 0))
     assert silent.reason == ""
-    assert "did not say" in silent.text
+    assert "did not report" in silent.text
     assert ask(book, "r5", SYSTEM, TEXT, model="other").nearest == ""
 
 
 def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
     clock = FakeClock()
-    book = AskedBook(tmp_path / FILE, clock.now)
+    book = ProxyRequestLog(tmp_path / FILE, clock.now)
     ask(book, "r1", SYSTEM, TEXT)
     other = ask(book, "r2", SYSTEM, TEXT, tenant="b")
     assert (other.reason, other.nearest, other.shared) == ("new", "", 0.0)
@@ -78,7 +79,7 @@ def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
     one, two = (seen.keys for seen in book._seen)
     assert not {one[i : i + 8] for i in range(0, len(one), 8)} & {two[i : i + 8] for i in range(0, len(two), 8)}
     book.close()
-    again = AskedBook(tmp_path / FILE, clock.now)
+    again = ProxyRequestLog(tmp_path / FILE, clock.now)
     assert again.explain("r2", "b") == other
     assert ask(again, "r3", SYSTEM, TEXT).nearest == "r1"
     again.close()
@@ -86,8 +87,8 @@ def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("body", [b"{}", b'{"messages": [7]}', b'{"prompt": [1, 2]}', b'{"messages": [{"role": 3}]}'])
 def test_whatever_is_asked(body: bytes) -> None:
-    book = AskedBook()
-    book.note("r", "a", "m", "one", (5, 0), read_asked(body, "a").named())
+    book = ProxyRequestLog()
+    book.note("r", "a", "m", "one", (5, 0), parse_request(body, "a").messages())
     found = book.explain("r", "a")
     assert found is None or found.nearest == ""
 
@@ -95,7 +96,7 @@ def test_whatever_is_asked(body: bytes) -> None:
 def get(url: str, name: str, key: str = "") -> Any:
     request = urllib.request.Request(f"{url}/api/why/{name}", headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=patient(30)) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -106,7 +107,7 @@ def post(url: str, key: str, name: str, text: str, model: str) -> None:
     body = {"model": model, "messages": [{"role": "system", "content": text}], "max_tokens": 2, "temperature": 0}
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "x-request-id": name}
     asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(asked, timeout=patient(60)) as answer:
         assert answer.headers["x-request-id"] == name
 
 

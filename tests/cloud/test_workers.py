@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 from ctxreuse_cloud.workers.audit import WorkerAudit
-from ctxreuse_cloud.workers.crew import Workers
-from ctxreuse_cloud.workers.pipe import _FRAME, Cancel, Job, Pipe
-from running import wait_for
+from ctxreuse_cloud.workers.pool import WorkerPool
 
-from ctxreuse.block import parse, reseal
-from ctxreuse.bus.serve_engine import compute_blocks
+from ctxreuse.block.format import parse
 from ctxreuse.config import EngineConfig, LogConfig
-from ctxreuse.errors import LinkDownError, ProtocolError
+from ctxreuse.errors import EngineError, LinkDownError
+from ctxreuse.peer.serve.audit import StoreAudit
+from ctxreuse.peer.serve.engine import compute_blocks
+from ctxreuse.peer.serve.prefill import DISPLACED
+from ctxreuse.runtime.fetch.audit import SPAN_TOKENS
+from ctxreuse.store import TieredStore, open_store
+from support.lies import forged, lies
+from support.waiting import patient, until
+
+pytestmark = pytest.mark.daemon
 
 SALT = b"s" * 16
 
@@ -51,21 +56,35 @@ def tokens_of(n: int, seed: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def workers(tiny_folder: Path) -> Iterator[Workers]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the node's store."""
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Iterator[TieredStore]:
+    """The node's store, which the process reads."""
+    with open_store(folder, capacity=64 << 20) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_folder: Path, folder: Path, store: TieredStore) -> Iterator[WorkerPool]:
     """One process, for all tests here."""
-    one = Workers(1, EngineConfig(model=str(tiny_folder), threads=1), LogConfig(), max_waiting=2)
+    config = EngineConfig(model=str(tiny_folder), threads=1)
+    one = WorkerPool(1, config, LogConfig(), store=str(folder), max_waiting=4)
     one.start()
     assert one.settle(90)
     yield one
     one.close()
-    assert {standing.state for standing in one.standing()} == {"stopped"}
+    assert {status.state for status in one.status()} == {"stopped"}
 
 
-def test_blocks_are_those_of_an_engine_here(workers: Workers, tiny_engine: Any) -> None:
+def test_blocks_are_those_of_an_engine_here(workers: WorkerPool, tiny_engine: Any) -> None:
     space, tokens, sink = tiny_engine.space.digest, tokens_of(64 * 10), Kept()
     assert set(workers.spaces) == {space}
     assert workers.submit(space, SALT, tokens, 2, sink, 0) is not None
-    assert sink.over.wait(60)
+    assert sink.over.wait(patient(60))
     assert sink.ends == [""]
     expected = {index: parse(data) for index, _, data in compute_blocks(tiny_engine, SALT, tokens, 2)}
     assert set(sink.blocks) == set(expected) == set(range(2, 10))
@@ -76,37 +95,37 @@ def test_blocks_are_those_of_an_engine_here(workers: Workers, tiny_engine: Any) 
         for layer in range(2):
             for role in ("k", "v"):
                 assert np.allclose(view.array(layer, role), expected[index].array(layer, role), atol=1e-5)
-    assert workers.standing()[0].jobs >= 1
+    assert workers.status()[0].jobs >= 1
 
 
-def test_rows_and_the_audit(workers: Workers, tiny_engine: Any) -> None:
-    space, tokens = tiny_engine.space, tokens_of(64 * 4, 1)
-    made = [made.data for made in compute_blocks(tiny_engine, SALT, tokens, 0)]
-    views = [parse(data) for data in made]
-    audit = WorkerAudit(workers)
-    assert audit(space.digest, views)
-    assert audit(b"?" * 32, views)  # no process computes there: nothing to compare with
-    forged = parse(resealed(views[1]))
-    assert not audit(space.digest, [forged])
-    answer = workers.rows(space.digest, tokens[:3], np.arange(3, dtype="<i4")).result(30)
-    assert answer is not None
-    assert answer[0] == 0
-    assert np.allclose(answer[1], views[0].array(0, "k")[:, :3], atol=1e-5)
+def test_audits(workers: WorkerPool, tiny_engine: Any, store: TieredStore) -> None:
+    space, audit = tiny_engine.space.digest, StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS)
+    honest = [made.data for made in compute_blocks(tiny_engine, SALT, tokens_of(64 * 4, 1), 0)]
+    views = given(store, honest)
+    assert audit(space, views) is True
+    assert audit(space, views[2:]) is True  # on top of what is stored before
+    assert audit(b"?" * 32, views) is None  # no process computes there: nothing to compare with
+    with pytest.raises(LookupError):
+        audit(space, [parse(data) for data in made_of(tiny_engine, 2)[1:]])  # on top of nothing
+    layers = len(tiny_engine.space.layers)
+    for seed, change in enumerate(lies(layers, 3, 64, 3).values(), 10):
+        told = made_of(tiny_engine, seed)
+        told[1:] = [forged(data, change, number) for number, data in enumerate(told[1:])]
+        assert audit(space, given(store, told)[1:]) is False
 
 
-def resealed(view: Any) -> Any:
-    """A block with other numbers under right checksums."""
-    noise = {
-        (plane.layer, plane.role): np.random.default_rng(5)
-        .standard_normal(plane.nbytes // 4)
-        .astype("<f4")
-        .view(np.uint8)
-        for plane in view.layout.planes
-    }
-    return reseal(view, noise)
+def made_of(engine: Any, seed: int) -> list[Any]:
+    return [made.data for made in compute_blocks(engine, SALT, tokens_of(64 * 4, seed), 0)]
 
 
-def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: Workers, tiny_engine: Any) -> None:
+def given(store: TieredStore, blocks: list[Any]) -> list[Any]:
+    """The blocks' views, stored."""
+    views = [parse(data) for data in blocks]
+    assert all(store.put(view.header.key, data) for view, data in zip(views, blocks))
+    return views
+
+
+def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: WorkerPool, tiny_engine: Any) -> None:
     space, tokens = tiny_engine.space.digest, tokens_of(64 * 30, 2)
     sinks = [Kept() for _ in range(8)]
     cancels = [workers.submit(space, SALT, tokens, 0, sink, 0) for sink in sinks]
@@ -117,61 +136,61 @@ def test_more_than_may_wait_are_refused_and_the_given_up_make_room(workers: Work
         cancel()
     assert workers.submit(b"?" * 32, SALT, tokens, 0, Kept(), 0) is None
     sink = Kept()
-    wait_for(lambda: workers.submit(space, SALT, tokens_of(64), 0, sink, 0) is not None)
-    assert sink.over.wait(60)
+    until(lambda: workers.submit(space, SALT, tokens_of(64), 0, sink, 0) is not None)
+    assert sink.over.wait(patient(60))
     assert sink.ends == [""]
 
 
-def test_a_process_that_dies_is_replaced_and_its_job_made_again(workers: Workers, tiny_engine: Any) -> None:
+def test_a_tenant_is_not_kept_waiting_by_another_that_floods(workers: WorkerPool, tiny_engine: Any) -> None:
+    space, other = tiny_engine.space.digest, b"o" * 16
+    ended: list[Kept] = []
+
+    class Listed(Kept):
+        def end(self, reason: str = "") -> None:
+            ended.append(self)
+            super().end(reason)
+
+    flood, mine = [Listed() for _ in range(5)], [Listed() for _ in range(3)]
+    for n, sink in enumerate(flood):  # one runs, four wait: as many as may
+        assert workers.submit(space, SALT, tokens_of(64 * 31, 10 + n), 0, sink, 0) is not None
+        until(lambda: workers.status()[0].state == "busy")
+    assert workers.submit(space, SALT, tokens_of(64), 0, Kept(), 0) is None
+    for n, sink in enumerate(mine):
+        assert workers.submit(space, other, tokens_of(64 * 4, 20 + n), 0, sink, 0) is not None
+    until(lambda: len(ended) == 8)
+    assert [sink.ends for sink in mine] == [[""]] * 3
+    # Those of the flood that had to leave are its last ones; the others are made, in their order.
+    ends = [sink.ends for sink in flood]
+    left = ends.count([DISPLACED])
+    assert 0 < left < 3
+    assert ends == [[""]] * (5 - left) + [[DISPLACED]] * left
+    made = [sink for sink in ended if sink.ends == [""]]
+    assert all(made.index(sink) <= 3 for sink in mine)  # beside the one that ran, and before those that waited
+
+
+def test_a_process_that_dies_is_replaced_and_its_job_made_again(workers: WorkerPool, tiny_engine: Any) -> None:
     space, tokens, sink = tiny_engine.space.digest, tokens_of(64 * 31, 3), Kept()
-    before = workers.standing()[0]
+    before = workers.status()[0]
     assert workers.submit(space, SALT, tokens, 0, sink, 0) is not None
     os.kill(before.pid, signal.SIGKILL)
-    answer = workers.rows(space, tokens[:1], np.zeros(1, "<i4"))
-    with pytest.raises(LinkDownError):  # asked of a process that is dead or about to be seen so
-        wait_for(lambda: workers.rows(space, tokens[:1], np.zeros(1, "<i4")).result(30) is None, 30)
-    assert sink.over.wait(90)
+    answer = workers.audit(space, [bytes(32)], 0, b"")
+    # Asked of a process that is dead or about to be seen so.
+    until(lambda: isinstance(workers.audit(space, [bytes(32)], 0, b"").exception(patient(30)), LinkDownError), 30)
+    assert sink.over.wait(patient(90))
     assert sink.ends == [""]
     assert set(sink.blocks) == set(range(31))
-    after = workers.standing()[0]
+    after = workers.status()[0]
     assert after.restarts == before.restarts + 1
     assert after.pid != before.pid
-    assert answer.exception(30) is None or isinstance(answer.exception(), LinkDownError)
+    assert isinstance(answer.exception(30), LinkDownError | EngineError)
 
 
 def test_a_model_that_is_not_there_is_said_once_and_not_tried_again(tmp_path: Path) -> None:
-    broken = Workers(1, EngineConfig(model=str(tmp_path / "nothing")), LogConfig())
+    broken = WorkerPool(1, EngineConfig(model=str(tmp_path / "nothing")), LogConfig())
     broken.start()
     assert broken.settle(90)
-    standing = broken.standing()[0]
-    assert (standing.state, standing.restarts) == ("broken", 0)
-    assert "nothing" in standing.said
+    status = broken.status()[0]
+    assert (status.state, status.restarts) == ("broken", 0)
+    assert "nothing" in status.error
     assert broken.submit(b"?" * 32, SALT, tokens_of(64), 0, Kept(), 0) is None
     broken.close()
-
-
-def test_the_pipe_takes_nothing_that_is_no_message() -> None:
-    for raw in (_FRAME.pack(1 << 20, 0), _FRAME.pack(3, 0) + b"\xc1\xc1\xc1", _FRAME.pack(1, 1 << 40)):
-        here, there = socket.socketpair()
-        with here, there:
-            there.sendall(raw)
-            with pytest.raises(ProtocolError):
-                Pipe(here).receive()
-
-
-def test_the_pipe_passes_messages_of_any_size_and_ends_with_its_other_side() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        left, right = Pipe(here), Pipe(there)
-        data = np.random.default_rng(0).integers(0, 255, 3 << 20).astype(np.uint8)
-        sending = threading.Thread(
-            target=lambda: (left.send(Job(7, SALT, 0, 0), data), left.send(Cancel(7)), left.shut())
-        )
-        sending.start()
-        job = right.receive()
-        assert job is not None
-        assert job[0] == Job(7, SALT, 0, 0)
-        assert np.array_equal(job[1], data)
-        assert right.receive() is not None
-        assert right.receive() is None
-        sending.join()

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.block import BlockView, BlockWriter, Layout, parse
-from ctxreuse.codec import Codec, Shelf, card_digest, model_digest, parse_level, read_card, write_card
-from ctxreuse.codec.planes import from_bits, to_bits
+from ctxreuse.block.format import BlockView, BlockWriter, Layout, parse
+from ctxreuse.block.levels import EXACT, PACKED
+from ctxreuse.codec import (
+    Codec,
+    CodecProfile,
+    ProfileStore,
+    model_digest,
+    parse_level,
+    profile_digest,
+    read_profile,
+    write_profile,
+)
+from ctxreuse.codec.profile import KindFigures
 from ctxreuse.errors import ConfigError, FormatError
-from ctxreuse.testing.cards import DIM, HEADS, LAYERS, make_block, make_card, make_space
+from ctxreuse.kernels.convert import from_float32, to_float32
+from support.examples import examples
+from support.profiles import DIM, HEADS, LAYERS, make_block, make_profile, make_space
 
 LOSSY = ("kl-0.05", "kl-0.01", "kl-0.005")
 PLANES = [(layer, role) for layer in range(LAYERS) for role in ("k", "v")]
 
 
 def codec_of(space, **card) -> Codec:
-    data = write_card(make_card(space, **card))
-    return Codec(space, (card_digest(data).hex(), read_card(data)))
+    data = write_profile(make_profile(space, **card))
+    return Codec(space, (profile_digest(data).hex(), read_profile(data)))
 
 
 def floats(view: BlockView, dtype: str) -> list[np.ndarray]:
-    return [from_bits(view.array(*plane), dtype) for plane in PLANES]
+    return [to_float32(view.array(*plane), dtype) for plane in PLANES]
 
 
 def error(a: BlockView, b: BlockView, dtype: str) -> float:
@@ -35,7 +48,7 @@ def error(a: BlockView, b: BlockView, dtype: str) -> float:
 def test_levels_come_back_within_their_steps(dtype, card):
     space = make_space(dtype)
     codec = codec_of(space, **card)
-    block = make_block(space, codec.card)
+    block = make_block(space, codec.profile)
     sizes, errors = [], []
     for level in LOSSY:
         data = codec.encode(block, level)
@@ -56,7 +69,7 @@ def test_levels_come_back_within_their_steps(dtype, card):
 def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups):
     space = make_space("bfloat16")
     codec = codec_of(space, groups=groups)
-    block = make_block(space, codec.card)
+    block = make_block(space, codec.profile)
     base, more = parse(codec.encode(block, "kl-0.05")), parse(codec.refinement(block, "kl-0.005"))
     whole = codec.encode(block, "kl-0.005")
     assert bytes(codec.merge(base, more)) == bytes(whole)
@@ -69,13 +82,65 @@ def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups):
         codec.decode(parse(codec.encode(block, "kl-0.01")), more)
 
 
+def with_seen(profile: CodecProfile, ids: range, unseen: float) -> CodecProfile:
+    seen = np.zeros(4096, bool)
+    seen[list(ids)] = True
+    figures = {"prose": KindFigures(0.009, 3.0), "code": KindFigures(0.004, 2.5)}
+    levels = tuple(msgspec.structs.replace(level, kinds=figures) for level in profile.levels)
+    return msgspec.structs.replace(profile, levels=levels, seen=np.packbits(seen).tobytes(), unseen=unseen)
+
+
+def test_tokens_that_calibration_has_not_seen_get_a_stricter_level():
+    space = make_space("bfloat16")
+    plain = make_profile(space)
+    block = make_block(space, plain)  # ids below 100
+    share = float((np.frombuffer(block.header.tokens, "<i4") >= 60).mean())
+    assert 0.2 < share < 0.6
+    for unseen, levels in (
+        (share + 0.01, {"kl-0.05": "kl-0.05", "kl-0.01": "kl-0.01"}),
+        # A third of the KL at most: kl-0.005 is not worth the name of a stricter kl-0.01, and there is none below.
+        (share - 0.01, {"kl-0.05": "kl-0.01", "kl-0.01": PACKED}),
+    ):
+        data = write_profile(with_seen(plain, range(60), unseen))
+        codec = Codec(space, (profile_digest(data).hex(), read_profile(data)))
+        for level, used in levels.items():
+            assert codec.level_for(block, level) == used
+            digest = codec.digest[:16]
+            full = used if used == PACKED else f"{used}@{digest}"
+            assert codec.level_for(block, f"{level}@{digest}") == full
+            assert parse(codec.encode(block, used)).header.level == full
+        for level in (EXACT, PACKED, f"kl-0.05>kl-0.005@{codec.digest[:16]}"):
+            assert codec.level_for(block, level) == level
+    assert codec_of(space).level_for(block, "kl-0.05") == "kl-0.05", "a profile of 0.1.0 does not say what it has seen"
+    assert Codec(space).level_for(block, PACKED) == PACKED
+
+
+def test_kinds_and_tokens_seen_are_in_the_bytes_and_hostile_ones_are_refused():
+    profile = with_seen(make_profile(make_space()), range(7, 1000), 0.25)
+    data = write_profile(profile)
+    read = read_profile(data)
+    assert [level.kinds for level in read.levels] == [level.kinds for level in profile.levels]
+    assert (read.seen, read.unseen) == (profile.seen, 0.25)
+    assert write_profile(read) == data
+    assert read.unseen_share(np.array([6, 7, 999, 1000, 1 << 30], np.int32)) == pytest.approx(0.6)
+    one = profile.levels[0]
+    for wrong in (
+        {"unseen": 1.5},
+        {"seen": bytes((1 << 20) + 1)},
+        {"levels": (msgspec.structs.replace(one, kinds={"a": KindFigures(float("nan"), 1)}), *profile.levels[1:])},
+        {"levels": (msgspec.structs.replace(one, kinds={"a": KindFigures(-1, 1)}), *profile.levels[1:])},
+    ):
+        with pytest.raises(FormatError):
+            write_profile(msgspec.structs.replace(profile, **wrong))
+
+
 def test_the_first_tokens_of_a_context_stay_as_they_are():
     space = make_space("float32")
     codec = codec_of(space)
-    block = make_block(space, codec.card, start=0)
+    block = make_block(space, codec.profile, start=0)
     back = parse(codec.decode(parse(codec.encode(block, "kl-0.05"))))
     for plane in PLANES:
-        given = from_bits(to_bits(block.array(*plane)[:, :4], "bfloat16"), "bfloat16")
+        given = to_float32(from_float32(block.array(*plane)[:, :4], "bfloat16"), "bfloat16")
         assert (given == back.array(*plane)[:, :4]).all()
         assert (block.array(*plane)[:, 4:] != back.array(*plane)[:, 4:]).any()
 
@@ -84,7 +149,7 @@ def test_the_first_tokens_of_a_context_stay_as_they_are():
 def test_a_token_that_cannot_be_coded_stays_as_it_is(value):
     space = make_space("float32")
     codec = codec_of(space)
-    block = make_block(space, codec.card)
+    block = make_block(space, codec.profile)
     spoiled = BlockWriter(
         block.layout, kind="block", space=space.digest, key=bytes(32), parent=bytes(32), end=128, tokens=block.tokens,
         rope_at=64,
@@ -98,7 +163,7 @@ def test_a_token_that_cannot_be_coded_stays_as_it_is(value):
     for plane in PLANES:
         before, after = view.array(*plane), back.array(*plane)
         if abs(value) > 1 or np.isnan(value):
-            given = from_bits(to_bits(before[:, 10], "bfloat16"), "bfloat16")
+            given = to_float32(from_float32(before[:, 10], "bfloat16"), "bfloat16")
             assert np.array_equal(given, after[:, 10], equal_nan=True)
         assert np.abs(np.delete(before, 10, axis=1) - np.delete(after, 10, axis=1)).max() < 4
 
@@ -107,7 +172,7 @@ def test_a_token_that_cannot_be_coded_stays_as_it_is(value):
 def test_blocks_of_other_sizes(block_tokens):
     space = make_space("float32", block_tokens)
     codec = codec_of(space)
-    block = make_block(space, codec.card)
+    block = make_block(space, codec.profile)
     for level in LOSSY:
         assert error(block, parse(codec.decode(parse(codec.encode(block, level)))), "float32") < 2
     base, more = parse(codec.encode(block, "kl-0.05")), parse(codec.refinement(block, "kl-0.005"))
@@ -117,7 +182,7 @@ def test_blocks_of_other_sizes(block_tokens):
 def test_fill_writes_mixed_levels_to_an_engines_memory():
     space = make_space("bfloat16")
     codec = codec_of(space)
-    blocks = [make_block(space, codec.card, start=64 * i, seed=i) for i in range(4)]
+    blocks = [make_block(space, codec.profile, start=64 * i, seed=i) for i in range(4)]
     coded = [
         blocks[0],
         *(parse(codec.encode(b, level)) for b, level in zip(blocks[1:], ("kl-0.01", "exact+rans", "kl-0.05"))),
@@ -141,7 +206,7 @@ def test_a_level_without_card_says_what_to_do():
         codec.info("kl-0.01")
     with pytest.raises(ConfigError, match="There are exact"):
         codec_of(space).info("kl-0.03")
-    coded = parse(codec_of(space).encode(make_block(space, make_card(space)), "kl-0.01"))
+    coded = parse(codec_of(space).encode(make_block(space, make_profile(space)), "kl-0.01"))
     assert not codec.knows(coded.header.level)
     with pytest.raises(FormatError, match="is not here"):
         codec.decode(coded)
@@ -155,13 +220,13 @@ def test_what_a_permission_allows():
     assert names("kl-0.05") == ["exact", "exact+rans", "kl-0.05", "kl-0.01", "kl-0.005"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(level=st.sampled_from([*LOSSY, "exact+rans"]), data=st.data())
 def test_a_corrupt_stream_is_an_error_or_stays_in_bounds(level, data):
     """The container's checksum catches what happens by chance; this is what stands behind it: hostile bytes."""
     space = make_space("bfloat16", 32)
     codec = codec_of(space)
-    coded = parse(codec.encode(make_block(space, codec.card), level))
+    coded = parse(codec.encode(make_block(space, codec.profile), level))
     stream = bytearray(coded.plane(0, "k"))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(stream) - 1) | st.integers(0, 40))
@@ -190,7 +255,7 @@ def test_a_flipped_byte_anywhere_is_an_error():
     space = make_space("bfloat16", 16)
     codec = codec_of(space)
     for level in (*LOSSY, "exact+rans"):
-        good = codec.encode(make_block(space, codec.card), level)
+        good = codec.encode(make_block(space, codec.profile), level)
         end = parse(good).start + parse(good).layout.nbytes
         for at in range(0, end, 7):
             bad = good.copy()
@@ -205,17 +270,17 @@ def test_a_flipped_byte_anywhere_is_an_error():
 
 def test_a_shelf_keeps_cards_by_model_and_digest(tmp_path):
     space = make_space()
-    shelf = Shelf(tmp_path)
+    shelf = ProfileStore(tmp_path)
     assert shelf.newest(space) is None
-    data = write_card(make_card(space))
+    data = write_profile(make_profile(space))
     path = shelf.add(data)
     assert path.parent.name == model_digest(space).hex()[:16]
     digest, card = shelf.newest(space)
-    assert digest == card_digest(data).hex()
-    assert shelf.data(space, digest[:16]) == data == write_card(card)
+    assert digest == profile_digest(data).hex()
+    assert shelf.data(space, digest[:16]) == data == write_profile(card)
     other = Codec.open(space, shelf)
     assert other.digest == digest
-    assert Codec(space, shelf=shelf).knows(f"kl-0.01@{digest[:16]}")
+    assert Codec(space, profiles=shelf).knows(f"kl-0.01@{digest[:16]}")
     damaged = bytearray(data)
     damaged[-1] ^= 1
     path.write_bytes(damaged)
@@ -224,7 +289,7 @@ def test_a_shelf_keeps_cards_by_model_and_digest(tmp_path):
     assert shelf.newest(space) is None
 
 
-@settings(max_examples=200, deadline=None)
+@examples("light")
 @given(data=st.data())
 def test_a_hostile_card_is_an_error(data):
     good = GOOD_CARD
@@ -235,11 +300,11 @@ def test_a_hostile_card_is_an_error(data):
     else:
         bad = good[: data.draw(st.integers(0, len(good) - 1))] if kind == "cut" else good + b"x"
     try:
-        card = read_card(bytes(bad))
+        card = read_profile(bytes(bad))
     except FormatError:
         return
     assert kind == "flip"
-    assert len(card.tables) == len(read_card(good).tables)
+    assert len(card.tables) == len(read_profile(good).tables)
 
 
-GOOD_CARD = write_card(make_card(make_space()))
+GOOD_CARD = write_profile(make_profile(make_space()))

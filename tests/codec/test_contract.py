@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ctxreuse.block import BlockView
+from ctxreuse.block.format import BlockView
 from ctxreuse.codec import Codec
-from ctxreuse.testing.cards import make_block, make_card, make_space
 from ctxreuse.testing.codec import CodecContract
-from ctxreuse.testing.plain_card import plain_card
+from ctxreuse.testing.profiles import plain_profile
+from support.profiles import make_block, make_profile, make_space
 
 
 class OfType(CodecContract):
@@ -16,11 +16,11 @@ class OfType(CodecContract):
 
     def codec(self) -> Codec:
         space = make_space(self.dtype)
-        return Codec(space, ("1" * 64, make_card(space)))
+        return Codec(space, ("1" * 64, make_profile(space)))
 
     def blocks(self) -> list[BlockView]:
         space = make_space(self.dtype)
-        card = make_card(space)
+        card = make_profile(space)
         # The first of a context, whose first tokens stay raw, and others.
         return [make_block(space, card, start=start, seed=start) for start in (0, 64, 192)]
 
@@ -40,7 +40,7 @@ class TestBfloat16(OfType):
 class TestPlain(OfType):
     def codec(self) -> Codec:
         space = make_space()
-        return Codec(space, ("2" * 64, plain_card(space, self.blocks())))
+        return Codec(space, ("2" * 64, plain_profile(space, self.blocks())))
 
 
 class TestWithoutACard(OfType):
@@ -55,7 +55,7 @@ class TestWithoutACard(OfType):
 def test_a_codec_reads_what_another_of_the_same_card_wrote(dtype: str) -> None:
     maker = TestBfloat16 if dtype == "bfloat16" else TestFloat32
     one, two, view = maker().codec(), maker().codec(), maker().blocks()[1]
-    from ctxreuse.block import parse
+    from ctxreuse.block.format import parse
 
     for info in one.levels:
         assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from math import prod
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import xxhash
 
 from ctxreuse.codec import lossless
+from ctxreuse.dtypes import ITEM_BYTES
 from ctxreuse.errors import FormatError
-from ctxreuse.model import DTYPE_BYTES
 
 
 def plane(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Any:
@@ -24,11 +25,11 @@ def plane(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Any:
     return values.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 2, 70, 16), (4, 128), (300,), (), (2, 0, 5), (1, 1, 1, 1, 9)])
 def test_planes_and_states_of_all_kinds_come_back(dtype: str, shape: tuple[int, ...]) -> None:
     data = plane(dtype, shape)
-    stream = lossless.pack_plane(data.tobytes(), dtype, shape)
+    stream = lossless.encode_plane(data.tobytes(), dtype, shape)
     array, kind = lossless.unpack_plane(stream)
     assert (kind, array.shape, array.tobytes()) == (dtype, shape, data.tobytes())
     assert lossless.plane_of(stream) == (dtype, shape)
@@ -40,10 +41,10 @@ def test_planes_and_states_of_all_kinds_come_back(dtype: str, shape: tuple[int, 
 
 def test_caches_shrink_and_noise_does_not_grow() -> None:
     data = plane("bfloat16", (3, 64, 64))
-    assert len(lossless.pack_plane(data.tobytes(), "bfloat16", data.shape)) < data.nbytes / 1.4
+    assert len(lossless.encode_plane(data.tobytes(), "bfloat16", data.shape)) < data.nbytes / 1.4
     noise = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
     for dtype in ("bfloat16", "float16", "float32", "uint8"):
-        shape = (4, 64, noise.size // 256 // DTYPE_BYTES[dtype])
+        shape = (4, 64, noise.size // 256 // ITEM_BYTES[dtype])
         assert len(lossless.encode_plane(noise, dtype, shape)) <= noise.size + 40
 
 
@@ -54,7 +55,7 @@ def test_shape_and_bytes_must_agree() -> None:
 
 
 def test_what_is_no_stream_is_refused() -> None:
-    stream = bytes(lossless.pack_plane(plane("float32", (2, 64, 8)).tobytes(), "float32", (2, 64, 8)))
+    stream = bytes(lossless.encode_plane(plane("float32", (2, 64, 8)).tobytes(), "float32", (2, 64, 8)))
     for bad in (b"", b"\2", b"\1" + stream[1:], stream[:1] + b"\7" + stream[2:], stream[:2] + b"\11" + stream[3:],
                 stream[:3] + b"\1" + stream[4:], stream[:12], stream[:-1], stream + b"\0"):  # fmt: skip
         with pytest.raises(FormatError):
@@ -66,24 +67,32 @@ def test_what_is_no_stream_is_refused() -> None:
 
 
 def test_a_shape_without_bytes_gets_no_memory() -> None:
-    stream = bytearray(lossless.pack_plane(plane("float32", (2, 64, 8)).tobytes(), "float32", (2, 64, 8)))
+    stream = bytearray(lossless.encode_plane(plane("float32", (2, 64, 8)).tobytes(), "float32", (2, 64, 8)))
     stream[4:8] = (1 << 24).to_bytes(4, "little")
     with pytest.raises(FormatError, match="in 3"):
         lossless.unpack_plane(memoryview(stream))
     with pytest.raises(FormatError, match="in 4"):
-        lossless.unpack_plane(memoryview(lossless.pack_plane(bytes(4096), "int8", (4096,))), limit=4095)
+        lossless.unpack_plane(memoryview(lossless.encode_plane(bytes(4096), "int8", (4096,))), limit=4095)
+
+
+@pytest.mark.parametrize("shape", [(2, 0xFF000010, 0), (0, 1 << 31, 4), (1 << 31, 1 << 31, 1 << 31, 0)])
+def test_an_empty_plane_with_axes_too_long_is_refused(shape: tuple[int, ...]) -> None:
+    for dtype in (0, 5):
+        stream = struct.pack(f"<BBBB{len(shape)}I", 2, dtype, len(shape), 0, *shape) + bytes(12)
+        with pytest.raises(FormatError):
+            lossless.unpack_plane(memoryview(stream))
 
 
 def test_streams_of_equal_channels_are_no_smaller_than_what_is_believed() -> None:
     for value in (0, 0x3F80, 0xFFFF):
         data = np.full((2, 128, 64), value, np.uint16)
-        array, _ = lossless.unpack_plane(lossless.pack_plane(data.tobytes(), "bfloat16", data.shape))
+        array, _ = lossless.unpack_plane(lossless.encode_plane(data.tobytes(), "bfloat16", data.shape))
         assert np.array_equal(array, data)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_run_of_blocks_goes_into_strided_memory(dtype: str) -> None:
-    counts, item = [64, 64, 20], DTYPE_BYTES[dtype]
+    counts, item = [64, 64, 20], ITEM_BYTES[dtype]
     planes = [plane(dtype, (2, n, 32), i) for i, n in enumerate(counts)]
     streams = [lossless.encode_plane(p, dtype, p.shape) for p in planes]
     sums = [xxhash.xxh3_64_intdigest(s.data) for s in streams]

@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from ctxreuse.block import BlockView, BlockWriter, Plane, layout_of, parse, rekey
+from ctxreuse.block.format import BlockView, BlockWriter, Plane, layout_of, parse, rekey
+from ctxreuse.dtypes import ITEM_BYTES
 from ctxreuse.errors import FormatError
-from ctxreuse.keys import Tokens, as_tokens
-from ctxreuse.model import DTYPE_BYTES
+from ctxreuse.identity.keys import Tokens, as_tokens
+from support.examples import examples
 
 PRELUDE = struct.Struct("<8sHHIQQ")
 SPACE, KEY, PARENT = b"S" * 32, b"K" * 32, b"P" * 32
@@ -60,7 +61,7 @@ def read_all(data: bytes) -> BlockView:
 
 shapes = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 planes_of = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from(["k", "v", "conv0"]), st.sampled_from(sorted(DTYPE_BYTES)), shapes),
+    st.tuples(st.integers(0, 40), st.sampled_from(["k", "v", "conv0"]), st.sampled_from(sorted(ITEM_BYTES)), shapes),
     min_size=1,
     max_size=8,
     unique_by=lambda row: row[:2],
@@ -145,7 +146,7 @@ def test_extended(tail: bytes) -> None:
         read_all(GOOD + tail)
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@examples("light", suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_header_bytes_mutated_under_a_right_checksum(data: st.DataObject) -> None:
     raw = bytearray(GOOD[32 : 32 + PRELUDE.unpack_from(GOOD)[3]])
@@ -179,7 +180,7 @@ hostile = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@examples("light")
 @given(st.integers(0, 10), hostile)
 def test_each_header_field_replaced_under_a_right_checksum(field: int, value: Any) -> None:
     header = fields_of(GOOD)
@@ -193,7 +194,7 @@ def test_each_header_field_replaced_under_a_right_checksum(field: int, value: An
 numbers = st.sampled_from([-1, 0, 1, 2, 3, 4, 2**16, 2**31, 2**34, 2**34 + 1, 2**62, 2**63, 2**64 - 1])
 
 
-@settings(max_examples=300)
+@examples("light")
 @given(
     st.lists(st.lists(numbers, max_size=9), min_size=1, max_size=3), st.sampled_from(["float32", "int8", "f", "object"])
 )
@@ -211,7 +212,7 @@ def test_hostile_layouts_under_right_checksums(shapes: list[list[int]], dtype: s
         count = 1
         for n in shape:
             count *= n
-        assert 0 <= count * DTYPE_BYTES[dtype] <= total
+        assert 0 <= count * ITEM_BYTES[dtype] <= total
 
 
 @pytest.mark.parametrize(

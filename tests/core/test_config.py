@@ -215,4 +215,24 @@ def test_the_example_explains_the_columns_of_tables() -> None:
     text = config.example()
     assert "[[bus.clouds]]" in text
     assert "#   endpoint: " in text
-    assert "(needed)" in text
+    assert "(required)" in text
+
+
+def test_old_names_are_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    env = write(tmp_path, "[engine]\nwhole = true\n") | {"CTXREUSE_STORE__DEMOTE": "false"}
+    loaded = load(env=env, flags={"edge.live_bytes": "5GB"})
+    found = loaded.settings
+    assert (found.engine.full_kv_for_windows, found.store.recompress, found.edge.context_cache_bytes) == (
+        True,
+        False,
+        5_000_000_000,
+    )
+    assert loaded.origins["engine.full_kv_for_windows"] == f"file {tmp_path / 'config.toml'} as engine.whole"
+    assert loaded.origins["store.recompress"] == "env CTXREUSE_STORE__DEMOTE"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "engine.whole is called engine.full_kv_for_windows now" in caplog.text
+
+
+def test_an_old_and_a_new_name_in_one_source_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the same setting"):
+        load(env=write(tmp_path, "[engine]\nwhole = true\nfull_kv_for_windows = false\n"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.cost import CostModel, DecisionLog, LinkEstimate, Path, PrefillLine, Record
+from ctxreuse.cost import CostModel, DecisionLog, DecisionRecord, FetchPath, LinkEstimate, PrefillLine
 
 A, B, C = 0.008, 0.0018, 2e-7
 
@@ -137,8 +137,8 @@ def test_rtt_is_the_smallest_of_late() -> None:
 TOKEN = 46_080.0  # bytes of a token of SmolLM2 in float32
 
 
-def mbit(rate: float, rtt: float = 0.002) -> Path:
-    return Path(TOKEN, rate * 1e6 / 8, rtt)
+def mbit(rate: float, rtt: float = 0.002) -> FetchPath:
+    return FetchPath(TOKEN, rate * 1e6 / 8, rtt)
 
 
 def test_the_way_follows_the_link() -> None:
@@ -162,10 +162,10 @@ def test_the_way_follows_the_link() -> None:
     st.booleans(),
 )
 def test_the_chosen_way_is_the_cheapest_and_never_dearer_than_computing(
-    held: int, missing: int, rest: int, bandwidth: float, rtt: float, computes: bool
+    cached: int, missing: int, rest: int, bandwidth: float, rtt: float, computes: bool
 ) -> None:
     decision = taught().choose(
-        held, held + missing, held + missing + rest, Path(TOKEN, bandwidth, rtt, computes=computes), 30
+        cached, cached + missing, cached + missing + rest, FetchPath(TOKEN, bandwidth, rtt, computes=computes), 30
     )
     assert decision.predicted is not None
     assert decision.deadline == decision.ways["recompute"]
@@ -176,19 +176,19 @@ def test_the_chosen_way_is_the_cheapest_and_never_dearer_than_computing(
 
 def test_both_at_once_meets_where_the_times_are_equal() -> None:
     model = taught()
-    x = model.meet(0, 2048, 500.0, 0.1)
+    x = model.meeting_point(0, 2048, 500.0, 0.1)
     assert x is not None
     assert real(x) == pytest.approx(0.1 + (2048 - x) / 500, abs=0.01)
-    assert model.meet(0, 2048, 0.0, 0.1) == 2048
-    assert model.meet(0, 2048, 1e12, 0.0) <= 1  # type: ignore[operator]
-    assert CostModel().meet(0, 64, 1.0, 0.0) is None
+    assert model.meeting_point(0, 2048, 0.0, 0.1) == 2048
+    assert model.meeting_point(0, 2048, 1e12, 0.0) <= 1  # type: ignore[operator]
+    assert CostModel().meeting_point(0, 64, 1.0, 0.0) is None
 
 
 def test_nothing_known_means_the_way_that_cannot_lose() -> None:
     assert CostModel().choose(0, 640, 700, mbit(100), 30).way == "tail"
-    assert taught().choose(0, 640, 700, Path(TOKEN, 0.0), 30).way == "tail"
+    assert taught().choose(0, 640, 700, FetchPath(TOKEN, 0.0), 30).way == "tail"
     # What the peer makes front to end cannot be met from the front.
-    assert CostModel().choose(0, 640, 700, Path(TOKEN, 1e6, computes=True), 30).way == "recompute"
+    assert CostModel().choose(0, 640, 700, FetchPath(TOKEN, 1e6, computes=True), 30).way == "recompute"
     assert CostModel().patience(1000, 0) == pytest.approx(0.05)
     assert taught().patience(1000, 0) == pytest.approx(0.05 * real(1000), rel=0.05)
     assert CostModel().loads(64, 1 << 20)
@@ -210,6 +210,6 @@ def test_the_log_keeps_the_last_and_its_median_error() -> None:
     log = DecisionLog(capacity=3)
     assert log.error() is None
     for predicted, took in ((9.0, 1.0), (None, 1.0), (1.1, 1.0), (2.0, 1.0)):
-        log.add(Record("tail", "tail", 640, predicted, took, "cloud"))
+        log.add(DecisionRecord("tail", "tail", 640, predicted, took, "cloud"))
     assert [record.predicted for record in log.records()] == [None, 1.1, 2.0]
     assert log.error() == pytest.approx(0.55)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.cost import CostModel, Decision, Path
-from ctxreuse.levels import EXACT, PACKED, damage
+from ctxreuse.block.levels import EXACT, PACKED, expected_kl
+from ctxreuse.cost import CostModel, Decision, FetchPath
+from support.examples import examples
 
 CARD = "@0123456789abcdef"
 RAW = 23_040.0
@@ -33,14 +34,14 @@ def taught(decode: float = 2e9) -> CostModel:
 def choose(
     model: CostModel, bandwidth: float, levels: tuple[tuple[str, float, float], ...] = LEVELS, **more: float
 ) -> Decision:
-    path = Path(RAW, bandwidth, more.pop("rtt", 0.02), more.pop("delay", 0.0), levels=levels)
+    path = FetchPath(RAW, bandwidth, more.pop("rtt", 0.02), more.pop("delay", 0.0), levels=levels)
     return model.choose(0, 2048, 2080, path, 30)
 
 
 MODEL = taught()
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(bandwidth=st.floats(1e4, 1e9), rtt=st.floats(0.0, 0.3), count=st.integers(0, len(LEVELS)))
 def test_more_levels_never_make_it_slower_and_fixed_ones_are_hardly_quicker(
     bandwidth: float, rtt: float, count: int
@@ -60,7 +61,7 @@ def test_more_levels_never_make_it_slower_and_fixed_ones_are_hardly_quicker(
 
 def test_a_slower_link_is_met_with_a_coarser_level() -> None:
     found = [choose(MODEL, bandwidth) for bandwidth in (2.5e6, 1.25e8, 1e11)]
-    damages = [damage(one.level) for one in found]
+    damages = [expected_kl(one.level) for one in found]
     assert damages == sorted(damages, reverse=True)
     assert found[0].level == f"kl-0.05{CARD}"
     assert damages[-1] == 0.0, "where the link costs nothing, nothing is lost for it"
@@ -94,11 +95,11 @@ def test_a_level_that_takes_the_peer_long_to_encode_is_not_chosen() -> None:
 def test_of_an_unknown_link_the_smallest_level_is_tried() -> None:
     assert choose(MODEL, 0.0).level == f"kl-0.05{CARD}"
     assert choose(MODEL, 0.0, ()).level == EXACT
-    assert CostModel().choose(0, 2048, 2080, Path(RAW, 1e6, levels=LEVELS), 30).predicted is None
+    assert CostModel().choose(0, 2048, 2080, FetchPath(RAW, 1e6, levels=LEVELS), 30).predicted is None
 
 
 def test_a_cloud_that_computes_sends_levels_too() -> None:
-    path = Path(RAW, 2.5e6, 0.02, 0.1, computes=True, levels=LEVELS)
+    path = FetchPath(RAW, 2.5e6, 0.02, 0.1, computes=True, levels=LEVELS)
     found = MODEL.choose(0, 2048, 2080, path, 30)
     assert (found.way, found.level) == ("layers", f"kl-0.05{CARD}")
     assert "tail" not in found.ways

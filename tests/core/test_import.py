@@ -38,7 +38,7 @@ def test_importing_pulls_in_no_heavy_module() -> None:
 
 
 def test_the_core_types_pull_in_no_engine() -> None:
-    statement = "import ctxreuse; ctxreuse.ModelSpace, ctxreuse.ContextTree, ctxreuse.BlockView; import ctxreuse.config"
+    statement = "import ctxreuse.identity.model, ctxreuse.tree, ctxreuse.block.format, ctxreuse.config, ctxreuse.usage"
     assert not modules_after(statement) & {"torch", "cupy", "numba", "zmq", "transformers", "lmdb", "rich", "typer"}
 
 
@@ -48,8 +48,8 @@ def test_every_public_name_is_there(name: str) -> None:
     assert name in dir(ctxreuse)
 
 
-def test_public_names_are_sorted_and_known_to_type_checkers() -> None:
-    assert ctxreuse.__all__ == sorted(ctxreuse.__all__)
+def test_public_names_are_known_to_type_checkers() -> None:
+    assert sorted(ctxreuse.__all__) == sorted({"__version__", *ctxreuse.__all__})
     tree = ast.parse(Path(ctxreuse.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
@@ -57,6 +57,12 @@ def test_public_names_are_sorted_and_known_to_type_checkers() -> None:
         node.target.id for node in block.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     assert typed == set(ctxreuse.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(ctxreuse._OLD_NAMES))
+def test_a_name_of_the_version_before_is_found_with_a_warning(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"ctxreuse.{name} is now"):
+        assert getattr(ctxreuse, name) is not None
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import TokenRangeError
-from ctxreuse.keys import ROOT, as_tokens, chunk_key, prefix_key, prefix_keys, tenant_salt
+from ctxreuse.identity.keys import ROOT, as_tokens, chunk_key, prefix_key, prefix_keys, tenant_salt
 
 SPACE, SALT = b"s" * 32, tenant_salt("alice")
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=60)

@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from ctxreuse.metrics import METRICS, SOURCES, Metrics, watch_store
-from ctxreuse.runtime.usage import Usage
 from ctxreuse.store import BlockStore, open_store
 from ctxreuse.testing.store_levels import CodedContext, codec
+from ctxreuse.usage import TokenUsage, Usage, UsageSeconds
 
 
 def test_the_table_keeps_its_rules() -> None:
@@ -31,13 +31,17 @@ def test_the_table_keeps_its_rules() -> None:
                 "_blocks",
                 "_links",
                 "_reconnects",
+                "_passes",
+                "_followers",
                 "_prefills",
                 "_resumes",
                 "_refused",
                 "_quarantined",
                 "_decisions",
                 "_cards",
+                "_profiles",
                 "_leading",
+                "_failing",
                 "_contexts",
                 "_returns",
                 "_switches",
@@ -49,13 +53,13 @@ def test_the_table_keeps_its_rules() -> None:
         assert row.help.endswith(".")
         for label in row.labels:
             assert re.fullmatch("[a-z]+", label.name)
-            assert 2 <= len(set(label.values)) <= 24
+            assert 2 <= len(set(label.values)) <= 32
     assert len({row.name for row in METRICS}) == len(METRICS)
 
 
 def test_tokens_are_weighed_by_source() -> None:
     metrics = Metrics()
-    usage = Usage(100, 70, {"disk": 60, "host": 10}, "absent", 0.5, 1.5, completion_tokens=7)
+    usage = Usage(TokenUsage(100, 70, 7, {"disk": 60, "host": 10}), UsageSeconds(0.5, 0.0, 1.5), "absent")
     metrics.record(usage, "stop")
     metrics.record(usage, "stop")
     by_source = {source: metrics.read("ctxreuse_prompt_tokens_total", source) for source in SOURCES}
@@ -155,20 +159,31 @@ def test_levels_are_counted_by_what_they_are(tmp_path: Path) -> None:
     contexts = [CodedContext(4, seed=seed) for seed in range(6)]
     metrics = Metrics()
     with BlockStore.open(tmp_path, capacity=300_000) as store:
-        store.adopt(codec())
+        store.register_codec(codec())
         watch_store(metrics, store.stats, store.stats)
         for context in contexts:
             for i, key in enumerate(context.keys):
-                store.put(key, context.block(i), lossy="kl-0.05")
+                store.put(key, context.block(i), max_kl=0.05)
             store.flush()
         metrics.render()
         blocks = {level: metrics.read("ctxreuse_store_level_blocks", level) for level in ("exact", "packed", "lossy")}
         held = store.stats().levels
         assert blocks == {"exact": held.get("exact", 0), "packed": held["exact+rans"], "lossy": held["kl-0.05"]}
         steps = [("exact", "packed"), ("exact", "lossy"), ("packed", "lossy")]
-        counted = sum(metrics.read("ctxreuse_store_demoted_blocks_total", *step) for step in steps)
-        assert counted == sum(store.stats().demoted.values()) > 0
-    usage = Usage(100, 90, {"disk": 90}, by_level={"exact": 10, "kl-0.05": 60, "approx": 20})
+        counted = sum(metrics.read("ctxreuse_store_recompressed_blocks_total", *step) for step in steps)
+        assert counted == sum(store.stats().recompressed.values()) > 0
+    usage = Usage(TokenUsage(100, 90, 0, {"disk": 90}, {"exact": 10, "kl-0.05": 60, "approx": 20}))
     metrics.record(usage, "stop")
     assert metrics.read("ctxreuse_reused_tokens_total", "lossy") == 60
     assert metrics.read("ctxreuse_reused_tokens_total", "approx") == 20
+
+
+def test_renamed_metrics_keep_their_old_name() -> None:
+    metrics = Metrics()
+    metrics.add("ctxreuse_received_rejected_blocks_total", 3, "corrupt")
+    metrics.add("ctxreuse_relocated_tokens_total", 5)
+    old = metrics.registry.get_sample_value
+    assert old("ctxreuse_given_refused_blocks_total", {"reason": "corrupt"}) == 3
+    assert old("ctxreuse_moved_tokens_total") == 5
+    with pytest.raises(KeyError):
+        metrics.add("ctxreuse_moved_tokens_total", 1)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.identity.model import LayerSpec, ModelSpace
 
 FULL = LayerSpec("full", kv_heads=3, k_dim=64, v_dim=64)
 SPACE = ModelSpace(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from ctxreuse.keys import ROOT
+from ctxreuse.identity.keys import ROOT
+from ctxreuse.kernels.dispatch import native
 from ctxreuse.tree import Branch, ContextTree
+from support.examples import examples
 
 PICK = st.integers(0, 1000)
 WORDS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
@@ -197,7 +198,7 @@ class TreeAgainstDict(RuleBasedStateMachine):
 
 
 TestTreeAgainstDict = TreeAgainstDict.TestCase
-TestTreeAgainstDict.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTreeAgainstDict.settings = examples("normal", stateful_step_count=40)
 
 
 def test_a_closed_branch_cannot_grow() -> None:
@@ -227,14 +228,15 @@ def test_a_fork_is_one_pointer_whatever_the_length() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda tree, node: setattr(node, "children", 7),
-        lambda tree, node: setattr(node, "branches", 7),
-        lambda tree, node: setattr(node, "depth", 7),
-        lambda tree, node: setattr(node, "nbytes", 7),
-        lambda tree, node: setattr(node, "key", bytes(32)),
-        lambda tree, node: setattr(node, "pins", -1),
-        lambda tree, node: setattr(tree, "tokens", 7),
-        lambda tree, node: tree._tips.clear(),
+        lambda tree, node: native.tree_set(tree.arena, node.place, 1, 7),  # its depth
+        lambda tree, node: native.tree_set(tree.arena, node.place, 3, 7),  # its children
+        lambda tree, node: native.tree_set(tree.arena, node.place, 5, 7),  # its state
+        lambda tree, node: tree.kinds.append(tree.kinds.pop()._replace(level="exact+rans")),
+        lambda tree, node: tree._uses.__setitem__(0, 2),
+        lambda tree, node: tree._branches.add(Branch(node)),
+        lambda tree, node: tree.pins.update({node.place: -1}),
+        lambda tree, node: tree.pins.update({node.place + 1: 1}),
+        lambda tree, node: tree.tips.clear(),
     ],
 )
 def test_check_sees_damage(damage) -> None:  # type: ignore[no-untyped-def]

@@ -1,19 +1,18 @@
-"""The kernels' text compiled for this processor, once a session."""
+"""The kernels' text compiled for this processor."""
 
 from pathlib import Path
 
 import pytest
 
-from ctxreuse.testing.shim import Shim, build_shim
-
-SOURCE = Path(__file__).resolve().parents[2] / "native" / "cuda"
+from support import native_builds
+from support.shim import Shim
 
 
 @pytest.fixture(scope="session")
 def source() -> Path:
-    return SOURCE
+    return native_builds.CUDA_TEXT
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    return Shim(build_shim(SOURCE, tmp_path_factory.mktemp("shim")))
+def shim() -> Shim:
+    return Shim(native_builds.shim())

@@ -8,9 +8,9 @@ import numpy as np
 from ctxreuse import kernels
 from ctxreuse.cuda import CodedPlane, Pages, decode_to_pages, rans
 from ctxreuse.errors import FormatError
-from ctxreuse.testing.attention import Chunk, compare_attention
-from ctxreuse.testing.device import Sample, compare_planes, compare_streams, sample_streams
-from ctxreuse.testing.shim import Shim
+from support.attention import Chunk, compare_attention
+from support.device import Sample, compare_planes, compare_streams, sample_streams
+from support.shim import Shim
 
 shim = Shim(Path(sys.argv[1]))
 random = np.random.default_rng(0)

@@ -5,12 +5,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ctxreuse.cuda.attend import ChunkAttention, DevicePart, Turn, attend, plane_on
-from ctxreuse.cuda.attend_layout import ITEM, PLANE, RUN, bits_of, seen_rows, shared_out, spans, without
-from ctxreuse.kernels.attend import Part, Plane, merge, quantise
-from ctxreuse.kernels.attend import attend as cpu_attend
-from ctxreuse.testing.attention import Chunk, compare_attention, parts_of
-from ctxreuse.testing.shim import Shim
+from ctxreuse.cuda.attention import ChunkAttention, DevicePart, attend, plane_on
+from ctxreuse.cuda.attention_layout import ITEM, PLANE, RUN, bits_of, seen_rows, shared_out, spans, without
+from ctxreuse.kernels.attention import Part, Plane, merge, quantise
+from ctxreuse.kernels.attention import attend as cpu_attend
+from ctxreuse.rope import Rotation
+from support.attention import Chunk, compare_attention, parts_of
+from support.shim import Shim
+
+pytestmark = pytest.mark.build("shim")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -204,7 +207,7 @@ def test_what_the_kernels_cannot_do_is_refused(shim: Shim) -> None:
         (part._replace(first=-1), "rows -1..40"),
         (part._replace(at=3), "has positions"),
         (part._replace(hidden=np.zeros(2)), "hidden needs int64"),
-        (part._replace(turn=Turn(np.ones(33, np.float32), np.ones(33, np.float32))), "up to 32 angles"),
+        (part._replace(turn=Rotation(np.ones(33, np.float32), np.ones(33, np.float32))), "up to 32 angles"),
     ]:
         with pytest.raises(ValueError, match=why):
             ChunkAttention(shim, [wrong], shape)

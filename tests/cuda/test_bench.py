@@ -2,11 +2,12 @@
 
 import pytest
 
-from ctxreuse.bench import cuda, cuda_attend
-from ctxreuse.bench import run as bench
+from benchmarks import SUITE, cuda, cuda_attend
 from ctxreuse.cuda import missing
 from ctxreuse.errors import ConfigError
-from ctxreuse.testing.shim import Shim
+from support.shim import Shim
+
+pytestmark = pytest.mark.build("shim")
 
 
 def test_every_figure_has_its_bound(shim: Shim) -> None:
@@ -34,4 +35,4 @@ def test_without_a_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxreuse.cuda.launch.find_spec", lambda name: None)
     assert missing() == "cupy is not installed"
     with pytest.raises(ConfigError, match="cupy is not installed"):
-        bench("kernels", quick=True, gpu=True)
+        SUITE.run("cuda", quick=True)

@@ -47,6 +47,7 @@ def test_what_is_installed_is_this_text(source: Path) -> None:
     assert all((folder / name).read_bytes() == (source / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 def test_nvcc_compiles_all_for_hopper_without_spills(
     nvcc: str, source: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -58,6 +59,7 @@ def test_nvcc_compiles_all_for_hopper_without_spills(
         assert used.registers <= MOST[kernel], kernel
 
 
+@pytest.mark.slow
 def test_text_that_does_not_compile_is_reported(nvcc: str, tmp_path: Path) -> None:
     for name in FILES:
         (tmp_path / name).write_text("")
@@ -70,12 +72,12 @@ def test_the_doctor_says_how_the_kernels_stand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ctxreuse.cuda.launch.find_spec", lambda name: None)
     monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: "nvcc")
     monkeypatch.setattr("ctxreuse.cuda.compiled.compile_text", lambda *_: {"a": Usage(30, 0), "b": Usage(142, 8)})
-    found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
+    found = {finding.name: finding for finding in doctor.run_checks() if finding.area == "cuda"}
     assert found["text"].status == "slow"
     assert found["text"].value == "2 kernels compiled for sm_90, 30 to 142 registers, 8 bytes spilled"
     assert (found["device"].status, found["device"].value) == ("missing", "none: cupy is not installed")
     monkeypatch.setattr("ctxreuse.cuda.compiled.find_nvcc", lambda: None)
-    found = {finding.name: finding for finding in doctor.examine() if finding.area == "cuda"}
+    found = {finding.name: finding for finding in doctor.run_checks() if finding.area == "cuda"}
     assert found["text"].value == "13 kernels, not compiled here: nvcc is not installed"
 
 

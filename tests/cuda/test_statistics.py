@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ctxreuse.cuda import statistics
-from ctxreuse.cuda.plain import decode_int8
-from ctxreuse.kernels.attend import Part, attend, quantise
+from ctxreuse.kernels.attention import Part, attend, quantise
+from oracle.cuda.attention import decode_int8
+from support.waiting import patient
 
 SIMULATED = """
 import warnings
@@ -29,8 +30,8 @@ np.testing.assert_allclose(statistics.channel_mean(x), mean, rtol=1e-6)
 np.testing.assert_allclose(statistics.channel_mean(long), long.mean(0, dtype=np.float64), rtol=1e-5)
 np.testing.assert_allclose(statistics.token_rms(x, mean), np.sqrt(((x - mean) ** 2).mean(1)), rtol=1e-6)
 device = [statistics.exit_scores(logits), statistics.exit_scores(few)]
-from ctxreuse.cuda.plain import decode_int8
-from ctxreuse.kernels.attend import Part, attend, quantise
+from oracle.cuda.attention import decode_int8
+from ctxreuse.kernels.attention import Part, attend, quantise
 q = random.standard_normal((2, 1, 16)).astype(np.float32)
 k, v = (quantise(random.standard_normal((1, 530, 16)).astype(np.float32), "int8") for _ in range(2))
 got, want = decode_int8(q, k, v, scale=0.25), attend(q, [Part(k, v)])
@@ -46,13 +47,14 @@ print("same", statistics.token_rms(x[:0], mean).shape)
 """
 
 
+@pytest.mark.slow
 def test_kernels_in_the_simulator_equal_numpy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SIMULATED],
-        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"},
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patient(200),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -72,7 +74,7 @@ def test_numpy_stands_in_without_a_device(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_plain_attention_without_a_device_is_that_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctxreuse.cuda.plain.on_device", lambda: False)
+    monkeypatch.setattr("oracle.cuda.attention.on_device", lambda: False)
     random = np.random.default_rng(0)
     q = random.standard_normal((4, 1, 32), np.float32)
     k, v = (quantise(random.standard_normal((2, 9, 32), np.float32), "int8") for _ in range(2))

@@ -6,8 +6,10 @@ import pytest
 from ctxreuse import kernels
 from ctxreuse.cuda import rans
 from ctxreuse.errors import FormatError
-from ctxreuse.testing.device import compare_streams, sample_streams
-from ctxreuse.testing.shim import Shim
+from support.device import compare_streams, sample_streams
+from support.shim import Shim
+
+pytestmark = pytest.mark.build("shim")
 
 
 @pytest.mark.parametrize("counts", [[6400], [1, 63, 64, 65, 0, 128, 1000], [12_345, 3]], ids=str)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ctxreuse import errors
 from ctxreuse.daemon.openai import ApiError, ChatMessage, ChatRequest, CompletionRequest, api_error, parse, usage_of
 from ctxreuse.metrics import SOURCES
-from ctxreuse.runtime.usage import Usage
+from ctxreuse.usage import TokenUsage, Usage
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -96,7 +96,7 @@ def test_any_json_is_a_request_or_a_refusal(body: dict[str, Any]) -> None:
 
 
 def test_usage_adds_up() -> None:
-    found = usage_of(Usage(100, 70, {"disk": 60, "cloud": 10}, completion_tokens=7))
+    found = usage_of(Usage(TokenUsage(100, 70, 7, {"disk": 60, "cloud": 10})))
     assert (found.prompt_tokens, found.completion_tokens, found.total_tokens) == (100, 7, 107)
     sources = found.prompt_tokens_details.sources
     assert sources == {"device": 0, "host": 0, "disk": 60, "edge": 0, "cloud": 10, "compute": 30}

@@ -13,8 +13,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from ctxreuse.daemon import logs
-from ctxreuse.daemon.front import Front
-from ctxreuse.daemon.life import Daemon
+from ctxreuse.daemon.lifecycle import Daemon
+from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.probes import probes
 from ctxreuse.errors import StoreError
 from ctxreuse.metrics import Metrics
@@ -52,7 +52,7 @@ def main(drain: str, linger: str, address: str, opening: str, closing: str) -> i
         raise RuntimeError("a slip in code")
 
     routes = [*probes(daemon.not_ready, metrics.render), Route("/ticks", ticks), Route("/broken", broken)]
-    app = Front(Router(routes), metrics=metrics, route=str, not_ready=daemon.not_ready)
+    app = ApiMiddleware(Router(routes), metrics=metrics, route=str, not_ready=daemon.not_ready)
     logs.setup("json")
     print(daemon.bind(), flush=True)
     return daemon.run(app, resources)

@@ -3,7 +3,8 @@
     python kill_launcher.py FOLDER ROUNDS SEED      one JSON line of figures at the end; any fault is a traceback
 
 torch is imported once; each writer is forked from here, says on a pipe what it is about to do and what was done, and
-lives 5 to 200 ms. The parent holds nothing open while a writer lives.
+dies some milliseconds after one of its first 30 lines, however slow the machine is. The parent holds nothing open while
+a writer lives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
 import select
 import signal
 import sys
@@ -21,7 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-TINY = Path(__file__).parents[1] / "agents" / "tiny_engine.py"
+from support.tiny_text import tiny_engine
+
 GREEDY = {"max_tokens": 8, "ignore_eos": True}
 
 History = list[tuple[int, str, str]]
@@ -80,7 +81,7 @@ def write(engine: Any, folder: Path, pipe: int, rng: random.Random) -> None:
         tell(done=verb, session=session.id, turns=len(session.turns()), head=session.head)
 
 
-def live(engine: Any, folder: Path, rng: random.Random) -> list[dict[str, Any]]:
+def context(engine: Any, folder: Path, rng: random.Random) -> list[dict[str, Any]]:
     """One writer's life: what it said before it was killed."""
     read, pipe = os.pipe()
     seed = rng.random()
@@ -95,12 +96,10 @@ def live(engine: Any, folder: Path, rng: random.Random) -> list[dict[str, Any]]:
             os._exit(1)
     os.close(pipe)
     said = b""
-    deadline = time.monotonic() + rng.uniform(0.005, 0.2)
-    while (left := deadline - time.monotonic()) > 0 and select.select([read], [], [], left)[0]:
-        chunk = os.read(read, 1 << 16)
-        if not chunk:
-            break
+    lines = rng.randrange(30)
+    while said.count(b"\n") < lines and (chunk := os.read(read, 1 << 16)):
         said += chunk
+    time.sleep(rng.uniform(0, 0.02))
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), f"the writer ended by itself: {status}"
@@ -151,7 +150,7 @@ def inspect(engine: Any, folder: Path, rng: random.Random, figures: Counter[str]
     """Store and ledger are sound, and one session continues as if it had never been stored."""
     from ctxreuse_agents import Memory
 
-    from ctxreuse.engines.sampling import Sampling
+    from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.errors import ContextTooLongError
     from ctxreuse.runtime import Runtime
     from ctxreuse.store import verify
@@ -178,7 +177,7 @@ def inspect(engine: Any, folder: Path, rng: random.Random, figures: Counter[str]
                 assert answer.text is not None
                 room = engine.space.max_tokens - len(prompt)
                 few = GREEDY | {"max_tokens": min(GREEDY["max_tokens"], room)}
-                plain = Runtime(engine, None).complete(prompt, Sampling(**few))
+                plain = Runtime(engine, None).complete(prompt, SamplingParams(**few))
                 plain.drain()
                 assert answer.tokens == plain.tokens, f"{answer.tokens} with the store, {plain.tokens} without"
                 figures["continued"] += 1
@@ -196,11 +195,11 @@ def main(folder: Path, rounds: int, seed: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    engine = runpy.run_path(str(TINY))["tiny_engine"]()
+    engine = tiny_engine()
     rng, figures, moments = random.Random(seed), Counter[str](), Counter[str]()
     known: dict[str, History] = {}
     for n in range(rounds):
-        said = live(engine, folder, rng)
+        said = context(engine, folder, rng)
         figures["acknowledged"] += sum("done" in line for line in said)
         found = inspect(engine, folder, rng, figures)
         try:

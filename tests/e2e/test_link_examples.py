@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+
+from support.cluster import Cluster
+from support.waiting import patient
+
+pytestmark = pytest.mark.daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name: str, *args: str) -> str:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, str(EXAMPLES / name), *args], env=env, capture_output=True, text=True, timeout=patient(240)
     )
     assert done.returncode == 0, done.stderr
     assert len((EXAMPLES / name).read_text().splitlines()) < 80

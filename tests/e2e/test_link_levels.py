@@ -9,31 +9,32 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from cluster import DOCUMENTS, Cluster, body, until
 
-from ctxreuse.block import parse
-from ctxreuse.codec import Shelf, write_card
+from ctxreuse.block.format import parse
+from ctxreuse.codec import ProfileStore, write_profile
 from ctxreuse.engines import open_engine
-from ctxreuse.keys import ROOT, prefix_keys
-from ctxreuse.testing.plain_cards import plain_card
+from ctxreuse.identity.keys import ROOT, prefix_keys
+from ctxreuse.testing.profiles import plain_profile
+from support.cluster import DOCUMENTS, Cluster, body
+from support.waiting import patient, until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.daemon
 
 
 @pytest.fixture(scope="module")
 def card(model: Path) -> bytes:
     engine = open_engine(str(model), threads=1)
     ids = np.random.default_rng(0).integers(0, 256, 1024).astype("<i4")
-    live = engine.start(len(ids))
-    engine.prefill(live, ids)
+    context = engine.new_context(len(ids))
+    engine.prefill(context, ids)
     keys = prefix_keys(engine.space.digest, bytes(16), ids, engine.space.block_tokens)
-    views = [parse(data) for data in engine.export(live, keys, ROOT, 0)]
-    return write_card(plain_card(engine.space, views, theta=lambda _: 10000.0))
+    views = [parse(data) for data in engine.export(context, keys, ROOT, 0)]
+    return write_profile(plain_profile(engine.space, views, theta=lambda _: 10000.0))
 
 
 def ask(node: Any, document: str, lossy: str | None = None) -> tuple[str, Any]:
     more = {} if lossy is None else {"ctxreuse": {"lossy": lossy}}
-    answer = httpx.post(node.url + "/v1/chat/completions", json=body(document, **more), timeout=120)
+    answer = httpx.post(node.url + "/v1/chat/completions", json=body(document, **more), timeout=patient(120))
     assert answer.status_code == 200, answer.text
     found = answer.json()
     return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens_details"]
@@ -42,7 +43,7 @@ def ask(node: Any, document: str, lossy: str | None = None) -> tuple[str, Any]:
 def test_who_allows_a_level_gets_it_and_who_does_not_gets_exact_blocks(
     cluster: Cluster, card: bytes, tmp_path: Path
 ) -> None:
-    Shelf(tmp_path / "cloud-cards").add(card)
+    ProfileStore(tmp_path / "cloud-cards").add(card)
     cloud = cluster.cloud()
     a = cluster.edge("a").start().ready()
     text, details = ask(a, DOCUMENTS[2])
@@ -71,9 +72,11 @@ def test_who_allows_a_level_gets_it_and_who_does_not_gets_exact_blocks(
     # One request may allow less than the daemon does: what is here lossily is not used for it.
     exact, details = ask(b, DOCUMENTS[2], lossy="")
     assert (exact, details["approx"]) == (text, False)
-    refused = httpx.post(b.url + "/v1/chat/completions", json=body("x", ctxreuse={"lossy": "rather good"}), timeout=60)
+    refused = httpx.post(
+        b.url + "/v1/chat/completions", json=body("x", ctxreuse={"lossy": "rather good"}), timeout=patient(60)
+    )
     assert refused.status_code == 400
     assert "lossy" in refused.text
-    metrics = httpx.get(b.url + "/metrics", timeout=60).text
-    assert 'ctxreuse_cards_total{what="taken"} 1.0' in metrics
+    metrics = httpx.get(b.url + "/metrics", timeout=patient(60)).text
+    assert 'ctxreuse_calibration_profiles_total{what="taken"} 1.0' in metrics
     assert 'ctxreuse_reused_tokens_total{level="lossy"}' in metrics

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import random
-import runpy
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -15,17 +14,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ctxreuse_agents import Memory
 
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ContextTooLongError, TokenRangeError
-from ctxreuse.runtime import Runtime
+from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.store import BlockStore, TieredStore
-from ctxreuse.store.gone import GoneBook
-from ctxreuse.why import RequestBook
+from ctxreuse.store.removals import RemovalLog
+from ctxreuse.why import RequestLog
+from support.tiny_text import tiny_engine
+from support.waiting import patient
 
-TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
+pytestmark = pytest.mark.slow
+
 # What one round may leave behind: interned strings, caches of libraries that fill once.
 _SLACK_BYTES = 128 << 10
 # What the allocator and pages of mapped files may add; a context that is never given back is 64 KB.
@@ -34,27 +35,19 @@ _SLACK_RSS = 24 << 20
 _WARM = 5
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of late is bounded, but by more than a test could fill: smaller bounds."""
-    monkeypatch.setattr("ctxreuse.runtime.waiting._MOST", 16)
-    monkeypatch.setattr("ctxreuse.runtime.waiting._TYPES", 64)
-    monkeypatch.setattr("ctxreuse.why.book._SEEN", 64)
-    for book in (RequestBook, GoneBook):
+    monkeypatch.setattr("ctxreuse.runtime.paused._MOST", 16)
+    monkeypatch.setattr("ctxreuse.runtime.paused._TYPES", 64)
+    monkeypatch.setattr("ctxreuse.why.log._SEEN", 64)
+    for book in (RequestLog, RemovalLog):
         monkeypatch.setitem(book.__init__.__kwdefaults__, "most", 64)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return TINY["tiny_engine"](positions=256, block_tokens=16)
+    return tiny_engine(positions=256, block_tokens=16)
 
 
 def held() -> tuple[int, int]:
@@ -92,7 +85,7 @@ def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     roots = [draw.integers(3, 250, 100).astype("<i4") for _ in range(6)]
     with TieredStore(40_000, BlockStore.open(tmp_path, capacity=120_000)) as store:
-        runtime = Runtime(engine, store, live_bytes=1 << 18)
+        runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=1 << 18))
 
         def request(chance: random.Random) -> None:
             ids = np.append(roots[chance.randrange(6)][: chance.randrange(100)], chance.randrange(250)).astype("<i4")
@@ -105,7 +98,7 @@ def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
                 with pytest.raises(TokenRangeError):
                     runtime.prefill(np.append(ids, 999))
             else:
-                short = Sampling(max_tokens=chance.randrange(1, 4), ignore_eos=True)
+                short = SamplingParams(max_tokens=chance.randrange(1, 4), ignore_eos=True)
                 with contextlib.closing(runtime.complete(ids, short)) as answer:
                     next(answer)
 
@@ -115,12 +108,12 @@ def test_requests_leave_nothing_behind(engine: Any, tmp_path: Path) -> None:
                 request(chance)
             store.flush()
             store.check()
-            runtime.pool.check()
+            runtime.context_cache.check()
 
         def figures() -> tuple[int, ...]:
             stats = store.stats()
             assert stats.nbytes <= stats.capacity
-            assert runtime.pool.nbytes <= runtime.pool.capacity
+            assert runtime.context_cache.nbytes <= runtime.context_cache.capacity
             return (*held(), stats.queued, max(stats.file_bytes, 4 * 120_000))
 
         assert_flat(work, figures)
@@ -175,14 +168,14 @@ def test_many_threads_on_one_runtime(engine: Any, tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     root = draw.integers(3, 250, 60).astype("<i4")
     prompts = [np.append(root[:n], draw.integers(3, 250, 30)).astype("<i4") for n in (5, 16, 33, 48, 60)]
-    greedy = Sampling(max_tokens=12, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = []
     for ids in prompts:
-        plain = Runtime(engine, None, live_bytes=0).complete(ids, greedy)
+        plain = Runtime(engine, None, RuntimeOptions(context_cache_bytes=0)).complete(ids, greedy)
         plain.drain()
         expected.append(plain.tokens)
     store = TieredStore(60_000, BlockStore.open(tmp_path, capacity=120_000))
-    runtime = Runtime(engine, store, live_bytes=1 << 19)
+    runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=1 << 19))
     begun: list[Any] = []
     wrong: list[object] = []
     half = threading.Barrier(9)
@@ -192,7 +185,7 @@ def test_many_threads_on_one_runtime(engine: Any, tmp_path: Path) -> None:
         try:
             for step in range(24):
                 if step == 12:
-                    half.wait(60)  # the store is closed while all go on
+                    half.wait(patient(60))  # the store is closed while all go on
                 n = chance.randrange(len(prompts))
                 answer = runtime.complete(prompts[n], greedy)
                 begun.append(answer)
@@ -213,10 +206,10 @@ def test_many_threads_on_one_runtime(engine: Any, tmp_path: Path) -> None:
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    half.wait(60)
+    half.wait(patient(60))
     store.close()
     for thread in threads:
-        thread.join(60)
+        thread.join(patient(60))
     assert wrong == []
     assert not any(thread.is_alive() for thread in threads)
-    runtime.pool.check()
+    runtime.context_cache.check()

@@ -3,66 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from ctxreuse_edge.app import address_file, application, opened
-from ctxreuse_edge.node import Node
+from ctxreuse_edge.app import address_file, application
+from ctxreuse_edge.node import EdgeNode
 
 from ctxreuse.config import Settings, load
-from ctxreuse.daemon.life import Daemon, read_address
-
-TINY = runpy.run_path(str(Path(__file__).parents[1] / "agents" / "tiny_engine.py"))
-
-
-def poll(done: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """Poll until ``done()`` is true and return it."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := done():
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {seconds} s")
-
-
-@pytest.fixture(scope="session")
-def until() -> Callable[..., Any]:
-    """until(condition, seconds=30) polls, and returns what is true at last."""
-    return poll
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A model of two layers gains nothing from a thread pool, and loses much if the machine is busy."""
-    torch = sys.modules.get("torch")
-    before = torch.get_num_threads() if torch else 0
-    if torch:
-        torch.set_num_threads(1)
-    yield
-    if torch:
-        torch.set_num_threads(before)
+from ctxreuse.daemon.lifecycle import Daemon, read_address
+from support.tiny_text import save_model
+from support.waiting import patient, until
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder of the tiny model."""
-    place = tmp_path_factory.mktemp("models") / "tiny"
-    TINY["tiny_model"](positions=4096).save_pretrained(place)
-    TINY["tiny_text"]()._tokenizer.save(str(place / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TINY["CHATML"]}
-    (place / "tokenizer_config.json").write_text(json.dumps(settings))
-    return place
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", positions=4096)
 
 
 @pytest.fixture(scope="session")
@@ -76,29 +40,29 @@ class Served:
     """A daemon in a thread of this process."""
 
     def __init__(self, settings: Settings, engine: Any) -> None:
-        self.node = Node()
+        self.node = EdgeNode(settings)
         self.daemon = Daemon("edge", drain=settings.edge.drain, address_file=address_file(settings))
         self.settings, self.code = settings, -1
-        app = application(settings, self.daemon, self.node)
+        app = application(self.node, self.daemon)
         self.url = self.daemon.bind()
         self._failed: BaseException | None = None
 
         def run() -> None:
             try:
-                self.code = self.daemon.run(app, lambda: opened(settings, self.node, engine))
+                self.code = self.daemon.run(app, lambda: self.node.opened(engine))
             except BaseException as error:
                 self._failed = error
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        poll(lambda: not self.daemon.not_ready() or not self.thread.is_alive())
+        until(lambda: not self.daemon.not_ready() or not self.thread.is_alive())
         if self._failed is not None:
             raise self._failed
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.http = httpx.Client(base_url=self.url, timeout=patient(60))
 
     def close(self) -> None:
         self.daemon.stop()
-        self.thread.join(30)
+        self.thread.join(patient(30))
         self.http.close()
         assert not self.thread.is_alive()
 
@@ -111,7 +75,7 @@ def serve(tmp_path: Path, folder: Path, engine: Any) -> Iterator[Serve]:
     """serve(**{"edge.drain": 1}) starts a daemon in a thread, ended with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(**flags: Any) -> Served:
+        def start(engine: Any = engine, **flags: Any) -> Served:
             known = {"store.path": str(tmp_path / "store"), "engine.model": str(folder), **flags}
             served = Served(load(env={"CTXREUSE_CONFIG": os.devnull}, flags=known).settings, engine)
             stack.callback(served.close)
@@ -141,13 +105,13 @@ class Process:
             found = read_address(self.store / "edge.json")
             return found if found is not None and found.pid == self.child.pid else None
 
-        self.url = str(poll(address, 60).url)
-        return httpx.Client(base_url=self.url, timeout=60)
+        self.url = str(until(address, 60).url)
+        return httpx.Client(base_url=self.url, timeout=patient(60))
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         if self.child.poll() is None:
             self.child.send_signal(number)
-        out, err = self.child.communicate(timeout=60)
+        out, err = self.child.communicate(timeout=patient(60))
         return self.child.returncode, out, err
 
 

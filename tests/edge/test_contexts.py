@@ -71,6 +71,19 @@ def test_what_cannot_be_computed_is_not_kept(edge: Any) -> None:
     assert edge.http.get("/api/contexts").json()["total"] == 0
 
 
+def test_a_context_is_stored_in_one_step_after_it_was_computed(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death while it is computed, or between two writes, would leave a name that a retry cannot have."""
+    ledger, runtime = edge.node.ledger, edge.node.contexts._runtime
+    writes, counts = [], []
+    write, warm = ledger._env.write, runtime.warm
+    monkeypatch.setattr(ledger._env, "write", lambda work: writes.append(work) or write(work))
+    monkeypatch.setattr(runtime, "warm", lambda request: counts.append(ledger.count()) or warm(request))
+    assert make(edge).status_code == 201
+    assert (counts, len(writes)) == ([0], 1)
+    assert make(edge).status_code == 409
+    assert len(counts) == 1  # nothing is computed for a name that is taken
+
+
 def test_pins_hold_and_outlive_the_daemon(serve: Any) -> None:
     edge = serve()
     assert make(edge, pin=True).json()["context"]["pinned"]
@@ -106,6 +119,18 @@ def test_deleting_forgets_the_kv(edge: Any) -> None:
     assert gone > 0
     assert edge.node.store.stats().blocks == before - gone
     assert edge.http.get("/api/contexts/manual").status_code == 404
+
+
+def test_deleting_forgets_its_requests_and_says_so(edge: Any) -> None:
+    make(edge)
+    body = {"context": "manual", "messages": [{"role": "user", "content": "What?"}], "max_tokens": 1}
+    chat = edge.http.post("/v1/chat/completions", json=body).json()["id"]
+    assert edge.http.get(f"/api/why/{chat}").json()["cached_tokens"] > 0
+    edge.http.delete("/api/contexts/manual")
+    for why in (f"/api/why/{chat}", "/api/why"):
+        answer = edge.http.get(why)
+        assert answer.status_code == 404
+        assert "Deleting a context or session forgets its requests" in answer.text
 
 
 def test_status_and_sync_without_clouds(edge: Any) -> None:

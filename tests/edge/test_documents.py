@@ -4,18 +4,17 @@ too."""
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ctxreuse_agents import Memory
 
 from ctxreuse.metrics import SOURCES
-from ctxreuse.reuse import ChunkShelf
+from ctxreuse.reuse import ChunkProfileStore
+from support.shuffled import card, tokens
+from support.waiting import until
 
-S: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "runtime" / "shuffled.py")))
 DOCUMENTS = [
     "The tower stands on the rock of Ness and its lamp turns once in twenty seconds. " * 3,
     "Boats from the village bring oil on the first Monday of each month. " * 3,
@@ -28,7 +27,7 @@ RULES = {"role": "system", "content": "Answer from the documents, in one sentenc
 def cards(tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shelf on which a card permits to move chunks of the tiny model."""
     monkeypatch.setenv("CTXREUSE_CARDS", str(tmp_path / "cards"))
-    ChunkShelf().add(S.card(engine))
+    ChunkProfileStore().add(card(engine))
     return tmp_path / "cards"
 
 
@@ -52,7 +51,7 @@ LOSSY = {"ctxreuse": {"lossy": "kl-0.05"}}
 
 
 def test_parts_of_a_message_in_another_order_are_moved(serve: Any, cards: Path) -> None:
-    edge = serve(**{"edge.live_bytes": 0})
+    edge = serve(**{"edge.context_cache_bytes": 0})
     first = ask(edge.http, DOCUMENTS, **LOSSY)
     assert (first["cached_tokens"], first["gate"]) == (0, "")
     moved = ask(edge.http, DOCUMENTS[::-1], **LOSSY)
@@ -62,12 +61,12 @@ def test_parts_of_a_message_in_another_order_are_moved(serve: Any, cards: Path) 
     exact = ask(edge.http, [DOCUMENTS[1], DOCUMENTS[0]])
     assert (exact["moved"], exact["gate"], exact["approx"]) == (0, "", False)
     text = edge.http.get("/metrics").text
-    assert f"ctxreuse_moved_tokens_total {float(moved['moved'])}" in text
-    assert 'ctxreuse_gated_requests_total{verdict="allowed"} 1.0' in text
+    assert f"ctxreuse_relocated_tokens_total {float(moved['moved'])}" in text
+    assert 'ctxreuse_chunk_reuse_requests_total{verdict="allowed"} 1.0' in text
 
 
 def test_settings_allow_it_and_a_stream_says_it(serve: Any, cards: Path) -> None:
-    edge = serve(**{"edge.live_bytes": 0, "edge.lossy": "kl-0.03"})
+    edge = serve(**{"edge.context_cache_bytes": 0, "edge.max_kl": "kl-0.03"})
     ask(edge.http, DOCUMENTS)
     sent = body(DOCUMENTS[::-1], stream=True, stream_options={"include_usage": True})
     answer = edge.http.post("/v1/chat/completions", json=sent)
@@ -75,21 +74,21 @@ def test_settings_allow_it_and_a_stream_says_it(serve: Any, cards: Path) -> None
     details = json.loads(last[6:])["usage"]["prompt_tokens_details"]
     assert details["moved"] > 300
     why = edge.http.get(f"/api/why/{answer.headers['x-request-id']}").json()
-    assert f"Moved {details['moved']:,} of these from other positions (kl-0.020 by rotate)." in why["text"]
+    assert f"{details['moved']:,} of these were relocated from other positions (kl-0.020 by rotate)." in why["text"]
 
 
 def test_a_model_that_nobody_measured_is_refused_in_words(serve: Any, tmp_path: Path, engine: Any, cards: Path) -> None:
-    ChunkShelf().add(S.card(engine, ("rotate", 0.4), ("v-15%", 0.3)))
-    edge = serve(**{"edge.live_bytes": 0})
+    ChunkProfileStore().add(card(engine, ("rotate", 0.4), ("v-15%", 0.3)))
+    edge = serve(**{"edge.context_cache_bytes": 0})
     ask(edge.http, DOCUMENTS, **LOSSY)
     refused = ask(edge.http, DOCUMENTS[::-1], **LOSSY)
     assert refused["moved"] == 0
     assert refused["missed"] == "gate"
-    assert refused["gate"].startswith("refused: not good enough: the best repair, v-15%, has a KL of 0.300")
+    assert refused["gate"].startswith("refused: not good enough: the best policy, v-15%, has a KL of 0.300")
 
 
 def test_a_named_context_of_parts_is_a_source_too(serve: Any, cards: Path) -> None:
-    edge = serve(**{"edge.live_bytes": 0})
+    edge = serve(**{"edge.context_cache_bytes": 0})
     parts = [{"type": "text", "text": text} for text in DOCUMENTS]
     made = edge.http.post(
         "/api/contexts", json={"name": "docs", "messages": [RULES, {"role": "user", "content": parts}]}
@@ -103,7 +102,7 @@ def test_a_named_context_of_parts_is_a_source_too(serve: Any, cards: Path) -> No
 
 
 def test_what_is_pinned_is_computed_again_with_its_parts(serve: Any, cards: Path) -> None:
-    edge = serve(**{"edge.live_bytes": 0})
+    edge = serve(**{"edge.context_cache_bytes": 0})
     parts = [{"type": "text", "text": text} for text in DOCUMENTS]
     sent = {"name": "docs", "messages": [RULES, {"role": "user", "content": parts}]}
     assert edge.http.post("/api/contexts", json=sent).status_code == 201
@@ -120,7 +119,7 @@ def test_what_is_pinned_is_computed_again_with_its_parts(serve: Any, cards: Path
 @pytest.mark.parametrize("parts", [[-5, 0, 10**12], [9, 3, 3], list(range(400))])
 def test_parts_of_token_prompts_may_be_anything(serve: Any, cards: Path, parts: list[int]) -> None:
     edge = serve()
-    ids = [int(n) % 250 for n in S.tokens(300, 3)]
+    ids = [int(n) % 250 for n in tokens(300, 3)]
     for order in (ids, ids[:20] + ids[150:] + ids[20:150]):
         sent = {"tokens": order, "parts": parts, "lossy": "kl-0.05"}
         answer = edge.http.post("/api/tokens/warm", json=sent)
@@ -131,14 +130,14 @@ def test_parts_of_token_prompts_may_be_anything(serve: Any, cards: Path, parts: 
     assert edge.http.post("/api/tokens/warm", json={"tokens": ids, "parts": ["a"]}).status_code == 400
 
 
-def test_a_real_process_and_a_memory_attached_to_it(process: Any, cards: Path, tmp_path: Path, until: Any) -> None:
+def test_a_real_process_and_a_memory_attached_to_it(process: Any, cards: Path, tmp_path: Path) -> None:
     daemon = process(CTXREUSE_CARDS=str(cards), CTXREUSE_EDGE__LIVE_BYTES="0")
     with daemon.ready() as http:
         first = ask(http, DOCUMENTS, **LOSSY)
         assert first["moved"] == 0
         until(lambda: http.get("/api/status").json()["store"]["stats"]["queued"] == 0)
         assert ask(http, DOCUMENTS[::-1], **LOSSY)["moved"] > 300
-        with Memory.open(tmp_path / "m", daemon.url, lossy="kl-0.05") as memory:
+        with Memory.open(tmp_path / "m", daemon.url, max_kl=0.05) as memory:
             session = memory.session("s")
             session.system(RULES["content"])
             # Documents of a memory are texts of their own: what ends one belongs to it.
@@ -149,8 +148,8 @@ def test_a_real_process_and_a_memory_attached_to_it(process: Any, cards: Path, t
             other = memory.session("t")
             other.system(RULES["content"])
             usage = other.ask("How often?", documents=DOCUMENTS[::-1], max_tokens=3).usage
-            assert usage.gate == "kl-0.020 by rotate"
-            assert usage.moved > 0.8 * usage.prompt_tokens
+            assert usage.gate_decision == "kl-0.020 by rotate"
+            assert usage.tokens.relocated > 0.8 * usage.prompt_tokens
     # The index is found again by the next process, however the first one ended.
     daemon.end(9)
     daemon = process(CTXREUSE_CARDS=str(cards))

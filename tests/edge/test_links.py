@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo.relay import Relay
 
-from ctxreuse.bus.allow import Allowed, AllowList
-from ctxreuse.bus.auth import KeyPair, ServerAuth
-from ctxreuse.bus.serve import StoreService
-from ctxreuse.bus.zmqio import BusServer
+from ctxreuse.bus.auth.allowlist import Allowed, AllowList
+from ctxreuse.bus.auth.curve import KeyPair, ServerAuth
+from ctxreuse.bus.transport import BusServer
 from ctxreuse.cost import PrefillLine
 from ctxreuse.errors import ConfigError
+from ctxreuse.peer.serve.service import ServeOptions, StoreService
 from ctxreuse.store import TieredStore
-from ctxreuse.testing.relay import Relay
+from support.waiting import patient, until
 
 QUESTION = {
     "messages": [{"role": "user", "content": "What does the long manual say about the box? " * 30}],
@@ -36,7 +37,7 @@ class Cloud:
         self._auth = auth
         self.store = TieredStore(64 << 20)
         tenant = auth.tenant if auth is not None else {"local": "local"}.get
-        self.service = StoreService(self.store, folder, tenant_of=tenant)
+        self.service = StoreService(self.store, folder, ServeOptions(tenant_of=tenant))
         self._bind = "tcp://127.0.0.1:0"
         self._server: BusServer | None = None
         self.start()
@@ -80,9 +81,7 @@ def state(edge: Any) -> str:
     return str(edge.http.get("/api/status").json()["clouds"][0]["state"])
 
 
-def test_a_context_is_computed_by_one_and_fetched_by_another(
-    cloud: Any, serve: Any, until: Any, tmp_path: Path
-) -> None:
+def test_a_context_is_computed_by_one_and_fetched_by_another(cloud: Any, serve: Any, tmp_path: Path) -> None:
     held = cloud()
     clouds = {"bus.clouds": [{"endpoint": held.endpoint, "name": "home"}]}
     a = serve(**clouds, **{"store.path": str(tmp_path / "a")})
@@ -94,7 +93,7 @@ def test_a_context_is_computed_by_one_and_fetched_by_another(
     assert held.store.stats().blocks == a.node.store.stats().blocks
 
     b = serve(**clouds, **{"store.path": str(tmp_path / "b")})
-    until(lambda: b.node.links.remote.offer(b.node.runtime.engine.space, tokens(b), after=0, timeout=5))
+    until(lambda: b.node.links.remote.offer(b.node.runtime.engine.space, tokens(b), after=0, timeout=patient(5)))
     # A model of two layers computes as fast as it fetches: let this device believe that it is a slow one.
     b.node.runtime.cost.prefill = slow = PrefillLine()
     for n in (16, 64, 256, 1024):
@@ -120,13 +119,13 @@ def test_a_context_is_computed_by_one_and_fetched_by_another(
 
 
 def tokens(edge: Any) -> Any:
-    from ctxreuse.engines.prompt import prompt
+    from ctxreuse.engines.prompt import encode_prompt
     from ctxreuse.engines.text import Message
 
-    return prompt(edge.node.runtime.text, [Message("user", QUESTION["messages"][0]["content"])]).ids  # type: ignore[index]
+    return encode_prompt(edge.node.runtime.text, [Message("user", QUESTION["messages"][0]["content"])]).ids  # type: ignore[index]
 
 
-def test_what_was_computed_offline_is_given_later(cloud: Any, serve: Any, until: Any) -> None:
+def test_what_was_computed_offline_is_given_later(cloud: Any, serve: Any) -> None:
     held = cloud()
     held.stop()
     edge = serve(**{"bus.clouds": [{"endpoint": held.endpoint}]})
@@ -139,7 +138,7 @@ def test_what_was_computed_offline_is_given_later(cloud: Any, serve: Any, until:
     until(lambda: edge.node.metrics.read("ctxreuse_sync_blocks_total") >= held.store.stats().blocks)
 
 
-def test_a_link_that_went_dead_does_not_hold_up_the_end(cloud: Any, serve: Any, until: Any) -> None:
+def test_a_link_that_went_dead_does_not_hold_up_the_end(cloud: Any, serve: Any) -> None:
     place = cloud().endpoint.rpartition(":")[2]
     with Relay(("127.0.0.1", int(place))) as relay:
         edge = serve(**{"bus.clouds": [{"endpoint": relay.endpoint}], "edge.drain": 1})
@@ -151,11 +150,11 @@ def test_a_link_that_went_dead_does_not_hold_up_the_end(cloud: Any, serve: Any, 
         until(lambda: edge.node.links._sync.status().running)
         at = time.monotonic()
         edge.close()
-        assert time.monotonic() - at < 10  # an offer may take a minute
+        assert time.monotonic() - at < 50  # an offer may take a minute
         asking.join()
 
 
-def test_keys_decide_who_may_connect(cloud: Any, serve: Any, until: Any, tmp_path: Path) -> None:
+def test_keys_decide_who_may_connect(cloud: Any, serve: Any, tmp_path: Path) -> None:
     keys = {name: KeyPair.new() for name in ("cloud", "mine", "stranger")}
     for name, pair in keys.items():
         pair.write(tmp_path / f"{name}.key")
@@ -174,7 +173,7 @@ def test_keys_decide_who_may_connect(cloud: Any, serve: Any, until: Any, tmp_pat
 
 
 def test_links_that_cannot_be_are_refused_at_the_start(serve: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ctxreuse keys new"):
+    with pytest.raises(ConfigError, match="ctxreuse keys add"):
         serve(**{"bus.clouds": [{"endpoint": "tcp://cloud.example:7353"}]})
     with pytest.raises(ConfigError):
         serve(**{"bus.clouds": [{"endpoint": "tcp://127.0.0.1:7353", "server_key": "nonsense"}]})

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from ctxreuse_edge.cli import main
+
+from support.waiting import patient, until
 
 QUESTION = {"messages": [{"role": "user", "content": "What is in the box? " * 16}], "temperature": 0, "max_tokens": 10}
 
@@ -25,7 +28,7 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
     return found
 
 
-def test_killed_and_started_again_it_answers_from_disk(process: Any, until: Any) -> None:
+def test_killed_and_started_again_it_answers_from_disk(process: Any) -> None:
     daemon = process()
     with daemon.ready() as http:
         first = ask(http)
@@ -42,6 +45,36 @@ def test_killed_and_started_again_it_answers_from_disk(process: Any, until: Any)
     assert (code, "Traceback" in err) == (0, False)
     assert daemon.url in out
     assert not (daemon.store / "edge.json").exists()
+
+
+def test_the_engine_killed_in_mid_answer_ends_the_answer_and_not_the_daemon(process: Any) -> None:
+    daemon = process()
+    with daemon.ready() as http:
+        first = ask(http)
+        until(lambda: http.get("/api/status").json()["store"]["stats"]["queued"] == 0)
+        engine = http.get("/api/status").json()["engine"]
+        assert (engine["state"], engine["restarts"]) == ("up", 0)
+        assert engine["pid"] not in (0, daemon.child.pid)
+        body = QUESTION | {"stream": True, "max_tokens": 3000, "ignore_eos": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(engine["pid"], signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        error = json.loads(last[6:])["error"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_died")
+        assert "killed by SIGKILL" in error["message"]
+        again = ask(http)
+        assert again["choices"] == first["choices"]
+        assert again["usage"]["prompt_tokens_details"]["sources"]["disk"] >= 256
+        after = http.get("/api/status").json()["engine"]
+        assert (after["state"], after["restarts"]) == ("up", 1)
+        assert after["pid"] != engine["pid"]
+        assert http.get("/readyz").status_code == 200
+    code, _, err = daemon.end()
+    assert (code, "Traceback" in err) == (0, False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(after["pid"], 0)
 
 
 def test_sigterm_lets_an_answer_end_and_refuses_new_ones(process: Any) -> None:
@@ -70,11 +103,36 @@ def test_sigterm_lets_an_answer_end_and_refuses_new_ones(process: Any) -> None:
         assert ask(http)["usage"]["prompt_tokens_details"]["sources"]["disk"] >= 256
 
 
+def test_nobody_else_may_read_what_it_writes(process: Any, tmp_path: Path) -> None:
+    """Whatever the umask, and in the folder of an older version, too, of which it warns."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "store").mkdir(mode=0o755)
+        keys = tmp_path / "keys"
+        keys.write_text("k\n")
+        daemon = process("--record", str(tmp_path / "made" / "record.jsonl"), CTXREUSE_EDGE__API_KEY_FILE=str(keys))
+    finally:
+        os.umask(before)
+    with daemon.ready() as http:
+        http.headers["authorization"] = "Bearer k"
+        body = {"name": "m", "messages": [{"role": "user", "content": "word " * 200}], "pin": True}
+        assert http.post("/api/contexts", json=body).status_code == 201
+        ask(http)
+        assert stat.S_IMODE((tmp_path / "store" / "edge.json").stat().st_mode) == 0o600
+    _, _, log = daemon.end()
+    assert f"other users of this machine may read the store {tmp_path / 'store'} (mode 0755): run chmod 700" in log
+    assert f"the API keys in {keys} (mode 0644): run chmod 600" in log
+    written = [*(tmp_path / "store").rglob("*"), *(tmp_path / "made").rglob("*"), tmp_path / "made"]
+    assert {"pins.json", "cost.bin", "sum", "blocks", "ledger", "record.jsonl"} <= {path.name for path in written}
+    modes = {str(path): oct(stat.S_IMODE(path.stat().st_mode)) for path in written}
+    assert {path: mode for path, mode in modes.items() if int(mode, 8) & 0o077} == {}
+
+
 def test_two_daemons_on_one_store(process: Any) -> None:
     first, second = process(), None
     with first.ready() as http:
         second = process()
-        second.child.wait(60)
+        second.child.wait(patient(60))
         code, _, err = second.end()
         assert code == 3
         assert "StoreOwnedError" in err
@@ -89,7 +147,7 @@ def test_a_port_in_use(process: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         daemon = process("--port", str(taken.getsockname()[1]))
-        daemon.child.wait(60)
+        daemon.child.wait(patient(60))
         code, _, err = daemon.end()
     assert code == 2
     assert "--port" in err
@@ -137,7 +195,7 @@ def test_verbs_talk_to_the_daemon_of_the_store(
     assert json.loads(run(capfd, "ls", "--json")[1])["total"] == 1
     assert "KV" in run(capfd, "status")[1]
     assert json.loads(run(capfd, "status", "--json", "--url", edge.url)[1])["contexts"] == 1
-    assert "No cloud is set" in run(capfd, "sync")[1]
+    assert "No cloud is configured" in run(capfd, "sync")[1]
     assert "deleted" in run(capfd, "rm", "manual")[1]
     code, _, err = run(capfd, "rm", "manual")
     assert (code, "SessionError" in err) == (3, True)

@@ -6,10 +6,13 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from support.waiting import patient, until
 
 LONG = {"messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "ignore_eos": True}
 
@@ -19,7 +22,7 @@ def finished(edge: Any, how: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_hang_up_ends_the_answer(edge: Any, until: Any, stream: bool) -> None:
+def test_a_hang_up_ends_the_answer(edge: Any, stream: bool) -> None:
     if stream:
         with edge.http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) as answer:
             assert next(answer.iter_lines()).startswith("data: ")
@@ -27,12 +30,86 @@ def test_a_hang_up_ends_the_answer(edge: Any, until: Any, stream: bool) -> None:
         with pytest.raises(httpx.ReadTimeout):
             edge.http.post("/v1/chat/completions", json=LONG, timeout=0.3)
     until(lambda: finished(edge, "cancelled") == 1)
-    until(lambda: edge.node.worker.held == 0)
-    edge.node.runtime.pool.check()
-    assert len(edge.node.runtime.pool) == 1  # what was computed is kept
+    until(lambda: edge.node.pool.active == 0)
+    edge.node.runtime.context_cache.check()
+    assert len(edge.node.runtime.context_cache) == 1  # what was computed is kept
 
 
-def test_a_full_house_says_when_to_come_again(serve: Any, until: Any) -> None:
+def test_a_hang_up_ends_a_prompt_before_its_next_pass(edge: Any) -> None:
+    with edge.node.runtime.steps.exclusive():
+        with pytest.raises(httpx.ReadTimeout):
+            edge.http.post("/v1/chat/completions", json=LONG, timeout=0.3)
+        until(lambda: edge.node.pool.active == 0)
+    assert finished(edge, "cancelled") == 1
+
+
+def test_a_hang_up_leaves_the_queue(edge: Any) -> None:
+    running = edge.node.pool.running
+    with edge.node.runtime.steps.exclusive(), ThreadPoolExecutor(running + 1) as pool:
+
+        def ask(n: int, timeout: float) -> None:
+            with pytest.raises(httpx.ReadTimeout):
+                edge.http.post("/v1/completions", json={"prompt": f"{n} {n}", "max_tokens": 1}, timeout=timeout)
+
+        for n in range(running):
+            pool.submit(ask, n, 1.5)
+        until(lambda: edge.node.pool.active == running)
+        ask(running, 0.3)
+        until(lambda: edge.node.pool.active == running)
+        assert not edge.node.pool.waiting
+    until(lambda: edge.node.pool.active == 0)
+
+
+def test_background_leaves_threads_to_a_callers_other_requests(edge: Any) -> None:
+    node = edge.node
+
+    def ask(n: int, priority: int) -> int:
+        body = {"prompt": f"{n} {n}", "max_tokens": 1, "priority": priority}
+        return int(edge.http.post("/v1/completions", json=body, timeout=patient(20)).status_code)
+
+    with ThreadPoolExecutor(10) as pool:
+        with node.runtime.steps.exclusive():
+            answers = [pool.submit(ask, n, 7) for n in range(8)]
+            until(lambda: node.pool.active == 8)
+            assert node.pool.waiting == 8 - node.pool.running // 2
+            answers += [pool.submit(ask, 8, -1), pool.submit(ask, 9, 0)]
+            until(lambda: node.pool.active == 10)
+            assert node.pool.waiting == 8 - node.pool.running // 2
+            until(lambda: node.runtime.steps.stats().waiting == 2 + node.pool.running // 2)
+        assert [answer.result() for answer in answers] == [200] * 10
+    until(lambda: node.pool.active == 0)
+    node.pool.check()
+    assert edge.http.post("/api/contexts", json={"text": "computed in advance"}).status_code == 201
+    page = edge.http.get("/metrics").text
+    for priority, count in (("interactive", 1), ("normal", 1), ("background", 9)):
+        assert f'ctxreuse_scheduler_started_requests_total{{priority="{priority}"}} {count}.0' in page
+    assert node.metrics.read("ctxreuse_scheduler_passes_total") >= 3
+
+
+def test_cold_agents_with_one_system_prompt_have_it_computed_once(edge: Any) -> None:
+    system = {"role": "system", "content": "You are one of several agents that work on the same task. " * 4}
+
+    def ask(n: int) -> dict[str, int]:
+        body = {"messages": [system, {"role": "user", "content": f"{n} is yours"}], "max_tokens": 1}
+        answer = edge.http.post("/v1/chat/completions", json=body, timeout=patient(20))
+        return dict(answer.json()["usage"]["prompt_tokens_details"]["sources"])
+
+    with ThreadPoolExecutor(4) as pool:
+        with edge.node.runtime.steps.exclusive():
+            answers = [pool.submit(ask, n) for n in range(4)]
+            table = edge.node.runtime.inflight.table
+            until(lambda: sum(len(prompt.wanted) for prompt in table.prompts()) == 3)
+        sources = [answer.result() for answer in answers]
+    shared = sorted(source["device"] + source["host"] for source in sources)
+    assert shared[0] == 0
+    assert shared[1] > 0
+    assert edge.node.metrics.read("ctxreuse_inflight_followers_total") == 0  # read at the next scrape
+    page = edge.http.get("/metrics").text
+    assert "ctxreuse_inflight_followers_total 3.0" in page
+    assert edge.node.metrics.read("ctxreuse_inflight_tokens_total") >= 3 * shared[1]
+
+
+def test_a_full_house_says_when_to_come_again(serve: Any) -> None:
     edge = serve(**{"edge.max_waiting": 2})
     streams = [edge.http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}) for _ in range(2)]
     with streams[0] as one, streams[1] as two:
@@ -43,12 +120,47 @@ def test_a_full_house_says_when_to_come_again(serve: Any, until: Any) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "too_many_requests"
         assert edge.http.get("/readyz").status_code == 200
-    until(lambda: edge.node.worker.held == 0)
+    until(lambda: edge.node.pool.active == 0)
     assert edge.http.post("/v1/chat/completions", json=LONG | {"max_tokens": 1}).status_code == 200
-    edge.node.worker.check()
+    edge.node.pool.check()
 
 
-def test_many_at_once_get_what_each_alone_gets(edge: Any, until: Any) -> None:
+def test_a_key_that_floods_is_refused_while_another_is_served(serve: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("flood\nother\n")
+    keys.chmod(0o600)
+    edge = serve(**{"edge.max_waiting": 16, "edge.api_key_file": str(keys)})
+    flood, other = ({"authorization": f"Bearer {key}"} for key in ("flood", "other"))
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with edge.http.stream("POST", "/v1/chat/completions", json=LONG | {"stream": True}, headers=flood) as answer:
+            answers.append(answer)
+            if answer.status_code == 200:
+                done.wait(patient(60))
+
+    done = threading.Event()
+    with ThreadPoolExecutor(16) as pool:
+        for n in range(16):
+            pool.submit(ask)
+            until(lambda n=n: edge.node.pool.active == n + 1)
+        # One more is over its share: it may have all places, and half of the threads.
+        refused = edge.http.post("/v1/chat/completions", json=LONG, headers=flood)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+        assert int(refused.headers["retry-after"]) >= 1
+        until(lambda: len(answers) == 8)
+        # Another is served beside those that run, and one that waited leaves its place.
+        body = {"prompt": "count:", "max_tokens": 2}
+        assert edge.http.post("/v1/completions", json=body, headers=other).status_code == 200
+        until(lambda: len(answers) == 9)
+        assert [answer.status_code for answer in answers] == [200] * 8 + [429]
+        assert int(answers[-1].headers["retry-after"]) >= 1
+        edge.node.pool.check()
+        done.set()
+    until(lambda: edge.node.pool.active == 0)
+
+
+def test_many_at_once_get_what_each_alone_gets(edge: Any) -> None:
     def ask(n: int) -> str:
         body = {"prompt": f"count from {n}:", "max_tokens": 12, "temperature": 0}
         return str(edge.http.post("/v1/completions", json=body).json()["choices"][0]["text"])
@@ -57,7 +169,7 @@ def test_many_at_once_get_what_each_alone_gets(edge: Any, until: Any) -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(ask, range(8)))
     assert together == alone
-    until(lambda: edge.node.worker.held == 0)
+    until(lambda: edge.node.pool.active == 0)
 
 
 def test_threads_do_not_pile_up(edge: Any) -> None:
@@ -66,19 +178,19 @@ def test_threads_do_not_pile_up(edge: Any) -> None:
     assert sum(thread.name.startswith("ctxreuse-edge") for thread in threading.enumerate()) <= 4
 
 
-def test_an_error_in_mid_answer_becomes_an_event(edge: Any, until: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_mid_answer_becomes_an_event(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from ctxreuse.errors import EngineError
 
     model, calls = edge.node.runtime.engine, []
-    prefill = type(model).prefill
+    step = type(model).step
 
-    def failing(self: Any, live: Any, tokens: Any) -> Any:
-        calls.append(len(tokens))
+    def failing(self: Any, batch: Any, **options: Any) -> Any:
+        calls.append(len(batch))
         if len(calls) > 3:
-            raise EngineError("the model broke")
-        return prefill(self, live, tokens)
+            return [EngineError("the model broke") for _ in batch]
+        return step(self, batch, **options)
 
-    monkeypatch.setattr(type(model), "prefill", failing)
+    monkeypatch.setattr(type(model), "step", failing)
     answer = edge.http.post("/v1/chat/completions", json=LONG | {"stream": True})
     lines = [line for line in answer.text.split("\n\n") if line]
     assert "[DONE]" not in answer.text

@@ -4,28 +4,27 @@ import pytest
 
 from ctxreuse.testing.engine import EngineContract
 
+#: One architecture of each kind of state: full attention, windows beside it, windows only, linear attention beside it,
+#: both in one layer, states only.
+KINDS = ("llama", "gemma3", "mistral", "qwen3next", "falconh1", "mamba2")
+OTHERS = (
+    "qwen2",
+    "gpt2",
+    "lfm2",
+    "granitemoehybrid",
+    "bamba",
+    "jamba",
+    "nemotronh",
+    "zamba2",
+    "mamba",
+    "olmohybrid",
+    "zaya",
+)
+
 
 @pytest.mark.parametrize(
     "engine",
-    [
-        "llama",
-        "qwen2",
-        "gpt2",
-        "gemma3",
-        "mistral",
-        "qwen3next",
-        "lfm2",
-        "falconh1",
-        "granitemoehybrid",
-        "bamba",
-        "jamba",
-        "nemotronh",
-        "zamba2",
-        "mamba2",
-        "mamba",
-        "olmohybrid",
-        "zaya",
-    ],
+    [*KINDS, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)],
     indirect=True,
     scope="class",
 )
@@ -34,6 +33,27 @@ class TestTiny(EngineContract):
     @classmethod
     def engine(cls, request, engine_of):
         return engine_of(request.param)
+
+
+#: What an architecture is most likely to get wrong: resuming, exporting, cropping, refusing.
+SHORT = {
+    "test_resumed_equals_a_whole_prefill",
+    "test_export_load_export_gives_the_same_bytes",
+    "test_crop_goes_back_to_where_it_was",
+    "test_exports_that_do_not_exist_are_refused",
+}
+
+
+@pytest.mark.parametrize("engine", OTHERS, indirect=True, scope="class")
+class TestOthersInShort(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, request, engine_of):
+        return engine_of(request.param)
+
+
+for name in {name for name in vars(EngineContract) if name.startswith("test_")} - SHORT:
+    setattr(TestOthersInShort, name, None)  # not collected
 
 
 class TestLoadInThread(EngineContract):
@@ -55,4 +75,4 @@ class TestWholeWindows(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, name, engine_of):
-        return engine_of(name, whole=True)
+        return engine_of(name, full_kv_for_windows=True)

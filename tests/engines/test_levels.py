@@ -2,7 +2,7 @@
 
 import pytest
 
-from ctxreuse.testing.engine_levels import EngineLevelsContract
+from ctxreuse.testing.engine.levels import EngineLevelsContract
 
 
 @pytest.mark.parametrize("engine", ["llama", "gemma3", "mistral", "granitemoehybrid"], indirect=True, scope="class")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.engines.sampling import Sampler, Sampling, log_softmax
+from ctxreuse.engines.sampling import Sampler, SamplingParams, log_softmax
 from ctxreuse.errors import ConfigError, EngineError
 
 NONE = np.zeros(0, np.int32)
@@ -16,18 +16,18 @@ def logits(seed=0, vocab=50):
 
 
 def draws(sampling, scores, count=400):
-    return [Sampler(Sampling(**{**sampling, "seed": seed})).next(scores, NONE) for seed in range(count)]
+    return [Sampler(SamplingParams(**{**sampling, "seed": seed})).next(scores, NONE) for seed in range(count)]
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals():
-    assert Sampler(Sampling()).next(np.array([1, 5, 5, 2], np.float32), NONE) == 1
+    assert Sampler(SamplingParams()).next(np.array([1, 5, 5, 2], np.float32), NONE) == 1
 
 
 def test_a_seed_fixes_all_draws_and_none_depends_on_another_sampler():
-    how = Sampling(temperature=1.0, seed=11)
+    how = SamplingParams(temperature=1.0, seed=11)
     alone = Sampler(how)
     expected = [alone.next(logits(i), NONE) for i in range(20)]
-    first, second = Sampler(how), Sampler(Sampling(temperature=1.0, seed=12))
+    first, second = Sampler(how), Sampler(SamplingParams(temperature=1.0, seed=12))
     got = []
     for i in range(20):
         got.append(first.next(logits(i), NONE))
@@ -40,10 +40,27 @@ def test_a_seed_fixes_all_draws_and_none_depends_on_another_sampler():
 
 
 def test_without_a_seed_one_is_made_up_that_repeats_the_draws():
-    free = Sampler(Sampling(temperature=1.0))
+    free = Sampler(SamplingParams(temperature=1.0))
     expected = [free.next(logits(i), NONE) for i in range(10)]
-    again = Sampler(Sampling(temperature=1.0, seed=free.seed))
+    again = Sampler(SamplingParams(temperature=1.0, seed=free.seed))
     assert [again.next(logits(i), NONE) for i in range(10)] == expected
+
+
+def test_logit_bias_comes_before_penalties_and_temperature():
+    scores = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
+    assert Sampler(SamplingParams(logit_bias={0: -100})).next(scores, NONE) == 1
+    assert Sampler(SamplingParams(logit_bias={3: 100})).next(scores, NONE) == 3
+    assert Sampler(SamplingParams(logit_bias={2: 1.5, 0: -1})).next(scores, NONE) == 2
+    np.testing.assert_array_equal(scores, [3, 2, 1, 0])
+    banned = draws({"temperature": 2.0, "logit_bias": {1: -100}}, scores)
+    assert set(banned) == {0, 2, 3}
+    # 6 / 4 < 2: had the penalty come first, it would be 3 / 4 + 3 > 2.
+    biased = SamplingParams(logit_bias={0: 3}, repetition_penalty=4)
+    assert Sampler(biased).next(scores, np.array([0], np.int32)) == 1
+    with pytest.raises(ConfigError, match="from -100 to 100"):
+        SamplingParams(logit_bias={1: -100.5})
+    with pytest.raises(ConfigError, match="logit_bias"):
+        SamplingParams(logit_bias={-1: 3})
 
 
 def test_frequencies_follow_the_softmax_at_the_temperature():
@@ -70,21 +87,21 @@ def test_penalties_by_their_definitions():
     scores = np.array([2.0, 1.9, -1.0, -1.05], np.float32)
     prompt = np.array([0], np.int32)
     # Repetition divides positive and multiplies negative scores, prompt included.
-    assert Sampler(Sampling(repetition_penalty=1.2), prompt=1).next(scores, prompt) == 1
+    assert Sampler(SamplingParams(repetition_penalty=1.2), prompt=1).next(scores, prompt) == 1
     negative = np.array([-1.0, -1.05], np.float32)
-    assert Sampler(Sampling(repetition_penalty=1.2), prompt=1).next(negative, prompt) == 1
+    assert Sampler(SamplingParams(repetition_penalty=1.2), prompt=1).next(negative, prompt) == 1
     # Presence and frequency look at the answer only.
-    assert Sampler(Sampling(presence_penalty=1.0), prompt=1).next(scores, prompt) == 0
-    assert Sampler(Sampling(presence_penalty=1.0), prompt=0).next(scores, prompt) == 1
+    assert Sampler(SamplingParams(presence_penalty=1.0), prompt=1).next(scores, prompt) == 0
+    assert Sampler(SamplingParams(presence_penalty=1.0), prompt=0).next(scores, prompt) == 1
     twice = np.array([0, 0], np.int32)
-    assert Sampler(Sampling(frequency_penalty=0.06)).next(scores, twice) == 1
-    assert Sampler(Sampling(frequency_penalty=0.04)).next(scores, twice) == 0
+    assert Sampler(SamplingParams(frequency_penalty=0.06)).next(scores, twice) == 1
+    assert Sampler(SamplingParams(frequency_penalty=0.04)).next(scores, twice) == 0
     assert scores[0] == 2.0
 
 
 @given(st.integers(0, 2**128 - 1), st.floats(0.01, 5), st.floats(0.01, 1), st.integers(0, 60), st.floats(0, 1))
 def test_every_draw_is_a_token(seed, temperature, top_p, top_k, min_p):
-    how = Sampling(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    how = SamplingParams(seed=seed, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     assert 0 <= Sampler(how).next(logits(), NONE) < 50
 
 
@@ -95,7 +112,7 @@ def test_log_softmax_sums_to_one():
 @pytest.mark.parametrize("bad", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]])
 def test_logits_that_are_no_numbers_are_an_error(bad):
     with pytest.raises(EngineError, match="not finite"):
-        Sampler(Sampling()).next(np.array(bad, np.float32), NONE)
+        Sampler(SamplingParams()).next(np.array(bad, np.float32), NONE)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +134,7 @@ def test_logits_that_are_no_numbers_are_an_error(bad):
 )
 def test_values_without_a_meaning_are_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
-        Sampling(**bad)
+        SamplingParams(**bad)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +145,7 @@ def test_values_without_a_meaning_are_refused(bad):
 def test_values_without_a_meaning_are_refused_before_anything_is_computed(wrong):
     """A bare string would have stopped at each of its letters."""
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Sampling(**wrong)
+        SamplingParams(**wrong)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-30, 1e300])
@@ -136,7 +153,7 @@ def test_values_without_a_meaning_are_refused_before_anything_is_computed(wrong)
 def test_the_smallest_and_largest_numbers_draw_a_token(temperature, penalty):
     said = np.array([3, 3, 4], np.int32)
     for scores in (logits(1), np.where(np.arange(50) % 2, logits(1), -np.inf).astype(np.float32)):
-        how = Sampling(temperature=temperature, seed=1, frequency_penalty=-1e308, **penalty)
+        how = SamplingParams(temperature=temperature, seed=1, frequency_penalty=-1e308, **penalty)
         assert np.isfinite(scores[Sampler(how).next(scores, said)])
-        cold = Sampling(temperature=min(temperature, 1e-30), seed=1)
+        cold = SamplingParams(temperature=min(temperature, 1e-30), seed=1)
         assert Sampler(cold).next(scores, said) == scores.argmax()

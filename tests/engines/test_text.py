@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
 from ctxreuse.engines.text import HFText, Message, TextModel
@@ -46,6 +46,32 @@ def folder(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     return tmp_path
+
+
+def test_characters_of_a_token_are_bounded_only_where_each_byte_has_one():
+    assert HFText(byte_level()).token_chars == 4  # </s>
+    assert HFText(metaspace()).token_chars == 0, "a run of unknown characters is one token"
+    alphabet = {char: n for n, char in enumerate(pre_tokenizers.ByteLevel.alphabet()) if char not in "\u0104\u00f5"}
+    without = Tokenizer(models.BPE(vocab=alphabet | {"abc": 300}, merges=[]))
+    without.pre_tokenizer = pre_tokenizers.ByteLevel()
+    assert HFText(without).token_chars == 3, "a control and no byte of UTF-8 are missing, as in SmolLM2"
+    composing = byte_level()
+    composing.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "__")])
+    assert HFText(composing).token_chars == 16
+    for lossy in (normalizers.Strip(), normalizers.Replace(Regex(" +"), " "), normalizers.Replace("aa", "b")):
+        composing.normalizer = lossy
+        assert HFText(composing).token_chars == 0
+    removing = byte_level()
+    removing.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert HFText(removing).token_chars == 0
+    swallowing = byte_level()
+    swallowing.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    assert HFText(swallowing).token_chars == 0
+    partial = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    partial.pre_tokenizer = pre_tokenizers.ByteLevel()
+    assert HFText(partial).token_chars == 0, "what has no token is left out"
 
 
 def test_a_folder_gives_tokenizer_template_and_stop_ids(folder):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ctxreuse.cuda import Launcher, statistics
-from ctxreuse.cuda.plain import decode_int8
-from ctxreuse.kernels.attend import Part, attend, quantise
-from ctxreuse.testing.attention import Chunk, compare_attention
+from ctxreuse.kernels.attention import Part, attend, quantise
+from oracle.cuda.attention import decode_int8
+from support.attention import Chunk, compare_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 from ctxreuse.cuda import CodedPlane, Launcher, Pages, decode_to_pages, statistics
 from ctxreuse.cuda.rans import on_host
 from ctxreuse.errors import FormatError
-from ctxreuse.testing.device import Sample, compare_planes, compare_streams
+from support.device import Sample, compare_planes, compare_streams
 
 pytestmark = pytest.mark.gpu
 

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse import _native, kernels
-from ctxreuse.kernels import reference
+from oracle.kernels import lossless as reference
+from support.examples import examples
 
 TABLES = pytest.mark.parametrize("table", _native.kernels())
 ITEMS = (4, 2, 2)
@@ -46,7 +47,7 @@ def decode(backend: Any, stream: bytes, code: int, shape: tuple[int, ...]) -> An
 SHAPES = st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 200), st.just(64)), st.integers(0, 70))
 
 
-@settings(max_examples=120, deadline=None)
+@examples("normal")
 @given(shape=SHAPES, code=st.integers(0, 2), seed=st.integers(0, 999), noise=st.sampled_from([0, 0, 0.01, 0.3, 1]))
 def test_all_tables_give_the_bytes_of_numpy_and_the_bits_back(
     shape: tuple[int, int, int], code: int, seed: int, noise: float
@@ -98,7 +99,7 @@ def test_caches_become_shorter(table: str) -> None:
 
 
 @TABLES
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(data=st.data())
 def test_what_is_no_stream_is_told_or_decodes_to_something(table: str, data: st.DataObject) -> None:
     kernels.use(table)

@@ -1,14 +1,16 @@
-"""The numpy reference means what PyTorch means, and rotating by an offset means moving a key to another position."""
+"""The numpy oracle means what PyTorch means, and rotating by an offset means moving a key to another position."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ctxreuse import kernels
-from ctxreuse.kernels import inverse_frequencies, reference, shift_tables
+from ctxreuse.rope import inverse_frequencies, shift_tables
+from oracle.kernels import reference
+from support.examples import examples
 
 TORCH = (torch.float32, torch.float16, torch.bfloat16)
 Keys = NDArray[np.float64]
@@ -48,7 +50,7 @@ def _rotated(keys: Keys, position: int, inv_freq: NDArray[np.float64], interleav
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@examples("normal")
 @given(
     position=st.integers(0, 100_000),
     delta=st.integers(-100_000, 100_000),

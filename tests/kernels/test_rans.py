@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ctxreuse import _native, kernels
 from ctxreuse.errors import FormatError
-from ctxreuse.kernels import RansTables, rans, reference_rans
+from ctxreuse.kernels import RansTables, rans
+from oracle.kernels import rans as reference_rans
+from support.examples import examples
+from support.waiting import patient
 
 TABLES = pytest.mark.parametrize("table", _native.kernels())
 Bytes = NDArray[np.uint8]
@@ -59,7 +62,7 @@ def _expected(known: RansTables, symbols: Bytes, steps: Words, seeds: Words) -> 
 
 
 @TABLES
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(seed=st.integers(0, 2**32), n=st.integers(0, 300) | st.integers(301, 3000), tables=st.integers(1, 4))
 def test_every_table_gives_numpys_bytes(table: str, seed: int, n: int, tables: int) -> None:
     kernels.use(table)
@@ -98,7 +101,7 @@ def test_a_large_stream_costs_its_entropy(table: str) -> None:
 
 
 @TABLES
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_hostile_bytes_are_refused_or_symbols(table: str, seed: int, data: st.DataObject) -> None:
     kernels.use(table)
@@ -160,7 +163,7 @@ def test_streams_may_share_their_steps(table: str) -> None:
 
 
 @TABLES
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(seed=st.integers(0, 2**32), n=st.integers(0, 700))
 def test_counts(table: str, seed: int, n: int) -> None:
     kernels.use(table)
@@ -255,7 +258,7 @@ def test_threads_share_tables() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(patient(60))
     assert not wrong
 
 
@@ -276,5 +279,5 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_makes_its_own_threads() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=patient(60))
     assert done.stdout == "0\n", done.stderr

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import runpy
 from functools import cache
-from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.lab.bounds import Future, belady, infinite
 from ctxreuse.lab.packed import Packed
 from ctxreuse.lab.replay import serve
 from ctxreuse.store.policy import NAMES, Shadow, make_policy
-
-G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
+from support.examples import examples
+from support.traces import forests, packed
 
 
 def optimum(trace: Packed, capacity: int) -> int:
@@ -44,19 +41,19 @@ def optimum(trace: Packed, capacity: int) -> int:
     return best(0, frozenset())
 
 
-@settings(max_examples=80, deadline=None)
-@given(paths=G.forests(6), capacity=st.integers(0, 5))
+@examples("normal")
+@given(paths=forests(6), capacity=st.integers(0, 5))
 def test_belady_is_the_optimum(paths: list[list[int]], capacity: int) -> None:
-    trace = G.packed([path[:4] for path in paths])
+    trace = packed([path[:4] for path in paths])
     if trace.blocks > 8:
         return
     assert int(belady(trace, Future(trace), capacity).sum()) == optimum(trace, capacity)
 
 
-@settings(max_examples=25, deadline=None)
-@given(paths=G.forests(60), capacity=st.integers(1, 20))
+@examples("heavy")
+@given(paths=forests(60), capacity=st.integers(1, 20))
 def test_nobody_is_above_the_bounds(paths: list[list[int]], capacity: int) -> None:
-    trace = G.packed(paths)
+    trace = packed(paths)
     future = Future(trace)
     bound, endless = belady(trace, future, capacity), infinite(trace)
     assert (bound <= endless).all()
@@ -73,14 +70,14 @@ def test_nobody_is_above_the_bounds(paths: list[list[int]], capacity: int) -> No
         held[0].check()
         assert (served.hits <= endless).all(), name
         assert served.hits.sum() <= bound.sum(), name
-        assert (served.held <= capacity).all(), name
+        assert (served.cached <= capacity).all(), name
         assert serve(trace, make_policy(name, trace.blocks, rng=Random(1)), trace.blocks).hits.tolist() == (
             endless.tolist()
         ), name
 
 
 def test_pieces_of_the_future() -> None:
-    trace = G.packed([[0, 1, 2], [0, 3], [0, 1, 2], [0, 1]])
+    trace = packed([[0, 1, 2], [0, 3], [0, 1, 2], [0, 1]])
     future = Future(trace)
     pieces = [
         list(zip(future.next[a:b].tolist(), future.count[a:b].tolist()))
@@ -94,7 +91,7 @@ def test_pieces_of_the_future() -> None:
 def test_a_long_trace_takes_no_time() -> None:
     # 2,000 requests over few blocks: pieces, not blocks, are what is worked on.
     paths = [list(range(i % 7 * 1000, i % 7 * 1000 + 200)) for i in range(2000)]
-    trace = G.packed(paths)
+    trace = packed(paths)
     future = Future(trace)
     assert len(future.count) == 2000 - 7
     hits = belady(trace, future, 600)

@@ -1,4 +1,4 @@
-"""`ctxreuse bench evict`: figures of every policy, bars only where the real trace is."""
+"""`python -m benchmarks evict`: figures of every policy, bars only where the real trace is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxreuse.bench import evict
+from benchmarks import evict
 from ctxreuse.bench.measure import Options
 from ctxreuse.store.policy import NAMES
 
@@ -22,11 +22,11 @@ def test_made_up_traffic_has_no_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert figure.bar is None
         assert figure.bound is not None
         assert figure.baseline is not None
-        # Belady is exact, so no policy is above it; the duel's mean is of runs below it.
+        # Belady is exact, so no policy is above it; the adaptive policy's mean is of runs below it.
         assert 0 < figure.value <= figure.bound
-    duel = figures[0]
-    assert "made-up traffic" in duel.note
-    assert duel.peer == max(f.value for f in figures[1 : len(NAMES)])
+    adaptive = figures[0]
+    assert "made-up traffic" in adaptive.note
+    assert adaptive.peer == max(f.value for f in figures[1 : len(NAMES)])
 
 
 def test_the_real_trace_has_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_the_real_trace_has_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(evict, "_SIZES", {"1M": 100_000, "2.6M": 200_000})
     monkeypatch.setenv("CTXREUSE_TRACES", str(tmp_path))
     figures = {figure.metric: figure for figure in evict.run(Options())}
-    whole, half = figures["1M duel"], figures["1M half duel"]
+    whole, half = figures["1M adaptive"], figures["1M half adaptive"]
     assert "the real trace" in whole.note
     assert whole.bar == max(whole.peer - 0.5, figures["1M lru"].value + 5)
-    assert figures["2.6M duel"].bar == figures["2.6M duel"].peer - 0.5
+    assert figures["2.6M adaptive"].bar == figures["2.6M adaptive"].peer - 0.5
     # The cache is full by the second half.
     assert half.value > whole.value

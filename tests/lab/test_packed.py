@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import FormatError
 from ctxreuse.lab import packed as module
-from ctxreuse.lab.idtable import IdTable
-from ctxreuse.lab.packed import pack
+from ctxreuse.lab.packed import IdTable, pack
+from support.examples import examples
+from support.traces import forests, packed, trace
 
-G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
 
-
-@settings(max_examples=150, deadline=None)
-@given(paths=G.forests(), spread=st.integers(1, 1 << 40), rounds=st.integers(1, 5))
+@examples("light")
+@given(paths=forests(), spread=st.integers(1, 1 << 40), rounds=st.integers(1, 5))
 def test_paths_come_back(paths: list[list[int]], spread: int, rounds: int) -> None:
     # Names are arbitrary; several rounds of array work must give what one gives.
     named = [[block * spread % (1 << 62) + block for block in path] for path in paths]
     before = module._ROUND_REQUESTS
     module._ROUND_REQUESTS = rounds
     try:
-        made = G.packed(named)
+        made = packed(named)
     finally:
         module._ROUND_REQUESTS = before
     made.check()
@@ -46,34 +41,34 @@ def test_paths_come_back(paths: list[list[int]], spread: int, rounds: int) -> No
 
 
 def test_an_id_after_two_prefixes_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"block id 7 stands for two different prefixes.*request 3"):
-        G.packed([[1, 7], [1], [2, 7]])
+    with pytest.raises(FormatError, match=r"block id 7 names two different prefixes.*request 3"):
+        packed([[1, 7], [1], [2, 7]])
 
 
 def test_an_id_twice_in_a_path_is_refused() -> None:
     with pytest.raises(FormatError, match="two different prefixes"):
-        G.packed([[1, 2, 1]])
+        packed([[1, 2, 1]])
 
 
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(FormatError, match="empty"):
-        pack(G.trace([]))
+        pack(trace([]))
 
 
 def test_empty_prompts_are_fine() -> None:
-    made = G.packed([[], [1], []])
+    made = packed([[], [1], []])
     made.check()
     assert made.tip.tolist() == [-1, 0, -1]
     assert made.array(0).tolist() == []
 
 
 def test_tokens_of_a_part_filled_last_block() -> None:
-    made = G.packed([[1, 2], [1, 2, 3]])
+    made = packed([[1, 2], [1, 2, 3]])
     made.tokens[:] = [7, 9]
     assert made.hit_tokens(np.array([2, 2])).tolist() == [7, 8]
 
 
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(batches=st.lists(st.lists(st.integers(0, (1 << 63) - 1), max_size=60), max_size=8))
 def test_numbers_of_ids(batches: list[list[int]]) -> None:
     table, known = IdTable(), dict[int, int]()

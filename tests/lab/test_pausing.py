@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.lab.pausing import Memory, Outcome, Rule, Turn, simulate, turns_of
+from benchmarks.pausing import Memory, Outcome, Rule, Turn, simulate, turns_of
+from benchmarks.rules import Discard, Elapsed, Lru, Oracle, Ours, Preserve, Swap, TailLru, TimeToLive, kind_of
 from ctxreuse.lab.replay import Line
-from ctxreuse.lab.rules import Discard, Elapsed, Lru, Oracle, Ours, Preserve, Swap, TailLru, TimeToLive, kind_of
 from ctxreuse.lab.trace import END_OF_TURN, TOOL_CALL, Request
+from support.examples import examples
 
 RULES: dict[str, Callable[[], Rule]] = {
     "lru": Lru,
@@ -73,7 +74,7 @@ def test_counts_by_hand() -> None:
     assert small.hits.tolist() == [0, 0, 2, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(
     st.lists(
         st.tuples(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import queue
-import runpy
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError, FormatError
@@ -24,9 +22,12 @@ from ctxreuse.lab.packed import pack
 from ctxreuse.lab.recorder import Recorder
 from ctxreuse.lab.recording import recording, recording_head
 from ctxreuse.lab.trace import END_OF_TURN, TOOL_CALL
-from ctxreuse.pauses import Kind
+from ctxreuse.pauses import PauseKind
+from support.examples import examples
+from support.full_disk import no_file_beyond
+from support.traces import forests, lines, packed
+from support.waiting import until
 
-G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
 HEAD = '{"format":"ctxreuse-trace","version":1,"block_tokens":4}'
 
 
@@ -92,8 +93,8 @@ def test_sessions_come_back(open_recorder: Any, clock: Clock, tmp_path: Path) ->
     assert [made.path(i) for i in range(5)] == [[0, 1], [2], [0, 1, 3], [0, 1, 4], [0, 1, 3, 5]]
 
 
-@settings(max_examples=40, deadline=None)
-@given(paths=G.forests(30), known=st.integers(1, 50))
+@examples("normal")
+@given(paths=forests(30), known=st.integers(1, 50))
 def test_any_traffic_comes_back(paths: list[list[int]], known: int, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.mktemp("r") / "r"
     before, recorder_module._KNOWN = recorder_module._KNOWN, known  # blocks are forgotten and written again
@@ -104,7 +105,7 @@ def test_any_traffic_comes_back(paths: list[list[int]], known: int, tmp_path_fac
         recorder.close()
     finally:
         recorder_module._KNOWN = before
-    ours, given_ = pack(recording(file)), G.packed(paths)
+    ours, given_ = pack(recording(file)), packed(paths)
     assert [ours.path(i) for i in range(len(ours))] == [given_.path(i) for i in range(len(given_))]
 
 
@@ -130,13 +131,13 @@ def test_pauses_are_told_of_the_prompt_they_follow(open_recorder: Any, tmp_path:
     recorder = open_recorder()
     first = recorder.prompt([key(1), key(2)], 8)
     recorder.prompt([key(1)], 4)
-    recorder.mark([key(1), key(2), key(3), key(4)], Kind(TOOL_CALL, text=True, calls=True).label)
+    recorder.mark([key(1), key(2), key(3), key(4)], PauseKind(TOOL_CALL, text=True, calls=True).label)
     recorder.mark([key(8), key(9)], 1)
     recorder.ended(first, output=7, busy=2.0)
     recorder.close()
     one, two = recording(tmp_path / "r.jsonl")
     assert (one.stop, one.shape, one.output, one.busy) == (TOOL_CALL, 5, 7, 2.0)
-    assert one.kind == Kind(TOOL_CALL, text=True, calls=True)
+    assert one.kind == PauseKind(TOOL_CALL, text=True, calls=True)
     assert (two.stop, two.shape) == (0, 0)
     assert pack(recording(tmp_path / "r.jsonl")).mark.tolist() == [one.kind.label, 0]
 
@@ -215,6 +216,44 @@ def test_a_full_disk_never_fails_a_request(
     assert len(list(recording(folder / "r.jsonl"))) == 1
 
 
+def test_it_goes_on_after_a_full_disk_and_loses_no_older_recording(
+    open_recorder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It moved the older files on with each attempt, until all of them were empty."""
+    for n in range(3):
+        recorder = open_recorder()
+        recorder.prompt([key(n)], 4)
+        recorder.close()
+    recorder = open_recorder()
+    recorder.prompt([key(10)], 4)
+    until(lambda: recorder.figures.written == 1)
+    size = (tmp_path / "r.jsonl").stat().st_size
+    with no_file_beyond(size + 30):
+        for n in range(20):
+            recorder.prompt([key(20 + n)], 4)
+        until(lambda: recorder.figures.errors == 20)
+        assert (tmp_path / "r.jsonl").stat().st_size == size, "half a line is taken back"
+    recorder.prompt([key(50)], 4)
+    recorder.close()
+    assert recorder.figures.written == 2
+    assert [record.getMessage() for record in caplog.records][1:] == ["requests are recorded again, 20 lines were lost"]
+    files = ["r.jsonl", "r.jsonl.1", "r.jsonl.2", "r.jsonl.3"]
+    assert [len(list(recording(tmp_path / name))) for name in files] == [2, 1, 1, 1]
+
+    recorder = open_recorder(limit=110)  # a file for each request
+    recorder.prompt([key(60)], 4)
+    until(lambda: recorder.figures.written == 1)
+    with no_file_beyond(20):
+        for n in range(9):
+            recorder.prompt([key(70 + n)], 4)
+        until(lambda: recorder.figures.errors == 9)
+    assert [len(list(recording(tmp_path / name))) for name in files] == [1, 2, 1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    recorder.prompt([key(90)], 4)
+    recorder.close()
+    assert [len(list(recording(tmp_path / name))) for name in files] == [1, 1, 2, 1]
+
+
 def test_a_writer_that_is_behind_drops(open_recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = open_recorder()
     full: queue.Queue[Any] = queue.Queue(1)
@@ -261,7 +300,7 @@ def test_many_threads(open_recorder: Any, tmp_path: Path) -> None:
     ("rows", "said"),
     [
         (['{"format":"ctxreuse-trace","version":9,"block_tokens":4}'], "version 9.*newer ctxreuse"),
-        (['{"format":"ctxreuse-trace","version":0,"block_tokens":4}'], "version 0.*Record anew"),
+        (['{"format":"ctxreuse-trace","version":0,"block_tokens":4}'], "version 0.*Record again"),
         (['{"format":"ctxreuse-trace","version":1,"block_tokens":0}'], "impossible size"),
         (['{"format":"ctxreuse-trace","version":1}'], "no recording"),
         ([HEAD, '{"t":0,"n":4,"at":"00000000000000aa"}'], "was not recorded"),
@@ -281,17 +320,17 @@ def test_many_threads(open_recorder: Any, tmp_path: Path) -> None:
 )
 def test_hostile_recordings(tmp_path: Path, rows: list[str], said: str) -> None:
     with pytest.raises(FormatError, match=said):
-        list(recording(G.lines(tmp_path / "r", rows)))
+        list(recording(lines(tmp_path / "r", rows)))
 
 
 def test_two_prefixes_of_one_hash(tmp_path: Path) -> None:
     a, b, c = (f"{n:016x}" for n in (1, 2, 3))
     rows = [HEAD, f'{{"t":0,"n":8,"new":"{a}{b}"}}', f'{{"t":0,"n":8,"new":"{c}{b}"}}']
     with pytest.raises(FormatError, match=r"two different prefixes.*line 3"):
-        list(recording(G.lines(tmp_path / "r", rows)))
+        list(recording(lines(tmp_path / "r", rows)))
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(data=st.data())
 def test_damage_is_an_error_or_harmless(data: Any, tmp_path_factory: Any) -> None:
     rows = [

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError, CtxReuseError
-from ctxreuse.lab.replay import Line, bound, count, serve
+from ctxreuse.lab.replay import Counting, Line, bound, count, serve
 from ctxreuse.lab.show import sentence
 from ctxreuse.lab.study import Study, default_capacities, parse_capacity
-from ctxreuse.store.policy import LRU, Shadow, make_policy
+from ctxreuse.store.policy import Shadow, make_policy
 from ctxreuse.store.policy.native import NATIVE
-
-G = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("given.py"))))
+from oracle.policy.lru import LRU
+from support.examples import examples
+from support.traces import forests, packed
 
 
 class Witness(Shadow[int]):
@@ -47,11 +46,11 @@ class Witness(Shadow[int]):
         return served
 
 
-@settings(max_examples=80, deadline=None)
-@given(paths=G.forests(40), capacity=st.integers(1, 20), data=st.data())
+@examples("normal")
+@given(paths=forests(40), capacity=st.integers(1, 20), data=st.data())
 def test_waste_is_what_no_hit_followed(paths: list[list[int]], capacity: int, data: Any) -> None:
     gap = data.draw(st.floats(0.1, 10))
-    study = Study(G.packed(paths, gap=gap), block_bytes=1_000_000_000)
+    study = Study(packed(paths, gap=gap), block_bytes=1_000_000_000)
     witness: list[Witness] = []
 
     def make(policy: Any, size: int) -> Witness:
@@ -61,18 +60,17 @@ def test_waste_is_what_no_hit_followed(paths: list[list[int]], capacity: int, da
     served = serve(study.trace, LRU(), capacity, shadow=make)
     seen = witness[0]
     seen.check()
-    outcome = count(
-        study.trace, served, study.future, policy="lru", capacity=capacity, block_bytes=10**9, line=study.line
-    )
+    counting = Counting(10**9, study.line)
+    outcome = count(study.trace, served, study.future, counting, policy="lru", capacity=capacity)
     end = gap * (len(paths) - 1)
     left = sum(end - seen.since[block] for block in seen.since if block in seen)
     assert outcome.block_hit * max(1, sum(map(len, paths))) == pytest.approx(seen.hits)
     assert outcome.waste_gbs == pytest.approx(seen.lost + left, abs=1e-6)
-    assert outcome.held_gbs == pytest.approx(seen.lost + left + seen.used, abs=1e-6)
+    assert outcome.cached_gbs == pytest.approx(seen.lost + left + seen.used, abs=1e-6)
 
 
 def test_figures_of_a_small_trace() -> None:
-    trace = G.packed([[1, 2], [3], [1, 2], [3]], gap=2.0)
+    trace = packed([[1, 2], [3], [1, 2], [3]], gap=2.0)
     study = Study(trace, block_bytes=100, line=Line(1.0, 0.5))
     endless, belady, lru = study.run(["lru"], [200])
     assert (endless.policy, belady.policy, lru.policy) == ("infinite", "belady", "lru")
@@ -81,7 +79,7 @@ def test_figures_of_a_small_trace() -> None:
     assert endless.seconds_saved == 24 + 8
     assert endless.seconds == 2 * (24 + 8)
     assert (endless.bytes_read, endless.bytes_written) == (300, 300)
-    assert endless.held_gbs == pytest.approx((2 + 3 + 3) * 2 * 100 / 1e9)
+    assert endless.cached_gbs == pytest.approx((2 + 3 + 3) * 2 * 100 / 1e9)
     assert endless.waste_gbs == pytest.approx(2 * 2 * 100 / 1e9)  # what the third request left
     # Two of three blocks fit: Belady keeps the first context's, LRU loses one of them to the second context.
     assert belady.block_hit == pytest.approx(2 / 6)
@@ -92,11 +90,11 @@ def test_figures_of_a_small_trace() -> None:
 
 
 def test_only_the_window_is_counted() -> None:
-    trace = G.packed([[1, 2], [1, 2], [3], [1, 2]])
+    trace = packed([[1, 2], [1, 2], [3], [1, 2]])
     outcome = next(iter(Study(trace, block_bytes=1, window=(2, 4)).run([], [])))
     assert (outcome.first, outcome.last, outcome.block_hit) == (2, 4, 2 / 3)
     # Of the memory held, too: from the third request to the fourth.
-    assert outcome.held_gbs == pytest.approx(3e-9)
+    assert outcome.cached_gbs == pytest.approx(3e-9)
     assert outcome.waste_gbs == pytest.approx(1e-9)
 
 
@@ -110,10 +108,10 @@ def test_policies_are_told_why_turns_stopped_and_when() -> None:
             self.requests += 1
             super().access(path, now)
 
-        def mark(self, tip: int, label: int, now: float) -> None:
+        def on_pause(self, tip: int, label: int, now: float) -> None:
             told.append((tip, label, now, self.requests))
 
-    trace = G.packed([[1], [2], [1], [3]], gap=10.0, stop=[1, 2, 0, 1], busy=[15.0, 2.0, 1.0, 5.0])
+    trace = packed([[1], [2], [1], [3]], gap=10.0, stop=[1, 2, 0, 1], busy=[15.0, 2.0, 1.0, 5.0])
     serve(trace, Marked(), 10)
     # The first answer ends while the second is made; the last one ends after the trace.
     assert told == [(1, 2, 12.0, 2), (0, 1, 15.0, 2), (0, 0, 21.0, 3)]
@@ -127,40 +125,40 @@ def test_part_filled_blocks() -> None:
             seen.append((sizes, list(tokens)))
             return super().request(path, sizes, tokens, now)
 
-    trace = G.packed([[1, 2], [3]])
+    trace = packed([[1, 2], [3]])
     trace.tokens[:] = [7, 9]
     serve(trace, LRU(), 10, block_bytes=50, shadow=Watched)
     assert seen == [(50, [4, 3]), (50, [4])]
 
 
 def test_bounds_need_no_policy() -> None:
-    trace = G.packed([[1, 2], [1, 2]])
+    trace = packed([[1, 2], [1, 2]])
     study = Study(trace, block_bytes=1)
-    assert bound(trace, "infinite", study.future, 0).held.tolist() == [2, 2]
+    assert bound(trace, "infinite", study.future, 0).cached.tolist() == [2, 2]
     with pytest.raises(ConfigError, match="belady is a bound"):
         list(study.run(["belady"], [10]))
     with pytest.raises(ConfigError, match="no eviction policy 'fifi'"):
         list(study.run(["fifi"], [10]))
-    with pytest.raises(ConfigError, match="holds no block"):
+    with pytest.raises(ConfigError, match="less than a block"):
         list(Study(trace, block_bytes=100).run(["lru"], [99]))
 
 
-@settings(max_examples=30, deadline=None)
-@given(paths=G.forests(60), capacity=st.integers(1, 15))
+@examples("heavy")
+@given(paths=forests(60), capacity=st.integers(1, 15))
 def test_native_twins_serve_the_same(paths: list[list[int]], capacity: int) -> None:
-    study = Study(G.packed(paths), block_bytes=100)
+    study = Study(packed(paths), block_bytes=100)
     for name in NATIVE:
         twin = study.replay(name, capacity * 100)
         plain = serve(study.trace, make_policy(name, capacity * 100), capacity, block_bytes=100)
         assert twin.bytes_read == int(plain.hits.sum()) * 100, name
 
 
-def test_a_duel_of_others() -> None:
+def test_other_experts() -> None:
     paths = [[1, 2], [3], [1, 2], [4], [5], [1, 2]] * 5
-    outcome = Study(G.packed(paths), block_bytes=1).replay("duel:lru+s3fifo", 3)
+    outcome = Study(packed(paths), block_bytes=1).replay("adaptive:lru+s3fifo", 3)
     assert 0 <= outcome.block_hit < 1
     # Coins are thrown with a seed: a study is the same again.
-    assert Study(G.packed(paths), block_bytes=1).replay("duel:lru+s3fifo", 3).block_hit == outcome.block_hit
+    assert Study(packed(paths), block_bytes=1).replay("adaptive:lru+s3fifo", 3).block_hit == outcome.block_hit
 
 
 @pytest.mark.parametrize(
@@ -178,11 +176,11 @@ def test_no_capacities(text: str) -> None:
 
 
 def test_default_capacities_are_where_policies_differ() -> None:
-    trace = G.packed([list(range(1000))])
+    trace = packed([list(range(1000))])
     sizes = default_capacities(trace, 1000)
     assert sizes == sorted(set(sizes))
     assert 10_000 <= sizes[0] < sizes[-1] <= 250_000
-    assert default_capacities(G.packed([[1]]), 7) == [7]
+    assert default_capacities(packed([[1]]), 7) == [7]
 
 
 def test_the_price_of_policies_is_that_of_the_figures() -> None:
@@ -194,14 +192,14 @@ def test_the_price_of_policies_is_that_of_the_figures() -> None:
 def test_side_by_side_is_the_same() -> None:
     rng = np.random.default_rng(5)
     paths = [list(range(k * 10, k * 10 + 6)) for k in rng.zipf(1.4, 700) % 40]
-    study = Study(G.packed(paths, stop=[1] * 700, busy=[0.5] * 700), block_bytes=10)
+    study = Study(packed(paths, stop=[1] * 700, busy=[0.5] * 700), block_bytes=10)
     told: list[tuple[str, int, int]] = []
-    ask = (["lru", "duel"], [300, 900])
+    ask = (["lru", "adaptive"], [300, 900])
     alone = list(study.run(*ask, lambda *at: told.append(at)))
-    assert told[-1] == ("duel", 900, 4 * 700)
+    assert told[-1] == ("adaptive", 900, 4 * 700)
     assert [at[2] for at in told] == sorted(at[2] for at in told)
     together = list(study.run(*ask, lambda *at: told.append(at), jobs=2))
-    assert told[-1] == ("duel", 900, 4 * 700)
+    assert told[-1] == ("adaptive", 900, 4 * 700)
     same = [(o.policy, o.capacity, o.token_hit, o.waste_gbs) for o in alone]
     assert [(o.policy, o.capacity, o.token_hit, o.waste_gbs) for o in together] == same
 
@@ -209,7 +207,7 @@ def test_side_by_side_is_the_same() -> None:
 def test_who_leaves_early_leaves_no_process_behind() -> None:
     before = set(multiprocessing.active_children())
     rows = [list(range(n % 50 * 100, n % 50 * 100 + 100)) for n in range(4000)]
-    found = Study(G.packed(rows), block_bytes=1).run(["lru"], [1000, 2000, 3000], jobs=2)
+    found = Study(packed(rows), block_bytes=1).run(["lru"], [1000, 2000, 3000], jobs=2)
     assert next(found).policy == "infinite"
     assert next(found).policy == "belady"
     assert next(found).policy == "lru"
@@ -228,6 +226,6 @@ def test_a_process_that_dies_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     import test_study
 
-    study = Study(G.packed([[1], [2]]), block_bytes=1, make=test_study.ends_its_process)
+    study = Study(packed([[1], [2]]), block_bytes=1, make=test_study.ends_its_process)
     with pytest.raises(CtxReuseError, match=r"died.*fewer --jobs"):
         list(study.run(["a", "b"], [10], jobs=2))

@@ -8,26 +8,27 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ctxreuse import models
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.models import cache
+from support.examples import examples
 
 
 def sha(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def make_card(folder: Path, weights: bytes, **changes: object) -> cache.Card:
+def make_card(folder: Path, weights: bytes, **changes: object) -> cache.ModelRecord:
     """A converted-looking folder: weights, config and a card that fits."""
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "config.json").write_text("{}")
     stat = (folder / "model.safetensors").stat()
     fields: dict[str, object] = {
-        "schema": cache.CARD_SCHEMA,
+        "schema": cache.RECORD_SCHEMA,
         "name": folder.name,
         "title": "t",
         "source": ("p==1",),
@@ -39,8 +40,8 @@ def make_card(folder: Path, weights: bytes, **changes: object) -> cache.Card:
         "tokenizer_sha256": "d" * 64,
         "files": {"model.safetensors": len(weights), "config.json": 2},
     }
-    card = cache.Card(**(fields | changes))  # type: ignore[arg-type]
-    (folder / cache.CARD_FILE).write_bytes(msgspec.json.encode(card))
+    card = cache.ModelRecord(**(fields | changes))  # type: ignore[arg-type]
+    (folder / cache.RECORD_FILE).write_bytes(msgspec.json.encode(card))
     return card
 
 
@@ -110,7 +111,7 @@ def test_no_weights_is_an_error(cache_root: Path, tmp_path: Path) -> None:
 
 
 def test_resolve(cache_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="ctxreuse model get smollm2"):
+    with pytest.raises(ConfigError, match="ctxreuse model get smollm2 --engine torch"):
         models.resolve("smollm2")
     make_card(cache_root / "smollm2", b"w")
     assert models.resolve("smollm2") == cache_root / "smollm2"
@@ -122,18 +123,21 @@ def test_resolve(cache_root: Path, tmp_path: Path) -> None:
 
 
 def test_ls_and_rm(cache_root: Path) -> None:
-    assert [(line.entry.name, line.bytes, line.card) for line in models.ls()] == [
+    assert [(line.entry.name, line.bytes, line.record) for line in models.ls()] == [
         ("smollm2", 0, None),
         ("gemma3-270m", 0, None),
     ]
     card = make_card(cache_root / "smollm2", b"w" * 100)
     (cache_root / ".smollm2.stage").mkdir()
     line = models.ls()[0]
-    assert line.card == card
+    assert line.record == card
     assert line.bytes > 100
+    assert line.gguf is None
+    (cache_root / "smollm2" / "smollm2.gguf").write_bytes(b"g")
+    assert models.ls()[0].gguf == cache_root / "smollm2" / "smollm2.gguf"
     assert models.rm("smollm2") is True
     assert not (cache_root / ".smollm2.stage").exists()
-    assert models.ls()[0].card is None
+    assert models.ls()[0].record is None
     assert models.rm("smollm2") is False
     with pytest.raises(ConfigError, match="Known models: smollm2, gemma3-270m"):
         models.rm("../etc")
@@ -142,11 +146,11 @@ def test_ls_and_rm(cache_root: Path) -> None:
 @pytest.mark.parametrize("changes", [{"schema": 2}, {"files": {}}, {"files": {"model.safetensors": 6}}])
 def test_a_card_that_does_not_fit_is_none(tmp_path: Path, changes: dict[str, object]) -> None:
     make_card(tmp_path / "m", b"weights", **changes)
-    assert cache.card_of(tmp_path / "m") is None
+    assert cache.record_of(tmp_path / "m") is None
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples("normal", suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200) | st.dictionaries(st.text(), st.integers() | st.text()).map(msgspec.json.encode))
 def test_any_bytes_for_a_card_are_none(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / cache.CARD_FILE).write_bytes(data)
-    assert cache.card_of(tmp_path) is None
+    (tmp_path / cache.RECORD_FILE).write_bytes(data)
+    assert cache.record_of(tmp_path) is None

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ctxreuse.cli.models import app
 from ctxreuse.errors import ConfigError
-from ctxreuse.models.commands import app
 
 
 def test_ls_names_all_models_and_what_is_missing(cache_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +33,9 @@ def test_errors_are_left_to_the_program(cache_root: Path) -> None:
 
 @pytest.mark.model
 def test_get_prints_the_folder_and_nothing_else() -> None:
-    result = CliRunner().invoke(app, ["get", "smollm2"])
+    result = CliRunner().invoke(app, ["get", "smollm2", "--engine", "torch"])
     assert result.exit_code == 0
-    assert Path(result.stdout.strip(), "model.safetensors").is_file()
+    folder = Path(result.stdout.strip())
+    assert (folder / "model.safetensors").is_file()
+    result = CliRunner().invoke(app, ["get", "smollm2"])
+    assert result.stdout == f"{folder / 'smollm2.gguf'}\n"

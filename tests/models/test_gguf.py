@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import struct
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,14 @@ import gguf as reference
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ctxreuse.errors import FormatError
 from ctxreuse.models import gguf
+from support.examples import examples
 
 
 def load(folder: Path) -> Any:
@@ -93,7 +96,7 @@ def test_every_truncation_is_refused(llama_gguf: Path, tmp_path: Path) -> None:
             gguf.convert(broken, folder)
 
 
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(data=st.data())
 def test_altered_bytes_are_refused_or_harmless(llama_gguf: Path, data: st.DataObject) -> None:
     content = bytearray(llama_gguf.read_bytes())
@@ -107,6 +110,28 @@ def test_altered_bytes_are_refused_or_harmless(llama_gguf: Path, data: st.DataOb
         # Either it is refused in our own words, or what comes out is as long as it says.
         result = gguf.convert(source, Path(folder))
         assert result.weights_bytes == Path(folder, "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(("kind", "count"), [(0, 1 << 20), (0, 1 << 63), (4, 1 << 40), (8, 1 << 20), (9, 1)])
+def test_counts_beyond_the_file_are_refused_at_once(llama_gguf: Path, tmp_path: Path, kind: int, count: int) -> None:
+    """A reader that believes them makes an object for each."""
+    content, name = bytearray(llama_gguf.read_bytes()), b"tokenizer.ggml.token_type"
+    at = content.index(name) + len(name) + 4
+    content[at : at + 12] = struct.pack("<IQ", kind, count)
+    source = tmp_path / "lies.gguf"
+    source.write_bytes(content)
+    begun = time.thread_time()
+    with pytest.raises(FormatError, match="not a readable GGUF"):
+        gguf.convert(source, tmp_path)
+    assert time.thread_time() - begun < 0.5
+
+
+def test_impossible_settings_are_refused(tiny_llama: Any, forms: Any, make_gguf: Any, tmp_path: Path) -> None:
+    model, settings = tiny_llama
+    for n, wrong in enumerate(({"block_count": 2**32 - 1}, {"block_count": 0}, {"head_count": 3}, {"head_count": 0})):
+        path = make_gguf(tmp_path / f"{n}.gguf", "llama", settings | wrong, forms[0](), forms[2](model))
+        with pytest.raises(FormatError):
+            gguf.convert(path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def smollm2() -> tuple[Any, Any]:
 @pytest.mark.model
 def test_smollm2_has_the_known_digests() -> None:
     folder = models.get("smollm2", progress=False)
-    card = cache.card_of(folder)
+    card = cache.record_of(folder)
     assert card is not None
     # Conversion is exact arithmetic in a fixed order: these hold on every machine.
     assert models.weights_digest(folder) == "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"

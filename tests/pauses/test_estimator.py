@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.pauses import Estimator, Pause
 from ctxreuse.pauses.hazard import BUCKETS, bucket
+from support.examples import examples
 
 
 def taught(*pauses: tuple[Pause, float, int]) -> Estimator:
@@ -100,7 +101,7 @@ def test_a_thousand_tenants_fit() -> None:
     assert Estimator().load(raw)
 
 
-@settings(max_examples=300)
+@examples("light")
 @given(st.data())
 def test_hostile_bytes_change_nothing_or_load_something_sound(data: st.DataObject) -> None:
     raw = bytearray(taught((Pause("tool", "read", "one"), 2.0, 30)).dump())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.pauses import HINTS, Estimator, Hint, Kind, Pause, Sessions, infer, kind_of, tools_in
+from ctxreuse.pauses import HINTS, Estimator, Hint, Pause, PauseKind, Sessions, infer, kind_of, tools_in
 from ctxreuse.pauses.hints import hint_label, hint_of, weight
 from ctxreuse.pauses.kinds import CLOSED, END_OF_TURN, LABELS, LENGTH, SUPERSEDED, TOOL_CALL, UNKNOWN, tool_class
+from support.examples import examples
 
 
 def taught(**settings: Any) -> tuple[Sessions[str], float]:
@@ -21,7 +22,7 @@ def taught(**settings: Any) -> tuple[Sessions[str], float]:
     for n in range(30):
         for kind, away in ((TOOL_CALL, 2.0), (END_OF_TURN, 600.0)):
             sessions.begin(f"old {n % 5}", now)
-            sessions.pause(f"old {n % 5}", Kind(kind), now + 1.0)
+            sessions.pause(f"old {n % 5}", PauseKind(kind), now + 1.0)
             now += 1.0 + away
     for n in range(5):
         sessions.forget(f"old {n}")
@@ -32,7 +33,7 @@ def test_who_waits_for_a_tool_is_worth_more_until_the_tool_is_late() -> None:
     sessions, now = taught()
     for name, kind in (("tool", TOOL_CALL), ("user", END_OF_TURN), ("over", CLOSED), ("gone", SUPERSEDED)):
         sessions.begin(name, now)
-        sessions.pause(name, Kind(kind), now)
+        sessions.pause(name, PauseKind(kind), now)
     assert sessions.ranked(now + 1)[-2:] == ["user", "tool"]
     late = sessions.ranked(now + 500)
     assert late.index("user") > late.index("tool")
@@ -59,10 +60,10 @@ def test_what_goes_on_is_learnt_from_before_it_ends() -> None:
         sessions, now = taught()
         for n in range(away):
             sessions.begin(f"away {n}", now)
-            sessions.pause(f"away {n}", Kind(END_OF_TURN), now)
+            sessions.pause(f"away {n}", PauseKind(END_OF_TURN), now)
         for step in range(200):  # somebody else's traffic; they never come back
             sessions.begin("busy", now + 60 * step)
-            sessions.pause("busy", Kind(TOOL_CALL), now + 60 * step + 1)
+            sessions.pause("busy", PauseKind(TOOL_CALL), now + 60 * step + 1)
         learnt = Estimator()
         assert learnt.load(sessions.estimator.dump())
         return learnt.survival(Pause("end_of_turn"), 700.0, 600.0)
@@ -74,7 +75,7 @@ def test_an_expected_return_is_believed_until_it_is_late() -> None:
     sessions, now = taught()
     for name, expect in (("soon", 5.0), ("later", 500.0), ("unknown", None), ("nonsense", float("nan"))):
         sessions.begin(name, now)
-        sessions.pause(name, Kind(END_OF_TURN), now, expect=expect)
+        sessions.pause(name, PauseKind(END_OF_TURN), now, expect=expect)
     assert sessions.worth("soon", now) > 5 * sessions.worth("later", now)
     assert sessions.worth("nonsense", now) == pytest.approx(sessions.worth("unknown", now), rel=0.2)
     assert sessions.worth("later", now + 480) > 2 * sessions.worth("later", now)
@@ -119,14 +120,14 @@ def test_a_return_tells_what_it_had_waited_for() -> None:
     sessions: Sessions[int] = Sessions(Estimator())
     for n in range(30):
         sessions.begin(n, 0.0)
-        sessions.pause(n, Kind(END_OF_TURN), 1.0)
-        sessions.begin(n, 3.0, was=Kind(TOOL_CALL))
+        sessions.pause(n, PauseKind(END_OF_TURN), 1.0)
+        sessions.begin(n, 3.0, was=PauseKind(TOOL_CALL))
     tool, turn = (sessions.estimator.survival(Pause(stop), 0.0, 10.0) for stop in ("tool", "end_of_turn"))
     assert tool < 0.2
     assert turn > 2 * tool
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(
     st.lists(
         st.tuples(
@@ -144,9 +145,9 @@ def test_any_sequence(steps: list[tuple[str, int, int, float]]) -> None:
     for what, session, label, later in steps:
         now += later
         if what == "begin":
-            sessions.begin(session, now, was=Kind.of(label) if label % 3 == 0 else None)
+            sessions.begin(session, now, was=PauseKind.of(label) if label % 3 == 0 else None)
         elif what == "pause":
-            sessions.pause(session, Kind.of(label), now, expect=later if label % 5 == 0 else None)
+            sessions.pause(session, PauseKind.of(label), now, expect=later if label % 5 == 0 else None)
         elif what == "hint":
             sessions.hint(session, HINTS[label % len(HINTS)], now)
         else:
@@ -161,15 +162,15 @@ def test_any_sequence(steps: list[tuple[str, int, int, float]]) -> None:
 
 def test_labels_and_kinds() -> None:
     for label in range(-3, LABELS + 40):
-        kind = Kind.of(label)
+        kind = PauseKind.of(label)
         assert 0 <= kind.label < LABELS
-        assert Kind.of(kind.label) == kind
-    assert Kind(TOOL_CALL, calls=True).stop == kind_of("tool:bash").stop == "tool"
+        assert PauseKind.of(kind.label) == kind
+    assert PauseKind(TOOL_CALL, calls=True).stop == kind_of("tool:bash").stop == "tool"
     assert kind_of("tool:my_new_tool").reason == TOOL_CALL
     assert kind_of("length").reason == LENGTH
     assert infer("tool_calls", ["read_file"]).tool.startswith("read")
     assert infer("stop", ["read_file", "ask_user"]).tool.startswith("human"), "the slowest counts"
-    assert infer("stop", text=True) == Kind(END_OF_TURN, text=True)
+    assert infer("stop", text=True) == PauseKind(END_OF_TURN, text=True)
     assert infer(None).reason == infer("content_filter").reason == UNKNOWN
     with pytest.raises(ConfigError, match="end_of_turn"):
         kind_of("sleep")

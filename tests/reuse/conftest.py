@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
 
-from ctxreuse.block import BlockWriter, block_layout
-from ctxreuse.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
-from ctxreuse.levels import EXACT, approx
-from ctxreuse.model import LayerSpec
-from ctxreuse.reuse.plan import Run, forget, plan, read, record, used
-from ctxreuse.store import WholeStore
-
-sys.path.insert(0, str(Path(__file__).parent))  # for made_up.py
-import made_up
+from ctxreuse.block.format import BlockWriter, block_layout
+from ctxreuse.block.levels import EXACT, approx, limit_of
+from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.identity.model import LayerSpec
+from ctxreuse.reuse.chunking import chunks
+from ctxreuse.reuse.plan import ChunkRun, forget, plan, read, record, used
+from ctxreuse.store import Store
+from support import made_up
 
 SPACE = msgspec.structs.replace(
     made_up.SPACE, layers=(LayerSpec("full", 1, 2, 2),), vocab_size=1 << 20, max_tokens=1 << 20, block_tokens=16
@@ -30,7 +27,7 @@ class Asked(NamedTuple):
     """What one prompt met: tokens of its exact prefix, runs that were moved, and spans that were computed."""
 
     prefix: int
-    runs: list[Run]
+    runs: list[ChunkRun]
     computed: list[tuple[int, int]]
 
     @property
@@ -46,7 +43,7 @@ class World:
 
     space = SPACE
 
-    def __init__(self, store: WholeStore, level: str = "kl-0.05") -> None:
+    def __init__(self, store: Store, level: str = "kl-0.05") -> None:
         self.store, self.level = store, level
         self.salt = tenant_salt("test")
         self.prompts = 0
@@ -55,27 +52,27 @@ class World:
         return prefix_keys(self.space.digest, self.salt, tokens, self.space.block_tokens)
 
     def plan(
-        self, tokens: Tokens, start: int = 0, parts: Sequence[int] = (), lossy: str | None = "kl-0.05"
-    ) -> list[Run]:
-        return plan(self.store, self.salt, self.space, tokens, start, parts, lossy)
+        self, tokens: Tokens, start: int = 0, parts: Sequence[int] = (), max_kl: float | None = 0.05
+    ) -> list[ChunkRun]:
+        return plan(self.store, self.salt, self.space, tokens, start, parts, max_kl)
 
-    def ask(self, tokens: Tokens, parts: Sequence[int] = (), lossy: str | None = "kl-0.05") -> Asked:
+    def ask(self, tokens: Tokens, parts: Sequence[int] = (), max_kl: float | None = 0.05) -> Asked:
         """One prompt from beginning to end; checks that every row that is reused is what it should be."""
         self.prompts += 1
         size, keys = self.space.block_tokens, self.keys(tokens)
-        self.store.asked(keys, size)
-        held = self.store.match(keys[: (len(tokens) - 1) // size], lossy).tokens
+        self.store.on_lookup(keys, size)
+        held = self.store.match(keys[: (len(tokens) - 1) // size], max_kl).tokens
         rows = np.zeros((len(tokens), 4), np.float32)
         rows[:, 0], rows[:, 1], rows[:, 3] = tokens, np.arange(len(tokens)), self.prompts
         levels = np.zeros(len(tokens), bool)
-        with self.store.read(lossy) as reader:
+        with self.store.read(max_kl) as reader:
             for i in range(held // size):
                 view = reader.block(keys[i], tokens[i * size : (i + 1) * size], self.space.digest)
                 assert view is not None
                 rows[i * size : (i + 1) * size] = self.rows(view)
                 levels[i * size : (i + 1) * size] = view.header.level != EXACT
-            runs = self.plan(tokens, held, parts, lossy) if lossy is not None else []
-            done: list[Run] = []
+            runs = self.plan(tokens, held, parts, max_kl) if max_kl is not None else []
+            done: list[ChunkRun] = []
             for run in runs:
                 pieces = read(reader, run, tokens, self.space)
                 if pieces is None:
@@ -98,7 +95,7 @@ class World:
             keys, tokens, rows, levels, held // size, upto=max((b for a, b in spans if b - a >= 64), default=held)
         )
         exact = [(0, below)] if not levels[:below].any() else []
-        record(self.store.chunks, self.salt, self.space, tokens, keys[:put], [*exact, *spans], parts)
+        record(self.store.chunks, self.salt, self.space, tokens, keys[:put], chunks(tokens, parts), [*exact, *spans])
         self.store.flush()  # what waits in a queue is not to be seen in the next prompt by chance only
         return Asked(held, done, spans)
 
@@ -123,7 +120,7 @@ class World:
             )
             for role, columns in (("k", rows[here, :2]), ("v", rows[here, 2:])):
                 writer.plane(0, role)[:] = np.ascontiguousarray(columns).view(np.uint8).ravel()
-            if not self.store.put(keys[i], writer.seal(), lossy=None if level == EXACT else self.level):
+            if not self.store.put(keys[i], writer.seal(), max_kl=None if level == EXACT else limit_of(self.level)):
                 return i
         return len(keys)
 
@@ -131,7 +128,7 @@ class World:
         return np.concatenate([view.array(0, "k")[0], view.array(0, "v")[0]], axis=1)
 
 
-def complement(start: int, end: int, runs: Sequence[Run]) -> list[tuple[int, int]]:
+def complement(start: int, end: int, runs: Sequence[ChunkRun]) -> list[tuple[int, int]]:
     """What lies between ``start`` and ``end`` and in no run."""
     spans, at = [], start
     for run in runs:
@@ -148,11 +145,11 @@ def tokens_of(*parts: tuple[int, int]) -> tuple[Tokens, list[int]]:
 
 
 @pytest.fixture
-def new_world() -> Iterator[Callable[[WholeStore], World]]:
+def new_world() -> Iterator[Callable[[Store], World]]:
     """Worlds whose stores are closed at the end."""
     worlds: list[World] = []
 
-    def make(store: WholeStore) -> World:
+    def make(store: Store) -> World:
         worlds.append(World(store))
         return worlds[-1]
 

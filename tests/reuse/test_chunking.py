@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ctxreuse.keys import Tokens
+from ctxreuse.identity.keys import Tokens
 from ctxreuse.reuse.chunking import LEAST, MOST, REACH, Chunk, chunks
+from support.examples import examples
 
 
 def text(seed: int, n: int, words: int = 5000) -> Tokens:
@@ -30,7 +31,7 @@ def contents(tokens: Tokens, found: list[Chunk]) -> list[bytes]:
     return [tokens[a:b].tobytes() for a, b in found]
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(seeds, lengths, vocabularies, st.lists(st.integers(-5, 3100), max_size=12))
 def test_they_cover_the_prompt_and_keep_to_their_sizes(seed: int, n: int, words: int, parts: list[int]) -> None:
     tokens = text(seed, n, words)
@@ -47,7 +48,7 @@ def test_they_cover_the_prompt_and_keep_to_their_sizes(seed: int, n: int, words:
         assert all(size >= LEAST for size in sizes) or sizes == [end - start]
 
 
-@settings(max_examples=100, deadline=None)
+@examples("normal")
 @given(seeds, seeds, seeds, lengths, lengths, lengths)
 def test_a_part_is_cut_alike_wherever_it_stands(one: int, two: int, three: int, a: int, b: int, c: int) -> None:
     before, part, after = text(one, a), text(two, b), text(three, c)
@@ -56,7 +57,7 @@ def test_a_part_is_cut_alike_wherever_it_stands(one: int, two: int, three: int, 
     assert [Chunk(x - a, y - a) for x, y in within if a <= x and y <= a + b and x < y] == alone
 
 
-@settings(max_examples=100, deadline=None)
+@examples("normal")
 @given(seeds, seeds, seeds, lengths, st.integers(600, 3000), lengths)
 def test_unmarked_it_is_cut_alike_but_for_its_ends(one: int, two: int, three: int, a: int, b: int, c: int) -> None:
     before, part, after = text(one, a, 50_000), text(two, b, 50_000), text(three, c, 50_000)
@@ -66,7 +67,7 @@ def test_unmarked_it_is_cut_alike_but_for_its_ends(one: int, two: int, three: in
     assert len(alone - within) <= sum(y - x > MOST // 2 for x, y in alone)
 
 
-@settings(max_examples=150, deadline=None)
+@examples("light")
 @given(
     seed=seeds,
     n=st.integers(200, 3000),

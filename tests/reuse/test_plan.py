@@ -7,14 +7,15 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from ctxreuse.keys import chunk_keys
-from ctxreuse.reuse import Home, plan, read, record
+from ctxreuse.identity.keys import chunk_keys
+from ctxreuse.reuse import ChunkLocation, plan, read, record
 from ctxreuse.reuse.chunking import chunks
 from ctxreuse.reuse.plan import SINK, TAIL, WORTH
 from ctxreuse.store import open_store
+from support.examples import examples
 
 SYSTEM, QUESTION = (1, 70), (2, 20)
 
@@ -49,9 +50,9 @@ def test_a_document_without_marks_is_found_but_for_its_ends(world, prompt) -> No
 
 def test_what_follows_a_document_in_two_prompts_is_one_run_of_the_right_one(world, prompt) -> None:
     """Of several homes that is chosen whose prompt goes on as this one does."""
-    world.ask(*prompt(SYSTEM, (10, 100), (11, 100), QUESTION), lossy=None)
-    world.ask(*prompt((6, 33), (10, 100), (12, 100), QUESTION), lossy=None)
-    world.ask(*prompt((7, 50), (12, 100), (10, 100), QUESTION), lossy=None)
+    world.ask(*prompt(SYSTEM, (10, 100), (11, 100), QUESTION), max_kl=None)
+    world.ask(*prompt((6, 33), (10, 100), (12, 100), QUESTION), max_kl=None)
+    world.ask(*prompt((7, 50), (12, 100), (10, 100), QUESTION), max_kl=None)
     for second, came in ((11, 70), (12, 33)):
         tokens, parts = prompt((3, 40), (10, 100), (second, 100), (4, 30))
         runs = world.plan(tokens, 0, parts)
@@ -60,8 +61,8 @@ def test_what_follows_a_document_in_two_prompts_is_one_run_of_the_right_one(worl
 
 
 def test_a_home_behind_a_head_is_preferred(world, prompt) -> None:
-    world.ask(*prompt(SYSTEM, (10, 100), QUESTION), lossy=None)
-    world.ask(*prompt((10, 100), (8, 90)), lossy=None)
+    world.ask(*prompt(SYSTEM, (10, 100), QUESTION), max_kl=None)
+    world.ask(*prompt((10, 100), (8, 90)), max_kl=None)
     tokens, parts = prompt((3, 40), (10, 100), (4, 30))
     assert [run.kind for run in world.plan(tokens, 0, parts)] == ["behind"]
     tokens, parts = prompt((3, 40), (10, 100), (8, 90), (4, 30))  # also where the other is longer
@@ -151,8 +152,8 @@ def test_an_exact_session_meets_no_lossy_source(world, prompt) -> None:
     # (11) was computed on top of what was moved.
     tokens, parts = prompt((5, 40), (11, 200), (6, 30))
     assert world.plan(tokens, 0, parts, None) == []
-    assert world.plan(tokens, 0, parts, "kl-0.01") == []
-    (run,) = world.plan(tokens, 0, parts, "kl-0.05")
+    assert world.plan(tokens, 0, parts, 0.01) == []
+    (run,) = world.plan(tokens, 0, parts, 0.05)
     assert (run.end - run.start, run.level) == (200, "approx~kl-0.05")
 
 
@@ -188,17 +189,25 @@ def test_homes_of_evicted_blocks_are_forgotten(world, prompt) -> None:
     index = world.store.chunks
     again, ends = prompt((3, 40), (10, 200), (4, 30))
     (run,) = world.plan(again, 0, ends)
-    assert all(index.homes_many(run.chunks))
+    assert all(index.locations_many(run.chunks))
     world.store.forget(world.keys(tokens))
     assert world.plan(again, 0, ends) == []
-    assert not any(index.homes_many(run.chunks))
+    assert not any(index.locations_many(run.chunks))
     assert world.ask(tokens, parts).computed == [(0, len(tokens))]
     assert world.plan(again, 0, ends) == [run]
 
 
 def test_blocks_that_are_not_seen_yet_are_no_reason_to_forget(world, prompt) -> None:
     tokens, parts = prompt(SYSTEM, (10, 200), QUESTION)
-    record(world.store.chunks, world.salt, world.space, tokens, world.keys(tokens), [(0, len(tokens))], parts)
+    record(
+        world.store.chunks,
+        world.salt,
+        world.space,
+        tokens,
+        world.keys(tokens),
+        chunks(tokens, parts),
+        [(0, len(tokens))],
+    )
     again, ends = prompt((3, 40), (10, 200), (4, 30))
     assert world.plan(again, 0, ends) == []
     world.ask(tokens, parts)
@@ -208,7 +217,7 @@ def test_blocks_that_are_not_seen_yet_are_no_reason_to_forget(world, prompt) -> 
 def test_other_tenants_and_spaces_find_nothing(world, prompt) -> None:
     tokens, parts = prompt(SYSTEM, (10, 200), QUESTION)
     world.ask(tokens, parts)
-    assert plan(world.store, bytes(16), world.space, tokens, 0, parts, "kl-0.05") == []
+    assert plan(world.store, bytes(16), world.space, tokens, 0, parts, 0.05) == []
     other = type(world)(world.store)
     other.space = msgspec.structs.replace(world.space, weights="2" * 64)
     assert other.plan(tokens, 0, parts) == []
@@ -224,7 +233,7 @@ def test_what_is_read_is_proven(world, prompt) -> None:
     keys = world.keys(tokens)
 
     def reads(changed, wanted=again) -> bool:
-        with world.store.read("kl-0.05") as reader:
+        with world.store.read(0.05) as reader:
             return read(reader, run._replace(sources=(changed,)), wanted, world.space) is not None
 
     assert reads(source)
@@ -245,15 +254,15 @@ def test_a_lying_home_costs_a_miss_and_is_forgotten(world, prompt) -> None:
     index = world.store.chunks
     again, ends = prompt((3, 40), (10, 64), (4, 30))
     (run,) = world.plan(again, 0, ends)
-    (home,) = index.homes(run.chunks[0])
+    (home,) = index.locations(run.chunks[0])
     keys = world.keys(tokens)
-    lie = Home(tuple(keys[8:13]), home.row, home.count, 8 * 16)
+    lie = ChunkLocation(tuple(keys[8:13]), home.row, home.count, 8 * 16)
     index.forget(run.chunks[0], home)
     index.add(run.chunks[0], lie)
     assert [r.shift for r in world.plan(again, 0, ends)] != [run.shift]
     assert world.ask(again, ends).moved == 0
-    assert lie not in index.homes(run.chunks[0])
-    assert index.homes(run.chunks[0]) != []  # it was computed, and noted
+    assert lie not in index.locations(run.chunks[0])
+    assert index.locations(run.chunks[0]) != []  # it was computed, and noted
 
 
 def test_homes_for_blocks_of_another_size_are_left_alone(world, prompt) -> None:
@@ -261,7 +270,7 @@ def test_homes_for_blocks_of_another_size_are_left_alone(world, prompt) -> None:
     world.ask(tokens, parts)
     again, ends = prompt((3, 40), (10, 64), (4, 30))
     (run,) = world.plan(again, 0, ends)
-    (home,) = world.store.chunks.homes(run.chunks[0])
+    (home,) = world.store.chunks.locations(run.chunks[0])
     world.store.chunks.forget(run.chunks[0], home)
     for wrong in (home._replace(at=home.at + 1), home._replace(row=200), home._replace(count=9000)):
         world.store.chunks.add(run.chunks[0], wrong)
@@ -274,13 +283,16 @@ def test_noting_twice_changes_nothing(world, prompt) -> None:
     index, keys = world.store.chunks, world.keys(tokens)
     before = dict(index._table.items())
     for since in (0, 128):
-        record(index, world.salt, world.space, tokens, keys, [(0, 100), (100, len(tokens))], parts, since)
+        record(
+            index, world.salt, world.space, tokens, keys, chunks(tokens, parts, since), [(0, 100), (100, len(tokens))]
+        )
     assert dict(index._table.items()) == before
     # Of what was noted before only the end, where cuts may lie elsewhere now.
-    assert record(index, world.salt, world.space, tokens, keys, [(0, len(tokens))], parts, len(tokens)) <= 2
+    late = chunks(tokens, parts, len(tokens))
+    assert record(index, world.salt, world.space, tokens, keys, late, [(0, len(tokens))]) <= 2
     assert dict(index._table.items()) == before
-    assert record(index, world.salt, world.space, tokens, keys, [], parts) == 0
-    assert record(index, world.salt, world.space, tokens, [], [(0, len(tokens))], parts) == 0
+    assert record(index, world.salt, world.space, tokens, keys, chunks(tokens, parts), []) == 0
+    assert record(index, world.salt, world.space, tokens, [], chunks(tokens, parts), [(0, len(tokens))]) == 0
 
 
 def test_a_prompt_that_grows_is_noted_as_if_it_came_at_once(world, prompt) -> None:
@@ -290,17 +302,25 @@ def test_a_prompt_that_grows_is_noted_as_if_it_came_at_once(world, prompt) -> No
     keys, before = world.keys(tokens), dict(index._table.items())
     wanted = chunk_keys(world.space.digest, world.salt, tokens, chunks(tokens)[:-1])
     for key in wanted:
-        for home in index.homes(key):
+        for home in index.locations(key):
             index.forget(key, home)
-    assert not any(index.homes_many(wanted))
+    assert not any(index.locations_many(wanted))
     for end in range(3 * size, len(tokens) + 1, 3 * size):
         some = tokens[:end]
-        record(index, world.salt, world.space, some, keys[: end // size], [(0, end)], [], max(end - 3 * size, 0))
+        record(
+            index,
+            world.salt,
+            world.space,
+            some,
+            keys[: end // size],
+            chunks(some, since=max(end - 3 * size, 0)),
+            [(0, end)],
+        )
     assert before
-    assert all(index.homes_many(wanted))
+    assert all(index.locations_many(wanted))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples("heavy", suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_prompts_of_shared_pieces(new_world, prompt, data: st.DataObject) -> None:
     """Pieces of documents in any order, marked or not, exact or not, with blocks dropped now and then: the world
@@ -311,8 +331,8 @@ def test_any_prompts_of_shared_pieces(new_world, prompt, data: st.DataObject) ->
         tokens, parts = prompt(*data.draw(pieces))
         if data.draw(st.booleans()):
             parts = []
-        lossy = data.draw(st.sampled_from([None, "kl-0.01", "kl-0.05"]))
-        done = world.ask(tokens, parts, lossy)
+        max_kl = data.draw(st.sampled_from([None, 0.01, 0.05]))
+        done = world.ask(tokens, parts, max_kl)
         at = done.prefix
         for run in done.runs:
             assert at <= run.start <= run.end - WORTH

@@ -10,16 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
-from ctxreuse.block import BlockView, parse
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.block.format import BlockView, parse
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.keys import ROOT
+from ctxreuse.identity.keys import ROOT
 from ctxreuse.metrics import Metrics
-from ctxreuse.runtime import Runtime
+from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.store import BlockStore
+from support.examples import examples
+from support.letters import Letters
 
 BLOCK, VOCAB = 16, 256
 both = pytest.mark.parametrize("engine", ["llama", "gemma"], indirect=True)
@@ -33,7 +35,7 @@ def sealed(engine: TorchEngine, ids: Any) -> tuple[list[bytes], list[bytearray],
     """Keys, block bytes and (index, state bytes) of a context, as its runtime would store them."""
     runtime = Runtime(engine, None)
     keys = runtime.keys(ids)
-    live = runtime.prefill(ids).live
+    live = runtime.prefill(ids).context
     blocks = [bytearray(data.tobytes()) for data in engine.export(live, keys, ROOT, 0)]
     states = []
     for position in live.states:
@@ -44,7 +46,7 @@ def sealed(engine: TorchEngine, ids: Any) -> tuple[list[bytes], list[bytearray],
 
 
 def answer(engine: TorchEngine, store: BlockStore | None, ids: Any) -> Any:
-    runtime = Runtime(engine, store, live_bytes=0)
+    runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=0))
     return runtime.prefill(ids)
 
 
@@ -63,7 +65,7 @@ def fill(store: BlockStore, keys: list[bytes], blocks: list[bytearray], states: 
 
 
 @both
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples("heavy", suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_one_flipped_bit_in_any_plane(
     engine: TorchEngine, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -79,7 +81,7 @@ def test_one_flipped_bit_in_any_plane(
     with BlockStore.open(tmp_path_factory.mktemp("store"), capacity=64 << 20) as store:
         fill(store, keys, blocks, states)
         done = answer(engine, store, ids)
-        np.testing.assert_allclose(done.logits, engine.prefill(engine.start(), ids), atol=1e-5)
+        np.testing.assert_allclose(done.logits, engine.prefill(engine.new_context(), ids), atol=1e-5)
         store.flush()
         dropped = store.stats().dropped
         assert dropped.get("corrupt", 0) == 1, dropped
@@ -133,12 +135,12 @@ def test_a_foreign_block_under_a_right_key(llama: TorchEngine, tmp_path: Path, f
     with BlockStore.open(tmp_path, capacity=64 << 20) as store:
         done = answer(llama, store, ids)
         assert done.usage.cached_tokens == 2 * BLOCK
-        assert done.usage.missed not in ("", "absent")
-        np.testing.assert_allclose(done.logits, llama.prefill(llama.start(), ids), atol=1e-5)
+        assert done.usage.miss_reason not in ("", "absent")
+        np.testing.assert_allclose(done.logits, llama.prefill(llama.new_context(), ids), atol=1e-5)
         assert sum(store.stats().misses.values()) == 1
         store.flush()
         assert store.match(keys).blocks == 2
-        runtime = Runtime(llama, store, live_bytes=0)
+        runtime = Runtime(llama, store, RuntimeOptions(context_cache_bytes=0))
         runtime.warm(ids)
         store.flush()
         assert answer(llama, store, ids).usage.cached_tokens == 6 * BLOCK
@@ -157,12 +159,12 @@ def test_layers_of_another_shape_are_refused(engine: TorchEngine, tmp_path: Path
         fill(store, keys, blocks, states)
         done = answer(engine, store, ids)
         assert done.usage.cached_tokens == (0 if engine.space.needs_state else BLOCK)
-        assert done.usage.missed == "foreign"
-        np.testing.assert_allclose(done.logits, engine.prefill(engine.start(), ids), atol=1e-5)
+        assert done.usage.miss_reason == "foreign"
+        np.testing.assert_allclose(done.logits, engine.prefill(engine.new_context(), ids), atol=1e-5)
 
 
 @both
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples("heavy", suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), seed=st.integers(0, 5))
 @example(lengths=[40, 1, 33], seed=1)
 def test_greedy_answers_are_token_identical(
@@ -170,27 +172,13 @@ def test_greedy_answers_are_token_identical(
 ) -> None:
     """Turn after turn through the store: the tokens are those that an engine without a store generates."""
 
-    class Plain:
-        stop_ids: frozenset[int] = frozenset()
-
-        markers: frozenset[str] = frozenset()
-
-        def encode(self, text: str, *, markers: bool = True) -> Any:
-            raise AssertionError
-
-        def decode(self, ids: Any) -> str:
-            return "".join(chr(0x100 + int(i)) for i in ids)
-
-        def render(self, messages: Any, *, generate: bool) -> str:
-            raise AssertionError
-
-    greedy = Sampling(max_tokens=20, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, ignore_eos=True)
     with BlockStore.open(tmp_path_factory.mktemp("store"), capacity=64 << 20) as store:
         ids = context(seed)
         for turn, n in enumerate(lengths):
             ids = np.concatenate([ids, np.random.default_rng(turn).integers(3, VOCAB, n).astype("<i4")])
             metrics = Metrics()
-            runtime = Runtime(engine, store, text=Plain(), live_bytes=0, metrics=metrics)
+            runtime = Runtime(engine, store, RuntimeOptions(text=Letters(), context_cache_bytes=0, metrics=metrics))
             with_store = runtime.complete(ids, greedy)
             with_store.drain()
             with_store.close()
@@ -198,9 +186,9 @@ def test_greedy_answers_are_token_identical(
             assert metrics.read("ctxreuse_completion_tokens_total") == 20
             sources = [metrics.read("ctxreuse_prompt_tokens_total", source) for source in ("disk", "compute")]
             assert sources == [with_store.usage.cached_tokens, len(ids) - with_store.usage.cached_tokens]
-            nothing = runtime.complete(ids, Sampling(max_tokens=0))
+            nothing = runtime.complete(ids, SamplingParams(max_tokens=0))
             assert (nothing.drain(), nothing.tokens, nothing.finish) == ("", [], "length")
-            without = Runtime(engine, None, text=Plain(), live_bytes=0).complete(ids, greedy)
+            without = Runtime(engine, None, RuntimeOptions(text=Letters(), context_cache_bytes=0)).complete(ids, greedy)
             without.drain()
             assert with_store.tokens == without.tokens
             assert len(with_store.tokens) == 20

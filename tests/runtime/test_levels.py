@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ctxreuse.block import BlockWriter, parse
-from ctxreuse.codec import Codec, Shelf
+from ctxreuse.block.format import BlockWriter, parse
+from ctxreuse.block.levels import EXACT, family, is_exact
+from ctxreuse.codec import Codec, ProfileStore
 from ctxreuse.engines.provenance import leading
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError
-from ctxreuse.levels import EXACT, is_exact, short
-from ctxreuse.runtime import Runtime
+from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.store import BlockStore, TieredStore
-from ctxreuse.testing.plain_card import shelved
+from ctxreuse.testing.profiles import plain_codec
 from ctxreuse.testing.sealed import random_tokens, seal
 
 BLOCK = 16
@@ -31,7 +31,7 @@ def coded(engine: TorchEngine, tmp_path: Path) -> Iterator[TorchEngine]:
     """The engine with a card on a shelf of its own."""
     sealed = seal(engine, random_tokens(engine, 6 * BLOCK, seed=5))
     views = [parse(data) for data in (*sealed.blocks, *sealed.states.values())]
-    engine.codec = shelved(engine.space, views, tmp_path / "cards")
+    engine.codec = plain_codec(engine.space, views, tmp_path / "cards")
     yield engine
     engine._codec = None
 
@@ -39,13 +39,15 @@ def coded(engine: TorchEngine, tmp_path: Path) -> Iterator[TorchEngine]:
 def kept(store: TieredStore | BlockStore) -> Counter[str]:
     store.flush(30)
     store.check()
-    return Counter(short(entry.level) for entry in store.walk())
+    return Counter(family(entry.level) for entry in store.walk())
 
 
 def lossy_store(engine: TorchEngine, folder: Path, ids: np.ndarray) -> BlockStore:
     """A store that holds the whole blocks of ``ids`` at kl-0.05, where that is smaller."""
     store = BlockStore.open(folder, level="kl-0.05")
-    Runtime(engine, store, live_bytes=0).warm(ids, lossy="kl-0.05")
+    Runtime(engine, store, RuntimeOptions(context_cache_bytes=0)).warm(
+        Runtime(engine, store, RuntimeOptions(context_cache_bytes=0)).request(ids, max_kl=0.05)
+    )
     store.flush(30)
     return store
 
@@ -53,39 +55,39 @@ def lossy_store(engine: TorchEngine, folder: Path, ids: np.ndarray) -> BlockStor
 @both
 def test_exact_requests_are_not_touched_by_lossy_blocks(coded: TorchEngine, tmp_path: Path) -> None:
     ids = random_tokens(coded, WHOLE + 5)
-    expected = coded.prefill(coded.start(), ids)
+    expected = coded.prefill(coded.new_context(), ids)
     with lossy_store(coded, tmp_path / "s", ids) as store:
         held = kept(store)
         assert held["kl-0.05"] >= 10
-        runtime = Runtime(coded, store, live_bytes=0)
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
         done = runtime.prefill(ids)
         assert np.abs(done.logits - expected).max() <= 1e-5 * np.abs(expected).max()
-        assert done.usage.missed == "level"
-        assert not done.usage.approx
-        assert set(done.usage.by_level) <= {EXACT}
-        runtime.release(done.live)
+        assert done.usage.miss_reason == "level"
+        assert not done.usage.approximate
+        assert set(done.usage.tokens.by_level) <= {EXACT}
+        runtime.release(done)
         # It computed them exactly and allows no less: that is what is held now.
         assert all(is_exact(level) for level in kept(store))
         again = runtime.prefill(ids)
         assert np.array_equal(again.logits, runtime.prefill(ids).logits)
         assert again.usage.cached_tokens == WHOLE
-        assert not again.usage.missed
+        assert not again.usage.miss_reason
 
 
 @both
 def test_a_request_that_allows_loss_uses_it_and_says_so(coded: TorchEngine, tmp_path: Path) -> None:
     ids = random_tokens(coded, WHOLE + 5)
     with lossy_store(coded, tmp_path / "s", ids) as store:
-        runtime = Runtime(coded, store, live_bytes=0)
-        done = runtime.prefill(ids, lossy="kl-0.05")
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
+        done = runtime.prefill(runtime.request(ids, max_kl=0.05))
         assert done.usage.cached_tokens == WHOLE
-        assert done.usage.approx
-        assert done.usage.by_level == {level: n * BLOCK for level, n in kept(store).items()}
-        assert done.usage.by_source == {"disk": WHOLE}
+        assert done.usage.approximate
+        assert done.usage.tokens.by_level == {level: n * BLOCK for level, n in kept(store).items()}
+        assert done.usage.tokens.by_source == {"disk": WHOLE}
         # kl-0.01 is stricter than what is held: computed.
-        strict = runtime.prefill(ids, lossy="kl-0.01")
-        assert strict.usage.missed == "level"
-        assert not strict.usage.approx
+        strict = runtime.prefill(runtime.request(ids, max_kl=0.01))
+        assert strict.usage.miss_reason == "level"
+        assert not strict.usage.approximate
 
 
 @both
@@ -94,18 +96,18 @@ def test_what_stands_on_lossy_blocks_is_kept_as_such(coded: TorchEngine, tmp_pat
     longer = np.concatenate([ids, more])
     with lossy_store(coded, tmp_path / "s", ids) as store:
         before = kept(store)
-        runtime = Runtime(coded, store, live_bytes=0)
-        runtime.warm(longer, lossy="kl-0.05")
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
+        runtime.warm(runtime.request(longer, max_kl=0.05))
         after = kept(store)
         # The last of the old blocks is computed again if the model's state lies before it.
         assert after["approx"] >= 3
         assert after[EXACT] == before[EXACT]
-        reused = runtime.prefill(longer, lossy="kl-0.05").usage
-        assert reused.by_level["approx"] >= 3 * BLOCK
-        assert reused.approx
+        reused = runtime.prefill(runtime.request(longer, max_kl=0.05)).usage
+        assert reused.tokens.by_level["approx"] >= 3 * BLOCK
+        assert reused.approximate
         exact = runtime.prefill(longer)
-        assert not exact.usage.approx
-        assert np.allclose(exact.logits, coded.prefill(coded.start(), longer), atol=1e-4)
+        assert not exact.usage.approximate
+        assert np.allclose(exact.logits, coded.prefill(coded.new_context(), longer), atol=1e-4)
 
 
 @both
@@ -113,17 +115,17 @@ def test_contexts_in_memory_are_lent_to_those_who_allow_them(coded: TorchEngine,
     ids = random_tokens(coded, WHOLE + 5)
     with lossy_store(coded, tmp_path / "s", ids) as store:
         runtime = Runtime(coded, store)
-        done = runtime.prefill(ids, lossy="kl-0.05")
-        clean = leading(done.live.levels, None)
-        runtime.release(done.live, lossy="kl-0.05")
-        assert runtime.pool.match(coded, ids, 0, "kl-0.05") > WHOLE - BLOCK
-        assert runtime.pool.match(coded, ids, 0) <= clean
-        assert not runtime.prefill(ids).usage.approx
-        lent = runtime.prefill(ids, lossy="kl-0.05").usage
-        assert lent.approx
+        done = runtime.prefill(runtime.request(ids, max_kl=0.05))
+        clean = leading(done.context.levels, None)
+        runtime.release(done)
+        assert runtime.context_cache.match(coded, ids, 0, 0.05) > WHOLE - BLOCK
+        assert runtime.context_cache.match(coded, ids, 0) <= clean
+        assert not runtime.prefill(ids).usage.approximate
+        lent = runtime.prefill(runtime.request(ids, max_kl=0.05)).usage
+        assert lent.approximate
         # Where states are needed, memory reaches no further than the store does.
-        assert lent.by_source == {"disk" if coded.space.needs_state else "device": lent.cached_tokens}
-        assert sum(lent.by_level.values()) == lent.cached_tokens
+        assert lent.tokens.by_source == {"disk" if coded.space.needs_state else "device": lent.cached_tokens}
+        assert sum(lent.tokens.by_level.values()) == lent.cached_tokens
 
 
 @both
@@ -132,21 +134,23 @@ def test_blocks_whose_card_is_gone_are_computed_and_stay(coded: TorchEngine, tmp
     with lossy_store(coded, tmp_path / "s", ids) as store:
         before = kept(store)
         codec = coded.codec
-        coded.codec = Codec(coded.space, (codec.digest[::-1], codec.card), shelf=Shelf(tmp_path / "empty"))
-        done = Runtime(coded, store, live_bytes=0).prefill(ids, lossy="kl-0.05")
-        assert done.usage.missed == "card"
-        assert not done.usage.approx
+        coded.codec = Codec(coded.space, (codec.digest[::-1], codec.profile), profiles=ProfileStore(tmp_path / "empty"))
+        done = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0)).prefill(
+            Runtime(coded, store, RuntimeOptions(context_cache_bytes=0)).request(ids, max_kl=0.05)
+        )
+        assert done.usage.miss_reason == "card"
+        assert not done.usage.approximate
         assert kept(store) == before
 
 
 @pytest.mark.parametrize("engine", ["llama"], indirect=True)
 def test_a_stream_that_decodes_to_nothing_is_computed_and_dropped(coded: TorchEngine, tmp_path: Path) -> None:
     ids = random_tokens(coded, WHOLE + 5)
-    expected = coded.prefill(coded.start(), ids)
+    expected = coded.prefill(coded.new_context(), ids)
     with lossy_store(coded, tmp_path / "s", ids) as store:
-        runtime = Runtime(coded, store, live_bytes=0)
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
         key = runtime.keys(ids)[5]
-        with store.read("kl-0.05") as reader:
+        with store.read(0.05) as reader:
             view = reader.peek(key)
             assert view is not None
             writer = BlockWriter(
@@ -156,26 +160,27 @@ def test_a_stream_that_decodes_to_nothing_is_computed_and_dropped(coded: TorchEn
             for plane in view.layout.planes:  # right checksums over wrong bytes
                 writer.plane(plane.layer, plane.role)[:] = 7
             del view
-        assert store.put(key, writer.seal(), replace=True, lossy="kl-0.05")
+        assert store.put(key, writer.seal(), replace=True, max_kl=0.05)
         store.flush(30)
-        done = runtime.prefill(ids, lossy="kl-0.05")
+        done = runtime.prefill(runtime.request(ids, max_kl=0.05))
         assert done.usage.cached_tokens == 5 * BLOCK
-        assert done.usage.missed == "corrupt"
+        assert done.usage.miss_reason == "corrupt"
         assert np.abs(done.logits - expected).max() < np.abs(expected).max()
-        assert store.match(runtime.keys(ids), "kl-0.05").blocks == 5
+        assert store.match(runtime.keys(ids), 0.05).blocks == 5
 
 
 @pytest.mark.parametrize("engine", ["llama"], indirect=True)
 def test_levels_without_a_card_are_refused(coded: TorchEngine, tmp_path: Path) -> None:
     runtime = Runtime(coded)
-    runtime.permit(None)
-    runtime.permit("kl-0.05")
-    for lossy, says in (("kl-0.2", "There are exact"), ("q4", "kl-0.01"), ("exact", "None allows")):
+    runtime.check_max_kl(None)
+    runtime.check_max_kl(0.05)
+    runtime.check_max_kl(0.2)
+    for max_kl, says in ((0.001, "the levels are .*kl-0.05"), (-1.0, "such as 0.01")):
         with pytest.raises(ConfigError, match=says):
-            runtime.prefill([1, 2, 3], lossy=lossy)
-    coded.codec = Codec(coded.space, shelf=Shelf(tmp_path / "empty"))
+            runtime.prefill(runtime.request([1, 2, 3], max_kl=max_kl))
+    coded.codec = Codec(coded.space, profiles=ProfileStore(tmp_path / "empty"))
     with pytest.raises(ConfigError, match="ctxreuse calibrate"):
-        runtime.complete([1, 2, 3], None, lossy="kl-0.05")  # type: ignore[arg-type]
+        runtime.complete(runtime.request([1, 2, 3], max_kl=0.05), None)  # type: ignore[arg-type]
 
 
 @both
@@ -183,19 +188,20 @@ def test_full_stores_serve_both_kinds(coded: TorchEngine, tmp_path: Path) -> Non
     """Contexts of one who allows loss shrink for the sake of new ones; those of one who does not stay exact."""
     mine, *theirs = (random_tokens(coded, WHOLE + 5, seed=n) for n in range(7))
     with BlockStore.open(tmp_path / "s", capacity=1 << 20) as store:
-        runtime = Runtime(coded, store, live_bytes=0)
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
         runtime.warm(mine)
         store.flush(30)
         size = store.stats().nbytes
-    with BlockStore.open(tmp_path / "s", capacity=3 * size) as store:
-        runtime = Runtime(coded, store, live_bytes=0)
+    # By recency: what the adaptive policy values most after a dozen requests depends on how long they took.
+    with BlockStore.open(tmp_path / "s", capacity=3 * size, policy="lru") as store:
+        runtime = Runtime(coded, store, RuntimeOptions(context_cache_bytes=0))
         for ids in theirs:
             runtime.warm(mine)
-            runtime.warm(ids, lossy="kl-0.05")
+            runtime.warm(runtime.request(ids, max_kl=0.05))
         assert kept(store)["kl-0.05"] > 0
         usage = runtime.prefill(mine).usage
-        assert not usage.approx
+        assert not usage.approximate
         assert usage.cached_tokens >= WHOLE - 2 * BLOCK
-        reused = [runtime.prefill(ids, lossy="kl-0.05").usage.cached_tokens for ids in theirs]
+        reused = [runtime.prefill(runtime.request(ids, max_kl=0.05)).usage.cached_tokens for ids in theirs]
         # Two contexts beside mine would fit as they are.
         assert sum(n >= WHOLE - 2 * BLOCK for n in reused) > 2

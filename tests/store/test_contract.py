@@ -12,6 +12,9 @@ class TestDisk(StoreContract):
     def open(self, folder: Path) -> BlockStore:
         return BlockStore.open(folder, capacity=1 << 20)
 
+    def open_by_recency(self, folder: Path) -> BlockStore:
+        return BlockStore.open(folder, capacity=1 << 20, policy="lru")
+
 
 class TestMemory(StoreContract):
     def open(self, folder: Path) -> TieredStore:
@@ -22,7 +25,13 @@ class TestTiers(StoreContract):
     def open(self, folder: Path) -> TieredStore:
         return TieredStore(1 << 20, BlockStore.open(folder, capacity=1 << 20))
 
+    def open_by_recency(self, folder: Path) -> TieredStore:
+        return TieredStore(1 << 20, BlockStore.open(folder, capacity=1 << 20, policy="lru"))
+
 
 class TestNoMemory(StoreContract):
     def open(self, folder: Path) -> TieredStore:
         return TieredStore(0, BlockStore.open(folder, capacity=1 << 20))
+
+    def open_by_recency(self, folder: Path) -> TieredStore:
+        return TieredStore(0, BlockStore.open(folder, capacity=1 << 20, policy="lru"))

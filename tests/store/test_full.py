@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,8 @@ from ctxreuse.errors import StoreError, StoreFullError
 from ctxreuse.store import BlockStore, Ledger, NewTurn, TieredStore
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
-
-
-@contextmanager
-def no_file_beyond(nbytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond this size: what a full disk is, for one process (EFBIG, short writes)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from support.full_disk import no_file_beyond
+from support.waiting import patient, until
 
 
 def test_cache_survives_a_full_disk_and_tries_again(tmp_path: Path, data_size) -> None:
@@ -92,6 +80,51 @@ def test_tiers_go_on_in_memory(tmp_path: Path, data_size) -> None:
         store.check()
 
 
+def test_what_the_disk_could_not_take_is_told_and_written_when_there_is_room(tmp_path: Path, data_size) -> None:
+    clock = FakeClock()
+    disk = BlockStore.open(tmp_path, capacity=64 << 20, clock=clock)
+    with TieredStore(8 << 20, disk) as store:
+        first, second, third = (Context(4, seed=seed, floats=50_000) for seed in range(3))
+        first.fill(store)
+        assert not store.stats().failing
+        with no_file_beyond(data_size(tmp_path / "blocks") + 100_000):
+            assert second.fill(store) == 4
+            assert third.fill(store) == 4
+            until(
+                lambda: (
+                    (disk.stats().refused["disk"] + disk.stats().refused["backoff"], store.stats().unwritten) == (8, 8)
+                )
+            )
+            stats = store.stats()
+            assert stats.failing
+            assert stats.unwritten_bytes >= 8 * 4 * 50_000
+            assert (stats.blocks, disk.stats().blocks) == (12, 4)
+            refused = disk.stats().refused
+            assert refused["disk"] >= 1
+            assert disk.removal(second.keys[0]).why in ("disk", "backoff")
+            clock.advance(6)
+            until(lambda: disk.stats().errors["disk"] >= 2)  # it tries, with one value
+            until(lambda: store.stats().unwritten == 8)
+        clock.advance(6)
+        until(lambda: store.stats().unwritten == 0)
+        store.flush()
+        assert not store.stats().failing
+        assert (store.stats().blocks, disk.stats().blocks) == (12, 12)
+        store.check()
+    with BlockStore.open(tmp_path, capacity=64 << 20) as again:
+        assert all(context.intact(again) for context in (first, second, third))
+
+
+def test_a_store_that_nothing_is_owed_to_is_not_called_failing_for_ever(tmp_path: Path, data_size) -> None:
+    clock = FakeClock()
+    with BlockStore.open(tmp_path, capacity=64 << 20, clock=clock) as store:
+        with no_file_beyond(data_size(tmp_path / "blocks")):
+            Context(2, floats=50_000).fill(store)
+            assert store.stats().failing
+        clock.advance(6)
+        until(lambda: not store.stats().failing)
+
+
 def test_ledger_says_so_and_loses_nothing(tmp_path: Path, data_size) -> None:
     with Ledger.open(tmp_path) as ledger:
         session = ledger.create("main")
@@ -142,7 +175,7 @@ print("fine")
 
 def test_a_disk_that_is_really_full(tmp_path: Path, spawn, mounts) -> None:
     prefix = mounts(f"mount -t tmpfs -o size=12m none '{tmp_path}'")
-    out, err = spawn(TMPFS, tmp_path, prefix=prefix).communicate(timeout=100)
+    out, err = spawn(TMPFS, tmp_path, prefix=prefix).communicate(timeout=patient(100))
     assert out == "fine\n", err
 
 
@@ -153,19 +186,20 @@ def test_no_room_even_to_open(tmp_path: Path) -> None:
         part.open(tmp_path).close()
 
 
-def test_the_queue_is_bounded(tmp_path: Path) -> None:
+def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(40, floats=100_000)
     size = context.block(0).nbytes
-    with BlockStore.open(tmp_path, capacity=1 << 30, queue_bytes=2 * size, map_size=1 << 20) as store:
+    monkeypatch.setattr(BlockStore, "QUEUE_BYTES", 2 * size)
+    with BlockStore.open(tmp_path, capacity=1 << 30, map_size=1 << 20) as store:
         release, entered = threading.Event(), threading.Event()
 
         def stall(_: object) -> None:
             entered.set()
-            release.wait(30)
+            release.wait(patient(30))
 
         store.subscribe(stall)
         store.put(context.keys[0], context.block(0))
-        entered.wait(30)
+        entered.wait(patient(30))
         accepted = 0
         while store.put(context.keys[accepted + 1], context.block(accepted + 1), wait=0.0):
             accepted += 1

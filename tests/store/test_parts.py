@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from ctxreuse.block.format import BlockView, Buffer, parse
 from ctxreuse.errors import ConfigError, StoreError
 from ctxreuse.store import BlockStore, TieredStore, open_store
-from ctxreuse.store.gate import Gate
+from ctxreuse.store.blocks import pending, recompress, tables
+from ctxreuse.store.blocks.pending import Put
+from ctxreuse.store.blocks.writer import Writer
 from ctxreuse.store.host import HostTier
-from ctxreuse.store.policy import LRU, Facts, make_policy
-from ctxreuse.store.put import Put
-from ctxreuse.store.records import Record, footprint
-from ctxreuse.store.writer import Writer
+from ctxreuse.store.lmdb.records import Record, footprint
+from ctxreuse.store.lmdb.rwlock import MapLock
+from ctxreuse.store.policy import NAMES, Facts, make_policy
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
+from oracle.policy.lru import LRU
+from support.waiting import patient
 
 
 def test_lru_keeps_children_older_than_parents() -> None:
@@ -34,7 +38,8 @@ def test_lru_keeps_children_older_than_parents() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert isinstance(make_policy("lru", 1), LRU)
+    for name in NAMES:
+        assert make_policy(name, 1).name in (name, "adaptive")
     mine: LRU[bytes] = LRU()
     assert make_policy(mine, 1) is mine
     with pytest.raises(ConfigError, match="lru"):
@@ -50,7 +55,7 @@ def test_records_and_footprints() -> None:
 
 
 def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
-    gate = Gate()
+    gate = MapLock()
     gate.enter()
     with gate.exclusive(10.0) as alone:
         assert not alone
@@ -60,7 +65,7 @@ def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
         with gate.exclusive(30.0) as alone:
             events.append(("alone", alone, gate.readers))
             inside.set()
-            left.wait(30)
+            left.wait(patient(30))
 
     thread = threading.Thread(target=resize)
     thread.start()
@@ -70,7 +75,7 @@ def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
     assert gate.readers == 2
     gate.leave()
     gate.leave()
-    assert inside.wait(30)
+    assert inside.wait(patient(30))
     late = threading.Thread(target=lambda: (gate.enter(), events.append(("late",)), gate.leave()))
     late.start()
     left.set()
@@ -110,7 +115,7 @@ def test_the_tick_comes_after_items_until_it_is_content() -> None:
     writer = Writer(lambda items: calls.append("commit"), tick, limit_bytes=10, period=0.001)
     assert calls == []
     writer.put(1, 1, 1.0)
-    assert content.wait(30)
+    assert content.wait(patient(30))
     writer.close()
     assert calls == ["commit", "tick", "tick", "tick"]
 
@@ -132,7 +137,7 @@ def test_batches_are_bounded_by_bytes_and_count() -> None:
     start = threading.Event()
 
     def commit(items: list[int]) -> None:
-        start.wait(30)
+        start.wait(patient(30))
         batches.append(items)
 
     writer = Writer(commit, lambda: False, limit_bytes=1000, batch=4, batch_bytes=100)
@@ -212,7 +217,7 @@ for i in range(200):
 
 
 def test_a_program_that_forgets_to_close_loses_nothing(tmp_path: Path, spawn) -> None:
-    out, err = spawn(FORGETFUL, tmp_path).communicate(timeout=60)
+    out, err = spawn(FORGETFUL, tmp_path).communicate(timeout=patient(60))
     assert (out, err) == ("", "")
     with BlockStore.open(tmp_path, capacity=1 << 24) as store:
         assert store.stats().recovered == ""
@@ -275,7 +280,7 @@ def test_what_is_queued_can_be_read_from_memory(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert store.disk is not None
         release = threading.Event()
-        store.disk.subscribe(lambda _: release.wait(30) and None)
+        store.disk.subscribe(lambda _: release.wait(patient(30)) and None)
         for i in range(6):
             assert store.put(context.keys[i], context.block(i))
         assert store.match(context.keys).blocks == 6
@@ -337,3 +342,21 @@ def test_a_parent_is_never_older_than_its_child_after_a_crash(tmp_path: Path) ->
     with BlockStore.open(tmp_path, capacity=1 << 20) as store:
         store.check()
         assert list(store._index.policy.order()) == [*reversed(context.keys), *reversed(other.keys)]
+
+
+def test_a_block_is_parsed_once_on_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    def counted(data: Buffer) -> BlockView:
+        parsed.append(data)
+        return parse(data)
+
+    for module in (pending, recompress, tables):
+        monkeypatch.setattr(module, "parse", counted)
+    context = Context(3)
+    with open_store(tmp_path) as store:
+        for i in range(3):
+            assert store.put(context.keys[i], context.block(i))
+        assert store.put(context.keys[2], context.state(2), kind="state")
+        store.flush()
+        assert len(parsed) == 4

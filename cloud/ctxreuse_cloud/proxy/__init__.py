@@ -1,6 +1,5 @@
-"""The OpenAI-compatible streaming proxy: who asks, which backend answers, and bytes that pass through as they come.
+"""The OpenAI-compatible streaming proxy; one event loop owns all of it.
 
-One event loop owns everything here. ``tenants`` says who asks, ``admission`` how much at once, ``routing`` and
-``breaker`` which backend, ``retry`` when to try another, ``stream`` passes the answer on, ``health`` looks after the
-backends, and ``proxy`` is the ASGI application that puts them together.
+``tenants`` authenticates, ``admission`` limits, ``backends`` and ``breaker`` choose the backend, ``retry`` says when to
+try another, ``stream`` passes the answer on, ``health`` checks the backends; ``proxy`` is the ASGI application.
 """

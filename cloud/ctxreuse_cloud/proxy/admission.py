@@ -1,4 +1,4 @@
-"""How many requests a tenant may have running at once."""
+"""Admission: limits the running requests of each tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Counts running requests a tenant. One event loop calls. ``limit`` 0: no limit."""
+    """Counts running requests by tenant; for one event loop. ``limit`` 0: unlimited."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -18,7 +18,7 @@ class Admission:
 
     @contextmanager
     def enter(self, tenant: str) -> Iterator[bool]:
-        """Inside the ``with`` block one more request of ``tenant`` runs; yields False if that would be too many."""
+        """Count one more request of ``tenant`` inside the ``with`` block; yields False if that exceeds the limit."""
         if self._limit and self._running[tenant] >= self._limit:
             yield False
             return
@@ -28,13 +28,13 @@ class Admission:
         finally:
             self._running[tenant] -= 1
             if not self._running[tenant]:
-                del self._running[tenant]  # tenants come and go, a counter for each that ever was would grow
+                del self._running[tenant]  # else the dict grows with every tenant there ever was
 
     @property
     def running(self) -> int:
-        """Requests that run now, of all tenants."""
+        """Running requests of all tenants."""
         return self._running.total()
 
     def check(self) -> None:
-        """Raises AssertionError if a count is not one that requests can have made."""
+        """Raise AssertionError if a count is out of range."""
         assert all(n > 0 and (not self._limit or n <= self._limit) for n in self._running.values())

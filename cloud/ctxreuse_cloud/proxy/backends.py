@@ -1,7 +1,8 @@
-"""The backends: what is known of each, which may be asked now, and the pool of connections to them."""
+"""The backends: their state, which one gets a request, and the pool of connections to them."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,17 +11,22 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+import xxhash
 
 from ctxreuse.config import BackendConfig
 from ctxreuse.errors import ConfigError
+from ctxreuse.private import warn_if_shared
 from ctxreuse_cloud.proxy.breaker import Breaker
-from ctxreuse_cloud.proxy.routing import choose
 
-__all__ = ["Backend", "Backends", "Standing", "connections"]
+__all__ = ["Backend", "BackendStatus", "Backends", "choose", "connections"]
+
+#: Load relative to the mean above which contexts go elsewhere, and requests that never are too many: a few more in a
+#: batch cost an engine little, a lost prefix costs seconds.
+_EXCESS, _ALWAYS = 1.25, 4
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """How one backend stands, for ``status``. ``healthy`` is None until it was looked at once."""
+class BackendStatus(msgspec.Struct, frozen=True):
+    """State of one backend, for ``status``; ``healthy`` is None until the first check."""
 
     name: str
     url: str
@@ -30,18 +36,20 @@ class Standing(msgspec.Struct, frozen=True):
     requests: int
     failures: int
     models: tuple[str, ...]
-    said: str
+    error: str
 
 
 class Backend:
-    """One backend. One event loop calls."""
+    """One backend; for one event loop."""
 
     def __init__(self, config: BackendConfig, clock: Callable[[], float] = time.monotonic) -> None:
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ConfigError(f"a backend cannot be at {config.url!r}", fix="Write it as http://127.0.0.1:8000")
+            raise ConfigError(
+                f"{config.url!r} is not the address of a backend", fix="Write it as http://127.0.0.1:8000"
+            )
         if parts.username is not None or parts.password is not None:
-            # The URL is shown in status, logs and errors.
+            # The URL appears in status, logs and errors.
             raise ConfigError("a backend's URL must hold no password", fix="Put its key in a file: api_key_file")
         self.config = config
         self.url = config.url.rstrip("/").removesuffix("/v1")
@@ -49,19 +57,19 @@ class Backend:
         self.key = _read_key(config.api_key_file)
         self.breaker = Breaker()
         self.healthy: bool | None = None
-        self.said = ""
+        self.error = ""
         self.models: tuple[str, ...] = ()
         self.outstanding = self.requests = self.failures = 0
         self.clock = clock
 
     def ready(self) -> bool:
-        """True if it may be asked now: not known to be ill, breaker closed, not full."""
+        """Return True if it may take a request now: not unhealthy, breaker closed, not full."""
         full = self.config.max_inflight and self.outstanding >= self.config.max_inflight
         return self.healthy is not False and not full and self.breaker.allows(self.clock())
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Counts one request from its start to the last byte of its answer."""
+    def request(self) -> Iterator[None]:
+        """Count one request from its start to the last byte of its answer."""
         self.breaker.begin(self.clock())
         self.outstanding += 1
         self.requests += 1
@@ -72,35 +80,37 @@ class Backend:
             self.breaker.gave_up()
 
     def succeeded(self) -> None:
-        """It answered."""
+        """Note that it answered."""
         self.breaker.succeeded()
 
     def failed(self) -> None:
-        """It did not answer, or broke off."""
+        """Note that it did not answer, or broke off."""
         self.failures += 1
         self.breaker.failed(self.clock())
 
-    def standing(self) -> Standing:
-        """How it stands now."""
+    def status(self) -> BackendStatus:
+        """Return its state."""
         state = self.breaker.state(self.clock())
         counts = (self.outstanding, self.requests, self.failures)
-        return Standing(self.name, self.url, self.healthy, state, *counts, self.models, self.said)
+        return BackendStatus(self.name, self.url, self.healthy, state, *counts, self.models, self.error)
 
 
 def _read_key(file: str) -> str:
     if not file:
         return ""
+    place = Path(file).expanduser()
+    warn_if_shared(place, "the API key in")
     try:
-        key = Path(file).expanduser().read_text("utf-8").strip()
+        key = place.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the key of a backend cannot be read: {error}", where=file) from None
+        raise ConfigError(f"the API key file cannot be read: {error}", where=file) from None
     if not key or not key.isprintable():
-        raise ConfigError("the key of a backend is no single line of text", where=file)
+        raise ConfigError("an API key file must contain one printable line", where=file)
     return key
 
 
 class Backends:
-    """All backends, in the order of the settings. Raises ConfigError for two of one name."""
+    """All backends, in the order of the settings. Raises ConfigError if two have one name."""
 
     def __init__(self, configs: Sequence[BackendConfig], clock: Callable[[], float] = time.monotonic) -> None:
         self.all = tuple(Backend(config, clock) for config in configs)
@@ -110,9 +120,9 @@ class Backends:
                 raise ConfigError(f"two backends are called {name!r}", fix="Give each its own name")
 
     def choose(self, model: str, context: bytes, tried: Sequence[Backend] = ()) -> Backend | None:
-        """Where to send a request: not where it was ``tried``, unless nobody else is left.
+        """Choose a backend for a request: if possible one not ``tried`` yet, and one that lists ``model``.
 
-        Backends that list ``model`` come first. None of them may list it: servers of one model often take any name.
+        Servers of one model often accept any name, so a model that none lists goes to all.
         """
         listing = [backend for backend in self.all if model in backend.models] or self.all
         fresh = [backend for backend in listing if backend not in tried]
@@ -123,16 +133,16 @@ class Backends:
         return None
 
     def wait(self) -> float:
-        """Seconds until some backend may be ready again, for ``Retry-After``."""
+        """Return the seconds until a backend may be ready, for ``Retry-After``."""
         return min((b.breaker.wait(b.clock()) for b in self.all if b.healthy is not False), default=5.0)
 
     @property
     def healthy(self) -> int:
-        """How many may be asked, as far as is known."""
+        """Number of backends not known to be unhealthy."""
         return sum(backend.healthy is not False for backend in self.all)
 
     def models(self) -> list[tuple[str, str]]:
-        """Names of models and the first backend that lists each, in order."""
+        """Return the models and the first backend that lists each."""
         found: dict[str, str] = {}
         for backend in self.all:
             if backend.healthy is not False:
@@ -141,11 +151,33 @@ class Backends:
         return list(found.items())
 
 
-def connections(connect: float, silence: float) -> aiohttp.ClientSession:
-    """The pool of connections to all backends; close it. Seconds as in the settings of the same name.
+def choose(backends: Sequence[Backend], key: bytes, room: Callable[[Backend], bool] = lambda _: True) -> Backend | None:
+    """Choose the backend for the context ``key`` (empty: the least loaded one); None if none has ``room``.
 
-    No limit of its own: callers are admitted before. No cookies, no redirects of secrets, no proxies from the
-    environment: a backend is exactly what the settings name.
+    Rendezvous hashing: each key has its own order of all backends, so one that disappears takes only its own contexts
+    with it, and overflow of a context always goes to the same second one. Bounded load: a backend with more than 1.25
+    times the mean (and more than 4) is skipped.
+    """
+    free = [backend for backend in backends if room(backend)]
+    if not free:
+        return None
+    if not key:
+        return min(free, key=lambda backend: (backend.outstanding, backend.name))
+    bound = max(_ALWAYS, math.ceil(_EXCESS * (sum(backend.outstanding for backend in backends) + 1) / len(backends)))
+    ranked = sorted(free, key=lambda backend: _score(key, backend.name), reverse=True)
+    return next((backend for backend in ranked if backend.outstanding < bound), None) or min(
+        ranked, key=lambda backend: backend.outstanding
+    )
+
+
+def _score(key: bytes, name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode(), xxhash.xxh3_64_intdigest(key))
+
+
+def connections(connect: float, silence: float) -> aiohttp.ClientSession:
+    """Open the pool of connections to all backends, with timeouts in seconds as in the settings; close it.
+
+    It has no limit (requests are admitted before), no cookies, and ignores proxies of the environment.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, enable_cleanup_closed=False),

@@ -1,4 +1,4 @@
-"""What the proxy counts, in the registry of the node."""
+"""Metrics of the proxy, in the registry of the node."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ctxreuse_cloud.proxy.backends import Backend, Backends
-from ctxreuse_cloud.proxy.stream import Counted
+from ctxreuse_cloud.proxy.stream import ReportedUsage
 
 __all__ = ["OUTCOMES", "ProxyCounts"]
 
-#: ``ok``; ``refused`` before a backend was asked; ``upstream``: the backend's own error was passed on; ``failed``: no
-#: backend answered; ``broken`` in the middle; ``cancelled`` by the caller; ``stalled``: the caller took nothing.
+#: ``refused``: no backend was tried; ``upstream``: the backend's error was passed on; ``failed``: no backend
+#: answered; ``broken``: the answer ended early; ``cancelled``: by the caller; ``stalled``: the caller did not read.
 OUTCOMES = ("ok", "refused", "upstream", "failed", "broken", "cancelled", "stalled")
 
+#: Kinds of tokens, and their names in version 0.1.0, which are counted for one version, too.
+_OLD = {"relocated": "moved", "recomputed": "mended"}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -28,7 +30,7 @@ def _outstanding(backend: Backend) -> float:
 
 
 class ProxyCounts:
-    """Counters and histograms; labels are names from the settings, never tenants or what callers write."""
+    """Counters and histograms; labels are names from the settings, never tenants or text of callers."""
 
     def __init__(self, registry: CollectorRegistry, backends: Backends) -> None:
         names = [backend.name for backend in backends.all]
@@ -36,54 +38,51 @@ class ProxyCounts:
             "ctxreuse_proxy_requests", "Requests to the proxy that ended.", ["outcome"], registry=registry
         )
         self._tried = Counter("ctxreuse_proxy_attempts", "Requests sent to backends.", ["backend"], registry=registry)
-        self._failed = Counter(
-            "ctxreuse_proxy_failures", "Requests that a backend did not answer.", ["backend"], registry=registry
-        )
-        self._retries = Counter("ctxreuse_proxy_retries", "Requests tried once more.", registry=registry)
+        self._failed = Counter("ctxreuse_proxy_failures", "Attempts that failed.", ["backend"], registry=registry)
+        self._retries = Counter("ctxreuse_proxy_retries", "Attempts after the first of a request.", registry=registry)
         self._bytes = Counter("ctxreuse_proxy_answer_bytes", "Bytes of answers passed on.", registry=registry)
-        self._tokens = Counter("ctxreuse_proxy_tokens", "Tokens as backends counted them.", ["kind"], registry=registry)
+        self._tokens = Counter("ctxreuse_proxy_tokens", "Tokens as reported by backends.", ["kind"], registry=registry)
         self._first = Histogram(
             "ctxreuse_proxy_first_byte_seconds", "Time to the first byte.", registry=registry, buckets=_SECONDS
         )
         self._whole = Histogram("ctxreuse_proxy_seconds", "Time to the last byte.", registry=registry, buckets=_SECONDS)
-        up = Gauge("ctxreuse_proxy_backend_up", "1 while a backend may be asked.", ["backend"], registry=registry)
-        busy = Gauge("ctxreuse_proxy_outstanding", "Requests at a backend now.", ["backend"], registry=registry)
+        up = Gauge("ctxreuse_proxy_backend_up", "1 while a backend takes requests.", ["backend"], registry=registry)
+        busy = Gauge("ctxreuse_proxy_outstanding", "Requests running at a backend.", ["backend"], registry=registry)
         for backend in backends.all:
             up.labels(backend.name).set_function(partial(_up, backend))
             busy.labels(backend.name).set_function(partial(_outstanding, backend))
         self._start(self._requests, OUTCOMES)
         self._start(self._tried, names)
         self._start(self._failed, names)
-        self._start(self._tokens, ("prompt", "cached", "moved", "mended", "completion"))
+        self._start(self._tokens, (*ReportedUsage().counts(), *_OLD.values()))
 
     @staticmethod
     def _start(counter: Counter, values: Iterable[str]) -> None:
-        # A series that exists from the start reads 0 instead of being absent, so that rates and alerts work.
+        # A series must read 0 from the start, not be absent, for rates and alerts to work.
         for value in values:
             counter.labels(value)
 
     def tried(self, backend: str, *, again: bool) -> None:
-        """A request is sent to a backend; ``again``: not for the first time."""
+        """Count an attempt; ``again``: not the first of its request."""
         self._tried.labels(backend).inc()
         if again:
             self._retries.inc()
 
     def failed(self, backend: str) -> None:
-        """A backend did not answer, or broke off."""
+        """Count a backend that did not answer, or broke off."""
         self._failed.labels(backend).inc()
 
-    def passed(self, nbytes: int, usage: Counted | None) -> None:
-        """An answer was passed on."""
+    def passed(self, nbytes: int, usage: ReportedUsage | None) -> None:
+        """Count an answer that was passed on."""
         self._bytes.inc(nbytes)
         if usage is not None:
-            self._tokens.labels("prompt").inc(usage.prompt_tokens)
-            self._tokens.labels("cached").inc(usage.cached)
-            self._tokens.labels("moved").inc(usage.moved)
-            self._tokens.labels("mended").inc(usage.mended)
-            self._tokens.labels("completion").inc(usage.completion_tokens)
+            for kind, tokens in usage.counts().items():
+                self._tokens.labels(kind).inc(tokens)
+                if kind in _OLD:
+                    self._tokens.labels(_OLD[kind]).inc(tokens)
 
     def ended(self, outcome: str, first: float | None, whole: float) -> None:
-        """A request ended after ``whole`` seconds, its first byte sent after ``first``."""
+        """Count a request that ended after ``whole`` seconds, with its first byte after ``first``."""
         self._requests.labels(outcome).inc()
         self._whole.observe(whole)
         if first is not None:

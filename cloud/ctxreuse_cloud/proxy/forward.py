@@ -1,4 +1,4 @@
-"""One request on its way to a backend: attempts until one begins to answer, then the answer as it comes."""
+"""Forward a request to backends: attempts until one begins to answer, then its answer as it comes."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from collections.abc import Callable
 
 import aiohttp
 
-from ctxreuse_cloud.proxy.asked import NOTHING
+from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
-from ctxreuse_cloud.proxy.headers import RawHeaders, answer_headers, request_headers
+from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
+from ctxreuse_cloud.proxy.request import EMPTY_REQUEST
 from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
-from ctxreuse_cloud.proxy.stream import Answer, Counted, pass_on, read_whole, usage_of
+from ctxreuse_cloud.proxy.stream import CallerAnswer, ReportedUsage, pass_on, read_whole, usage_of
 
-__all__ = ["Call", "Forward"]
+__all__ = ["Forwarder", "ProxyCall"]
 
-log = logging.getLogger(__name__)
+limited = LimitedLog(logging.getLogger(__name__))
 
-#: What is read of an answer's end.
+#: Bytes kept of the end of an answer.
 _TAIL = 1 << 15
-#: What is kept of a backend's error.
+#: Bytes kept of a backend's error.
 _ERROR = 1 << 16
 
 
-class Call:
-    """One request: what is sent, where it was tried, and what became of it."""
+class ProxyCall:
+    """One request: what is sent, which backends were tried, and how it ended."""
 
     def __init__(self, path: str, query: bytes, headers: RawHeaders, identity: str) -> None:
         self.path, self.headers, self.identity = path, headers, identity
         self.target = f"{path}?{query.decode('latin-1')}" if query else path
         #: The body, and the ``cache_salt`` for backends that take one.
-        self.asked, self.salt = NOTHING, ""
+        self.request, self.salt = EMPTY_REQUEST, ""
         self.tried: list[Backend] = []
-        #: Whose it is, and what the backend counted, once it has answered.
+        #: Its tenant, and the usage that the backend reported.
         self.tenant = ""
-        self.usage: Counted | None = None
-        #: When the first byte of the answer was passed on.
+        self.usage: ReportedUsage | None = None
+        #: Time of the first byte of the answer.
         self.first: float | None = None
         #: One of ``counts.OUTCOMES``.
         self.outcome = "ok"
-        #: The end of a good answer, which says why it stopped.
+        #: End of a good answer, which has the stop reason.
         self.tail = b""
-        #: The conversation as `PauseBook` knows it.
+        #: The conversation as `PauseTracker` knows it.
         self.conversation = b""
-        #: Its number with the recorder, -1 if it is not recorded.
+        #: Its number in the recording, -1: not recorded.
         self.recorded = -1
 
 
-class Forward:
-    """Sends calls to backends. One event loop calls."""
+class Forwarder:
+    """Sends calls to backends; for one event loop."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class Forward:
         self._budget = Budget()
         self._rng = random.Random()
 
-    async def send(self, call: Call, answer: Answer) -> None:
-        """Have the call answered. Raises FailedError if no backend began to."""
+    async def send(self, call: ProxyCall, answer: CallerAnswer) -> None:
+        """Answer a call. Raises FailedError if no backend began to answer."""
         self._budget.request()
         while True:
             try:
@@ -80,50 +81,53 @@ class Forward:
                     raise
             await asyncio.sleep(wait)
 
-    def _again(self, call: Call, failed: FailedError) -> float | None:
-        """Seconds after which to try once more; None: not at all."""
+    def _again(self, call: ProxyCall, failed: FailedError) -> float | None:
+        """Return the seconds to wait before the next attempt; None: no further attempt."""
         n = len(call.tried)
         if (failed.sent and not repeatable(call.path)) or failed.wait > PATIENCE or n >= self._attempts:
             return None
-        following = self._backends.choose(call.asked.model, call.asked.context, call.tried)
+        following = self._backends.choose(call.request.model, call.request.context, call.tried)
         if following is None or not self._budget.take():
             return None
-        # A backend that has not failed anybody need not be waited for.
+        # No wait before a backend that has not been tried yet.
         return failed.wait or pause(n, self._rng) if following in call.tried else 0.0
 
-    async def _attempt(self, call: Call, answer: Answer) -> None:
-        backend = self._backends.choose(call.asked.model, call.asked.context, call.tried)
+    async def _attempt(self, call: ProxyCall, answer: CallerAnswer) -> None:
+        backend = self._backends.choose(call.request.model, call.request.context, call.tried)
         if backend is None:
-            raise FailedError(503, "no backend can take the request now", wait=max(PATIENCE + 1, self._backends.wait()))
+            raise FailedError(503, "no backend is available", wait=max(PATIENCE + 1, self._backends.wait()))
         self._counts.tried(backend.name, again=bool(call.tried))
         call.tried.append(backend)
-        body = call.asked.body(call.salt if backend.config.cache_salt else "")
+        body = call.request.body(call.salt if backend.config.cache_salt else "")
         headers = request_headers(call.headers, call.identity, backend.key)
-        with backend.asked():
+        with backend.request():
             try:
                 async with self._pool.post(
                     backend.url + call.target, data=body, headers=headers, allow_redirects=False
                 ) as response:
                     await self._take(call, backend, response, answer)
             except FailedError as failed:
-                # Busy is not ill: the breaker is for backends that do not answer.
+                # A busy backend is healthy: the breaker is for those that do not answer.
                 if failed.status != 429:
                     self._failed(call, backend, str(failed))
                 raise
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                said = str(error) or type(error).__name__
-                self._failed(call, backend, said)
+                reason = str(error) or type(error).__name__
+                self._failed(call, backend, reason)
                 connecting = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
                 late = isinstance(error, TimeoutError)
-                raise FailedError(504 if late else 502, f"the backend failed: {said}", sent=not connecting) from None
+                raise FailedError(504 if late else 502, f"the backend failed: {reason}", sent=not connecting) from None
 
-    def _failed(self, call: Call, backend: Backend, said: str) -> None:
+    def _failed(self, call: ProxyCall, backend: Backend, reason: str) -> None:
         backend.failed()
         self._counts.failed(backend.name)
-        log.warning("a backend failed", extra={"backend": backend.name, "request": call.identity, "said": said[:500]})
+        extra = {"backend": backend.name, "request": call.identity, "error": reason[:500]}
+        limited.write(call.tenant, logging.WARNING, "a backend failed", extra=extra)
 
-    async def _take(self, call: Call, backend: Backend, response: aiohttp.ClientResponse, answer: Answer) -> None:
-        """Pass one answer on. Whatever raises here does so before anything was sent."""
+    async def _take(
+        self, call: ProxyCall, backend: Backend, response: aiohttp.ClientResponse, answer: CallerAnswer
+    ) -> None:
+        """Pass one answer on; raises only before anything was sent."""
         raw, status = response.raw_headers, response.status
         headers = answer_headers(raw, call.identity)
         if retry_status(status):

@@ -1,4 +1,4 @@
-"""Looking after the backends: is each well, and which models does it list?"""
+"""Health checks of the backends, which also read the models that each lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.stream import read_whole
 from ctxreuse_cloud.proxy.tenants import Tenants
 
-__all__ = ["Looking", "look"]
+__all__ = ["HealthChecker", "check_backend"]
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +31,23 @@ class _Models(msgspec.Struct):
 _models = msgspec.json.Decoder(_Models)
 
 
-async def look(pool: aiohttp.ClientSession, backend: Backend, timeout: float) -> None:
-    """Ask one backend how it is and what it serves; what it says changes ``healthy`` and ``models``. Never raises."""
+async def check_backend(pool: aiohttp.ClientSession, backend: Backend, timeout: float) -> None:
+    """Check one backend and set its ``healthy``, ``error`` and ``models``. Raises nothing."""
     was = backend.healthy
     try:
         async with asyncio.timeout(timeout):
-            backend.said = await _ask(pool, backend)
+            backend.error = await _probe(pool, backend)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        backend.said = str(error) or type(error).__name__
-    backend.healthy = not backend.said
+        backend.error = str(error) or type(error).__name__
+    backend.healthy = not backend.error
     if backend.healthy != was:
-        extra = {"backend": backend.name, "said": backend.said}
+        extra = {"backend": backend.name, "error": backend.error}
         level = logging.INFO if backend.healthy else logging.WARNING
-        log.log(level, "a backend is %s", "well" if backend.healthy else "ill", extra=extra)
+        log.log(level, "a backend is %s", "healthy" if backend.healthy else "unhealthy", extra=extra)
 
 
-async def _ask(pool: aiohttp.ClientSession, backend: Backend) -> str:
-    """Empty if it is well, else what is wrong."""
+async def _probe(pool: aiohttp.ClientSession, backend: Backend) -> str:
+    """Return what is wrong; "": nothing."""
     path = backend.config.health or "/health"
     status, _ = await _get(pool, backend, path)
     missing = status == 404 and not backend.config.health
@@ -59,7 +59,7 @@ async def _ask(pool: aiohttp.ClientSession, backend: Backend) -> str:
             backend.models = tuple(model.id for model in _models.decode(body).data[:_MODELS] if model.id)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return f"/v1/models cannot be read: {error}"
-    # Without /health the list of models is the sign of life.
+    # Without /health the list of models must answer.
     return f"/v1/models answers {status}" if missing and status != 200 else ""
 
 
@@ -70,33 +70,33 @@ async def _get(pool: aiohttp.ClientSession, backend: Backend, path: str) -> tupl
         return (response.status, body) if whole else (response.status, b"")
 
 
-class Looking:
-    """Looks at all backends every ``interval`` seconds, and at the key file every second, until cancelled."""
+class HealthChecker:
+    """Checks all backends every ``interval`` seconds and reloads the key file within a second of a change."""
 
     def __init__(self, pool: aiohttp.ClientSession, backends: Backends, tenants: Tenants, interval: float) -> None:
         self._pool, self._backends, self._tenants, self._interval = pool, backends, tenants, interval
 
     async def once(self) -> None:
-        """One look at all backends, together."""
+        """Check all backends at once."""
         timeout = min(self._interval, 5.0)
-        await asyncio.gather(*(look(self._pool, backend, timeout) for backend in self._backends.all))
+        await asyncio.gather(*(check_backend(self._pool, backend, timeout) for backend in self._backends.all))
 
     async def keys(self) -> None:
-        """For ever: take in changes of the key file."""
-        said = ""
+        """Reload the key file when it changes, until cancelled."""
+        last = ""
         while True:
             await asyncio.sleep(1.0)
             try:
                 if self._tenants.refresh():
-                    log.info("the key file was read again")
-                said = ""
+                    log.info("API keys reloaded")
+                last = ""
             except ConfigError as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.error("the keys stay as they were: %s", said)
+                if str(error) != last:
+                    last = str(error)
+                    log.error("API keys not reloaded: %s", last)
 
     async def run(self) -> None:
-        """For ever: look again and again. The first look is at once."""
+        """Check until cancelled; the first check is at once."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.keys())
             while True:

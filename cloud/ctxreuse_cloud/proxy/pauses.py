@@ -1,4 +1,4 @@
-"""What conversations wait for between their requests, from stop reasons, called tools and the next message's role."""
+"""Pauses of conversations between requests: their kind, from stop reasons, tool calls and the next message's role."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from ctxreuse.pauses import Kind, Sessions, infer
+from ctxreuse.pauses import PauseKind, Sessions, infer
 from ctxreuse.pauses.kinds import TOOL_CALL
 
-__all__ = ["KINDS", "PauseBook", "stop_of"]
+__all__ = ["KINDS", "PauseTracker", "stop_of"]
 
 #: Values of the metric's label.
 KINDS = ("tool", "end_of_turn", "length", "unknown")
 _SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 _TOOL_ROLES = frozenset(("tool", "function"))
-_MOST = 2048
-#: Only the end of an answer is read: it says why it stopped, and most calls are short enough to be there too.
+_MAX = 2048
+#: Bytes read of the end of an answer: the stop reason is there, and most tool calls are short enough, too.
 _TAIL = 1 << 15
 _FINISH = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"([a-z_]{1,32})"')
 _TOOL = re.compile(rb'"function"\s*:\s*\{\s*"name"\s*:\s*"([\w.\-]{1,64})"')
@@ -27,30 +27,30 @@ _TEXT = re.compile(rb'"content"\s*:\s*"[^"]')
 _THOUGHT = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
 
 
-def stop_of(tail: bytes) -> Kind:
-    """The kind of the pause after an answer, by the end of its body; a stream and a whole answer say it alike."""
+def stop_of(tail: bytes) -> PauseKind:
+    """Return the kind of the pause after an answer, from the end of its body, streamed or whole."""
     tail = tail[-_TAIL:]
     finish = _FINISH.findall(tail)
     tools = [name.decode("ascii", "replace") for name in _TOOL.findall(tail)]
-    said = finish[-1].decode() if finish else None
-    if said in ("tool_calls", "tool_use", "function_call") and not tools:
-        tools = [""]  # it called one whose name went by before
-    return infer(said, tools, text=bool(_TEXT.search(tail)), thinking=bool(_THOUGHT.search(tail)))
+    reason = finish[-1].decode() if finish else None
+    if reason in ("tool_calls", "tool_use", "function_call") and not tools:
+        tools = [""]  # the tool's name came before the tail
+    return infer(reason, tools, text=bool(_TEXT.search(tail)), thinking=bool(_THOUGHT.search(tail)))
 
 
 class _Waits(NamedTuple):
     since: float
-    kind: Kind
+    kind: PauseKind
 
 
-class PauseBook:
-    """Conversations of the proxy, by hashes of what their requests read. One event loop calls.
+class PauseTracker:
+    """Conversations of the proxy, by hashes of their messages; no text is kept. For one event loop.
 
-    Nothing of a text is kept. A request goes on where another ended if it begins with all of that one's messages.
+    A request continues another if it begins with all of that one's messages.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.sessions: Sessions[bytes] = Sessions(most=_MOST, personal=False)
+        self.sessions: Sessions[bytes] = Sessions(most=_MAX, personal=False)
         self._waits: dict[bytes, _Waits] = {}
         self._seconds = Histogram(
             "ctxreuse_proxy_pause_seconds",
@@ -62,17 +62,17 @@ class PauseBook:
         for kind in KINDS:
             self._seconds.labels(kind)
 
-    def begun(self, tenant: str, model: str, read: Sequence[tuple[str, bytes]], now: float) -> bytes:
-        """A request begins; what its answer is to be told to `paused` by. ``read``: see `Asked.named`."""
+    def on_request(self, tenant: str, model: str, messages: Sequence[tuple[str, bytes]], now: float) -> bytes:
+        """Note a request, by `ProxyRequest.messages`; returns its key for `on_pause`."""
         digest = hashlib.blake2b(f"{tenant}\0{model}".encode("utf-8", "surrogatepass"), digest_size=16)
         chain: list[bytes] = []
-        for _, part in read:
+        for _, part in messages:
             digest.update(len(part).to_bytes(8, "little") + part)
             chain.append(digest.copy().digest())
         if not chain:
             return b""
         before = next((key for key in reversed(chain) if key in self._waits), None)
-        was = Kind(TOOL_CALL) if read[-1][0] in _TOOL_ROLES else None
+        was = PauseKind(TOOL_CALL) if messages[-1][0] in _TOOL_ROLES else None
         key = chain[-1]
         if before is not None:
             waits = self._waits.pop(before)
@@ -85,16 +85,16 @@ class PauseBook:
         self.sessions.begin(key, now, tenant=tenant)
         return key
 
-    def paused(self, key: bytes, kind: Kind, now: float) -> None:
-        """The request was answered in full."""
+    def on_pause(self, key: bytes, kind: PauseKind, now: float) -> None:
+        """Note that the request was answered in full."""
         if not key or key not in self.sessions:
             return
         self.sessions.pause(key, kind, now)
         self._waits[key] = _Waits(now, kind)
-        while len(self._waits) > _MOST:
+        while len(self._waits) > _MAX:
             del self._waits[next(iter(self._waits))]
 
     def check(self) -> None:
-        """Raises AssertionError where something is counted wrongly."""
+        """Raise AssertionError if a count is wrong."""
         self.sessions.check()
-        assert len(self._waits) <= _MOST, "more conversations than there may be"
+        assert len(self._waits) <= _MAX, "more conversations than there may be"

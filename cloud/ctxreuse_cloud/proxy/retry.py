@@ -1,15 +1,15 @@
-"""When a request is tried on another backend: only what may be repeated, only so often, only while most succeed."""
+"""Retry policy: which requests may be repeated, how often, and only while most requests succeed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
 
-from ctxreuse_cloud.proxy.headers import RawHeaders
+from ctxreuse_cloud.proxy.http import RawHeaders
 
 __all__ = ["PATIENCE", "Budget", "FailedError", "pause", "repeatable", "retry_after", "retry_status"]
 
-#: Asking these twice costs time only. What a backend may keep (files, batches, stored responses) is sent once.
+#: Requests without side effects; files, batches and stored responses are sent once.
 _PURE = frozenset(
     f"/v1/{name}"
     for name in [
@@ -26,37 +26,37 @@ _PURE = frozenset(
 )
 
 
-#: Seconds; a backend that asks for more is not waited for: the caller is told to come back.
+#: Seconds that a backend may ask us to wait; a longer wait is passed to the caller.
 PATIENCE = 2.0
 _FIRST, _LONGEST = 0.05, 1.0
 
 
 def pause(tried: int, rng: random.Random) -> float:
-    """Seconds to wait before asking the same backends once more: doubled each time, drawn from [half, whole]."""
+    """Return the seconds to wait before the next attempt: doubled each time, drawn from [half, whole]."""
     return min(_LONGEST, _FIRST * 2.0 ** (tried - 1)) * rng.uniform(0.5, 1.0)
 
 
 def repeatable(path: str) -> bool:
-    """True if a request may be sent again although a backend may have begun with it."""
+    """Return True if a request may be sent again although a backend may have begun it."""
     return path in _PURE
 
 
 def retry_status(status: int) -> bool:
-    """True for answers after which another backend may do better."""
+    """Return True for a status after which another backend may succeed."""
     return status in (408, 429) or (status >= 500 and status not in (501, 505))
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for; None without one, or with a date."""
+    """Return the seconds of a ``Retry-After`` header; None without one, or with a date."""
     text = headers.get("Retry-After", "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
 
 
 class FailedError(Exception):
-    """One attempt that failed before anything was passed on: what the caller gets if it was the last one.
+    """An attempt that failed before anything was passed on.
 
-    ``sent``: the backend may have begun with the request. ``wait``: seconds after which to come back, 0 if unknown.
-    ``answer``: the backend's own headers and body.
+    ``sent``: the backend may have begun the request. ``wait``: seconds to wait, 0: unknown. ``answer``: the backend's
+    headers and body, for the caller if this was the last attempt.
     """
 
     def __init__(
@@ -73,25 +73,25 @@ class FailedError(Exception):
 
 
 class Budget:
-    """Retries are paid from a share of the requests, so that an outage is not met with a multiple of the load.
+    """Limits retries to a share of the requests, so that an outage does not multiply the load.
 
-    Each request pays in ``share``, each retry takes 1; ``most`` is what can be saved up, and the start.
+    Each request adds ``share``, each retry costs 1; ``maximum``: largest and initial balance.
     """
 
-    def __init__(self, share: float = 0.2, most: float = 10.0) -> None:
-        self._share, self._most, self._held = share, most, most
+    def __init__(self, share: float = 0.2, maximum: float = 10.0) -> None:
+        self._share, self._maximum, self._balance = share, maximum, maximum
 
     def request(self) -> None:
-        """A request came."""
-        self._held = min(self._most, self._held + self._share)
+        """Note a request."""
+        self._balance = min(self._maximum, self._balance + self._share)
 
     def take(self) -> bool:
-        """True if a retry may be made now; it is paid then."""
-        if self._held < 1.0:
+        """Pay for a retry; False if the balance does not allow it."""
+        if self._balance < 1.0:
             return False
-        self._held -= 1.0
+        self._balance -= 1.0
         return True
 
     def check(self) -> None:
-        """Raises AssertionError if more was taken than paid in."""
-        assert 0.0 <= self._held <= self._most
+        """Raise AssertionError if the balance is out of range."""
+        assert 0.0 <= self._balance <= self._maximum

@@ -1,6 +1,6 @@
-"""An answer on its way from a backend to the caller: pieces pass as they come, whole events of a stream at a time.
+"""Pass an answer from a backend to the caller: pieces as they come, in whole events of a stream.
 
-Memory is bounded by back-pressure: a piece is read when the one before has been taken by the caller's connection.
+Back-pressure bounds memory: a piece is read when the caller's connection has taken the one before.
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from typing import Any, TypeAlias
 import aiohttp
 import msgspec
 
-from ctxreuse_cloud.proxy.headers import RawHeaders
+from ctxreuse_cloud.proxy.http import RawHeaders
 
-__all__ = ["Answer", "Counted", "Passed", "Send", "StalledError", "error_body", "pass_on", "read_whole", "usage_of"]
+__all__ = [
+    "CallerAnswer",
+    "Passed",
+    "ReportedUsage",
+    "Send",
+    "StalledError",
+    "error_body",
+    "pass_on",
+    "read_whole",
+    "usage_of",
+]
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-#: A part of an event is held back until the rest has come, so that a stream that breaks ends between two events. Longer
-#: ones pass as they are.
+#: A part of an event waits for the rest, so that a broken stream ends between two events. Longer ones pass at once.
 _EVENT = 1 << 16
-#: Answers that are no streams are passed on when they are whole, up to this size: until then another backend may help.
+#: Answers that are not streams are passed on whole, up to this size: until then another backend may be tried.
 _WHOLE = 1 << 20
 _TAIL = 1 << 14
 
 
 class StalledError(Exception):
-    """The caller has taken nothing for too long."""
+    """The caller has read nothing for too long."""
 
 
 class _Details(msgspec.Struct):
@@ -36,78 +45,75 @@ class _Details(msgspec.Struct):
     mended: int | None = None
 
 
-class Counted(msgspec.Struct):
-    """The usage that an answer ends with: tokens, of which ``cached`` cost the backend no computing. ``moved`` ones of
-    these had stood elsewhere, ``mended`` ones were moved and computed again: only our own daemons say so."""
+class ReportedUsage(msgspec.Struct):
+    """The usage at the end of an answer. Only our own daemons report tokens ``moved`` (relocated) and ``mended``
+    (recomputed after relocation)."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
 
+    def counts(self) -> dict[str, int]:
+        """Return the tokens by kind, zero where they were not reported."""
+        details = self.prompt_tokens_details or _Details()
+        return {
+            "prompt": self.prompt_tokens,
+            "cached": details.cached_tokens or 0,
+            "completion": self.completion_tokens,
+            "relocated": details.moved or 0,
+            "recomputed": details.mended or 0,
+        }
+
     @property
     def cached(self) -> int:
         """Prompt tokens that were not computed."""
-        return (self.prompt_tokens_details.cached_tokens or 0) if self.prompt_tokens_details else 0
+        return self.counts()["cached"]
 
-    @property
-    def moved(self) -> int:
-        """Cached tokens that were reused at another position."""
-        return (self.prompt_tokens_details.moved or 0) if self.prompt_tokens_details else 0
-
-    @property
-    def mended(self) -> int:
-        """Moved tokens that were computed again."""
-        return (self.prompt_tokens_details.mended or 0) if self.prompt_tokens_details else 0
-
-    def sound(self) -> bool:
-        """True if these can be counts."""
-        return min(self.prompt_tokens, self.completion_tokens, self.cached, self.moved, self.mended) >= 0
+    def valid(self) -> bool:
+        """Return True if no count is negative."""
+        return min(self.counts().values()) >= 0
 
 
 class _Event(msgspec.Struct):
-    usage: Counted | None = None
+    usage: ReportedUsage | None = None
 
 
 _event = msgspec.json.Decoder(_Event)
 
 
 class Passed(msgspec.Struct):
-    """What became of an answer that was begun: its bytes, its ``usage`` if it said so, and why it ``broke`` off.
-
-    ``tail``: its end, by which to see why it stopped.
-    """
+    """How an answer ended: its bytes, usage (if reported), the error that broke it off, and its last bytes."""
 
     nbytes: int
-    usage: Counted | None
+    usage: ReportedUsage | None
     broke: str = ""
     tail: bytes = b""
 
 
 def error_body(message: str, kind: str, status: int) -> bytes:
-    """An error as OpenAI's API spells it."""
+    """Return an error in the format of OpenAI's API."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-class Answer:
-    """The caller's side of one answer over ASGI, in an ``async with`` block. ``silence``: seconds after which a caller
-    who takes nothing is left: what runs in the block is cancelled, and it raises StalledError.
+class CallerAnswer:
+    """The caller's side of one answer over ASGI, in an ``async with`` block.
 
-    ``begun`` tells whether anything was sent; ``over`` is set before the last message, after which a server reports a
-    disconnect that means nothing any more.
+    If the caller reads nothing for ``silence`` seconds, the block is cancelled and raises StalledError. ``begun``:
+    something was sent; ``over``: set before the last message, after which a disconnect means nothing.
     """
 
     def __init__(self, send: Send, silence: float) -> None:
         self._send, self._silence = send, silence
         self.begun = self.over = False
-        # One timer an answer, that looks since when a piece waits: one a piece would cost as much as passing it on.
+        # One timer for the answer: one per piece would cost as much as passing it on.
         self._waits: float | None = None
         self._limit = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> Answer:
+    async def __aenter__(self) -> CallerAnswer:
         await self._limit.__aenter__()
         self._clock = asyncio.get_running_loop().time
-        self._look()
+        self._check_silence()
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
@@ -116,32 +122,32 @@ class Answer:
         try:
             await self._limit.__aexit__(*raised)
         except TimeoutError:
-            raise StalledError(f"the caller took nothing for {self._silence:.0f} s") from None
+            raise StalledError(f"the caller read nothing for {self._silence:.0f} s") from None
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         now = self._clock()
         left = self._silence if self._waits is None else self._waits + self._silence - now
         if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._look)
+            self._timer = asyncio.get_running_loop().call_later(left, self._check_silence)
         else:
             self._limit.reschedule(now)
 
     async def start(self, status: int, headers: RawHeaders) -> None:
-        """Status and headers."""
+        """Send status and headers."""
         self.begun = True
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
-        """A piece of the body; returns when the connection takes more."""
+        """Send a piece of the body; returns when the connection takes more."""
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """The last piece."""
+        """Send the last piece."""
         self.over = True
         await self._put({"type": "http.response.body", "body": data, "more_body": False})
 
     async def whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
-        """All at once."""
+        """Send a whole answer."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, [pair for pair in headers if pair[0] != b"content-length"] + [length])
         await self.end(body)
@@ -153,7 +159,7 @@ class Answer:
 
 
 async def read_whole(response: aiohttp.ClientResponse, limit: int = _WHOLE) -> tuple[bytes, bool]:
-    """The body, or its first ``limit`` bytes and a little more; the flag says whether that is all."""
+    """Return the body, or little more than its first ``limit`` bytes, and whether it is complete."""
     pieces, size = [], 0
     while piece := await response.content.readany():
         pieces.append(piece)
@@ -163,37 +169,37 @@ async def read_whole(response: aiohttp.ClientResponse, limit: int = _WHOLE) -> t
     return b"".join(pieces), True
 
 
-async def pass_on(response: aiohttp.ClientResponse, first: bytes, answer: Answer, *, events: bool) -> Passed:
-    """Pass the rest of a body on after ``first``, which has been read; the answer has been started.
+async def pass_on(response: aiohttp.ClientResponse, first: bytes, answer: CallerAnswer, *, events: bool) -> Passed:
+    """Pass on ``first`` and the rest of a body, after `CallerAnswer.start`.
 
-    ``events``: it is a stream of server-sent events. Breaking off in the middle is no exception here: a stream gets an
-    error as its last event, anything else is left without its end, so that the connection is cut and the caller knows.
+    If the backend breaks off, a stream of server-sent ``events`` gets an error as its last event; any other body is
+    left incomplete, so that the connection is cut.
     """
-    piece, held, nbytes = first, b"", 0
+    piece, pending, nbytes = first, b"", 0
     before = last = b""
     try:
         while piece:
-            data = held + piece if held else piece
+            data = pending + piece if pending else piece
             cut = _end_of_events(data) if events else len(data)
-            whole, held = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
+            whole, pending = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
             if whole:
                 await answer.write(whole)
                 nbytes += len(whole)
                 before, last = last, whole
             piece = await response.content.readany()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        said = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         if events:
-            body = error_body("the backend broke off in the middle of the answer", "upstream_error", 502)
+            body = error_body("the backend broke off during the answer", "upstream_error", 502)
             await answer.end(b"data: " + body + b"\n\n")
-        return Passed(nbytes, None, said)
-    await answer.end(held)
-    tail = before[-_TAIL:] + last[-_TAIL:] + held
-    return Passed(nbytes + len(held), usage_of(tail, events=events), tail=tail)
+        return Passed(nbytes, None, reason)
+    await answer.end(pending)
+    tail = before[-_TAIL:] + last[-_TAIL:] + pending
+    return Passed(nbytes + len(pending), usage_of(tail, events=events), tail=tail)
 
 
 def _end_of_events(data: bytes) -> int:
-    """Where the last whole event ends."""
+    """Return the end of the last complete event."""
     if data.endswith((b"\n\n", b"\r\n\r\n")):
         return len(data)
     lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
@@ -201,8 +207,8 @@ def _end_of_events(data: bytes) -> int:
     return cut if cut or len(data) < _EVENT else len(data)
 
 
-def usage_of(tail: bytes, *, events: bool) -> Counted | None:
-    """The usage at the end of an answer, None if it says none that can be read."""
+def usage_of(tail: bytes, *, events: bool) -> ReportedUsage | None:
+    """Return the usage at the end of an answer; None if there is none."""
     if b'"usage"' not in tail:
         return None
     lines = [line[5:] for line in tail.splitlines() if line.startswith(b"data:")] if events else [tail]
@@ -212,6 +218,6 @@ def usage_of(tail: bytes, *, events: bool) -> Counted | None:
                 usage = _event.decode(line).usage
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 continue
-            if usage is not None and usage.sound():
+            if usage is not None and usage.valid():
                 return usage
     return None

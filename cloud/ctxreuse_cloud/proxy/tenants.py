@@ -1,6 +1,6 @@
-"""Who may ask: bearer keys, of which only hashes are kept, and the tenant that each belongs to.
+"""API keys of tenants, of which only hashes are stored.
 
-The file is JSON, readable by its owner only: a secret from which the salts of tenants are made, and for each key its
+The file is JSON, readable by its owner only: a secret that salts of tenants are derived from, and for each key its
 SHA-256 and tenant. Keys are 256 random bits, so a plain hash cannot be searched.
 """
 
@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.keys import tenant_salt
+from ctxreuse.identity.keys import tenant_salt
+from ctxreuse.private import make_private_folder
 
 __all__ = ["DEFAULT", "ApiKey", "KeyFile", "Tenants"]
 
-#: Whose requests they are where no keys are asked for.
+#: Tenant of all requests where no keys are required.
 DEFAULT = "default"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -39,7 +40,7 @@ class ApiKey(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """What the key is called where it is listed or revoked."""
+        """Id of the key, for listing and revoking."""
         return self.sha256[:12]
 
 
@@ -54,18 +55,18 @@ def _hash(key: str) -> str:
 
 
 class KeyFile:
-    """The file of keys, for the commands that change it. One process changes it at a time."""
+    """The file of API keys, for the commands that change it; one process at a time may."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> _Content:
-        """What it holds; empty if it does not exist. Raises ConfigError for a file that others may read or change."""
+        """Return its content, empty if there is no file. Raises ConfigError for a file that other users may access."""
         try:
             with open(self.path, "rb") as file:
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
                     raise ConfigError(
-                        "the key file is open to other users", where=str(self.path), fix=f"Run: chmod 600 {self.path}"
+                        "other users may access the key file", where=str(self.path), fix=f"Run: chmod 600 {self.path}"
                     )
                 return msgspec.json.decode(file.read(_MAX_FILE), type=_Content)
         except FileNotFoundError:
@@ -74,7 +75,7 @@ class KeyFile:
             raise ConfigError(f"the key file cannot be read: {error}", where=str(self.path)) from None
 
     def add(self, tenant: str, clock: Callable[[], float] = time.time) -> str:
-        """Make a key for a tenant and return it; it cannot be shown again. Raises ConfigError for such a name."""
+        """Create a key for a tenant and return it; only its hash is kept. Raises ConfigError for an invalid name."""
         if not _NAME.fullmatch(tenant):
             raise ConfigError(
                 f"no tenant can be called {tenant!r}", fix="Letters, digits, dot, dash and underscore, at most 64"
@@ -85,7 +86,7 @@ class KeyFile:
         return key
 
     def revoke(self, name: str) -> int:
-        """Revoke a key by its id, or all keys of a tenant; returns how many. Raises ConfigError if there is none."""
+        """Revoke a key by its id, or all keys of a tenant; returns the number. Raises ConfigError if there is none."""
         content = self.read()
         kept = tuple(key for key in content.keys if name not in (key.id, key.tenant))
         if len(kept) == len(content.keys):
@@ -94,7 +95,7 @@ class KeyFile:
         return len(content.keys) - len(kept)
 
     def _write(self, content: _Content) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.unlink(missing_ok=True)
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -105,10 +106,7 @@ class KeyFile:
 
 
 class Tenants:
-    """The table that requests are looked up in. One event loop calls.
-
-    Without a file every request is of the tenant ``default``.
-    """
+    """Finds the tenant of a request; for one event loop. Without a file all requests are of the tenant ``default``."""
 
     def __init__(self, file: KeyFile | None) -> None:
         self._file = file
@@ -119,11 +117,11 @@ class Tenants:
 
     @property
     def open(self) -> bool:
-        """True if no key is asked for."""
+        """True if no key is required."""
         return self._file is None
 
     def refresh(self) -> bool:
-        """Read the file again if it has changed: a revoked key ends here. Raises ConfigError; the old table stays."""
+        """Reload the file if it has changed; returns whether it has. On ConfigError the old keys stay in use."""
         if self._file is None:
             return False
         try:
@@ -139,17 +137,17 @@ class Tenants:
         return changed
 
     def find(self, authorization: bytes | None) -> str | None:
-        """The tenant whose key an ``Authorization`` header bears; None if it bears none that is known."""
+        """Return the tenant of the key in an ``Authorization`` header; None without a known key."""
         if self._file is None:
             return DEFAULT
         scheme, _, key = (authorization or b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not 0 < len(key.strip()) <= 512:
             return None
-        # What is compared is a hash, which a guesser cannot steer, so how long finding it takes tells nothing of keys.
+        # Hashes are looked up, which a caller cannot choose, so the time tells nothing about keys.
         digest = _hash(key.strip())
         found = self._known.get(digest)
         return found.tenant if found is not None and hmac.compare_digest(found.sha256, digest) else None
 
     def salt(self, tenant: str) -> str:
-        """The ``cache_salt`` of a tenant: 32 hex digits that only this node can make."""
+        """Return the ``cache_salt`` of a tenant: hex digits that only this node can derive."""
         return tenant_salt(tenant, bytes.fromhex(self._content.secret)).hex()

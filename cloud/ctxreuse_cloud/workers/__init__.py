@@ -1,1 +1,1 @@
-"""Engine processes that compute blocks for the node: started, spoken to over a socket pair, restarted when they die."""
+"""Engine processes that compute blocks for the node: started, connected by a socket pair, restarted when they die."""

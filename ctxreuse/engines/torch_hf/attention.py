@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from ctxreuse.engines.torch_hf.inplace import call_of
-from ctxreuse.engines.torch_hf.scatter import active, by_position
+from ctxreuse.engines.torch_hf.chunks.scatter import active, by_position
+from ctxreuse.engines.torch_hf.inplace.attention import call_of
+from ctxreuse.engines.torch_hf.packed import is_packing, packed_keys
+from ctxreuse.errors import EngineError
 
-__all__ = ["NAME", "inference", "install", "normal"]
+__all__ = ["NAME", "install"]
 
 NAME = "ctxreuse_gqa"
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-
-
-def inference(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """`torch.inference_mode` with its types kept: no autograd inside, on this thread."""
-    wrapped: Callable[_Args, _Result] = torch.inference_mode()(function)
-    return wrapped
-
-
-def normal(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """The opposite: tensors made inside are such as everybody may write to."""
-    wrapped: Callable[_Args, _Result] = torch.inference_mode(mode=False)(function)
-    return wrapped
-
 
 # What changes the scores; such layers go through transformers' own function.
 _SPECIAL = ("position_bias", "softcap", "cache", "s_aux")
@@ -43,9 +28,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention of q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
@@ -54,31 +37,39 @@ def attend(
     keys (9/3 heads, float32, 2 cores) that took 4.4 ms a layer, this takes 1.2 ms, and the result has the same bits,
     as torch's CPU kernel computes head by head either way.
 
-    K of a context that holds runs in place is marked; such a call is answered from where the runs are.
+    K of a context with attached runs is marked; such a call reads the runs in place. So is K of several contexts, each
+    of which is attended to by its own part of the queries.
     """
-    held, scatter = call_of(key), active()
-    looking = scatter.looking if scatter is not None else None
-    if scatter is not None and looking is not None:
-        seen = key if held is None else held.keys()
-        looking.note(scatter.rows, query, seen, attention_mask, scaling, kwargs.get("softcap"))
-    if held is not None:
+    packed = packed_keys(key)
+    if packed is not None:
+        if kwargs.get("position_bias") is not None:
+            raise EngineError("the model's attention adds a bias by position, so its contexts run one by one")
+
+        def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            return attend(module, q, k, v, mask, scaling, **kwargs)[0]
+
+        return packed.attend(one, query), None
+    in_place, scatter = call_of(key), active()
+    if scatter is not None and scatter.scores is not None:
+        seen = key if in_place is None else in_place.keys()
+        scatter.scores.add(scatter.rows, query, seen, attention_mask, scaling, kwargs.get("softcap"))
+    if in_place is not None:
         special = {name: kwargs.get(name) for name in (*_SPECIAL, "sliding_window")}
-        return held.attend(query, attention_mask, scaling, special), None
+        return in_place.attend(query, attention_mask, scaling, special), None
     if any(kwargs.get(name) is not None for name in _SPECIAL):
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return out, None
     if scatter is not None and attention_mask is not None and query.dtype == torch.float32:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
+    is_causal = kwargs.get("is_causal")
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     out = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=attention_mask,
-        dropout_p=dropout,
+        dropout_p=kwargs.get("dropout", 0.0),
         scale=scaling,
         # torch aligns is_causal at the top left; the mask is left out only where that is the same (no past, or S = 1).
         is_causal=bool(wanted) and attention_mask is None and query.shape[2] > 1,
@@ -90,8 +81,10 @@ def attend(
 def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
     """transformers' boolean mask as an additive one, made once a forward: torch would convert it in every layer.
 
-    In a scattered forward, tokens see by their positions.
+    In a scattered forward, tokens see by their positions. In a packed one each context gets a mask of its own.
     """
+    if is_packing():
+        return None
     scatter = active()
     if scatter is not None:
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}

@@ -12,35 +12,37 @@ import torch
 from transformers import DynamicCache
 
 from ctxreuse.engines.base import check_length, check_vocabulary
-from ctxreuse.engines.gauge import Planes, Reading, Rotary
+from ctxreuse.engines.calibration import Planes, Prefix
+from ctxreuse.engines.torch_hf.chunks.rotary import learn
 from ctxreuse.engines.torch_hf.engine import TorchEngine
-from ctxreuse.engines.torch_hf.probe import Forward, plain_cache
-from ctxreuse.engines.torch_hf.rotary import learn
+from ctxreuse.engines.torch_hf.model import Forward, plain_cache
 from ctxreuse.errors import EngineError
-from ctxreuse.keys import Tokens
-from ctxreuse.model import ModelSpace
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.rope import Rotary
 
-__all__ = ["TorchGauge", "TorchReading"]
+__all__ = ["TorchCalibrationModel", "TorchPrefix"]
 
 
-class TorchReading:
-    """See `ctxreuse.engines.gauge.Reading`; holds the cache that the model filled, unchanged."""
+class TorchPrefix:
+    """See `ctxreuse.engines.calibration.Prefix`; holds the cache that the model filled, unchanged."""
 
     def __init__(self, cache: DynamicCache, n: int, layers: tuple[int, ...]) -> None:
         self.cache, self.n, self.layers = cache, n, layers
 
     @property
     def planes(self) -> Planes:
-        """See `Reading.planes`; views of the cache, valid as long as the reading."""
-        held = {}
+        """See `Prefix.planes`; views of the cache, valid as long as the reading."""
+        planes = {}
         for layer in self.layers:
             part = self.cache.layers[layer]
-            held[layer, "k"], held[layer, "v"] = part.keys[0].float().numpy(), part.values[0].float().numpy()
-        return held
+            planes[layer, "k"], planes[layer, "v"] = part.keys[0].float().numpy(), part.values[0].float().numpy()
+        return planes
 
 
-class TorchGauge:
-    """See `ctxreuse.engines.gauge.Gauge`. Uses the engine's model; the engine may go on computing in between."""
+class TorchCalibrationModel:
+    """See `ctxreuse.engines.calibration.CalibrationModel`. Shares the model with the engine, which may be used in
+    between."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.space: ModelSpace = engine.space
@@ -53,20 +55,20 @@ class TorchGauge:
             parameter.requires_grad_(False)
 
     def rotaries(self) -> dict[int, Rotary]:
-        """See `Gauge.rotaries`."""
+        """See `CalibrationModel.rotaries`."""
         return learn(self._model, self._forward, self.space.max_tokens)
 
-    def read(self, tokens: Tokens) -> TorchReading:
-        """See `Gauge.read`."""
+    def read(self, tokens: Tokens) -> TorchPrefix:
+        """See `CalibrationModel.read`."""
         check_vocabulary(self.space, tokens)
         check_length(self.space, len(tokens))
         cache = plain_cache(self._model)
         with torch.no_grad():
             self._forward.call(torch.from_numpy(tokens.astype(np.int64)), 0, cache)
-        return TorchReading(cache, len(tokens), self._layers)
+        return TorchPrefix(cache, len(tokens), self._layers)
 
-    def _own(self, reading: Reading) -> TorchReading:
-        if not isinstance(reading, TorchReading):
+    def _own(self, reading: Prefix) -> TorchPrefix:
+        if not isinstance(reading, TorchPrefix):
             raise EngineError(
                 f"a {type(reading).__name__} is no reading of this engine", fix="Use one that read() gave"
             )
@@ -83,11 +85,11 @@ class TorchGauge:
         out = self._model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
         return torch.log_softmax(out.logits[0].float(), -1)
 
-    def gradients(self, reading: Reading, following: Tokens, seed: int) -> Planes:
-        """See `Gauge.gradients`."""
+    def gradients(self, reading: Prefix, following: Tokens, seed: int) -> Planes:
+        """See `CalibrationModel.gradients`."""
         own = self._own(reading)
         with torch.enable_grad():
-            cache = _changed(own, lambda layer, role, held: held.requires_grad_())
+            cache = _changed(own, lambda layer, role, plane: plane.requires_grad_())
             leaves = {(i, r): getattr(cache.layers[i], n) for i in self._layers for r, n in _NAMES}
             scores = self._logits(cache, own.n, following)
             # d/dlogits of sum(w * scores) is w - p sum(w): with w = sqrt(p) * noise its covariance is diag(p) - pp',
@@ -102,14 +104,14 @@ class TorchGauge:
                 ) from error
         return {at: leaf.grad[0].float().numpy() for at, leaf in leaves.items()}
 
-    def scores(self, reading: Reading, following: Tokens, planes: Planes | None = None) -> npt.NDArray[np.float32]:
-        """See `Gauge.scores`."""
+    def scores(self, reading: Prefix, following: Tokens, planes: Planes | None = None) -> npt.NDArray[np.float32]:
+        """See `CalibrationModel.scores`."""
         own = self._own(reading)
 
-        def replace(layer: int, role: str, held: torch.Tensor) -> torch.Tensor:
+        def replace(layer: int, role: str, plane: torch.Tensor) -> torch.Tensor:
             if planes is None:
-                return held
-            return torch.from_numpy(np.ascontiguousarray(planes[layer, role]))[None].to(held.dtype)
+                return plane
+            return torch.from_numpy(np.ascontiguousarray(planes[layer, role]))[None].to(plane.dtype)
 
         with torch.no_grad():
             result: npt.NDArray[np.float32] = self._logits(_changed(own, replace), own.n, following).numpy()
@@ -119,7 +121,7 @@ class TorchGauge:
 _NAMES = (("k", "keys"), ("v", "values"))
 
 
-def _changed(reading: TorchReading, change: Callable[[int, str, torch.Tensor], torch.Tensor]) -> DynamicCache:
+def _changed(reading: TorchPrefix, change: Callable[[int, str, torch.Tensor], torch.Tensor]) -> DynamicCache:
     """A copy of the reading's cache with other K and V."""
     cache = copy.deepcopy(reading.cache)
     for index in reading.layers:

@@ -1,31 +1,18 @@
-"""How far an altered cache moves what the model says: the next-token distributions of many positions, compared."""
+"""Scores of a text under a cache, and their comparison with the scores under an exact one."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ctxreuse.engines.base import check_prompt
-from ctxreuse.engines.torch_hf.attention import inference
+from ctxreuse.engines.calibration import Fidelity
+from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.engine import TorchEngine
-from ctxreuse.engines.torch_hf.live import TorchLive
-from ctxreuse.keys import Tokens
+from ctxreuse.engines.torch_hf.modes import inference
+from ctxreuse.identity.keys import Tokens
 
-__all__ = ["Fidelity", "Scores", "score", "score_each"]
-
-
-class Fidelity(NamedTuple):
-    """Means over the positions scored.
-
-    ``kl``: divergence of the altered distribution from the exact one, in nats a token. ``top1``: share of positions
-    with the same most likely token. ``dnll``: by how many nats the text that follows became less likely.
-    """
-
-    kl: float
-    top1: float
-    dnll: float
+__all__ = ["Scores", "score", "score_each"]
 
 
 class Scores:
@@ -49,7 +36,7 @@ class Scores:
 
     @inference
     def against(self, exact: Scores) -> Fidelity:
-        """What these scores differ from ``exact`` ones of the same text and positions."""
+        """Compare with ``exact`` scores of the same text and positions."""
         ours, theirs = self._log, exact._log
         # Row by row in pieces: the whole product of a large vocabulary would be another 200 MB.
         kl = [float((b.exp() * (b - a)).sum()) for a, b in zip(ours.split(16), theirs.split(16), strict=True)]
@@ -58,25 +45,25 @@ class Scores:
 
 
 @inference
-def score(engine: TorchEngine, live: TorchLive, tokens: Tokens) -> Scores:
+def score(engine: TorchEngine, context: TorchContext, tokens: Tokens) -> Scores:
     """Continue a context by all of ``tokens`` int32 [n + 1] but the last and score each of the n next ones.
 
     The context grows by n tokens in one forward: drop it or crop it afterwards. Raises what `Engine.prefill` raises.
     """
-    ids = torch.from_numpy(check_prompt(engine.space, live.n, tokens).astype(np.int64))
-    live.usable()
-    live.room(live.n + len(ids))
-    positions = torch.arange(live.n, live.n + len(ids) - 1)
+    ids = torch.from_numpy(check_prompt(engine.space, context.n, tokens).astype(np.int64))
+    context.check_usable()
+    context.reserve(context.n + len(ids))
+    positions = torch.arange(context.n, context.n + len(ids) - 1)
     out = engine.model(
-        input_ids=ids[None, :-1], position_ids=positions[None], past_key_values=live.cache, use_cache=True
+        input_ids=ids[None, :-1], position_ids=positions[None], past_key_values=context.cache, use_cache=True
     )
-    live.append(ids[:-1].numpy().astype("<i4"))
-    live.detach()
+    context.append(ids[:-1].numpy().astype("<i4"))
+    context.finish_load()
     return Scores(out.logits[0], ids[1:])
 
 
 @inference
-def score_each(engine: TorchEngine, live: TorchLive, tokens: Tokens) -> Scores:
+def score_each(engine: TorchEngine, context: TorchContext, tokens: Tokens) -> Scores:
     """As `score`, token by token, as answers are generated."""
-    logits = [engine.prefill(live, tokens[at : at + 1]) for at in range(len(tokens) - 1)]
+    logits = [engine.prefill(context, tokens[at : at + 1]) for at in range(len(tokens) - 1)]
     return Scores(torch.from_numpy(np.stack(logits)), torch.from_numpy(tokens[1:].astype(np.int64)))

@@ -18,10 +18,17 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ctxreuse import models
 from ctxreuse.engines.text import tokenizer_digest
-from ctxreuse.engines.torch_hf.layers import ArenaLayer, HybridLayer, HybridWindowLayer, WholeWindowLayer, WindowLayer
+from ctxreuse.engines.torch_hf.cache.layers import (
+    ArenaLayer,
+    FullWindowLayer,
+    HybridLayer,
+    HybridWindowLayer,
+    WindowLayer,
+)
 from ctxreuse.errors import EngineError
-from ctxreuse.model import LayerSpec, ModelSpace
+from ctxreuse.identity.model import LayerSpec, ModelSpace
 
 __all__ = ["config_of", "model_space", "new_cache"]
 
@@ -37,10 +44,10 @@ def config_of(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def new_cache(model: Any, *, whole: bool = False) -> DynamicCache:
+def new_cache(model: Any, *, full_windows: bool = False) -> DynamicCache:
     """A cache with this package's layers; raises EngineError for a kind of layer that cannot be exported.
 
-    ``whole``: layers of sliding windows keep all tokens.
+    ``full_windows``: layers with a sliding window keep K and V of all tokens.
     """
     cache = DynamicCache(config=config_of(model))
     for index, layer in enumerate(cache.layers):
@@ -48,7 +55,7 @@ def new_cache(model: Any, *, whole: bool = False) -> DynamicCache:
         if kind is DynamicLayer:
             cache.layers[index] = ArenaLayer()
         elif kind is DynamicSlidingWindowLayer:
-            cache.layers[index] = (WholeWindowLayer if whole else WindowLayer)(layer.sliding_window)
+            cache.layers[index] = (FullWindowLayer if full_windows else WindowLayer)(layer.sliding_window)
         elif kind is LinearAttentionAndFullAttentionLayer:
             cache.layers[index] = HybridLayer(layer.number_of_states)
         elif kind is LinearAttentionAndSlidingWindowAttentionLayer:
@@ -65,28 +72,27 @@ def new_cache(model: Any, *, whole: bool = False) -> DynamicCache:
 def model_space(
     model: Any,
     filled: DynamicCache,
-    weights: str | None,
     folder: Path | None,
     attention: str,
     block_tokens: int,
     *,
-    whole: bool = False,
+    full_windows: bool = False,
 ) -> ModelSpace:
     """The space of a model; ``filled`` is a plain cache that a few tokens have been run into.
 
-    ``weights`` is the digest of its files, None for a model that exists in memory only. ``whole`` as in `new_cache`.
+    ``folder`` holds the model's files, None for a model that exists in memory only. ``full_windows``: see `new_cache`.
     """
     config = config_of(model)
-    held = {t.dtype for layer in filled.layers for t in (getattr(layer, "keys", None),) if t is not None}
-    if len(held) > 1:
-        raise EngineError(f"layers keep K and V in different types: {held}", where=type(model).__name__)
-    dtype = str(held.pop() if held else model.dtype).removeprefix("torch.")
+    dtypes = {t.dtype for layer in filled.layers for t in (getattr(layer, "keys", None),) if t is not None}
+    if len(dtypes) > 1:
+        raise EngineError(f"layers keep K and V in different types: {dtypes}", where=type(model).__name__)
+    dtype = str(dtypes.pop() if dtypes else model.dtype).removeprefix("torch.")
     return ModelSpace(
-        weights=weights or state_dict_digest(model),
+        weights=models.weights_digest(folder) if folder is not None else state_dict_digest(model),
         architecture=architecture(model),
         tokenizer=tokenizer_digest(folder),
         dtype=dtype,
-        layers=layer_specs(model, filled, whole),
+        layers=layer_specs(model, filled, full_windows),
         rope=rope_of(model),
         vocab_size=int(config.vocab_size),
         max_tokens=_positions(config),
@@ -110,8 +116,8 @@ def _positions(config: Any) -> int:
     return limit
 
 
-def layer_specs(model: Any, filled: DynamicCache, whole: bool) -> tuple[LayerSpec, ...]:
-    """What each layer keeps, from a plain cache that a few tokens have been run into; ``whole`` as in `new_cache`."""
+def layer_specs(model: Any, filled: DynamicCache, full_windows: bool) -> tuple[LayerSpec, ...]:
+    """What each layer keeps, read off a plain cache after a few tokens; ``full_windows``: see `new_cache`."""
     specs = []
     for layer in filled.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -121,7 +127,7 @@ def layer_specs(model: Any, filled: DynamicCache, whole: bool) -> tuple[LayerSpe
             continue
         if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise EngineError("K and V have different heads or types", where=type(model).__name__)
-        slides = isinstance(layer, DynamicSlidingWindowLayer) and (linear or not whole)
+        slides = isinstance(layer, DynamicSlidingWindowLayer) and (linear or not full_windows)
         kind = ("hybrid_sliding" if linear else "sliding") if slides else "hybrid" if linear else "full"
         window = layer.sliding_window if slides else 0
         specs.append(LayerSpec(kind, keys.shape[1], keys.shape[3], values.shape[3], window))  # type: ignore[arg-type]

@@ -2,97 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from random import Random, SystemRandom
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.store.policy.arc import ARC
-from ctxreuse.store.policy.base import Facts, K, Learner, Policy, Rebuild, fill, prefill_line
-from ctxreuse.store.policy.duel import Duel, Standing
-from ctxreuse.store.policy.gdsf import GDSF
-from ctxreuse.store.policy.hazard import Hazard
-from ctxreuse.store.policy.lfu import LFU
-from ctxreuse.store.policy.lru import LRU
-from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow
-from ctxreuse.store.policy.numbered import NumberedShadow
-from ctxreuse.store.policy.pauses import Pauses
-from ctxreuse.store.policy.roster import Contender
-from ctxreuse.store.policy.s3fifo import S3FIFO
-from ctxreuse.store.policy.shadow import Served, Shadow
+from ctxreuse.store.policy.adaptive import AdaptivePolicy, Expert
+from ctxreuse.store.policy.base import Facts, K, Policy, RecomputeCost, prefill_line
+from ctxreuse.store.policy.native import NATIVE, NativePolicy, NativeResidentSet, NativeShadow
+from ctxreuse.store.policy.shadow import NumberedShadow, Served, Shadow
 
 __all__ = [
-    "ARC",
-    "CONTENDERS",
-    "GDSF",
-    "LFU",
-    "LRU",
+    "DEFAULT_EXPERTS",
     "NAMES",
     "NATIVE",
-    "S3FIFO",
-    "Duel",
+    "AdaptivePolicy",
+    "Expert",
     "Facts",
-    "Hazard",
-    "Learner",
-    "NativeRoster",
+    "NativePolicy",
+    "NativeResidentSet",
     "NativeShadow",
     "NumberedShadow",
-    "Pauses",
     "Policy",
-    "Rebuild",
+    "RecomputeCost",
     "Served",
     "Shadow",
-    "Standing",
-    "fill",
     "make_policy",
     "prefill_line",
-    "single_policy",
 ]
 
-_SINGLE: dict[str, Callable[[Rebuild], Policy[bytes]]] = {
-    "lru": lambda _: LRU(),
-    "lfu": lambda _: LFU(),
-    "s3fifo": lambda _: S3FIFO(),
-    "arc": lambda _: ARC(),
-    "gdsf": lambda rebuild: GDSF(rebuild),
-    "hazard": lambda _: Hazard(),
-    "pauses": lambda _: Pauses(),
-}
+log = logging.getLogger(__name__)
 
-#: What can be named; ``duel`` also as ``duel:lru,arc`` with other contenders.
-NAMES = (*_SINGLE, "duel")
-#: Who is in the duel unless others are named.
-CONTENDERS = ("lru", "lfu", "arc", "hazard")
-
-
-def single_policy(name: str, rebuild: Rebuild | None = None) -> Policy[K]:
-    """A fresh policy that is no duel. Raises ConfigError for an unknown name."""
-    if name not in _SINGLE:
-        raise ConfigError(f"no eviction policy {name!r}", fix=f"Choose one of: {', '.join(sorted(_SINGLE))}")
-    return _SINGLE[name](rebuild if rebuild is not None else prefill_line())  # type: ignore[return-value]
+#: Policies by name; ``adaptive`` also as ``adaptive:lru,arc`` with other experts.
+NAMES = (*NATIVE, "adaptive")
+#: The adaptive policy's experts unless others are named.
+DEFAULT_EXPERTS = ("lru", "lfu", "arc", "hazard", "pauses")
 
 
 def make_policy(
-    policy: str | Policy[K], capacity: int, rebuild: Rebuild | None = None, rng: Random | None = None
+    name: str | Policy[K],
+    capacity: int,
+    *,
+    per_token: float = 1e-3,
+    per_pair: float = 1e-7,
+    rng: Random | None = None,
 ) -> Policy[K]:
-    """A fresh policy of that name for a cache of ``capacity`` bytes, or the one given.
+    """Create the policy of that name for a cache of ``capacity`` bytes; a policy is returned as it is.
 
-    ``duel`` is one of the default contenders, ``duel:NAME,NAME`` one of others. ``rebuild``: what recomputing takes;
-    ``rng``: the duel's coins (default: the system's). Raises ConfigError for an unknown name.
+    Args:
+        name: one of `NAMES`, or ``adaptive:NAME,NAME``. ``duel``, its name in version 0.1.0, is still accepted.
+        capacity: bytes of the cache.
+        per_token: seconds of prefill a token; see `prefill_line`.
+        per_pair: seconds a pair of tokens.
+        rng: randomness of the adaptive policy; default: the system's.
+
+    Raises:
+        ConfigError: an unknown name.
     """
-    if not isinstance(policy, str):
-        return policy
-    kind, _, named = policy.partition(":")
-    if kind != "duel" or (named and len(set(named.split(","))) != len(named.split(","))):
-        if policy not in _SINGLE:
-            fix = f"Choose one of: {', '.join(sorted(NAMES))}; or a duel of your own, such as duel:lru,arc"
-            raise ConfigError(f"no eviction policy {policy!r}", fix=fix)
-        return single_policy(policy, rebuild)
-    names = named.split(",") if named else CONTENDERS
-    coins = rng if rng is not None else SystemRandom()
-    return Duel([_contender(name, capacity, rebuild) for name in names], capacity, coins, NativeRoster())
+    if not isinstance(name, str):
+        return name
+    kind, _, named = name.partition(":")
+    if kind == "duel":
+        log.warning("the eviction policy %r is now called %r", name, name.replace("duel", "adaptive"))
+    experts = named.split(",") if named else DEFAULT_EXPERTS
+    if kind not in ("adaptive", "duel") or len(set(experts)) < len(experts):
+        return _single(name, per_token, per_pair)
+    if not set(experts) <= set(NATIVE):
+        raise _unknown(name)
+    shadows: list[Expert[K]] = [
+        NativeShadow[K](expert, capacity, per_token=per_token, per_pair=per_pair) for expert in experts
+    ]
+    return AdaptivePolicy(shadows, capacity, rng if rng is not None else SystemRandom())
 
 
-def _contender(name: str, capacity: int, rebuild: Rebuild | None) -> Contender[K]:
-    if name in NATIVE and (rebuild is None or name != "gdsf"):
-        return NativeShadow[K](name, capacity)
-    return NumberedShadow[K](single_policy(name, rebuild), capacity)
+def _single(name: str, per_token: float, per_pair: float) -> Policy[K]:
+    if name not in NATIVE:
+        raise _unknown(name)
+    return NativePolicy(name, per_token=per_token, per_pair=per_pair)
+
+
+def _unknown(name: str) -> ConfigError:
+    fix = f"Choose one of: {', '.join(sorted(NAMES))}; or with other experts, such as adaptive:lru,arc"
+    return ConfigError(f"no eviction policy {name!r}", fix=fix)

@@ -1,11 +1,11 @@
 """Which states a context keeps, and which of them go first: at most a few a request, where a later one will resume.
 
-A state (recurrent, or K and V of sliding windows) has a fixed size and is of use at one position only. Kept at every
-block, states crowd out the blocks; kept at the last token only, every fork starts anew. Here a state is admitted
-- at a *split*: where a new path leaves one that is held. The prefix is needed for the second time, so it recurs;
+A state (recurrent, or K and V of sliding windows) has a fixed size and is of use at one position only. Stored at every
+block, states crowd out the blocks; stored at the last token only, every fork starts from zero. A state is stored
+- at a *split*: where a new path leaves a cached one. The prefix is used for the second time, so it recurs;
 - at the last block boundary, where the conversation goes on;
-- on *rungs* inside a long run of new tokens, further and further apart towards its beginning. A context that parts
-  there later, or that eviction cuts back, resumes at the rung below and replays the tokens up to where it parted.
+- at *checkpoints* inside a long run of new tokens, at doubling distances from its end. A context that forks there
+  later, or that eviction cuts back, resumes at the checkpoint below and recomputes the tokens up to the fork.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ctxreuse.store.policy.base import Rebuild, prefill_line
+from ctxreuse.store.policy.base import RecomputeCost, prefill_line
 from ctxreuse.tree import Match
 
-__all__ = ["SHARE", "Held", "Path", "StatePolicy", "Stated", "spare"]
+__all__ = ["SHARE", "Path", "PrefixIndex", "StateNode", "StatePolicy", "spare"]
 
 K_contra = TypeVar("K_contra", contravariant=True)
 K = TypeVar("K")
 
-#: A rung may cost one part in so many of the K and V whose loss it insures. On 130 agent sessions that is as good as
+#: A checkpoint may cost one part in so many of the K and V that it insures. On 130 agent sessions that is as good as
 #: any fixed distance, at states of 409 tokens' worth of K and V (a 7B hybrid) and of 2,560 (Gemma 3 270M).
 _PREMIUM = 8
 #: States that are not at the end of a context may take one part in so many of a store. On the first half of those
@@ -32,8 +32,8 @@ _PREMIUM = 8
 SHARE = 32
 
 
-class Held(Protocol[K_contra]):
-    """What knows which leading part of a path is held: a context tree, a store."""
+class PrefixIndex(Protocol[K_contra]):
+    """Anything that matches prefixes: a context tree, a store."""
 
     def match(self, keys: Sequence[K_contra], /) -> Match:
         """See `ctxreuse.tree.ContextTree.match`."""
@@ -47,56 +47,56 @@ class Path(NamedTuple, Generic[K]):
 
 
 class StatePolicy(msgspec.Struct, frozen=True):
-    """Where states are kept. Pure: the same context over the same tree gives the same positions.
+    """Where states are stored. Pure: the same context over the same index gives the same positions.
 
-    ``replay``: tokens that are rather computed again than that one more state is kept. ``worth``: how many tokens' K
-    and V a state weighs (0: unknown, or K and V weigh nothing); rungs stand where they cost little beside these.
+    ``replay``: tokens that are recomputed rather than storing one more state. ``worth``: how many tokens' K and V a
+    state weighs (0: unknown, or K and V weigh nothing); checkpoints are set where they cost little beside these.
     """
 
     replay: int = 0
     worth: int = 0
 
-    def points(self, path: Path[K], tree: Held[K], *, branches: Iterable[int] = ()) -> tuple[int, ...]:
-        """Positions, ascending, at which the states of ``path`` should be kept; multiples of the block's tokens.
+    def points(self, path: Path[K], index: PrefixIndex[K], *, branches: Iterable[int] = ()) -> tuple[int, ...]:
+        """Return positions, ascending, at which the states of ``path`` should be stored; multiples of a block's tokens.
 
-        ``branches``: positions at which other contexts are known to part from this one. None of the result is closer
-        than ``replay`` to a state that is held before it, or to the point before it.
+        ``branches``: positions at which other contexts are known to fork from this one. No position is closer than
+        ``replay`` to a stored state before it, or to the position before it.
         """
         size, last = path.block_tokens, len(path.keys) * path.block_tokens
-        held = tree.match(path.keys)
+        match = index.match(path.keys)
         wanted = {at // size * size for at in branches} | {last}
-        if held.split:
-            wanted.add(held.tokens)
+        if match.split:
+            wanted.add(match.tokens)
         found: list[int] = []
-        below = held.state_tokens
+        below = match.state_tokens
         for at in sorted(at for at in wanted if at <= last):
             if at - below > self.replay:
                 found.append(at)
                 below = at
-        # A rung insures nothing that a state near it does not insure as well.
+        # A checkpoint insures nothing that a state near it does not insure as well.
         step = self._step(size)
-        for at in self._rungs(step, held.tokens, last):
-            if all(abs(at - other) >= max(step // 2, self.replay) for other in (held.state_tokens, *found)):
+        for at in self._checkpoints(step, match.tokens, last):
+            if all(abs(at - other) >= max(step // 2, self.replay) for other in (match.state_tokens, *found)):
                 found.append(at)
         return tuple(sorted(found))
 
     def _step(self, size: int) -> int:
         return -(-self.worth * _PREMIUM // size) * size
 
-    def _rungs(self, step: int, start: int, end: int) -> Iterator[int]:
-        """One ``step`` before the end, two steps, four, down to the start of what is new."""
+    def _checkpoints(self, step: int, start: int, end: int) -> Iterator[int]:
+        """One ``step`` before the end, two steps, four, down to the start of the new tokens."""
         while step and end - step > start:
             yield end - step
             step *= 2
 
 
-class Stated(Protocol):
+class StateNode(Protocol):
     """A node of a tree, with or without a state at its end: see `ctxreuse.tree.Node`."""
 
     @property
     def key(self) -> Any: ...
     @property
-    def parent(self) -> Stated | None: ...
+    def parent(self) -> StateNode | None: ...
     @property
     def children(self) -> int: ...
     @property
@@ -107,28 +107,37 @@ class Stated(Protocol):
     def state_nbytes(self) -> int: ...
 
 
-N = TypeVar("N", bound=Stated)
+N = TypeVar("N", bound=StateNode)
 
 
 def spare(
-    stated: Iterable[N], need: int, most: int, keep: Container[Any] = frozenset(), rebuild: Rebuild | None = None
+    stated: Iterable[N],
+    need: int,
+    most: int,
+    keep: Container[Any] = frozenset(),
+    cost: RecomputeCost | None = None,
 ) -> list[N]:
-    """Of nodes with states those whose states should go, while their blocks stay, so that ``need`` bytes are free;
-    fewer if no more should.
+    """Choose states to delete, while their blocks stay, so that ``need`` bytes become free; fewer if no more should.
 
-    States inside contexts, not at their ends, may have ``most`` bytes together: what is beyond goes, the least worth
-    first. Worth is seconds saved per byte: those of replaying from the state before it, once for each context that goes
-    on from there. States at ends leave with their blocks; those with pins or in ``keep`` stay. ``rebuild``: seconds of
-    computing (second) tokens behind (first). Pure; O(states · blocks between them).
+    States inside contexts, not at their ends, may take ``most`` bytes together; beyond that the least worth goes first.
+    Worth is seconds saved per byte: those of replaying from the state before it, once for each context that goes on
+    from there. States at ends leave with their blocks. Pure; O(states · blocks between them).
+
+    Args:
+        stated: nodes with states.
+        need: bytes.
+        most: bytes.
+        keep: keys whose states stay, as pinned ones do.
+        cost: seconds of prefill; default: `prefill_line`.
     """
-    price = prefill_line() if rebuild is None else rebuild
+    seconds = prefill_line() if cost is None else cost
     inner = [node for node in stated if node.children]
     over = sum(node.state_nbytes for node in inner) - most
     if over <= 0:
         return []
 
     def worth(node: N) -> tuple[float, int, Any]:
-        return _replayed(node, price) * node.children / node.state_nbytes, node.depth, node.key
+        return _replay_seconds(node, seconds) * node.children / node.state_nbytes, node.depth, node.key
 
     victims: list[N] = []
     for node in sorted((node for node in inner if not node.pins and node.key not in keep), key=worth):
@@ -140,9 +149,9 @@ def spare(
     return victims
 
 
-def _replayed(node: Stated, rebuild: Rebuild) -> float:
+def _replay_seconds(node: StateNode, cost: RecomputeCost) -> float:
     above = node.parent
     while above is not None and not above.state_nbytes:
         above = above.parent
     start = above.depth if above is not None else 0
-    return rebuild(start, node.depth - start)
+    return cost(start, node.depth - start)

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's words under ``/v1``, our own under ``/api``."""
+"""The HTTP API: OpenAI-compatible under ``/v1``, our own under ``/api``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from typing import TYPE_CHECKING
 
 from starlette.routing import Route
 
-from ctxreuse_edge.api import chat, completions, contexts, models, pauses, status, tokens, why
+from ctxreuse_edge.api import contexts, status, tokens, v1
 
 if TYPE_CHECKING:
-    from ctxreuse_edge.node import Node
+    from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["routes"]
 
 
-def routes(node: Node) -> list[Route]:
-    """All routes that need an engine."""
-    return [
-        module_route
-        for module in (chat, completions, models, contexts, tokens, pauses, status, why)
-        for module_route in module.routes(node)
-    ]
+def routes(node: EdgeNode) -> list[Route]:
+    """All routes but the probes."""
+    return [route for module in (v1, contexts, tokens, status) for route in module.routes(node)]

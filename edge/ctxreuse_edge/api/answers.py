@@ -1,4 +1,4 @@
-"""What all answers of the API have in common: how sampling is asked for, how pieces are sent, what a hang-up does."""
+"""What the routes of the API share: reading requests, sampling parameters, sending answers whole or streamed."""
 
 from __future__ import annotations
 
@@ -6,135 +6,195 @@ import asyncio
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ctxreuse.daemon.openai import DONE, ApiError, SamplingFields, api_error, event
-from ctxreuse.engines.sampling import Sampling
+from ctxreuse.block.levels import allowed_by, check_limit, check_lossy, expected_kl, limit_of
+from ctxreuse.daemon.middleware import new_id, read_body
+from ctxreuse.daemon.openai import (
+    DONE,
+    ApiError,
+    ApiUsage,
+    SamplingFields,
+    api_error,
+    event,
+    ignored_fields,
+    parse,
+    usage_of,
+)
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError
-from ctxreuse.levels import check_lossy, damage
+from ctxreuse_edge.models import check_keep_alive
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.generate import Piece
-    from ctxreuse.runtime import Completion
-    from ctxreuse_edge.node import Node
-    from ctxreuse_edge.worker import Running
+    from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.identity.model import ModelSpace
+    from ctxreuse.runtime import Completion, Runtime
+    from ctxreuse_edge.models import ServedModel
+    from ctxreuse_edge.node import EdgeNode
+    from ctxreuse_edge.worker import RunningAnswer
 
-__all__ = ["Answer", "body_of", "finish_of", "id_of", "json_answer", "known_model", "lossy_of", "sampling_of"]
+__all__ = [
+    "HttpAnswer",
+    "KeepAlive",
+    "Make",
+    "OpenAiAnswer",
+    "body_of",
+    "finish_of",
+    "id_of",
+    "json_answer",
+    "max_kl_of",
+    "post_route",
+    "sampling_of",
+]
+
+T = TypeVar("T")
+
+#: How long a model stays loaded after a request, in Ollama's words; None: as the settings say.
+KeepAlive: TypeAlias = str | int | float | None
+#: Begins an answer with this id; calls the function before each long step.
+Make: TypeAlias = "Callable[[str, Callable[[], None]], Completion]"
 
 _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 
 
-async def body_of(request: Request, node: Node) -> bytes:
-    """The request's body, within the limit of the settings."""
-    from ctxreuse.daemon.front import read_body
-
-    return await read_body(request, node.settings.edge.max_body)
+async def body_of(request: Request, node: EdgeNode, kind: type[T]) -> T:
+    """Return the request's body, read and checked within the limit of the settings; notes its ignored fields, which the
+    answer's header will name. Raises ApiError."""
+    raw = await read_body(request, node.settings.edge.max_body)
+    body = parse(raw, kind)
+    request.scope["state"]["ignored"] = ", ".join(ignored_fields(raw, kind))
+    return body
 
 
 def id_of(request: Request) -> str:
-    """The request's id: what it came with in ``x-request-id``, or was given; the answer bears it too."""
+    """Return the request's id: its header ``x-request-id``, else a new one; the answer has it, too."""
     return str(request.scope["state"]["request_id"])
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
-    """A value as a JSON answer."""
+    """Return a value as a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def known_model(node: Node, name: str) -> None:
-    """Raises ApiError (404) unless ``name`` is the model that is served, or empty."""
-    if name not in ("", "default", node.model.id, node.settings.engine.model):
-        raise ApiError(
-            404,
-            f"the model {name!r} is not served here; {node.model.id!r} is",
-            type="not_found_error",
-            code="model_not_found",
-            param="model",
-        )
+def post_route(
+    node: EdgeNode,
+    path: str,
+    kind: type[T],
+    work: Callable[[Request, T], Any],
+    priority: Callable[[T], int] = lambda _: 0,
+) -> Route:
+    """Return a POST route that parses the body, runs ``work`` in the pool while the first model is loaded, and answers
+    its result as JSON."""
+
+    async def answer(request: Request) -> Response:
+        body = await body_of(request, node, kind)
+        found = await node.pool.call(lambda: node.models.use_first(lambda: work(request, body)), priority(body))
+        return json_answer(found)
+
+    return Route(path, answer, methods=["POST"])
 
 
-def sampling_of(asked: SamplingFields, prompt: int, longest: int, max_tokens: int | None) -> Sampling:
-    """How to sample, with the OpenAI API's defaults; the answer may be as long as there is room for.
+def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens: int | None) -> SamplingParams:
+    """Return the sampling parameters, with the OpenAI API's defaults; the answer may fill the model's context.
 
-    Raises ApiError for what cannot be done, ContextTooLongError if there is no room.
+    Raises ApiError for what is not supported, ContextTooLongError if there is no room.
     """
-    if asked.n not in (None, 1):
-        raise ApiError(400, "n: only one answer a request is made here; send the request again", param="n")
+    longest, bias = space.max_tokens, body.logit_bias or {}
+    wrong = next((token for token in bias if not 0 <= token < space.vocab_size), None)
+    if wrong is not None:
+        what = f"logit_bias: {wrong} is no token of the model, which has {space.vocab_size:,}"
+        raise ApiError(400, what, param="logit_bias", code="token_out_of_range")
+    if body.n not in (None, 1):
+        raise ApiError(400, "n: only one answer per request is supported", param="n")
     room = longest - prompt
     if room < 1:
         raise ContextTooLongError(f"the prompt has {prompt:,} tokens and the model takes {longest:,}, answer included")
-    return Sampling(
+    return SamplingParams(
         max_tokens=room if max_tokens is None else min(max_tokens, room),
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=max(asked.top_k or 0, 0),  # -1 is off elsewhere
-        min_p=asked.min_p or 0.0,
-        repetition_penalty=asked.repetition_penalty or 1.0,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        seed=asked.seed,
-        stop=asked.stops,
-        ignore_eos=asked.ignore_eos,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),  # other servers write -1 for off
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        seed=body.seed,
+        stop=body.stops,
+        ignore_eos=body.ignore_eos,
+        logit_bias=bias,
     )
 
 
-def lossy_of(node: Node, asked: str | None) -> str | None:
-    """The worst level of KV that a request may reuse; None for exact only. What is allowed need not be there: without a
-    card for the model nothing lossy is (yet), and of a card's levels it is the worst that is no worse than what was
-    asked for. With a chunk card it is what was asked for: moved rows have no levels of their own. Raises ApiError for
-    what names no level."""
-    wanted = node.settings.edge.lossy if asked is None else asked
-    if not wanted:
-        return None
+def max_kl_of(node: EdgeNode, level: str | None, runtime: Runtime | None = None) -> float | None:
+    """Return the quality limit of a request, in nats a token; None: exact KV only.
+
+    ``level``: the request's level or number, "": exact; None: ``edge.max_kl`` of the settings. Without a chunk profile,
+    which measures errors itself, the result is the largest expected error within the limit among the levels of the
+    calibration profile; None without a profile. ``runtime``: None: that of the first model. Raises ApiError for an
+    unknown level.
+    """
     try:
-        limit = damage(check_lossy(wanted))
+        limit = _limit(node.settings.edge.max_kl if level is None else level)
     except ConfigError as error:
         raise ApiError(400, str(error), param="lossy") from None
-    node.links.want_cards()
-    if node.runtime.anywhere.gate.card is not None:
-        return wanted
-    codec = node.runtime.engine.codec
-    held = [info.name for info in codec.levels if info.lossy and damage(info.name) <= limit] if codec else []
-    return max(held, key=damage, default=None)
+    if limit is None:
+        return None
+    node.links.fetch_profiles()
+    runtime = runtime or node.runtime
+    if runtime.chunk_reuse.gate.profile is not None:
+        return limit
+    codec = runtime.engine.codec
+    levels = codec.levels if codec is not None else ()
+    within = [expected_kl(info.name) for info in levels if info.lossy and allowed_by(info.name, limit)]
+    return max(within, default=None)
+
+
+def _limit(text: str) -> float | None:
+    """Read a limit as a number or the name of a level."""
+    try:
+        return check_limit(float(text)) if text else None
+    except ValueError:
+        return limit_of(check_lossy(text))
 
 
 def finish_of(completion: Completion) -> str:
-    """Why an answer ended, in the API's words."""
+    """Return the API's finish reason of an answer."""
     return _FINISH.get(completion.finish or "", "stop")
 
 
-class Answer(Response):
-    """One answer, sent whole or as events, made while it is sent; a client that hangs up ends the making of it.
+class HttpAnswer(Response):
+    """An answer sent while it is made, whole or as events; a client that disconnects cancels it.
 
-    What fails before the first piece is raised, so that it becomes a status; later it becomes an event.
+    An error before the first piece is raised, and becomes a status; later it becomes an event.
     """
 
-    def __init__(self, node: Node, running: Running, *, stream: bool) -> None:
+    def __init__(self, node: EdgeNode, running: RunningAnswer, *, stream: bool) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
         self._node, self._running, self._stream = node, running, stream
         self._began = time.perf_counter()
 
     @abstractmethod
     def first(self, completion: Completion) -> Sequence[Any]:
-        """Events before the first piece."""
+        """Return the events before the first piece."""
 
     @abstractmethod
-    def piece(self, completion: Completion, piece: Piece) -> Sequence[Any]:
-        """Events of a piece."""
+    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
+        """Return the events of a piece."""
 
     @abstractmethod
     def last(self, completion: Completion) -> Sequence[Any]:
-        """Events after the last piece."""
+        """Return the events after the last piece."""
 
     @abstractmethod
     def whole(self, completion: Completion) -> Any:
-        """The answer that is not streamed."""
+        """Return the answer that is not streamed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `starlette.types.ASGIApp`."""
@@ -152,7 +212,7 @@ class Answer(Response):
             pass
         self._running.cancel()
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
+    async def _pieces(self) -> AsyncIterator[GeneratedToken]:
         first = True
         async for piece in self._running:
             if first:
@@ -191,7 +251,7 @@ class Answer(Response):
                 await give(self.piece(completion, piece))
             completion = self._running.completion
             if completion is None or completion.finish in (None, "cancelled", "error"):
-                return  # nobody reads any more
+                return  # the client has disconnected
             if not begun:  # max_tokens was 0
                 await give(self.first(completion))
             await give(self.last(completion))
@@ -200,3 +260,47 @@ class Answer(Response):
             if not begun:
                 raise
             await send({"type": "http.response.body", "body": b"data: " + api_error(error).body() + b"\n\n"})
+
+
+class OpenAiAnswer(HttpAnswer):
+    """An answer of ``/v1``: with an id, and with usage in the events if the request wants it."""
+
+    def __init__(
+        self, node: EdgeNode, model: ServedModel, body: SamplingFields, prefix: str, make: Make, keep_alive: KeepAlive
+    ) -> None:
+        """``make`` computes the answer with the given id, which begins with ``prefix``, while the model is loaded; see
+        `RequestPool.begin` and `ServedModels.using`."""
+        name = new_id(prefix)
+        seconds = None if keep_alive is None else check_keep_alive(keep_alive)
+        using = node.models.using(model, seconds)
+        running = node.pool.begin(lambda step: make(name, step), body.priority, using)
+        super().__init__(node, running, stream=bool(body.stream))
+        self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+        #: id, time of creation and model, in the order of the API's structs.
+        self.head = name, int(time.time()), model.name.id
+        self._model = model
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers depend on: the model space, as 16 hex digits."""
+        return self._model.runtime.space.digest.hex()[:16]
+
+    @abstractmethod
+    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
+        """Return an event with a piece of content, or None: without a choice."""
+
+    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
+        """See `HttpAnswer.piece`."""
+        return [self.event(piece.text, None, self.no_usage)] if piece.text else []
+
+    def last(self, completion: Completion) -> Sequence[Any]:
+        """See `HttpAnswer.last`."""
+        usage, finish = usage_of(completion.usage), finish_of(completion)
+        if self._wants_usage:
+            return [self.event("", finish, self.no_usage), self.event(None, None, usage)]
+        return [self.event("", finish, usage)]
+
+    @property
+    def no_usage(self) -> msgspec.UnsetType | None:
+        """The usage of events that have none: null if the request wants usage, else left out."""
+        return None if self._wants_usage else msgspec.UNSET

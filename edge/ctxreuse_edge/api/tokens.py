@@ -1,19 +1,28 @@
-"""``/api/tokens``: token ids in, pieces of text and ids out: what the agent memory library attaches to.
+"""``/api/tokens``: token ids in, pieces of text and ids out, for the agent memory library.
 
 ::
 
-    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "parts"?, "lossy"?, "about"?}
+    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "parts"?, "lossy"?, "about"?, "priority"?}
                                                                      events {"text", "token", "finish"?}, then {"usage"}
-    POST /api/tokens/warm     {"tokens", "branches"?, "parts"?, "lossy"?, "about"?}          {"usage"}
+    POST /api/tokens/warm     {"tokens", "branches"?, "parts"?, "lossy"?, "about"?, "priority"?}          {"usage"}
     POST /api/tokens/forget   {"tokens"}                             {"blocks"}
     GET  /api/tokens/model                                           {"space", "digest", "model", "folder"}
 
-``usage`` is the runtime's own (`ctxreuse.runtime.Usage`). Texts and sessions stay with the caller.
+``usage``: see `ctxreuse.usage.WireUsage`. Texts and sessions stay with the caller. Optional hints on the future of
+a context::
+
+    POST /api/tokens/pause     {"tokens", "kind", "expect"?, "lossy"?}   {}
+    POST /api/tokens/resume    {"tokens"}                                {}
+    POST /api/tokens/hint      {"tokens", "name", "until"?}              {"known"}
+    POST /api/tokens/supersede {"tokens", "keep"}                        {"blocks"}
+
+``kind``: ``tool``, ``tool:NAME``, ``end_of_turn``, ``length``, ``closed`` or ``unknown``; ``expect`` and ``until`` are
+seconds from now; ``name``: ``share``, ``prefetch``, ``demote``, ``pin`` or ``retain``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -21,94 +30,152 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ctxreuse.daemon.openai import ApiError, parse
-from ctxreuse.engines.sampling import Sampling
-from ctxreuse.keys import as_tokens
-from ctxreuse.why import About
-from ctxreuse_edge.api.answers import Answer, body_of, id_of, json_answer, lossy_of
+from ctxreuse.daemon.middleware import CALLER
+from ctxreuse.daemon.openai import ApiError
+from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.errors import ContextTooLongError
+from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.runtime.steps.order import BACKGROUND, NORMAL
+from ctxreuse.why import RequestInfo
+from ctxreuse_edge.api.answers import HttpAnswer, body_of, id_of, json_answer, max_kl_of, post_route
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.generate import Piece
+    from ctxreuse import runtime
+    from ctxreuse.engines.generate import GeneratedToken
     from ctxreuse.runtime import Completion
-    from ctxreuse_edge.node import Node
+    from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["TokensRequest", "about_of", "routes"]
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Ids = Annotated[list[_Id], msgspec.Meta(min_length=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class TokensRequest(msgspec.Struct, frozen=True):
-    """A prompt in ids, where in it other contexts may go on differently (``branches``), and where parts end that were
-    encoded by themselves (``parts``). ``lossy``: see `ctxreuse.daemon.openai.Extra`; ``about``: session, parts and
-    opening, see `ctxreuse.why.About`."""
+    """A prompt in ids. ``branches``: where other contexts may branch off; ``parts``: ends of parts that were encoded by
+    themselves; ``lossy``: see `ctxreuse.daemon.openai.Extra`; ``about``: see `ctxreuse.why.RequestInfo`;
+    ``priority``: see `ctxreuse.daemon.openai.SamplingFields` (None: normal for answers, background for `warm`)."""
 
-    tokens: Annotated[list[_Id], msgspec.Meta(min_length=1)]
-    sampling: Sampling = Sampling()
+    tokens: _Ids
+    sampling: SamplingParams = SamplingParams()
     branches: list[int] = []
     parts: list[int] = []
     lossy: str | None = None
-    about: About = About()
+    about: RequestInfo = RequestInfo()
+    priority: int | None = None
 
 
-def routes(node: Node) -> list[Route]:
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: _Ids
+
+
+class _Paused(_Tokens, frozen=True):
+    kind: _Name
+    expect: _Seconds | None = None
+    lossy: str | None = None
+
+
+class _Hinted(_Tokens, frozen=True):
+    name: _Name
+    until: _Seconds | None = None
+
+
+class _Superseded(_Tokens, frozen=True):
+    keep: Annotated[int, msgspec.Meta(ge=0)]
+
+
+def routes(node: EdgeNode) -> list[Route]:
     """The routes of this module."""
 
+    def prompt_of(request: Request, body: TokensRequest, priority: int) -> Callable[[], runtime.Request]:
+        max_kl, about = max_kl_of(node, body.lossy), about_of(request, body)
+        return lambda: node.runtime.request(
+            body.tokens,
+            parts=body.parts,
+            branches=body.branches,
+            max_kl=max_kl,
+            about=about,
+            priority=priority,
+            caller=CALLER.get(),
+        )
+
     async def complete(request: Request) -> Response:
-        asked = parse(await body_of(request, node), TokensRequest)
-        ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
-        running = node.worker.begin(
-            lambda: node.runtime.complete(
-                ids, asked.sampling, branches=asked.branches, parts=asked.parts, lossy=lossy, about=about
-            )
-        )
-        return _Pieces(node, running, stream=True)
+        body = await body_of(request, node, TokensRequest)
+        priority = body.priority or NORMAL
+        prompt, using = prompt_of(request, body, priority), node.models.using(node.models.first)
+        running = node.pool.begin(lambda _: node.runtime.complete(prompt(), body.sampling), priority, using)
+        return _TokensAnswer(node, running, stream=True)
 
-    async def warm(request: Request) -> Response:
-        asked = parse(await body_of(request, node), TokensRequest)
-        ids, lossy, about = as_tokens(asked.tokens), lossy_of(node, asked.lossy), about_of(request, asked)
-        usage = await node.worker.call(
-            lambda: node.runtime.warm(ids, branches=asked.branches, parts=asked.parts, lossy=lossy, about=about)
-        )
-        return json_answer({"usage": usage})
+    def warm(request: Request, body: TokensRequest) -> Any:
+        return {"usage": node.runtime.warm(prompt_of(request, body, _warming(body))()).to_wire()}
 
-    async def forget(request: Request) -> Response:
-        asked = parse(await body_of(request, node), TokensRequest)
-        blocks = await node.worker.call(lambda: node.runtime.forget(as_tokens(asked.tokens)))
-        return json_answer({"blocks": blocks})
+    def ids_of(body: _Tokens | TokensRequest) -> Tokens:
+        maximum = node.runtime.space.max_tokens
+        if len(body.tokens) > maximum:
+            raise ContextTooLongError(f"the context has {len(body.tokens):,} tokens and the model takes {maximum:,}")
+        return as_tokens(body.tokens)
+
+    def forget(_: Request, body: TokensRequest) -> Any:
+        return {"blocks": node.runtime.forget(ids_of(body))}
+
+    def pause(_: Request, body: _Paused) -> Any:
+        max_kl = max_kl_of(node, body.lossy)
+        node.runtime.pause(ids_of(body), body.kind, expect=body.expect, max_kl=max_kl)
+        return {}
+
+    def resume(_: Request, body: _Tokens) -> Any:
+        node.runtime.resume(ids_of(body))
+        return {}
+
+    def hint(_: Request, body: _Hinted) -> Any:
+        return {"known": node.runtime.hint(ids_of(body), body.name, until=body.until)}
+
+    def supersede(_: Request, body: _Superseded) -> Any:
+        return {"blocks": node.runtime.supersede(ids_of(body), body.keep)}
 
     async def model(_: Request) -> Response:
-        space = node.runtime.engine.space
-        name, folder = node.model
+        space = node.runtime.space
+        name, folder = node.models.first.name
         return json_answer({"space": space, "digest": space.digest.hex(), "model": name, "folder": folder})
 
     return [
         Route("/api/tokens/complete", complete, methods=["POST"]),
-        Route("/api/tokens/warm", warm, methods=["POST"]),
-        Route("/api/tokens/forget", forget, methods=["POST"]),
         Route("/api/tokens/model", model),
+        post_route(node, "/api/tokens/warm", TokensRequest, warm, _warming),
+        post_route(node, "/api/tokens/forget", TokensRequest, forget),
+        post_route(node, "/api/tokens/pause", _Paused, pause),
+        post_route(node, "/api/tokens/resume", _Tokens, resume),
+        post_route(node, "/api/tokens/hint", _Hinted, hint),
+        post_route(node, "/api/tokens/supersede", _Superseded, supersede),
     ]
 
 
-def about_of(request: Request, asked: TokensRequest) -> About:
-    """What the caller says of its request, checked, under the id of the HTTP request. Raises ApiError."""
-    said = asked.about
-    ends = [0, *(part.end for part in said.parts)]
-    if len(ends) > 4096 or ends != sorted(set(ends)) or ends[-1] > len(asked.tokens):
-        raise ApiError(400, "parts must end one after the other within the prompt", param="about.parts")
-    if len(said.session) > 200 or any(len(part.name) > 200 for part in said.parts):
+def _warming(body: TokensRequest) -> int:
+    return BACKGROUND if body.priority is None else body.priority
+
+
+def about_of(request: Request, body: TokensRequest) -> RequestInfo:
+    """Return the caller's description of its request, checked, with the id of the HTTP request. Raises ApiError."""
+    given = body.about
+    ends = [0, *(part.end for part in given.parts)]
+    if len(ends) > 4096 or ends != sorted(set(ends)) or ends[-1] > len(body.tokens):
+        raise ApiError(400, "parts must be ascending positions within the prompt", param="about.parts")
+    if len(given.session) > 200 or any(len(part.name) > 200 for part in given.parts):
         raise ApiError(400, "a name has more than 200 characters", param="about")
-    return msgspec.structs.replace(said, request=id_of(request), alias="")
+    return msgspec.structs.replace(given, request=id_of(request), client_id="")
 
 
-class _Pieces(Answer):
+class _TokensAnswer(HttpAnswer):
     def first(self, completion: Completion) -> Sequence[Any]:
-        return [{"usage": completion.usage}]
+        return [{"usage": completion.usage.to_wire()}]
 
-    def piece(self, completion: Completion, piece: Piece) -> Sequence[Any]:
+    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
         return [piece]
 
     def last(self, completion: Completion) -> Sequence[Any]:
-        return [{"usage": completion.usage, "finish": completion.finish}]
+        return [{"usage": completion.usage.to_wire(), "finish": completion.finish}]
 
     def whole(self, completion: Completion) -> Any:
-        return {"usage": completion.usage}
+        return {"usage": completion.usage.to_wire()}

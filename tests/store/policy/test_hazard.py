@@ -9,14 +9,17 @@ from itertools import count
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.store.policy import LRU, Facts, Policy, Shadow
+from ctxreuse.store.policy import Facts, Policy, Shadow
 from ctxreuse.store.policy.base import prefill_line
-from ctxreuse.store.policy.hazard import CLASSES, Hazard, class_of, coarse_of
-from ctxreuse.store.policy.hazard_table import AGES, EDGES, LEVELS, HazardTable, best_rates, level_of
+from ctxreuse.store.policy.hazard_counts import AGES, CLASSES
 from ctxreuse.testing.policy import PolicyContract, traffic
+from oracle.policy.hazard import Hazard, class_of, coarse_of
+from oracle.policy.hazard_table import EDGES, LEVELS, HazardTable, best_rates, level_of
+from oracle.policy.lru import LRU
+from support.examples import examples
 
 
 class _Checked(Hazard[int]):
@@ -108,7 +111,7 @@ def test_what_was_learnt_fades() -> None:
     table.check()
 
 
-@settings(max_examples=200)
+@examples("light")
 @given(st.data())
 def test_a_damaged_dump_is_refused(data: st.DataObject) -> None:
     table = HazardTable([0, 0, 0])
@@ -154,7 +157,7 @@ def _served(policy: Policy[int], capacity: int, asked: list[tuple[float, tuple[i
     shadow, half, hits = Shadow(policy, capacity), len(asked) // 2, 0
     for number, (now, path, label) in enumerate(asked):
         served = shadow.request(path, 1, 64, now).blocks
-        shadow.mark(path[-1], label, now)
+        shadow.on_pause(path[-1], label, now)
         hits += served * (number >= half)
     return hits
 
@@ -198,12 +201,12 @@ def test_a_mark_is_for_the_tip_of_the_last_use_only() -> None:
     shadow = Shadow(policy, 10)
     shadow.request((1, 2, 3), 1, 16, 0.0)
     shadow.request((1, 2, 4), 1, 16, 1.0)
-    policy.mark(2, 5, 2.0)
+    policy.on_pause(2, 5, 2.0)
     policy.check()
     for path in traffic(200, seed=9):
         shadow.request([key + 10 for key in path], 1, 16, 3.0)
         if path:
-            shadow.mark(path[-1] + 10, 3, 3.0)
+            shadow.on_pause(path[-1] + 10, 3, 3.0)
         shadow.check()
         policy.check()
 
@@ -229,7 +232,7 @@ def test_what_saves_more_seconds_a_byte_stays_longer() -> None:
 
 def test_a_price_that_is_measured_later_counts_from_then_on() -> None:
     policy = Hazard[int](prefill_line(1e-3, 0.0))
-    policy.price(0.0, 1.0)
+    policy.set_recompute_cost(0.0, 1.0)
     for key, depth in ((1, 16), (2, 1_600)):
         policy.insert(Facts(key, None, 16, depth, 100), 0.0)
         policy.access([key], 1.0 - key)

@@ -7,13 +7,31 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.store.policy import ARC, GDSF, LFU, LRU, S3FIFO, Duel, Facts, Hazard, Policy, Shadow
-from ctxreuse.store.policy.native import NATIVE, NativeRoster, NativeShadow, ids_of
+from ctxreuse.store.policy import (
+    NATIVE,
+    AdaptivePolicy,
+    Facts,
+    NativePolicy,
+    NativeShadow,
+    Policy,
+    Shadow,
+)
+from ctxreuse.store.policy.base import prefill_line
+from ctxreuse.store.policy.shadow import ids_of
 from ctxreuse.testing.policy import traffic
+from oracle.policy.arc import ARC
+from oracle.policy.gdsf import GDSF
+from oracle.policy.hazard import Hazard
+from oracle.policy.lfu import LFU
+from oracle.policy.lru import LRU
+from oracle.policy.pauses import Pauses
+from oracle.policy.residents import ResidentSet
+from oracle.policy.s3fifo import S3FIFO
+from support.examples import examples
 
 REFERENCE: dict[str, Callable[[], Policy[int]]] = {
     "lru": LRU,
@@ -22,6 +40,7 @@ REFERENCE: dict[str, Callable[[], Policy[int]]] = {
     "arc": ARC,
     "gdsf": lambda: GDSF(alpha=0.7),
     "hazard": Hazard,
+    "pauses": Pauses,
 }
 
 
@@ -30,7 +49,7 @@ def native(name: str, capacity: int) -> NativeShadow[int]:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@settings(max_examples=40, deadline=None)
+@examples("normal")
 @given(
     seed=st.integers(0, 10_000), capacity=st.integers(1, 60), most=st.sampled_from((1, 9)), longest=st.integers(1, 40)
 )
@@ -49,6 +68,57 @@ def test_same_victims(name: str, seed: int, capacity: int, most: int, longest: i
     mine.check()
     theirs.check()
     assert list(mine.order()) == list(theirs.order())
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@examples("normal")
+@given(seed=st.integers(0, 10_000), capacity=st.integers(1, 60))
+def test_same_victims_as_the_policy_of_a_cache(name: str, seed: int, capacity: int) -> None:
+    rng = Random(seed)
+    size = [rng.randint(1, 9) for _ in range(3_000)]
+    policies = NativePolicy[int](name, alpha=0.7), REFERENCE[name]()
+    mine, theirs = (Shadow(policy, capacity) for policy in policies)
+    for now, path in enumerate(traffic(150, seed=seed)):
+        sizes, tokens = [size[key] for key in path], [16 + key % 3 for key in path]
+        assert mine.request(path, sizes, tokens, now) == theirs.request(path, sizes, tokens, now)
+        if path and rng.random() < 0.1:
+            mine.on_pause(path[-1], now % 9, now)
+            theirs.on_pause(path[-1], now % 9, now)
+    policies[0].check()
+    assert list(mine.order()) == list(theirs.order())
+
+
+def test_a_policy_without_alpha_finds_the_same() -> None:
+    mine, theirs = NativePolicy[int]("gdsf", per_token=1e-3, per_pair=1e-4), GDSF(prefill_line(1e-3, 1e-4))
+    caches = Shadow(mine, 100), Shadow(theirs, 100)
+    for now, path in enumerate(traffic(800, seed=2)):
+        got, want = (cache.request(path, 1, 64, now) for cache in caches)
+        assert got == want
+    assert mine._shadow.tuned
+    assert theirs.tuned
+    assert mine._shadow.alpha == theirs.alpha
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_parent_may_be_dropped_while_its_child_is_evicted(name: str) -> None:
+    policy = NativePolicy[int](name)
+    facts = [Facts(key, key - 1 if key > 1 else None, 4, 4 * key, 10) for key in (1, 2, 3)]
+    policy.fill([*facts, Facts(9, None, 4, 4, 10)], [[1, 2, 3], [9]], 0.0)
+    for key in (1, 2):
+        policy.remove(key, 1.0)
+        policy.check()
+    assert sorted(policy.order()) == [3, 9]
+    with pytest.raises(KeyError):
+        policy.remove(1, 1.0)
+    policy.insert(facts[0], 2.0)
+    policy.access([1], 2.0)
+    assert sorted(policy.order()) == [1, 3, 9]
+    policy.remove(3, 3.0)
+    policy.check()
+    assert sorted(policy.order()) == [1, 9]
+    policy.remove(1, 3.0)
+    policy.check()
+    assert list(policy.order()) == [9]
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -107,45 +177,45 @@ def key(number: int) -> bytes:
     return hashlib.sha256(number.to_bytes(8, "little")).digest()
 
 
-def duels(capacity: int) -> tuple[Duel[bytes], Duel[bytes]]:
+def adaptive_pair(capacity: int) -> tuple[AdaptivePolicy[bytes], AdaptivePolicy[bytes]]:
     names = ("lru", "lfu", "arc", "hazard")
     mine = [NativeShadow[bytes](name, capacity) for name in names]
     theirs = [Shadow[bytes](make(), capacity) for make in (LRU, LFU, ARC, Hazard)]
     return (
-        Duel(mine, capacity, Random(1), roster=NativeRoster()),
-        Duel(theirs, capacity, Random(1)),
+        AdaptivePolicy(mine, capacity, Random(1)),
+        AdaptivePolicy(theirs, capacity, Random(1), ResidentSet()),
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples("heavy")
 @given(seed=st.integers(0, 10_000), capacity=st.integers(5, 60))
-def test_same_duel(seed: int, capacity: int) -> None:
-    mine, theirs = duels(capacity)
+def test_same_adaptive(seed: int, capacity: int) -> None:
+    mine, theirs = adaptive_pair(capacity)
     caches = Shadow(mine, capacity), Shadow(theirs, capacity)
     for now, path in enumerate(traffic(250, seed=seed)):
         keys = [key(number) for number in path]
         got, want = (cache.request(keys, 1, 16, now) for cache in caches)
         assert got == want
-        assert mine.standing == theirs.standing
+        assert mine.stats == theirs.stats
     mine.check()
     theirs.check()
     for cache in caches:
         cache.check()
 
 
-def test_a_filled_duel_holds_what_it_is_told() -> None:
+def test_a_filled_policy_has_these_blocks() -> None:
     facts = [Facts(key(i), key(i - 1) if i % 5 else None, 16, 16 * (i % 5 + 1), 10) for i in range(40)]
     uses = [[key(i + j) for j in range(5)] for i in range(0, 40, 5)]
-    for duel in duels(300):
-        duel.fill(facts, uses, 0.0)
-        duel.check()
-        assert len(duel) == 40
-        order = list(duel.order())
+    for policy in adaptive_pair(300):
+        policy.fill(facts, uses, 0.0)
+        policy.check()
+        assert len(policy) == 40
+        order = list(policy.order())
         assert set(order) == {one.key for one in facts}
         assert order[:10] == [key(i) for i in (4, 3, 2, 1, 0, 9, 8, 7, 6, 5)]
-        duel.remove(key(4), 1.0)
+        policy.remove(key(4), 1.0)
         with pytest.raises(KeyError):
-            duel.remove(key(4), 1.0)
+            policy.remove(key(4), 1.0)
 
 
 def test_ids() -> None:

@@ -8,15 +8,26 @@ from array import array
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse import _native
 from ctxreuse.lab.generate import generate
 from ctxreuse.lab.packed import pack
 from ctxreuse.lab.replay import serve
-from ctxreuse.store.policy import CONTENDERS, NATIVE, Duel, Facts, Hazard, NativeShadow, Policy, Shadow, make_policy
+from ctxreuse.store.policy import (
+    DEFAULT_EXPERTS,
+    NATIVE,
+    AdaptivePolicy,
+    Facts,
+    NativeShadow,
+    Policy,
+    Shadow,
+    make_policy,
+)
 from ctxreuse.testing.policy import traffic
+from oracle.policy.hazard import Hazard
+from support.examples import examples
 
 _GHOSTS = ((65_536, 2.0), (40, 1.0), (5, 0.5), (0, 0.0))
 
@@ -35,9 +46,9 @@ class Pair:
         assert (got.blocks, got.tokens, list(got.evicted)) == (want.blocks, want.tokens, list(want.evicted))
         self.went, self.hits = self.went + len(want.evicted), self.hits + want.blocks
 
-    def mark(self, key: int, label: int, now: float) -> None:
+    def on_pause(self, key: int, label: int, now: float) -> None:
         for one in (self.mine, self.theirs):
-            one.mark(key, label, now)
+            one.on_pause(key, label, now)
 
     def drop(self, key: int, now: float) -> None:
         for one in (self.mine, self.theirs):
@@ -61,7 +72,7 @@ def run(pair: Pair, seed: int, *, requests: int, most: int, longest: int, start:
         tokens = [16 + key % 3 + (900 if key % 11 == 0 else 0) for key in path]
         pair.request(path, [size[key] for key in path], tokens, now)
         if path and rng.random() < 0.7:
-            pair.mark(rng.choice(path) if rng.random() < 0.3 else path[-1], rng.randrange(256), now)
+            pair.on_pause(rng.choice(path) if rng.random() < 0.3 else path[-1], rng.randrange(256), now)
         if path and rng.random() < 0.05 and pair.theirs.match(path) == len(path) and pair.theirs.leaf(path[-1]):
             pair.drop(path[-1], now)
         if number % 40 == 0:
@@ -69,7 +80,7 @@ def run(pair: Pair, seed: int, *, requests: int, most: int, longest: int, start:
     pair.check()
 
 
-@settings(max_examples=40, deadline=None)
+@examples("normal")
 @given(
     seed=st.integers(0, 10_000),
     capacity=st.integers(1, 80),
@@ -95,11 +106,11 @@ def test_a_replay_serves_the_same() -> None:
     mine = serve(trace, NativeShadow("hazard", capacity), capacity, block_bytes=1)
     theirs = serve(trace, make_policy("hazard", capacity), capacity, block_bytes=1)
     assert mine.hits.tolist() == theirs.hits.tolist()
-    assert mine.held.tolist() == theirs.held.tolist()
+    assert mine.cached.tolist() == theirs.cached.tolist()
     assert 0 < mine.hits.sum() < trace.known.sum()
 
 
-@settings(max_examples=10, deadline=None)
+@examples("heavy")
 @given(seed=st.integers(0, 1_000))
 def test_either_goes_on_from_what_the_other_learnt(seed: int) -> None:
     first, second = Pair(30), Pair(30)
@@ -116,7 +127,7 @@ def learnt() -> bytes:
     return pair.mine.dump()
 
 
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(data=st.data())
 def test_damaged_bytes_are_refused(learnt: bytes, data: st.DataObject) -> None:
     raw, fresh = learnt, NativeShadow[int]("hazard", 20)
@@ -168,7 +179,7 @@ def test_made_up_keys_do_no_harm() -> None:
         path = [rng.randrange(60) for _ in range(rng.randrange(9))]
         shadow.request(path, 1, rng.randrange(1 << 32), now * rng.choice((1.0, 30.0)))
         for key in path:
-            shadow.mark(key, rng.randrange(1 << 10), now)
+            shadow.on_pause(key, rng.randrange(1 << 10), now)
         shadow.check()
 
 
@@ -182,11 +193,11 @@ def test_what_it_holds_at_first() -> None:
     pair.check()
 
 
-def test_the_default_duel_is_native() -> None:
-    assert set(CONTENDERS) <= set(NATIVE)
-    duel: Policy[int] = make_policy("duel", 100)
-    assert isinstance(duel, Duel)
-    assert all(isinstance(contender, NativeShadow) for contender in duel.contenders)
+def test_the_default_policy_is_native() -> None:
+    assert set(DEFAULT_EXPERTS) <= set(NATIVE)
+    policy: Policy[int] = make_policy("adaptive", 100)
+    assert isinstance(policy, AdaptivePolicy)
+    assert all(isinstance(expert, NativeShadow) for expert in policy.experts)
 
 
 def test_one_that_learnt_nothing_yet_can_be_recalled() -> None:

@@ -6,9 +6,10 @@ from random import Random
 
 from ctxreuse.pauses.hints import hint_label
 from ctxreuse.pauses.kinds import CLOSED, END_OF_TURN, TOOL_CALL
-from ctxreuse.store.policy import LRU, Policy, Shadow
-from ctxreuse.store.policy.pauses import Pauses
+from ctxreuse.store.policy import Policy, Shadow
 from ctxreuse.testing.policy import PolicyContract, traffic
+from oracle.policy.lru import LRU
+from oracle.policy.pauses import Pauses
 
 
 class TestPauses(PolicyContract):
@@ -30,7 +31,7 @@ def test_every_leaf_is_named_whatever_comes() -> None:
         shadow.request(path, 1, 16, now)
         policy.check()
         if rng.random() < 0.7 and path:
-            policy.mark(
+            policy.on_pause(
                 path[-1], rng.choice([0, TOOL_CALL, END_OF_TURN, CLOSED, *map(hint_label, ("pin", "demote"))]), now
             )
         policy.check()
@@ -52,18 +53,18 @@ def taught(marks: bool = True) -> tuple[Pauses[int], Shadow[int], float]:
                 path = blocks(session, 4 * turn + (label == END_OF_TURN))
                 shadow.request(path, 1, 16, now)
                 if marks:
-                    policy.mark(path[-1], label, now + 1.0)
+                    policy.on_pause(path[-1], label, now + 1.0)
                 now += 1.0 + pause
-        policy.mark(blocks(session, 13)[-1], CLOSED, now)
+        policy.on_pause(blocks(session, 13)[-1], CLOSED, now)
     return policy, shadow, now
 
 
 def test_who_waits_for_a_person_goes_before_who_waits_for_a_tool() -> None:
     policy, shadow, now = taught()
     shadow.request(blocks(1, 40), 1, 16, now)
-    policy.mark(blocks(1, 40)[-1], TOOL_CALL, now + 1)
+    policy.on_pause(blocks(1, 40)[-1], TOOL_CALL, now + 1)
     shadow.request(blocks(2, 40), 1, 16, now + 1)
-    policy.mark(blocks(2, 40)[-1], END_OF_TURN, now + 2)
+    policy.on_pause(blocks(2, 40)[-1], END_OF_TURN, now + 2)
     shadow.request(blocks(3, 40), 1, 16, now + 2)
     assert shadow.match(blocks(1, 40)) == 40  # the oldest by use, and LRU's victim
     assert shadow.match(blocks(2, 40)) == 20
@@ -73,18 +74,18 @@ def test_closing_makes_room_first_and_a_pin_holds_no_longer_than_it_lasts() -> N
     policy, shadow, now = taught()
     for session, label in ((1, CLOSED), (2, END_OF_TURN)):
         shadow.request(blocks(session, 40), 1, 16, now)
-        policy.mark(blocks(session, 40)[-1], label, now + 1)
+        policy.on_pause(blocks(session, 40)[-1], label, now + 1)
     shadow.request(blocks(3, 40), 1, 16, now + 2)
     assert (shadow.match(blocks(1, 40)), shadow.match(blocks(2, 40))) == (20, 40)
-    policy.mark(blocks(2, 40)[-1], hint_label("pin"), now + 2)
-    policy.mark(blocks(3, 40)[-1], END_OF_TURN, now + 2)
+    policy.on_pause(blocks(2, 40)[-1], hint_label("pin"), now + 2)
+    policy.on_pause(blocks(3, 40)[-1], END_OF_TURN, now + 2)
     shadow.request(blocks(4, 40), 1, 16, now + 3)
     assert shadow.match(blocks(2, 40)) == 40
-    policy.mark(blocks(4, 40)[-1], END_OF_TURN, now + 3)
+    policy.on_pause(blocks(4, 40)[-1], END_OF_TURN, now + 3)
     # Three hours later the pin is gone: room is found all the same, and also if everything is pinned.
     for session in range(5, 9):
         shadow.request(blocks(session, 90), 1, 16, now + 10_000 * session)
-        policy.mark(blocks(session, 90)[-1], hint_label("pin"), now + 10_000 * session)
+        policy.on_pause(blocks(session, 90)[-1], hint_label("pin"), now + 10_000 * session)
         assert shadow.match(blocks(session, 90)) == 90
         assert shadow.match(blocks(2, 40)) < 40
 
@@ -108,7 +109,7 @@ def test_a_shared_beginning_outlives_the_worse_session() -> None:
     for session, label in ((2, END_OF_TURN), (3, TOOL_CALL)):
         path = (*common, *blocks(session, 20))
         shadow.request(path, 1, 16, now)
-        policy.mark(path[-1], label, now + 1)
+        policy.on_pause(path[-1], label, now + 1)
     shadow.request(blocks(4, 60), 1, 16, now + 2)
     assert shadow.match((*common, *blocks(3, 20))) == 40
     assert shadow.match((*common, *blocks(2, 20))) == 20
@@ -125,7 +126,7 @@ def test_better_than_lru_where_pauses_have_kinds_and_no_worse_knowledge_without(
             found += shadow.request(path, 1, 16, now).blocks
             tool = rng.random() < 0.8
             if marks:
-                policy.mark(path[-1], TOOL_CALL if tool else END_OF_TURN, now + 0.5)
+                policy.on_pause(path[-1], TOOL_CALL if tool else END_OF_TURN, now + 0.5)
             coming.append((now + 0.5 + rng.expovariate(1 / 20 if tool else 1 / 400), session, turn + 1))
             coming.sort()
         return found
@@ -142,9 +143,9 @@ def test_quick_tools_are_told_from_the_end_of_a_request_where_prompts_are_told_o
     for turn in range(1, 30):
         for session, kind in ((1, TOOL_CALL), (2, END_OF_TURN)):
             path = blocks(session, 20 + turn)
-            policy.asked(path, [1] * len(path), [16] * len(path), now)
+            policy.on_lookup(path, [1] * len(path), [16] * len(path), now)
             shadow.request(path, 1, 16, now)
-            policy.mark(path[-1], kind, now + 0.05)
+            policy.on_pause(path[-1], kind, now + 0.05)
             shadow.request(path, 1, 16, now + 0.06)  # its last blocks were stored
             policy.check()
             now += 0.1

@@ -7,17 +7,18 @@ from itertools import pairwise
 from pathlib import Path as Folder
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.bench.hybrid import HybridCache
-from ctxreuse.keys import ROOT
+from benchmarks.hybrid import HybridCache
+from ctxreuse.identity.keys import ROOT
 from ctxreuse.store import BlockStore
+from ctxreuse.store.lmdb.records import footprint
 from ctxreuse.store.policy.states import Path, StatePolicy, spare
-from ctxreuse.store.records import footprint
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
 from ctxreuse.tree import ContextTree, Match
+from support.examples import examples
 
 SIZE = 4
 
@@ -73,7 +74,7 @@ def test_known_branches_are_rounded_down_to_their_blocks() -> None:
     assert StatePolicy().points(path, ContextTree(), branches=(3, 7, 8, 99)) == (4, 8, 24)
 
 
-@settings(max_examples=300)
+@examples("light")
 @given(
     blocks=st.integers(0, 400),
     held=st.integers(0, 400),
@@ -110,7 +111,7 @@ def test_points_are_few_and_apart(
     assert len(rungs) * worth * 8 <= max((blocks - held) * SIZE, 0)
 
 
-@settings(max_examples=60)
+@examples("normal")
 @given(data=st.data())
 def test_spare_states_are_those_of_least_worth_inside_contexts(data: st.DataObject) -> None:
     tree = ContextTree()
@@ -124,9 +125,9 @@ def test_spare_states_are_those_of_least_worth_inside_contexts(data: st.DataObje
     tree.pin(data.draw(st.lists(st.sampled_from(keys), max_size=3, unique=True)))
     keep = data.draw(st.frozensets(st.sampled_from(keys), max_size=3))
     need, most = data.draw(st.integers(0, 200)), data.draw(st.integers(0, 200))
-    victims = spare(tree.stated.values(), need, most, keep)
+    victims = spare(tree.stated, need, most, keep)
     assert all(node.state_nbytes and node.children and not node.pins and node.key not in keep for node in victims)
-    inner = [node for node in tree.stated.values() if node.children]
+    inner = [node for node in tree.stated if node.children]
     left = sum(node.state_nbytes for node in inner) - sum(node.state_nbytes for node in victims)
     freed = sum(node.state_nbytes for node in victims)
     spared = [node for node in inner if node not in victims and not node.pins and node.key not in keep]
@@ -146,11 +147,11 @@ def test_spare_takes_the_state_that_costs_least_to_replay() -> None:
     for at in (1, 2, 6, 7):
         tree.set_state(path[at], 10)
     # From 1 to 2 it is one block, from the start to 1 two, from 2 to 6 four; 7 ends the context.
-    assert [node.key for node in spare(tree.stated.values(), 99, 0)] == [path[2], path[1], path[6]]
+    assert [node.key for node in spare(tree.stated, 99, 0)] == [path[2], path[1], path[6]]
     # Two contexts would have to replay what leads to a branch.
     for n in (20, 21):
         tree.insert(key(n), path[2], SIZE, 100)
-    assert [node.key for node in spare(tree.stated.values(), 99, 0)] == [path[1], path[2], path[6]]
+    assert [node.key for node in spare(tree.stated, 99, 0)] == [path[1], path[2], path[6]]
 
 
 def fill(store: BlockStore, context: Context, states: Sequence[int]) -> None:
@@ -182,7 +183,7 @@ def test_a_state_goes_and_its_block_stays(tmp_path: Folder) -> None:
 def test_a_state_that_was_given_up_comes_back_if_the_disk_fails(tmp_path: Folder, monkeypatch) -> None:
     import lmdb
 
-    import ctxreuse.store.blocks as blocks
+    import ctxreuse.store.blocks.store as blocks
 
     clock = FakeClock()
     first, second = Context(8, floats=1000), Context(30, seed=1, floats=1000)
@@ -206,7 +207,7 @@ def test_a_state_that_was_given_up_comes_back_if_the_disk_fails(tmp_path: Folder
         assert store.match(second.keys).blocks > 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples("normal")
 @given(data=st.data())
 def test_the_simulated_cache_serves_what_a_tree_would(data: st.DataObject) -> None:
     """With room for everything it reuses up to the deepest state; with little it never holds more than it may."""

@@ -1,0 +1,176 @@
+"""The core that `Session` and `AsyncSession` share: changes of one session, for callers that own its turn lock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.errors import ContextTooLongError, CtxReuseError, SessionError
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.runtime import Completion
+from ctxreuse.store import NewTurn, Turn
+from ctxreuse.store import Session as Record
+from ctxreuse.why import RequestInfo
+from ctxreuse_agents._state import MemoryState
+from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
+from ctxreuse_agents.segments import Draft
+from ctxreuse_agents.turn_lock import TurnLock
+
+__all__ = ["Question", "SessionCore", "make_question"]
+
+_CUT = ("stop_string", "cancelled", "error")
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question: a draft turn (None: complete the history as it stands), and how to sample."""
+
+    draft: Draft | None
+    sampling: SamplingParams
+
+
+def make_question(
+    text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: Mapping[str, Any]
+) -> Question:
+    """Check the arguments of `Session.ask` and `Session.complete` (``text`` None)."""
+    draft = question_of(text, documents) if text is not None else None
+    return Question(draft, choose_sampling(sampling, settings))
+
+
+class SessionCore:
+    """State of one handle on a session. ``extend``, ``begin``, ``rollback`` and ``delete`` need the session's
+    ``lock``, ``commit`` that of its origin (`origin_lock`)."""
+
+    def __init__(self, state: MemoryState, session_id: str) -> None:
+        self.state, self.id = state, session_id
+        self.lock = state.lock_of(session_id)
+        self.used = False
+        self._answers: WeakSet[Answer] = WeakSet()
+
+    @property
+    def record(self) -> Record:
+        """The ledger's record of the session. Raises SessionError once it is deleted."""
+        return self.state.ledger.session(self.id)
+
+    @property
+    def max_kl(self) -> float | None:
+        """The session's limit, else the memory's; None: exact KV only."""
+        return (self.state.max_kl if (own := self.record.max_kl) is None else own) or None
+
+    def turns(self) -> list[Turn]:
+        """All turns, first one first."""
+        return self.state.ledger.turns(self.record.head)
+
+    def tokens(self) -> Tokens:
+        """Ids of the context, int32 [n]."""
+        return self.state.engine()[1].context(self.turns())
+
+    def extend(self, turns: Sequence[NewTurn]) -> list[Turn]:
+        """Append turns: all of them or none. Raises SessionError for text that is not valid Unicode."""
+        for turn in turns:
+            check_text(turn.role, turn.content)
+        return self.state.ledger.append(self.id, turns) if turns else []
+
+    def begin(self, question: Question) -> Answer:
+        """Store the draft and return the answer, which releases the lock when it ends, as an error here does."""
+        try:
+            answer = self._start(question.draft, question.sampling)
+        except BaseException:
+            self.lock.leave()
+            raise
+        self._answers.add(answer)
+        self.used = True
+        self.state.track(answer)
+        return answer
+
+    def _start(self, draft: Draft | None, sampling: SamplingParams) -> Answer:
+        runtime, segments = self.state.engine()
+        ledger, session_id, turns = self.state.ledger, self.id, self.turns()
+        if draft is None and not turns:
+            raise SessionError(
+                "there is nothing to complete: the session has no turns", where=session_id, fix="Use ask() or append()"
+            )
+        prompt = segments.prompt(turns, draft)
+        longest = runtime.space.max_tokens
+        room = longest - len(prompt.ids)
+        if room < 1:
+            raise ContextTooLongError(
+                f"the context would have {len(prompt.ids):,} tokens and the model takes {longest:,}, answer included",
+                where=f"session {self.record.name}",
+                fix="Nothing was added. Fork from an earlier turn, roll back, or append a summary to a new session",
+            )
+        limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        opening = turns[0].content if turns else draft.content if draft is not None else ""
+        about = RequestInfo(session=session_id, parts=prompt.parts, first_message=opening)
+        request = runtime.request(
+            prompt.ids, parts=prompt.cuts, branches=prompt.turn_ends, max_kl=self.max_kl, about=about
+        )
+        completion = runtime.complete(request, limited)
+        if draft is not None:
+            ids = prompt.draft.pack() if prompt.draft is not None else None
+            meta = {"cuts": list(draft.cuts)} if draft.cuts else {}
+            turn = NewTurn(draft.role, draft.content, meta, ids, segments.space)
+            head = turns[-1].id if turns else 0
+            turns = [*turns, *ledger.append(session_id, [turn], expected_head=head)]
+
+        def keep(done: Completion, finish: str) -> Turn:
+            segment = segments.answer(turns, prompt, done.text, done.tokens, cut=finish in _CUT)
+            turn = NewTurn("assistant", done.text, {"finish": finish}, segment.pack(), segments.space)
+            return ledger.append(session_id, [turn], expected_head=turns[-1].id)[0]
+
+        return Answer(completion, keep, self.lock)
+
+    def origin_lock(self) -> TurnLock:
+        """Return the turn lock of the session that this one was forked from. Raises SessionError if it is no fork."""
+        record = self.record
+        if record.origin is None:
+            raise SessionError("a session that is not a fork has no origin to commit to", where=record.name)
+        return self.state.lock_of(record.origin)
+
+    def commit(self, *, onto: bool) -> str:
+        """Bring this fork's turns to its origin; returns the origin's id. See `Session.commit`."""
+        return self.state.ledger.commit(self.id, onto=onto).id
+
+    def rollback(self, to: Turn | int) -> Turn | None:
+        """Go back to a turn. See `Session.rollback`."""
+        ledger, record = self.state.ledger, self.record
+        turns = ledger.turns(record.head)
+        target = to.id if isinstance(to, Turn) else to
+        if target < 0:
+            if -target > len(turns):
+                raise SessionError(f"cannot go back {-target} turns of {len(turns)}", where=record.name)
+            target = turns[target - 1].id if -target < len(turns) else 0
+        elif target and all(turn.id != target for turn in turns):
+            raise SessionError(
+                f"turn {target} is not in the history of {record.name!r}",
+                fix="Use a turn of turns(), or a negative number to count back",
+            )
+        ledger.set_head(record.id, target, expected_head=record.head)
+        return ledger.turn(target) if target else None
+
+    def delete(self) -> None:
+        """Delete the session, and what the request log knows of it."""
+        self.state.ledger.delete(self.id)
+        if self.state.runtime is not None:
+            self.state.runtime.forget_requests(self.id)
+
+    def after(self, ancestor: int, head: int) -> list[Turn]:
+        """Return the turns after ``ancestor`` up to ``head``, by their ids; 0: before the first."""
+        return self.state.ledger.turns(head)[self._depth(ancestor) :]
+
+    def _depth(self, turn_id: int) -> int:
+        return self.state.ledger.turn(turn_id).depth if turn_id else 0
+
+    def close(self) -> None:
+        """End the unfinished answers of this handle; if it was used, the session's KV is the first to be evicted."""
+        for answer in list(self._answers):
+            answer.close()
+        if self.used:
+            self.used = False
+            with suppress(CtxReuseError):  # a deleted session has no KV
+                self.state.engine()[0].pause(self.tokens(), "closed", max_kl=self.max_kl)

@@ -1,0 +1,35 @@
+"""The project's evidence: one module a subject, each run by ``python -m benchmarks NAME`` in the repository.
+
+A benchmark has ``run(options: Options) -> list[Figure]`` and a docstring whose first line says what it measures. To
+add one, write the module and its name in SUITE. Figures of full runs lie in ``results/``. What a user measures on
+their own machine is in `ctxreuse.bench`, with the harness of both.
+"""
+
+from __future__ import annotations
+
+from ctxreuse.bench import Suite
+
+__all__ = ["NEEDS", "SUITE"]
+
+_NAMES = (
+    "agents", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine", "evict", "fetch", "fork", "import",
+    "levels", "lossless", "many", "neighbours", "onnx", "order", "pauses", "pipeline", "policy", "proxy", "qa",
+    "rans", "resume", "scale", "shapes", "states", "together", "tree",
+)  # fmt: skip
+
+_LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"
+#: What must be run once on this machine before some of them: minutes each; `levels` measures less without.
+NEEDS = {
+    "codec": (_LEVELS,),
+    "levels": (_LEVELS,),
+    "pipeline": (_LEVELS,),
+    "chunks": (_LEVELS, _CHUNKS),
+    "decay": (_LEVELS, _CHUNKS),
+    "qa": (_LEVELS, _CHUNKS),
+}
+
+SUITE = Suite(
+    "python -m benchmarks",
+    {name: f"benchmarks.{'importing' if name == 'import' else name}" for name in _NAMES},
+    elsewhere="Those of the installed package: ctxreuse bench ls",
+)

@@ -1,0 +1,233 @@
+"""The CUDA kernels against what must move through memory, cuBLAS and nvCOMP.
+
+Bound: the bytes that a kernel must read and write, at the speed of this device's own copy. Baseline of decoding: the
+same linear map as CuPy does it (cuBLAS in fp32, then elementwise passes) from integers that are decoded already. Peer
+of the entropy coder: nvCOMP's ANS on the same symbols, where nvCOMP is installed.
+
+Data: keys and values of a layer of an 8B model, 8 heads of 128 in groups of two, Gaussian with falling spreads; about
+90 of 256 components are coded. Before anything is timed, the first streams are compared with the CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import cuda_attend
+from ctxreuse import kernels
+from ctxreuse.bench.measure import Options, paired
+from ctxreuse.bench.report import Figure
+from ctxreuse.codec import ChannelGroup, CodecProfile, Coding, LevelInfo, PlaneProfile, ProfileLevel
+from ctxreuse.cuda import (
+    CodedPlane,
+    Decoding,
+    DeviceProfile,
+    Launcher,
+    PagedPlane,
+    Pages,
+    encode_planes,
+    open_device,
+    rans,
+)
+from ctxreuse.rope import Rotary
+
+__all__ = ["measure", "run"]
+
+_HEADS, _DIM, _PAIR, _PAGE = 8, 128, 2, 16
+_LEVEL: Final = "kl-0.01"
+_STEP: Final = 0.8
+_CACHE: Final = 64 << 20  # bytes; the second cache of no device up to Hopper is larger
+
+
+def run(options: Options) -> list[Figure]:
+    """Figures of the current device; ConfigError, which says what is missing, without one."""
+    launcher = open_device()
+    options.step("CUDA")
+    streams, tokens = options.pick(4_000, 40_000), options.pick(4_096, 32_768)
+    figures = measure(launcher, streams=streams, tokens=tokens, copied=options.pick(1 << 28, 1 << 30), rounds=9)
+    lengths = options.pick((4_096, 32_768), (4_096, 16_384, 32_768, 131_072))
+    cases = [cuda_attend.Case(n, group, kind) for kind in ("int8", "int4") for group in (1, 4, 8) for n in lengths]
+    for i, case in enumerate(cases):
+        options.step(f"{case.format} attention, {case.tokens} tokens", i, len(cases))
+        figures += cuda_attend.measure(launcher, [case], figures[0].value * 1e9, cache=_CACHE, rounds=9)
+    return figures
+
+
+def measure(launcher: Launcher, *, streams: int, tokens: int, copied: int, rounds: int) -> list[Figure]:
+    """Figures in 10^9 symbols, or 10^9 bytes of 16-bit K and V, a second; medians of paired rounds."""
+    speed = _copy_speed(launcher, copied, rounds)
+    figures = [Figure(metric="copy, read and written", value=speed / 1e9, unit="GB/s")]
+    return figures + _coder(launcher, streams, speed, rounds) + _planes(launcher, tokens, speed, rounds)
+
+
+def _copy_speed(launcher: Launcher, size: int, rounds: int) -> float:
+    """Bytes read and written in a second."""
+    source, target = launcher.xp.ones(size, np.uint8), launcher.xp.empty(size, np.uint8)
+
+    def copy() -> None:
+        target[:] = source
+        int(target[0])  # waits
+
+    return 2 * size / paired({"copy": copy}, rounds=rounds)["copy"]
+
+
+def _tables() -> npt.NDArray[np.uint8]:
+    rows = []
+    for sigma in (0.25, 0.5, 1, 2, 4, 8):
+        weight = np.exp(-(((np.arange(31) - 15) / sigma) ** 2) / 2)
+        row = np.append(np.floor(weight / weight.sum() * 220), 1).astype(int)
+        row[15] += 256 - row.sum()
+        rows.append(row)
+    return np.array(rows, np.uint8)
+
+
+def _coder(launcher: Launcher, streams: int, speed: float, rounds: int) -> list[Figure]:
+    xp, n, random = launcher.xp, 100 * 64, np.random.default_rng(0)
+    tables = kernels.RansTables(_tables())
+    steps = np.sort(random.integers(0, len(tables), n // 64)).astype(np.uint16)
+    slots = np.stack([np.repeat(np.arange(32, dtype=np.uint8), row) for row in tables.freqs])
+    distinct = min(streams, 64)
+    some = slots[np.tile(np.repeat(steps, 64), distinct), random.integers(0, 256, distinct * n)]
+    symbols = np.tile(some, -(-streams // distinct))[: streams * n]
+    counts = np.full(streams, n)
+    data, offsets = kernels.rans_encode_many(symbols, counts, tables, steps)
+    here, coded, order = xp.asarray(symbols), xp.asarray(data), xp.asarray(steps)
+    back, _ = rans.decode(launcher, coded, offsets, counts, tables, order)
+    assert bool((back == here).all())
+    made, starts, sizes = rans.encode(launcher, here, counts, tables, order)
+    assert (sizes == np.diff(offsets)).all()
+    first = rans.on_host(made[int(starts[0]) : int(starts[0] + sizes[0])])
+    assert (first == data[: int(sizes[0])]).all()
+    every = xp.asarray(np.tile(steps, streams))
+    calls: dict[str, Callable[[], object]] = {
+        "rANS decode": lambda: rans.decode(launcher, coded, offsets, counts, tables, order),
+        "rANS encode": lambda: rans.encode(launcher, here, counts, tables, order),
+        "count symbols": lambda: rans.count(launcher, here, every, len(tables)),
+    }
+    spent = paired(calls, rounds=rounds)
+    peers = _nvcomp(here, rounds)
+    bits = data.size / symbols.size
+    floors = {"rANS decode": 1 + bits, "rANS encode": 1 + bits, "count symbols": 1 + 2 / 64}
+    note = f"peer: {'nvCOMP ANS' if peers else 'nvCOMP is not installed'}; bound: bytes at the speed of a copy"
+    return [
+        Figure(
+            metric=name,
+            value=symbols.size / spent[name] / 1e9,
+            unit="G/s",
+            peer=peers.get(name),
+            bound=speed / floors[name] / 1e9,
+            note=note if name == "rANS decode" else "",
+        )
+        for name in calls
+    ]
+
+
+def _nvcomp(symbols: Any, rounds: int) -> dict[str, float]:
+    if find_spec("nvidia") is None or find_spec("nvidia.nvcomp") is None or isinstance(symbols, np.ndarray):
+        return {}
+    from nvidia import nvcomp
+
+    codec = nvcomp.Codec(algorithm="ANS")
+    given = nvcomp.as_array(symbols)
+    coded = codec.encode(given)
+
+    def waited(call: Callable[[], object]) -> Callable[[], object]:
+        import cupy
+
+        return lambda: (call(), cupy.cuda.runtime.deviceSynchronize())
+
+    calls = {
+        "rANS decode": waited(lambda: codec.decode(coded)),
+        "rANS encode": waited(lambda: codec.encode(given)),
+    }
+    return {name: symbols.size / spent / 1e9 for name, spent in paired(calls, rounds=rounds).items()}
+
+
+def _card() -> CodecProfile:
+    """One layer; the transform is random but orthogonal, the spreads fall from 3 to 0.0003."""
+    channels, random = _PAIR * _DIM, np.random.default_rng(1)
+    turn = np.linalg.qr(random.normal(size=(channels, channels)))[0]
+    spread = 3 * 0.965 ** np.arange(channels)
+    active = int((spread > _STEP / 6).sum())
+    table = np.abs(np.log2(spread[:active] / _STEP)[:, None] - np.arange(-2, 4)).argmin(1).astype(np.uint8)
+    coding = Coding(table, np.zeros(active, np.uint8), np.zeros(0, np.uint8))
+    group = {
+        "log_rms": float(np.log2(np.sqrt((spread**2).mean()))),
+        "mean": random.normal(size=channels).astype(np.float32),
+        "gain": np.full(channels, 1 / 8191, np.float32),
+        "forward": turn[:active].astype(np.float32),
+        "basis": np.rint(turn[:active] * 8191).astype(np.int16),
+    }
+    groups = tuple(ChannelGroup(first, _PAIR, **group) for first in range(0, _HEADS, _PAIR))
+    planes = (PlaneProfile(0, "k", _HEADS, _DIM, 0, groups), PlaneProfile(0, "v", _HEADS, _DIM, -1, groups))
+    rope = Rotary("half", tuple(5e5 ** (-i / (_DIM // 2)) for i in range(_DIM // 2)))
+    level = ProfileLevel(LevelInfo(_LEVEL, True, 2.0, 0.01), _STEP, (coding,) * (2 * len(groups)))
+    return CodecProfile(b"", (rope,), planes, _tables(), (level,))
+
+
+def _filled(launcher: Launcher, card: CodecProfile, plane: PlaneProfile, tokens: int) -> Pages:
+    """fp16 pages whose vectors have the card's statistics (keys as if they stood at no angle)."""
+    xp, random = launcher.xp, np.random.default_rng(2)
+    memory = xp.empty((-(-tokens // _PAGE), _HEADS, _PAGE, _DIM), np.float16)
+    group, spread = plane.groups[0], 3 * 0.965 ** np.arange(len(plane.groups[0].forward))
+    forward, mean = xp.asarray(group.forward), xp.asarray(group.mean)
+    for page in range(0, len(memory), 256):
+        count = min(256, len(memory) - page)
+        for head in range(0, _HEADS, _PAIR):
+            y = xp.asarray((random.standard_normal((count * _PAGE, len(spread))) * spread).astype(np.float32))
+            x = (y @ forward + mean).astype(np.float16).reshape(count, _PAGE, _PAIR, _DIM)
+            memory[page : page + count, head : head + _PAIR] = x.transpose(0, 2, 1, 3)
+    return Pages(memory, "float16", xp.arange(len(memory), dtype=np.int32))
+
+
+def _planes(launcher: Launcher, tokens: int, speed: float, rounds: int) -> list[Figure]:
+    xp, card = launcher.xp, _card()
+    device = DeviceProfile(launcher, card, _LEVEL, "float16")
+    filled = [_filled(launcher, card, plane, tokens) for plane in card.planes]
+    sources = [PagedPlane(p.layer, p.role, pages, tokens) for p, pages in zip(card.planes, filled, strict=True)]
+    streams = encode_planes(device, sources)
+    again = [Pages(xp.empty_like(pages.memory), "float16", pages.table) for pages in filled]
+    coded = [CodedPlane(p.layer, p.role, data, to) for p, data, to in zip(card.planes, streams, again, strict=True)]
+    decoding = Decoding(device, coded)
+    values = 2 * tokens * _HEADS * _DIM
+    bits = 8 * sum(data.size for data in streams) / values
+
+    def decode() -> None:
+        decoding.launch()
+        decoding.finish()
+
+    active, groups = len(card.levels[0].codings[0].table), len(card.planes[0].groups)
+    group = card.planes[0].groups[0]
+    q = xp.zeros((tokens, active), np.int8)
+    scale, gain = xp.ones((tokens, 1), np.float32), xp.asarray(group.gain * np.float32(_STEP))
+    basis, mean = xp.asarray(group.basis.astype(np.float32)), xp.asarray(group.mean)
+
+    def plain() -> None:
+        for _ in range(2 * groups):
+            out = ((q.astype(np.float32) @ basis) * gain * scale + mean).astype(np.float16)
+        float(out[0, 0])  # waits
+
+    spent = paired({"decode": decode, "plain": plain, "encode": lambda: encode_planes(device, sources)}, rounds=rounds)
+    size = 2 * values / 1e9
+    floor = speed / 1e9 * 2 / (2 + bits / 8)
+    return [
+        Figure(
+            metric="coded planes to pages",
+            value=size / spent["decode"],
+            unit="GB/s",
+            baseline=size / spent["plain"],
+            bound=floor,
+            note=f"{bits:.2f} bits a value; baseline: cuBLAS and elementwise, without the entropy coder",
+        ),
+        Figure(
+            metric="pages to coded planes",
+            value=size / spent["encode"],
+            unit="GB/s",
+            bound=floor,
+            note="with the copy of the streams to the host",
+        ),
+    ]

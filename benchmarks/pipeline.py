@@ -1,0 +1,141 @@
+"""Whole blocks to coded bytes and back on one core, at every level of the model's card, against memcpy.
+
+Blocks of a real text are encoded and then decoded into an engine's memory, checksums compared, as a load does it. GB/s
+count the K/V as 16-bit floats (10^9 bytes), by the processor time of the one thread that works: runs are short enough
+for the codec to use no other. The bound is memcpy of as many bytes. The notes say where the time goes, as the native
+coder tells it of another pass. Options: ``--model``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+
+from ctxreuse import kernels
+from ctxreuse.bench.measure import Options, aligned, processor_time
+from ctxreuse.bench.report import Figure
+from ctxreuse.errors import ConfigError
+from ctxreuse.kernels import klt
+
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS = frozenset({"model"})
+_MODEL, _DTYPE = "smollm2", "bfloat16"
+#: GB/s of 16-bit K/V that one core must reach.
+_DECODE_BAR, _ENCODE_BAR = 4.0, 2.0
+_PARTS = {"encode": klt.ENCODE_PARTS, "decode": klt.DECODE_PARTS}
+
+
+class _Blocks:
+    """Blocks of a text, the same coded at a level, and memory as an engine has it."""
+
+    def __init__(self, engine: Any, count: int) -> None:
+        from benchmarks.rate.texts import held_out, tokens_of
+        from ctxreuse.block.format import parse
+
+        space = engine.space
+        size = count * space.block_tokens
+        found = [tokens_of(engine.text, text, size) for text in held_out().values()]
+        ids = next((ids for ids in found if ids is not None), None)
+        if ids is None:
+            raise ConfigError(f"no text here has {size} tokens", where=space.architecture)
+        context = engine.new_context(size)
+        engine.prefill(context, ids)
+        keys = [bytes([i + 1]) * 32 for i in range(count)]
+        self.views = [parse(block) for block in engine.export(context, keys, bytes(32), 0)]
+        self.values = sum(int(np.prod(plane.shape)) for view in self.views for plane in view.layout.planes)
+        self.target = {
+            (layer, role): aligned(spec.kv_heads, size, dim // 2).view(np.uint16)
+            for layer, spec in enumerate(space.layers)
+            if spec.blocked
+            for role, dim in (("k", spec.k_dim), ("v", spec.v_dim))
+        }
+        self.coded = self.views
+
+    def encode(self, codec: Any, level: str) -> None:
+        from ctxreuse.block.format import parse
+
+        self.coded = [parse(codec.encode(view, level)) for view in self.views]
+
+    def shares(self, codec: Any, level: str, rounds: int) -> dict[str, str]:
+        """Where the time of "encode" and of "decode" goes, in words; ``target`` must hold a context."""
+        from ctxreuse.codec.planes import plane_coder
+
+        tables, number = kernels.RansTables(codec.profile.tables), codec.profile.number(level)
+        coders = {place: plane_coder(codec.profile, number, *place, tables) for place in self.target}
+        passes = [self._timed(codec.space, coders) for _ in range(rounds)]
+        told = {}
+        for name, parts in _PARTS.items():
+            spent = np.median([times[name] for times in passes], 0)
+            told[name] = ", ".join(f"{part} {100 * t / spent.sum():.0f} %" for part, t in zip(parts, spent))
+        return told
+
+    def _timed(self, space: Any, coders: dict[tuple[int, str], Any]) -> dict[str, Any]:
+        """Nanoseconds of each part of the native coder for all planes, encoded and decoded once."""
+        from ctxreuse.codec.planes import raw_type
+        from ctxreuse.codec.profile import SINKS
+
+        raw, counts = raw_type(space.dtype), [space.block_tokens] * len(self.views)
+        spent = {name: np.zeros(len(parts), np.int64) for name, parts in _PARTS.items()}
+        for place, target in self.target.items():
+            coder, (rows, dim) = coders[place], target.shape[1:]
+            to = (target, space.dtype, 0, (rows * dim, dim))
+            undo = None if coder.rope is None else coder.rope.span_tables(0, rows, undo=True)
+            rotate = None if coder.rope is None else coder.rope.span_tables(0, rows)
+            data, at = coder.native.encode(
+                *to, counts, raw_first=SINKS, raw_dtype=raw, angles=undo, times=spent["encode"]
+            )
+            streams = [data[start:end] for start, end in itertools.pairwise(at.tolist())]
+            coder.native.decode(*to, streams, counts, raw, angles=rotate, times=spent["decode"])
+        return spent
+
+    def decode(self, codec: Any) -> None:
+        for (layer, role), target in self.target.items():
+            codec.fill(self.coded, layer, role, target, 0)
+
+
+def run(options: Options) -> list[Figure]:
+    """Figures in GB/s of 16-bit K/V, one core; medians of rounds that take turns with memcpy."""
+    from ctxreuse.engines.torch_hf import TorchEngine
+
+    model = options.model or _MODEL
+    options.step(f"opening {model}")
+    engine = TorchEngine.open(model, dtype=_DTYPE, threads=1)
+    codec = engine.codec
+    levels = [info.name for info in codec.levels if info.lossy]
+    if not levels:
+        raise ConfigError(f"there is no card of {model}", fix=f"Run: ctxreuse calibrate {model}")
+    widest = max(spec.kv_heads * max(spec.k_dim, spec.v_dim) for spec in engine.space.layers)
+    alone = klt.PARALLEL_VALUES // (widest * engine.space.block_tokens)
+    blocks = _Blocks(engine, min(options.pick(4, 16), alone))
+    gigabytes = 2 * blocks.values / 1e9
+    source, sink = np.ones(2 * blocks.values, np.uint8), np.ones(2 * blocks.values, np.uint8)
+    figures: list[Figure] = []
+    rounds = options.pick(3, 15)
+    for level in levels:
+        options.step(level)
+        blocks.encode(codec, level)
+        spent = processor_time(
+            {
+                "memcpy": lambda: np.copyto(sink, source),
+                "decode": lambda: blocks.decode(codec),
+                "encode": lambda n=level: blocks.encode(codec, n),  # type: ignore[misc]
+            },
+            rounds=rounds,
+        )
+        shares = blocks.shares(codec, level, rounds)
+        bits = 8 * sum(len(view.buffer) for view in blocks.coded) / blocks.values
+        for name, bar in (("decode", _DECODE_BAR), ("encode", _ENCODE_BAR)):
+            figures.append(
+                Figure(
+                    metric=f"{name}, {level}",
+                    value=gigabytes / spent[name],
+                    unit="GB/s",
+                    bound=gigabytes / spent["memcpy"],
+                    bar=bar,
+                    note=f"{bits:.2f} bits a value; bound: memcpy; {shares[name]}",
+                )
+            )
+    return figures

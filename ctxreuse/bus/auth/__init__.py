@@ -1,0 +1,1 @@
+"""Who may connect: CURVE keys and the allow-list."""

@@ -1,0 +1,1 @@
+"""Blocks as payloads: what is sent next, and assembling what arrives."""

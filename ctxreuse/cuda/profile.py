@@ -1,0 +1,85 @@
+"""A codec profile in a device's memory: the transforms and tables of one level, as the kernels read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.codec.planes import raw_type
+from ctxreuse.codec.profile import CodecProfile, PlaneProfile
+from ctxreuse.cuda.launch import Launcher
+from ctxreuse.cuda.layout import GROUP, Book
+from ctxreuse.cuda.rans import TABLE, codes_of, tables_of
+from ctxreuse.dtypes import CODES
+
+__all__ = ["DeviceProfile", "rotary"]
+
+#: Bytes of shared memory that a warp takes for itself.
+_OWN = 1280
+
+
+class DeviceProfile:
+    """One level of a profile in device memory (``book``, ``groups``, ``tables``, ``codes``); immutable.
+
+    ``dtype``: that of the model space, "float32", "float16" or "bfloat16". ValueError if the device cannot
+    do a plane's heads (multiples of 8 channels) or the tables do not fit into shared memory.
+    """
+
+    def __init__(self, launcher: Launcher, profile: CodecProfile, level: str, dtype: str) -> None:
+        xp = launcher.xp
+        self.launcher, self.profile = launcher, profile
+        self.level = profile.number(level)
+        self.type, self.raw_type = CODES[dtype], CODES[raw_type(dtype)]
+        found = profile.levels[self.level]
+        self.base = profile.number(found.info.base) if found.info.base else -1
+        book = Book()
+        rows = [self._groups(book, self.level)]
+        if self.base >= 0:
+            rows.append(self._groups(book, self.base))
+        self.book_groups = np.concatenate(rows)
+        self.first_base = len(rows[0]) if self.base >= 0 else 0
+        self.groups = xp.asarray(self.book_groups.view(np.uint8))
+        self.book = xp.asarray(book.bytes())
+        self.known = len(profile.tables)
+        self.tables = xp.asarray(tables_of(profile.tables).view(np.uint8))
+        self.codes = xp.asarray(codes_of(profile.tables).view(np.uint8))
+        self.own = _OWN + 64 * 2 * (32 * int(self.book_groups["tiles"].max(initial=0)) + 16)
+        self.warps = _warps(launcher.shared_bytes, self.known * TABLE.itemsize, self.own)
+        if not self.warps:
+            raise ValueError(f"{self.known} tables and a cell's numbers do not fit into the device's shared memory")
+
+    def _groups(self, book: Book, number: int) -> npt.NDArray[np.void]:
+        profile, level = self.profile, self.profile.levels[number]
+        below = profile.levels[profile.number(level.info.base)] if level.info.base else None
+        nested = any(other.info.base == level.info.name for other in profile.levels)
+        rows = []
+        for plane, first in zip(profile.planes, profile.first_group, strict=True):
+            angles = rotary(profile, plane)
+            for i, group in enumerate(plane.groups, first):
+                based = len(below.codings[i].table) if below else 0
+                coding = level.codings[i]
+                rows.append(book.group(group, coding, plane.dim, angles, level.step, based=based, nested=nested))
+        return np.array(rows, GROUP)
+
+    def number(self, layer: int, role: str) -> int:
+        """Index of a plane; ValueError if the profile has none."""
+        try:
+            return self.profile.index[layer, role]
+        except KeyError:
+            raise ValueError(f"the profile has no plane {role} of layer {layer}") from None
+
+
+def rotary(profile: CodecProfile, plane: PlaneProfile) -> tuple[Any, int]:
+    """How a plane is rotated: the style, and the number of angles."""
+    if plane.rope < 0:
+        return "none", 0
+    rope = profile.ropes[plane.rope]
+    return rope.style, len(rope.inv_freq) if rope.style != "none" else 0
+
+
+def _warps(room: int, tables: int, own: int) -> int:
+    """Warps of a block, 1 to 8, so that most of them fit onto a multiprocessor; 0 if not even one fits."""
+    fits = [warps for warps in range(8, 0, -1) if tables + warps * own <= room]
+    return max(fits, key=lambda warps: room // (tables + warps * own) * warps, default=0)

@@ -1,0 +1,216 @@
+"""Where contexts are: in the cells of one llama.cpp context, which computes them together, or in memory of their own.
+
+A context enters the cells when it computes. The cells grow with the contexts that are there, up to a bound; then who
+has computed longest ago leaves, with its rows copied out, and comes back by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from ctxreuse.engines.base import Logits
+from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun, rounded
+from ctxreuse.engines.llama_cpp.context import LlamaContext
+from ctxreuse.engines.llama_cpp.library import LlamaModel
+from ctxreuse.engines.llama_cpp.state import LlamaState, StateLayout
+from ctxreuse.errors import EngineError
+from ctxreuse.identity.keys import Tokens
+
+__all__ = ["LlamaPool"]
+
+#: The first cells: contexts, and tokens of each.
+_STREAMS, _CELLS = 4, 1024
+#: Most contexts in the cells.
+_MOST = 32
+#: Who missed so many passes may be moved, so that the others are neighbours.
+_IDLE = 16
+
+
+class LlamaPool:
+    """The cells of one model and the contexts in them. Any thread may call."""
+
+    def __init__(self, model: LlamaModel, layout: StateLayout, tokens: int, batch: int, threads: int) -> None:
+        """``tokens``: most that the cells hold together; ``batch``: most that are computed at once."""
+        self._model, self._layout, self._tokens = model, layout, tokens
+        self._batch, self._threads = batch, threads
+        self._most = rounded(min(model.number("n_ctx_train"), tokens))
+        self._lock = threading.RLock()
+        self._cells: LlamaCells | None = None
+        self._slots: list[weakref.ref[LlamaContext] | None] = []
+        self._used: list[int] = []  # the pass that each slot was in last
+        self._passes = 0
+
+    def check_room(self, tokens: int) -> None:
+        """Raise EngineError if the cells cannot hold a context of so many tokens."""
+        if tokens > self._most:
+            raise EngineError(
+                f"no room for a context of {tokens} tokens in the engine's cells, which are {self._most}",
+                fix="Set engine.kv_bytes higher, or shorten the prompt",
+            )
+
+    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens]]) -> list[Logits]:
+        """Append tokens to different contexts in one pass; the logits after the last of each.
+
+        As many of the first contexts as fit into one pass, one at least, and none of the others. A context takes at
+        most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
+        """
+        with self._lock:
+            least = max(one.n + len(ids) for one, ids in runs)
+            # What an answer may have at most is seldom needed, and the cells of all would be as large.
+            wanted = min(max(one.room for one, _ in runs), 2 * least, self._most)
+            cells = self._reserve([one for one, _ in runs], max(least, wanted))
+            count, tokens = 0, 0
+            while count < min(len(runs), cells.streams) and tokens + len(runs[count][1]) <= cells.batch:
+                tokens += len(runs[count][1])
+                count += 1
+            now = runs[:count]
+            self._seat(cells, [one for one, _ in now])
+            order = sorted(range(count), key=lambda i: now[i][0].slot)
+            try:
+                found = cells.decode([SlotRun(now[i][0].slot, now[i][0].n, now[i][1]) for i in order])
+            except BaseException:
+                for one, _ in now:
+                    cells.crop(one.slot, one.n)
+                    if self._layout.window:
+                        one.broken = "a pass failed, and its sliding windows are lost"
+                raise
+            for one, ids in now:
+                one.set_tokens(np.concatenate([one.tokens, ids]))
+            logits = dict(zip(order, found))
+            return [logits[i] for i in range(count)]
+
+    def read(self, context: LlamaContext) -> LlamaState:
+        """The rows of a context with tokens; not to be changed."""
+        with self._lock:
+            if context.rows is not None:
+                return context.rows
+            assert self._cells is not None
+            data = self._cells.state(context.slot)
+            return LlamaState(self._layout, context.n, data, slot=context.slot, streams=self._cells.streams)
+
+    def put(self, context: LlamaContext, rows: LlamaState | None) -> None:
+        """From now on the context consists of these rows (None: it is empty), and is not in the cells."""
+        with self._lock:
+            if context.slot >= 0:
+                self._slots[context.slot] = None
+            context.slot, context.rows = -1, rows
+
+    def read_windows(self, context: LlamaContext) -> LlamaState:
+        """The sliding windows of a context, which go on as if they had been loaded: with the same bits."""
+        with self._lock:
+            if context.rows is not None:
+                return context.rows.windows()
+            assert self._cells is not None
+            place = {"slot": context.slot, "streams": self._cells.streams}
+            data = self._cells.state(context.slot, windows=True)
+            found = LlamaState(self._layout.windows, context.n, data, **place).windows()
+            self._cells.restore(context.slot, found.copy(context.n, **place).data, windows=True)
+            return found
+
+    def crop(self, context: LlamaContext, n: int, windows: LlamaState | None = None) -> bool:
+        """Forget the tokens after position ``n``; ``windows``: those there. False if the library cannot."""
+        with self._lock:
+            if context.rows is not None:
+                context.rows = context.rows.copy(n) if n else None
+                if windows is not None and context.rows is not None:
+                    context.rows.fill_windows(windows)
+            elif context.slot >= 0 and self._cells is not None:
+                if not self._cells.crop(context.slot, n):
+                    return False
+                if windows is not None:
+                    data = windows.copy(n, slot=context.slot, streams=self._cells.streams).data
+                    self._cells.restore(context.slot, data, windows=True)
+            context.set_tokens(context.tokens[:n].copy())
+            return True
+
+    def nbytes(self, context: LlamaContext) -> int:
+        """Bytes that a context takes; another thread may be computing."""
+        cells, rows = self._cells, context.rows
+        if rows is not None:
+            return rows.data.nbytes
+        return self._layout.nbytes(cells.cells) if cells is not None and context.slot >= 0 else 0
+
+    def _reserve(self, contexts: Sequence[LlamaContext], tokens: int) -> LlamaCells:
+        """The cells, with room for ``tokens`` of each context, and for these and those that are there if possible."""
+        cells = self._cells
+        each = cells.cells if cells is not None else _CELLS
+        if tokens > each:
+            each = max(tokens, 2 * each if cells is not None else 0)
+        each = min(rounded(each), self._most)
+        streams = cells.streams if cells is not None else _STREAMS
+        wanted = len({*contexts, *filter(None, map(self._at, range(len(self._slots))))})
+        while streams < wanted:
+            streams *= 2
+        streams = max(min(streams, self._tokens // each, _MOST), 1)
+        if cells is None or (cells.cells, cells.streams) != (each, streams):
+            cells = self._rebuild(each, streams)
+        return cells
+
+    def _rebuild(self, each: int, streams: int) -> LlamaCells:
+        """Cells of another size; everybody leaves. Where there is no memory for so many contexts, for fewer."""
+        for slot in range(len(self._slots)):
+            self._leave(slot)
+        if self._cells is not None:
+            self._cells.close()
+            self._cells = None
+        while self._cells is None:
+            try:
+                self._cells = LlamaCells(self._model, each, streams, self._batch, self._threads)
+            except EngineError:
+                if streams == 1:
+                    raise
+                streams //= 2
+        self._slots, self._used = [None] * streams, [0] * streams
+        return self._cells
+
+    def _seat(self, cells: LlamaCells, contexts: Sequence[LlamaContext]) -> None:
+        """Let contexts enter the cells, as neighbours unless others between them compute as well."""
+        self._passes += 1
+        for one in contexts:
+            if one.slot < 0:
+                self._enter(cells, one, self._find_slot(contexts))
+            self._used[one.slot] = self._passes
+        while True:
+            slots = {one.slot: one for one in contexts}
+            gaps = (slot for slot in range(min(slots), max(slots)) if slot not in slots)
+            gap = next((slot for slot in gaps if self._at(slot) is None or self._is_idle(slot)), None)
+            if gap is None:
+                return
+            last = slots[max(slots)]
+            self._leave(gap)
+            self._leave(last.slot)
+            self._enter(cells, last, gap)
+            self._used[gap] = self._passes
+
+    def _find_slot(self, stay: Sequence[LlamaContext]) -> int:
+        """A slot for one more: a free one, else that of who computed longest ago, but of none that must stay."""
+        taken = {one.slot for one in stay}
+        others = [slot for slot in range(len(self._slots)) if slot not in taken]
+        found = min(others, key=lambda slot: (self._at(slot) is not None, self._used[slot] if self._at(slot) else 0))
+        self._leave(found)
+        return found
+
+    def _at(self, slot: int) -> LlamaContext | None:
+        reference = self._slots[slot]
+        return reference() if reference is not None else None
+
+    def _is_idle(self, slot: int) -> bool:
+        return self._used[slot] + _IDLE <= self._passes
+
+    def _enter(self, cells: LlamaCells, context: LlamaContext, slot: int) -> None:
+        if context.rows is None:
+            cells.crop(slot, 0)
+        else:
+            cells.restore(slot, context.rows.copy(context.n, slot=slot, streams=cells.streams).data)
+        self._slots[slot] = weakref.ref(context)
+        context.slot, context.rows = slot, None
+
+    def _leave(self, slot: int) -> None:
+        context = self._at(slot)
+        if context is not None:
+            self.put(context, self.read(context) if context.n else None)
+        self._slots[slot] = None

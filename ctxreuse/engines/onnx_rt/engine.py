@@ -1,0 +1,246 @@
+"""OnnxEngine: a decoder's folder on ONNX Runtime behind the Engine interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse.block.format import BlockView, BlockWriter, block_layout
+from ctxreuse.block.levels import is_raw
+from ctxreuse.codec import Codec
+from ctxreuse.config import EngineConfig
+from ctxreuse.engines.base import Context, Logits, check_length, check_prompt, chunk_spans
+from ctxreuse.engines.checks import check_blocks, check_state
+from ctxreuse.engines.imports import Import
+from ctxreuse.engines.onnx_rt.arena import KvPool, KvSlot
+from ctxreuse.engines.onnx_rt.context import OnnxContext
+from ctxreuse.engines.onnx_rt.folder import DecoderFolder
+from ctxreuse.engines.onnx_rt.model import OnnxModel
+from ctxreuse.engines.onnx_rt.space import measure_space
+from ctxreuse.engines.rows import fill_rows, gather
+from ctxreuse.engines.stepping import step_one_by_one
+from ctxreuse.engines.text import HFText
+from ctxreuse.engines.user_codec import UserCodec
+from ctxreuse.errors import CtxReuseError, EngineError
+from ctxreuse.identity.keys import Tokens
+
+__all__ = ["OnnxEngine"]
+
+#: Below this a copy takes less than 1 ms, and starting a thread for it a good part of that.
+_THREAD_BYTES = 4 << 20
+
+
+class OnnxEngine(UserCodec):
+    """See `ctxreuse.engines.base.Engine`. Use different contexts from different threads at will.
+
+    A context has a slot for K and V of each layer, which the graph reads as past and appends to as present; blocks are
+    copied straight into it. Contexts in neighbouring slots decode in one pass.
+    """
+
+    def __init__(self, config: EngineConfig, *, reserve: int = 0, block_tokens: int = 64) -> None:
+        """Open the folder ``config.model``.
+
+        Raises ConfigError (no such folder, a provider that is not there), FormatError (a broken file), EngineError (a
+        graph that the engine cannot keep contexts of).
+        """
+        folder = DecoderFolder(Path(config.model).expanduser().absolute())
+        self._chunk = config.chunk
+        self._model = OnnxModel(folder, config.provider, config.threads)
+        self._pool = KvPool(self._model)
+        self.space = measure_space(self._model, self._pool, block_tokens)
+        self._layout = block_layout(self.space)
+        self.text = HFText.open(folder.path, stop_ids=folder.stop_ids)
+        check_length(self.space, reserve)
+
+    def new_context(self, reserve: int = 0) -> OnnxContext:
+        """See `Engine.new_context`."""
+        check_length(self.space, reserve)
+        return OnnxContext(self._pool.lease, reserve)
+
+    def prefill(self, context: Context, tokens: Tokens) -> Logits:
+        """See `Engine.prefill`."""
+        own, ids = self._ready(context, tokens)
+        start, end = own.n, own.n + len(ids)
+        logits = np.empty(0, np.float32)
+        for at, stop in chunk_spans(start, end, self._chunk):
+            logits = own.slot.compute(ids[at - start : stop - start], at)
+        own.set_tokens(np.concatenate([own.tokens, ids]))
+        return logits
+
+    @property
+    def batches(self) -> bool:
+        """See `Engine.batches`. Contexts that take one token each, in neighbouring slots, are one pass."""
+        return self._model.batches
+
+    def step(
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+    ) -> list[Logits | CtxReuseError | None]:
+        """See `Engine.step`. Contexts that take several tokens are computed one by one."""
+        found: dict[int, Logits | CtxReuseError | None] = {}
+        decoding: list[tuple[OnnxContext, Tokens, int]] = []
+        for number, (context, tokens) in enumerate(batch):
+            if len(tokens) != 1 or not self.batches:
+                found[number] = step_one_by_one(self, [(context, tokens)], limit, self._chunk)[0]
+                continue
+            try:
+                decoding.append((*self._ready(context, tokens), number))
+            except CtxReuseError as error:
+                found[number] = error
+        for run in _neighbours(decoding):
+            contexts, ids, numbers = zip(*run)
+            slot = contexts[0].slot
+            try:
+                logits = self._model.run(
+                    slot.arena.binding(slot.index, len(run)), np.stack(ids), [context.n for context in contexts]
+                )
+            except EngineError as error:
+                found |= dict.fromkeys(numbers, error)
+                continue
+            for context, own, number, row in zip(contexts, ids, numbers, logits):
+                context.set_tokens(np.concatenate([context.tokens, own]))
+                found[number] = row.copy()
+        return [found[number] for number in range(len(batch))]
+
+    def _ready(self, context: Context, tokens: Tokens) -> tuple[OnnxContext, Tokens]:
+        """The context, all loaded and with room for the tokens, and these as ids; raises what `prefill` promises."""
+        own = self._own(context)
+        ids = check_prompt(self.space, own.n, tokens)
+        own.finish_load()
+        own.reserve(own.n + len(ids))
+        return own, ids
+
+    def load(
+        self,
+        context: Context,
+        views: Sequence[BlockView],
+        state: BlockView | None = None,
+        ready: Callable[[int], None] | None = None,
+    ) -> Import:
+        """See `Engine.load`. The graph runs once all layers are in."""
+        own, size = self._own(context), self.space.block_tokens
+        own.finish_load()
+        if own.n % size:
+            raise EngineError(
+                f"the context holds {own.n} tokens, which is no block boundary",
+                fix=f"Crop or compute to a multiple of {size}",
+            )
+        views, start = list(views), own.n
+        end = start + len(views) * size
+        check_length(self.space, end)
+        codec = self.codec if any(not is_raw(view.header.level) for view in views) else None
+        check_blocks(views, self.space, self._layout, start, codec)
+        check_state(state, self.space, end, lambda _: False)
+        own.reserve(end)
+        own.provenance.load(start, size, [view.header.level for view in views])
+        own.set_tokens(np.concatenate([own.tokens, *(view.tokens for view in views)]))
+        jobs = [
+            (layer, partial(_fill_layer, own.slot, start, views, layer, ready, codec))
+            for layer in range(len(self.space.layers) if views else 0)
+        ]
+        loading = Import(jobs, background=sum(view.layout.nbytes for view in views) >= _THREAD_BYTES)
+        own.begin_load(loading)
+        return loading
+
+    def export(
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        """See `Engine.export`."""
+        own, size = self._own(context), self.space.block_tokens
+        if first < 0 or (first + len(keys)) * size > own.n:
+            raise EngineError(
+                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {own.n} tokens"
+            )
+        own.finish_load()
+        return self._export(own, keys, parent, first)
+
+    def _export(
+        self, context: OnnxContext, keys: Sequence[bytes], parent: bytes, first: int
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        size = self.space.block_tokens
+        rows = {at: context.slot.rows(*at) for at in self._model.names}
+        for at, key in zip(range(first * size, (first + len(keys)) * size, size), keys):
+            if at + size > context.n:
+                raise EngineError(f"the context was cropped to {context.n} tokens while it was exported")
+            writer = BlockWriter(
+                self._layout,
+                kind="block",
+                space=self.space.digest,
+                key=key,
+                parent=parent,
+                end=at + size,
+                tokens=context.tokens[at : at + size],
+                level=context.provenance.worst_level(at, at + size),
+                rope_at=at,
+            )
+            for (layer, role), plane in rows.items():
+                gather(plane, at, writer.plane(layer, role))
+            yield writer.seal()
+            parent = key
+
+    def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
+        """See `Engine.export_state`: there are none."""
+        raise EngineError(f"no states are kept at position {position}", fix="Its blocks are enough")
+
+    def crop(self, context: Context, n: int) -> bool:
+        """See `Engine.crop`: rows behind the length are written over."""
+        own = self._own(context)
+        if not 0 <= n <= own.n:
+            raise EngineError(f"position {n} is not in a context of {own.n} tokens")
+        own.finish_load()
+        own.set_tokens(own.tokens[:n].copy())
+        own.provenance.crop(n)
+        return True
+
+    def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:
+        """See `Engine.first_rows`: the graph computes no layer by itself."""
+        return None
+
+    def row_errors(
+        self, context: Context, rows: Tokens
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None:
+        """See `Engine.row_errors`: what a quantised graph computes of one token is not what it computes of many."""
+        return None
+
+    def _own(self, context: Context) -> OnnxContext:
+        if not isinstance(context, OnnxContext):
+            raise EngineError(
+                f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
+            )
+        context.check_usable()
+        return context
+
+
+def _neighbours(
+    decoding: Sequence[tuple[OnnxContext, Tokens, int]],
+) -> Iterator[list[tuple[OnnxContext, Tokens, int]]]:
+    """Cut what is to decode into runs of neighbouring slots."""
+    run: list[tuple[OnnxContext, Tokens, int]] = []
+    for one in sorted(decoding, key=lambda one: (id(one[0].slot.arena), one[0].slot.index)):
+        slot = one[0].slot
+        if run and (slot.arena is not run[-1][0].slot.arena or slot.index != run[-1][0].slot.index + 1):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
+def _fill_layer(
+    slot: KvSlot,
+    start: int,
+    views: Sequence[BlockView],
+    layer: int,
+    ready: Callable[[int], None] | None,
+    codec: Codec | None,
+) -> None:
+    """Check and copy or decode K and V of one layer to the rows from ``start``, once ``ready`` returns."""
+    if ready is not None:
+        ready(layer)
+    for role in ("k", "v"):
+        rows = slot.rows(layer, role)
+        fill_rows(rows, start, views, layer, role, codec)
+        slot.put(layer, role, rows)

@@ -1,0 +1,344 @@
+"""The child's side: an engine behind a pipe, its calls run by a thread that computes and a few that do the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ctxreuse.block.format import BlockView, Header, layout_of_header, parse
+from ctxreuse.codec import Codec, ProfileStore
+from ctxreuse.codec.profile_bytes import read_profile
+from ctxreuse.config import EngineConfig
+from ctxreuse.engines.base import Context, Engine, Loading
+from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, RelocatedContext, Relocation
+from ctxreuse.engines.process.loading import placed_planes
+from ctxreuse.engines.process.memory import SharedMemory
+from ctxreuse.engines.process.pipe import FramePipe, Payload
+from ctxreuse.engines.process.wire import (
+    Array,
+    Call,
+    ContextFacts,
+    EngineMessage,
+    EngineOpened,
+    LayerArrived,
+    LayerUsed,
+    OpenFailed,
+    Opening,
+    Released,
+    Returned,
+    TextFacts,
+    WireError,
+    decode_headers,
+    pack_arrays,
+    unpack_arrays,
+)
+from ctxreuse.engines.text import Message
+from ctxreuse.errors import EngineError
+
+__all__ = ["open_config", "serve"]
+
+log = logging.getLogger(__name__)
+
+# Threads for what does not compute: waits for loads, exports, texts.
+_THREADS = 8
+#: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
+_COMPUTES = frozenset(
+    ("prefill", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention", "recompute_rows")
+)
+
+#: The result of a verb: a value, and arrays.
+Outcome = tuple[Any, Sequence[Array]]
+
+
+class _ArrivingView(BlockView):
+    """A block whose planes come layer by layer, to places in the shared memory."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, header: Header) -> None:
+        super().__init__(header, layout_of_header(header), 0, memoryview(b""))
+        self._places: dict[tuple[int, str], int] = {}
+
+    def place(self, layer: int, role: str, at: int) -> None:
+        """A plane lies at ``at``."""
+        self._places[layer, role] = at
+
+    def offset(self, layer: int, role: str) -> int:
+        """See `BlockView.offset`; KeyError before the plane has arrived."""
+        return self._places[layer, role]
+
+
+class _Arriving:
+    """The layers of one load, as they come."""
+
+    def __init__(self, pipe: FramePipe[EngineMessage], memory: SharedMemory, load: int) -> None:
+        self._pipe, self._memory, self._load = pipe, memory, load
+        self._change = threading.Condition()
+        self._here: dict[int, LayerArrived] = {}
+        self._slots: dict[int, int] = {}
+        self.views: list[_ArrivingView] = []
+        self.layers: frozenset[int] = frozenset()
+        self.loading: Loading | None = None
+
+    def arrived(self, message: LayerArrived) -> None:
+        """A layer has come, or will not."""
+        with self._change:
+            self._here[message.layer] = message
+            self._change.notify_all()
+
+    def ready(self, layer: int) -> None:
+        """For the engine: return when a layer's planes are in; its thread has copied those it asked for before."""
+        me = threading.get_ident()
+        if (at := self._slots.pop(me, None)) is not None:
+            self._pipe.send(LayerUsed(self._load, at))
+        if layer not in self.layers:
+            return
+        with self._change:
+            while (found := self._here.get(layer)) is None:
+                self._change.wait()
+        if found.failed is not None:
+            raise found.failed.error()
+        placed = list(placed_planes(self.views, layer))
+        end = max((end for *_, end in placed), default=0)
+        memory = memoryview(self._memory.map(found.at + end)).toreadonly()
+        for number, plane, start, _ in placed:
+            view = self.views[number]
+            view.buffer = memory
+            view.place(plane.layer, plane.role, found.at + start)
+        self._slots[me] = found.at
+
+
+class _Server:
+    """Serves one engine; each verb is a method of its name."""
+
+    def __init__(self, engine: Engine, pipe: FramePipe[EngineMessage], memory: SharedMemory) -> None:
+        self._engine, self._pipe, self._memory = engine, pipe, memory
+        self._contexts: dict[int, Context] = {}
+        self._loads: dict[int, _Arriving] = {}
+        self._loads_of: dict[int, list[int]] = {}
+        self._computing: queue.SimpleQueue[tuple[Call, Payload]] = queue.SimpleQueue()
+        self._others = ThreadPoolExecutor(_THREADS, "engine-call")
+        threading.Thread(target=self._compute, name="engine-compute", daemon=True).start()
+
+    def run(self) -> None:
+        """Receive until the parent closes its end."""
+        while (received := self._pipe.receive()) is not None:
+            message, payload = received
+            if isinstance(message, Call) and message.verb in _COMPUTES:
+                self._computing.put((message, payload))
+            elif isinstance(message, Call):
+                self._others.submit(self._answer, message, payload)
+            elif isinstance(message, LayerArrived):
+                if (load := self._loads.get(message.load)) is not None:
+                    load.arrived(message)
+            elif isinstance(message, Released):
+                self._contexts.pop(message.context, None)
+                for number in self._loads_of.pop(message.context, ()):
+                    self._loads.pop(number, None)
+
+    def _compute(self) -> None:
+        while True:
+            self._answer(*self._computing.get())
+
+    def _answer(self, call: Call, payload: Payload) -> None:
+        try:
+            contexts = [self._contexts[number] for number in call.contexts]
+            verb = getattr(self, f"do_{call.verb}")
+            value, arrays = verb(*contexts, *call.args, *unpack_arrays(call.arrays, payload, self._memory), call=call)
+            facts = tuple(_facts(one) for one in contexts or self._made(call))
+            specs, body = pack_arrays(arrays, self._memory, call.room)
+            returned = Returned(call.number, value, specs, facts)
+        except Exception as error:
+            returned, body = Returned(call.number, error=WireError.of(error)), b""
+        with contextlib.suppress(OSError):  # the parent is gone: the receiving thread ends this process
+            self._pipe.send(returned, body)
+
+    def _made(self, call: Call) -> list[Context]:
+        return [self._contexts[call.args[0]]] if call.verb == "new" else []
+
+    # Contexts
+
+    def do_new(self, number: int, reserve: int, *, call: Call) -> Outcome:
+        self._contexts[number] = self._engine.new_context(reserve)
+        return None, ()
+
+    def do_prefill(self, context: Context, ids: Array, *, call: Call) -> Outcome:
+        return None, [self._engine.prefill(context, ids)]
+
+    def do_step(self, *given: Any, call: Call) -> Outcome:
+        contexts, (counts, limit, ids) = given[:-3], given[-3:]
+        parts = np.split(ids, np.cumsum(counts)[:-1])
+        found = self._engine.step(list(zip(contexts, parts)), limit=limit)
+        value: list[Any] = [WireError.of(one) if isinstance(one, Exception) else int(one is not None) for one in found]
+        return value, [one for one in found if isinstance(one, np.ndarray)]
+
+    def do_crop(self, context: Context, n: int, *, call: Call) -> Outcome:
+        return self._engine.crop(context, n), ()
+
+    def do_export(self, context: Context, key: bytes, parent: bytes, number: int, *, call: Call) -> Outcome:
+        return None, list(self._engine.export(context, [key], parent, number))
+
+    def do_export_state(self, context: Context, key: bytes, parent: bytes, position: int, *, call: Call) -> Outcome:
+        return None, [self._engine.export_state(context, key, parent, position)]
+
+    def do_first_rows(self, tokens: Array, positions: Array, *, call: Call) -> Outcome:
+        found = self._engine.first_rows(tokens, positions)
+        return (None, ()) if found is None else (found[0], [found[1]])
+
+    def do_row_errors(self, context: Context, rows: Array, *, call: Call) -> Outcome:
+        found = self._engine.row_errors(context, rows)
+        return (None, ()) if found is None else (True, found)
+
+    # Loads
+
+    def do_load(self, context: Context, load: int, headers: Array, *state: Array, call: Call) -> Outcome:
+        arriving = _Arriving(self._pipe, self._memory, load)
+        arriving.views = [_ArrivingView(header) for header in decode_headers(headers)]
+        arriving.layers = frozenset(i for i, spec in enumerate(self._engine.space.layers) if spec.blocked)
+        self._loads[load] = arriving
+        try:
+            given = parse(state[0].copy()) if state else None
+            arriving.loading = self._engine.load(context, arriving.views, given, arriving.ready)
+        except BaseException:
+            del self._loads[load]
+            raise
+        self._loads_of.setdefault(call.contexts[0], []).append(load)
+        return None, ()
+
+    def do_wait(self, load: int, *, call: Call) -> Outcome:
+        arriving = self._loads.get(load)
+        if arriving is not None:
+            assert arriving.loading is not None
+            try:
+                arriving.loading.wait()
+            finally:
+                self._loads.pop(load, None)
+        return None, ()
+
+    def do_set_codec(self, digest: str, folder: str, profile: Array, *, call: Call) -> Outcome:
+        space, profiles = self._engine.space, ProfileStore(folder) if folder else None
+        given = (digest, read_profile(profile.tobytes())) if len(profile) else None
+        self._engine.codec = Codec(space, given, profiles=profiles)  # type: ignore[misc]
+        return None, ()
+
+    # Chunks
+
+    @property
+    def _ops(self) -> ChunkOps:
+        assert isinstance(self._engine, ChunkEngine)
+        return self._engine.chunks
+
+    def do_insert_rows(
+        self,
+        context: Context,
+        spans: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        level: str,
+        rotate: bool,
+        ids: Array,
+        headers: Array,
+        *blocks: Array,
+        call: Call,
+    ) -> Outcome:
+        heads = zip(decode_headers(headers), starts, blocks)
+        views = [BlockView(head, layout_of_header(head), start, block.data) for head, start, block in heads]
+        rows = [Relocation(start, views[number], row, count) for start, number, row, count in spans]
+        self._ops.insert_rows(context, ids, rows, level, rotate=rotate)
+        return None, ()
+
+    def do_deviations(self, context: Context, layer: int, role: Any, rows: Array, *, call: Call) -> Outcome:
+        return None, self._ops.deviations(context, rows, layer, role)
+
+    def do_attention(
+        self, context: Context, queries: int, layers: int, rows: Array, ids: Array, *, call: Call
+    ) -> Outcome:
+        return None, [self._ops.attention(context, rows, ids, queries=queries, layers=layers)]
+
+    def do_recompute_rows(
+        self, context: Context, drift: Sequence[Sequence[int]], rows: Array, ids: Array, *, call: Call
+    ) -> Outcome:
+        spans = [(start, end) for start, end in drift]
+        return None, [self._ops.recompute_rows(context, rows, ids, drift=spans)]
+
+    # Text
+
+    def do_encode(self, markers: bool, text: Array, *, call: Call) -> Outcome:
+        assert self._engine.text is not None
+        return None, [self._engine.text.encode(text.tobytes().decode(), markers=markers)]
+
+    def do_decode(self, ids: Array, *, call: Call) -> Outcome:
+        assert self._engine.text is not None
+        return None, [_bytes_of(self._engine.text.decode(ids))]
+
+    def do_render(self, generate: bool, raw: Array, *, call: Call) -> Outcome:
+        assert self._engine.text is not None
+        messages = msgspec.msgpack.decode(raw.tobytes(), type=list[Message])
+        return None, [_bytes_of(self._engine.text.render(messages, generate=generate))]
+
+
+def _bytes_of(text: str) -> Array:
+    return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+
+
+def _facts(context: Context) -> ContextFacts:
+    relocated = context if isinstance(context, RelocatedContext) else None
+    return ContextFacts(
+        context.n,
+        context.nbytes,
+        context.states,
+        context.levels,
+        relocated.relocated if relocated is not None else (),
+        relocated.gaps if relocated is not None else (),
+    )
+
+
+def _opened(opening: Opening) -> Engine:
+    module, _, name = opening.opener.partition(":")
+    opener: Callable[..., Engine] = getattr(importlib.import_module(module), name)
+    options: Mapping[str, Any] = opening.options
+    return opener(**options)
+
+
+def open_config(config: dict[str, Any], **options: Any) -> Engine:
+    """Open the engine of a config, given as plain values."""
+    from ctxreuse.engines.registry import open_engine
+
+    return open_engine(msgspec.convert(config, EngineConfig), **options)
+
+
+def serve(pipe: FramePipe[EngineMessage]) -> None:
+    """Open the engine that the parent names, serve it, and end this process when the parent is gone."""
+    received = pipe.receive()
+    if received is None or not isinstance(received[0], Opening):
+        os._exit(0)
+    opening = received[0]
+    memory = SharedMemory(opening.memory)
+    # The parent may go while the engine is opened, which takes seconds.
+    try:
+        engine = _opened(opening)
+    except Exception as error:
+        pipe.send(_failed(error))
+        os._exit(3)
+    text = engine.text
+    facts = TextFacts(text.stop_ids, text.markers, text.token_chars) if text is not None else None
+    chunks, codec = isinstance(engine, ChunkEngine), engine.codec is not None
+    server = _Server(engine, pipe, memory)
+    pipe.send(EngineOpened(engine.space, engine.batches, chunks, codec, facts))
+    with contextlib.suppress(OSError):
+        server.run()
+    os._exit(0)
+
+
+def _failed(error: Exception) -> OpenFailed:
+    described = WireError.of(error)
+    return OpenFailed(described if described.kind else WireError.of(EngineError(f"it cannot be opened: {error!r}")))

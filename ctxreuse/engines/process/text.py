@@ -1,0 +1,60 @@
+"""The text side of a model whose engine runs in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from ctxreuse.engines.process.connection import Result
+from ctxreuse.engines.process.wire import TextFacts
+from ctxreuse.engines.text import Message
+from ctxreuse.errors import EngineError
+from ctxreuse.identity.keys import Tokens
+
+__all__ = ["ChildText"]
+
+
+class ChildText:
+    """See `ctxreuse.engines.text.TextModel`. Each call is one of the process that has the tokenizer."""
+
+    def __init__(self, facts: TextFacts, call: Callable[..., Result]) -> None:
+        self._facts, self._call = facts, call
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """See `TextModel.stop_ids`."""
+        return self._facts.stop_ids
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """See `TextModel.markers`."""
+        return self._facts.markers
+
+    @property
+    def token_chars(self) -> int:
+        """See `TextModel.token_chars`."""
+        return self._facts.token_chars
+
+    def encode(self, text: str, *, markers: bool = True) -> Tokens:
+        """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
+        try:
+            raw = np.frombuffer(text.encode(), np.uint8)
+        except UnicodeError as error:
+            raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
+        ids: Tokens = self._call("encode", markers, arrays=[raw], room=4 * raw.nbytes).arrays[0]
+        return ids
+
+    def decode(self, ids: Sequence[int] | Tokens) -> str:
+        """See `TextModel.decode`."""
+        given = np.asarray(ids, "<i4")
+        return self._call("decode", arrays=[given]).arrays[0].tobytes().decode()
+
+    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """See `TextModel.render`."""
+        try:
+            raw = np.frombuffer(msgspec.msgpack.encode(messages), np.uint8)
+        except UnicodeError as error:
+            raise EngineError(f"the text cannot be rendered: {error}", fix="Remove lone surrogates") from error
+        return self._call("render", generate, arrays=[raw]).arrays[0].tobytes().decode()

@@ -1,0 +1,1 @@
+"""A context's KV in the engine's memory."""

@@ -1,0 +1,1 @@
+"""Chunks at other positions: relocation and selective recompute."""

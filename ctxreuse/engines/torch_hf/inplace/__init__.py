@@ -1,0 +1,1 @@
+"""Attention over runs where they lie."""

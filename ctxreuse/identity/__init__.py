@@ -1,0 +1,1 @@
+"""What a context is called: model spaces and the keys of blocks."""

@@ -1,0 +1,1 @@
+"""What a cloud node does for its peers: match, send, receive, prefill."""

@@ -1,0 +1,1 @@
+"""Copying a device's contexts to its clouds, in idle time."""

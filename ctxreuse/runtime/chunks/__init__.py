@@ -1,0 +1,1 @@
+"""Reusing chunks at positions other than where they were computed."""

@@ -1,0 +1,1 @@
+"""Getting blocks from another node while computing goes on."""

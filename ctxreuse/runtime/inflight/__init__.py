@@ -1,0 +1,1 @@
+"""Prefixes in flight: requests that start behind what another one is computing."""

@@ -1,0 +1,125 @@
+"""Who is in the next pass, and how many tokens each may take. Nothing here waits, computes or reads a clock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
+from ctxreuse.runtime.steps.slices import STALL, SliceEstimator
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Context, Logits
+    from ctxreuse.identity.keys import Tokens
+
+__all__ = ["MOST", "PassPlanner", "StepStats", "Waiting"]
+
+#: Most contexts in one pass: their K and V are read one by one, so more of them only wait longer.
+MOST = 32
+#: Seconds after its last token that an answer is expected to want another, so that prefills still go in slices.
+_DECODES = 0.25
+
+
+class Waiting:
+    """What one context needs next."""
+
+    __slots__ = ("context", "done", "error", "logits", "seconds", "start", "tokens", "turn")
+
+    def __init__(self, context: Context, tokens: Tokens, turn: RequestTurn) -> None:
+        self.context, self.tokens, self.turn, self.start = context, tokens, turn, context.n
+        self.done, self.seconds = False, 0.0
+        self.logits: Logits | None = None
+        self.error: Exception | None = None
+
+    def settle(self, result: Logits | Exception | None, seconds: float) -> None:
+        """Note how the pass ended for this context."""
+        self.done, self.seconds = True, seconds
+        if isinstance(result, Exception):
+            self.error = result
+        else:
+            self.logits = result
+
+    @property
+    def decodes(self) -> bool:
+        """True if it needs a single token."""
+        return len(self.tokens) == 1
+
+
+class StepStats(NamedTuple):
+    """Figures of one engine's passes since the start.
+
+    Attributes:
+        passes: passes.
+        contexts: contexts in them, together.
+        stalled: passes that made others' tokens wait longer than `STALL` of their steps.
+        waiting: contexts that wait for a pass now.
+        started: requests that had their first pass, by priority.
+        waited: seconds that they had waited for it, by priority.
+    """
+
+    passes: int
+    contexts: int
+    stalled: int
+    waiting: int
+    started: Mapping[int, int]
+    waited: Mapping[int, float]
+
+
+class PassPlanner:
+    """Plans the passes of one engine, and learns from them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._passes = self._contexts = self._stalled = 0
+        self._started, self._waited = Counter[int](), defaultdict[int, float](float)
+        self._order, self._slices = PrefillOrder(), SliceEstimator()
+        #: When a token was decoded last, and whether prefills go in slices because of that.
+        self._decoded, self._sliced = float("-inf"), False
+
+    def plan(self, waiting: Sequence[Waiting], now: float, *, batches: bool) -> tuple[list[Waiting], int | None]:
+        """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
+
+        ``waiting`` are in the order in which they came. All who decode, and a slice of one prefill. An engine that does
+        not batch takes who has waited longest, or the first prefill if that is one.
+        """
+        decoding = [one for one in waiting if one.decodes]
+        prefill = self._prefill([one for one in waiting if not one.decodes], now)
+        self._sliced = bool(decoding) or now - self._decoded < _DECODES
+        limit = self._slices.tokens(len(decoding)) if self._sliced else None
+        if batches:
+            if decoding and not self._slices.measured:
+                prefill = []  # a few passes that only decode, to know how long others may make them
+            return [*decoding[: MOST - 1], *prefill], limit
+        return list(waiting[:1]) if waiting[0].decodes else prefill, limit
+
+    def _prefill(self, prefills: Sequence[Waiting], now: float) -> list[Waiting]:
+        if not prefills:
+            return []
+        first = self._order.first([one.turn for one in prefills], now)
+        return [next(one for one in prefills if one.turn is first)]
+
+    def done(self, chosen: Sequence[Waiting], seconds: float, now: float) -> None:
+        """Learn from a pass that took ``seconds``."""
+        prefills = [one for one in chosen if not one.decodes]
+        decoding, computed = len(chosen) - len(prefills), 0
+        for one in prefills:
+            count = one.context.n - one.start
+            computed += count
+            self._order.charge(one.turn, count, len(one.tokens) - count)
+        for turn in (one.turn for one in chosen if not one.turn.started):
+            turn.started = True
+            self._started[turn.priority] += 1
+            self._waited[turn.priority] += now - seconds - turn.since
+        self._passes += 1
+        self._contexts += len(chosen)
+        if decoding:
+            self._decoded = now
+            step = self._slices.step(decoding)
+            self._stalled += bool(computed) and step is not None and seconds > STALL * step
+        if self._sliced and (computed or not prefills):
+            self._slices.observe(decoding, computed, seconds)
+
+    def stats(self, waiting: Sequence[Waiting]) -> StepStats:
+        """Return the figures so far."""
+        counts = (self._passes, self._contexts, self._stalled, len(waiting))
+        return StepStats(*counts, dict(self._started), dict(self._waited))

@@ -1,0 +1,171 @@
+"""Shares one engine between requests: tokens of several contexts go through the model in one pass.
+
+Each thread brings what its context needs next and waits; one of the waiting threads runs the next pass for all of them.
+So there is no thread beside theirs, and a single caller runs its passes itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from ctxreuse.errors import EngineError
+from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
+from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Context, Engine, Logits
+    from ctxreuse.identity.keys import Tokens
+
+__all__ = ["Advanced", "StepScheduler"]
+
+#: Those who decode come back as soon as they have sampled; a pass waits for them this share of a pass, at most so long.
+_GATHER, _LONGEST = 0.25, 0.05
+#: The turn of those who say nothing.
+_NORMAL = RequestTurn()
+_NORMAL.started = True
+
+
+class Advanced(NamedTuple):
+    """Logits after the last token, None if some are left, and the seconds of the passes that computed it."""
+
+    logits: Logits | None
+    seconds: float
+
+
+class StepScheduler:
+    """The passes of one engine. Any thread may call; a context is used by one caller at a time.
+
+    ``exclusive`` is a context manager for other heavy work on the engine, such as recomputing rows: no pass runs then.
+    """
+
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine, self._clock = engine, clock
+        self._change = threading.Condition()
+        self._planner = PassPlanner()
+        self._waiting: list[Waiting] = []
+        self._busy = False
+        #: Contexts that decoded in the last pass and have not come back.
+        self._expected: set[int] = set()
+        self._last = 0.0
+        self._exclusive = 0  # callers that wait for the engine alone
+        self._pass_first = False  # it was used alone, and a pass is next
+        self._number = 0
+
+    def stats(self) -> StepStats:
+        """Return what the passes so far were, and who waits now."""
+        with self._change:
+            return self._planner.stats(self._waiting)
+
+    def turn(self, *, priority: int = NORMAL, tenant: str = "", session: str = "") -> RequestTurn:
+        """Return the turn of a request that comes now."""
+        with self._change:
+            self._number += 1
+            return RequestTurn(self._number, self._clock(), priority=priority, tenant=tenant, session=session)
+
+    def cancel(self, turn: RequestTurn) -> None:
+        """End the request of ``turn`` before its next pass: its thread gets RequestCancelledError."""
+        with self._change:
+            turn.cancelled = True
+            self._change.notify_all()
+
+    def step(self, context: Context, tokens: Tokens, turn: RequestTurn = _NORMAL) -> Advanced:
+        """Append to a context, beside what others need, as many of ``tokens`` (one or more) as one pass takes.
+
+        No other thread uses the context meanwhile. Raises what `Engine.prefill` raises, and RequestCancelledError.
+        """
+        one = Waiting(context, tokens, turn)
+        self._wait(one)
+        if one.error is not None:
+            raise one.error
+        return Advanced(one.logits, one.seconds)
+
+    def advance(self, context: Context, tokens: Tokens, turn: RequestTurn = _NORMAL) -> tuple[Logits, float]:
+        """Append all of ``tokens``, see `step`; returns the logits after the last one, and the passes' seconds."""
+        start, seconds = context.n, 0.0
+        while True:
+            done = self.step(context, tokens[context.n - start :], turn)
+            seconds += done.seconds
+            if done.logits is not None:
+                return done.logits, seconds
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Use the engine alone. Passes and exclusive uses take turns where both wait."""
+        with self._change:
+            self._exclusive += 1
+            try:
+                while self._busy or (self._pass_first and self._waiting):
+                    self._change.wait()
+                self._busy = True
+            finally:
+                self._exclusive -= 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._busy, self._pass_first = False, True
+                self._change.notify_all()
+
+    def _wait(self, one: Waiting) -> None:
+        with self._change:
+            self._waiting.append(one)
+            self._expected.discard(id(one.context))
+            self._change.notify_all()
+            try:
+                while not one.done:
+                    if one in self._waiting:  # else a pass computes it
+                        one.turn.check()
+                    if self._busy or (self._exclusive and not self._pass_first):
+                        self._change.wait()
+                        continue
+                    self._busy = True
+                    try:
+                        self._gather()
+                        self._pass()
+                    finally:
+                        self._busy = self._pass_first = False
+                        self._change.notify_all()
+            finally:
+                if one in self._waiting:  # cancelled or interrupted
+                    self._waiting.remove(one)
+
+    def _gather(self) -> None:
+        """Wait a little for those who decode: one pass for all is cheaper than two."""
+        end = time.monotonic() + min(_GATHER * self._last, _LONGEST)
+        while self._expected and (left := end - time.monotonic()) > 0:
+            self._change.wait(left)
+        self._expected.clear()
+
+    def _pass(self) -> None:
+        """Run one pass; the lock is held, and released meanwhile."""
+        batches = len(self._waiting) > 1 and self._engine.batches
+        chosen, limit = self._planner.plan(self._waiting, self._clock(), batches=batches)
+        for one in chosen:
+            self._waiting.remove(one)
+        self._change.release()
+        began = self._clock()
+        try:
+            found = self._engine.step([(one.context, one.tokens) for one in chosen], limit=limit)
+        except BaseException as error:
+            self._change.acquire()
+            self._recover(chosen, error)
+            raise
+        self._change.acquire()
+        now = self._clock()
+        self._last = now - began
+        self._planner.done(chosen, self._last, now)
+        for one, result in zip(chosen, found):
+            one.settle(result, self._last)
+        self._expected = {id(one.context) for one in chosen if one.decodes and one.logits is not None and batches}
+
+    def _recover(self, chosen: Sequence[Waiting], error: BaseException) -> None:
+        """This thread was interrupted in a pass that was for others too: they try again, if they can."""
+        for one in chosen:
+            if one.context.n == one.start:
+                self._waiting.append(one)
+            else:
+                one.settle(EngineError(f"the pass was interrupted: {type(error).__name__}", fix="Ask again"), 0.0)

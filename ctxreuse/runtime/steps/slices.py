@@ -1,0 +1,76 @@
+"""How many tokens of a prefill go with tokens that others decode: as many as their step may be made longer for."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+__all__ = ["FIRST_SLICE", "STALL", "SliceEstimator"]
+
+#: A pass with a slice of a prefill may take so many times as long as one that only decodes.
+STALL = 3.0
+#: The share of that which is aimed at, as passes differ.
+_AIM = 0.85
+#: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
+#: the weights are packed once for all: with fewer, prefills would take for ever, and nothing would wait much less.
+FIRST_SLICE, _LEAST, _LARGEST = 32, 16, 512
+#: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
+_LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
+#: Passes that only decode, of which the median counts; and how many are enough to begin with.
+_PASSES, _KNOWN = 5, 3
+
+
+class SliceEstimator:
+    """Learns from passes how long a slice may be. Not thread-safe.
+
+    What a slice costs is no line through the origin, and grows with the context. So the length follows the last pass:
+    it grows where that took less than aimed at, and shrinks where it took more.
+    """
+
+    def __init__(self) -> None:
+        #: Seconds of passes that only decode, by their number of contexts.
+        self._decode: dict[int, deque[float]] = {}
+        #: Tokens, by the magnitude of the number of contexts that decode.
+        self._tokens: dict[int, int] = {}
+
+    def observe(self, decoding: int, prefill: int, seconds: float) -> None:
+        """Learn from a pass of ``decoding`` contexts and ``prefill`` tokens of others.
+
+        Where the engine does not batch, those who decode wait for such a pass of none, and then for theirs.
+        """
+        step = self.step(max(decoding, 1))
+        if seconds <= 0:
+            return
+        if not prefill:
+            self._decode.setdefault(decoding, deque(maxlen=_PASSES)).append(seconds)
+        elif step is not None:
+            ratio, planned = (seconds if decoding else seconds + step) / step, self.tokens(decoding)
+            change = max(_LEAST_CHANGE, min(STALL * _AIM / ratio, _MOST_CHANGE))
+            if change < 1:
+                planned = min(planned, round(prefill * change))
+            elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end
+                planned = round(planned * change)
+            self._tokens[_magnitude(decoding)] = max(_LEAST, min(planned, _LARGEST))
+
+    @property
+    def measured(self) -> bool:
+        """True if it is known how long a pass takes that only decodes."""
+        return any(len(times) >= _KNOWN for times in self._decode.values())
+
+    def step(self, decoding: int) -> float | None:
+        """Return the seconds of a pass that only decodes so many contexts; None if that is not known.
+
+        Of a number that was not measured: those of the next smaller one, at which fewer tokens go with them.
+        """
+        if not self._decode:
+            return None
+        smaller = [number for number in self._decode if number <= decoding]
+        return median(self._decode[max(smaller) if smaller else min(self._decode)])
+
+    def tokens(self, decoding: int) -> int:
+        """Return how many tokens of a prefill may go with ``decoding`` contexts that decode."""
+        return self._tokens.get(_magnitude(decoding), FIRST_SLICE)
+
+
+def _magnitude(decoding: int) -> int:
+    return max(decoding, 1).bit_length()

@@ -1,0 +1,1 @@
+"""Where chunks lie, found by content."""

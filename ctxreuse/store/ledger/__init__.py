@@ -1,0 +1,1 @@
+"""The durable text: sessions, turns, token ids."""

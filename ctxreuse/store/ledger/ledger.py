@@ -1,0 +1,585 @@
+"""Sessions, turns and token ids on disk, durable when a call returns; all KV can be rebuilt from them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lmdb
+
+from ctxreuse.block.levels import EXACT, limit_name
+from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
+from ctxreuse.store.ledger.history import History, turn_key
+from ctxreuse.store.ledger.opening import checked_from, open_env
+from ctxreuse.store.ledger.recent import RecentSessions
+from ctxreuse.store.ledger.records import (
+    FIX,
+    DamagedTurnError,
+    Hit,
+    LedgerStats,
+    LedgerVerdict,
+    NewTurn,
+    Session,
+    Turn,
+    decode_id,
+    decode_session,
+    decode_tokens,
+    decode_turn,
+    encode_id,
+    encode_tokens,
+    encode_turn,
+    is_checked,
+)
+from ctxreuse.store.ledger.sessions import SessionTable
+from ctxreuse.store.lmdb.env import Env, explain
+from ctxreuse.store.lmdb.owner import Owner, attended, boot_id, claim, folder, last_use
+from ctxreuse.store.lmdb.recovery import stamp
+from ctxreuse.store.types import Progress
+
+__all__ = ["Ledger", "new_session_id"]
+
+T = TypeVar("T")
+
+_MAP_SIZE = 1 << 36
+
+
+def new_session_id() -> str:
+    """Return an id that no session has."""
+    return uuid.uuid4().hex
+
+
+class Ledger:
+    """The durable part of a store. Any thread may call; every change is on disk when its call returns.
+
+    Use `open`. A session is named by its id or its name. All methods raise SessionError for an unknown session or turn
+    and StoreClosedError; those that write also StoreReadOnlyError and StoreFullError (nothing acknowledged is lost, and
+    the call may be repeated when there is room).
+    """
+
+    def __init__(self, env: Env, owner: Owner | None, clock: Callable[[], float]) -> None:
+        self._env, self._owner, self._clock = env, owner, clock
+        self._checked_from = checked_from(env)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        readonly: bool = False,
+        clock: Callable[[], float] = time.time,
+        map_size: int = _MAP_SIZE,
+        boot: str | None = None,
+    ) -> Ledger:
+        """Open the ledger in a store's folder (its files lie in ``ledger``), creating it if need be.
+
+        Args:
+            path: the store's folder.
+            readonly: open beside the process that writes.
+            clock: seconds since 1970.
+            map_size: bytes of address space.
+            boot: the machine's boot id, if not the real one.
+
+        Raises:
+            StoreOwnedError: another process writes here.
+            StoreDamagedError: the ledger is damaged; it is never dropped or changed.
+            StoreError: the path cannot hold a store.
+        """
+        place = folder(path, readonly=readonly)
+        home = place / "ledger"
+        if readonly:
+            use = last_use(place, "ledger")
+            trusted = attended(place) or use.left_as(stamp(home), boot_id() if boot is None else boot)
+            return cls(open_env(home, map_size, readonly=True, trusted=trusted, stamp=use.stamp), None, clock)
+        owner = claim(place, "ledger", boot=boot, clock=clock)
+        try:
+            trusted, before = owner.left_as("ledger", stamp(home)), owner.before("ledger").stamp
+            ledger = cls(open_env(home, map_size, readonly=False, trusted=trusted, stamp=before), owner, clock)
+        except BaseException:
+            owner.end("ledger", clean=False)
+            raise
+        ledger._update_recent()
+        return ledger
+
+    def _recent_is_current(self) -> bool:
+        with self._read() as (txn, _):
+            return self._sessions(txn).recent.current
+
+    def _update_recent(self) -> None:
+        """Fill the order of sessions where a program wrote last that does not know it; lists work without it too."""
+        if not self._recent_is_current():
+            with suppress(StoreError):  # no room on the disk
+                self._write(lambda txn, history: None)
+
+    @property
+    def path(self) -> Path:
+        """The store's folder."""
+        return self._env.path.parent
+
+    @contextmanager
+    def _read(self) -> Iterator[tuple[Any, History]]:
+        try:
+            with self._env.read() as txn:
+                history = History(txn, self._env.tables["turns"])
+                try:
+                    yield txn, history
+                except DamagedTurnError as error:
+                    raise self._damaged_turn(txn, history, error) from None
+        except lmdb.Error as error:
+            raise explain(error, self._env.path) from None
+
+    def _write(self, work: Callable[[Any, History], T]) -> T:
+        if self._owner is None:
+            fix = "Open it without readonly=True, or ask the process that owns it"
+            raise StoreReadOnlyError("the ledger was opened for reading", where=str(self._env.path), fix=fix)
+
+        def run(txn: Any) -> T:
+            history = History(txn, self._env.tables["turns"])
+            try:
+                RecentSessions(txn, self._env.tables, writing=True).begin()
+                return work(txn, history)
+            except DamagedTurnError as error:
+                raise self._damaged_turn(txn, history, error) from None
+
+        try:
+            return self._env.write(run)
+        except lmdb.Error as error:
+            raise explain(error, self._env.path) from None
+
+    def _damaged_turn(self, txn: Any, history: History, error: DamagedTurnError) -> StoreDamagedError:
+        names: list[str] = []
+        for id, raw in txn.cursor(db=self._env.tables["sessions"]):
+            with suppress(StoreDamagedError):
+                session = decode_session(bytes(id), raw)
+                if history.reaches(session.head, {error.id}):
+                    names.append(repr(session.name))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        where = f"session {', '.join(sorted(names)[:3])}{more} in {self._env.path}" if names else str(self._env.path)
+        return StoreDamagedError(str(error), where=where, fix=FIX)
+
+    def _sessions(self, txn: Any) -> SessionTable:
+        return SessionTable(txn, self._env.tables)
+
+    def check_name(self, name: str) -> None:
+        """Raise SessionError if a session cannot have this name, or one has it already."""
+        with self._read() as (txn, _):
+            self._sessions(txn).free_name(name)
+
+    def _create(
+        self,
+        txn: Any,
+        name: str | None,
+        head: int,
+        origin: str | None,
+        lossy: str | None = None,
+        id: str | None = None,
+    ) -> Session:
+        id = new_session_id() if id is None else id
+        name = f"session-{id[:8]}" if name is None else name
+        now = self._clock()
+        session = Session(id, name, head, origin, head if origin else 0, now, now, lossy)
+        return self._sessions(txn).add(session)
+
+    def create(
+        self,
+        name: str | None = None,
+        head: int = 0,
+        max_kl: float | None = None,
+        *,
+        turns: Sequence[NewTurn] = (),
+        tokens: Sequence[Mapping[bytes, bytes]] = (),
+        id: str | None = None,
+    ) -> Session:
+        """Create a session, with its first turns if any, in one transaction: all of it or nothing.
+
+        Args:
+            name: its name; default: ``session-`` and part of its id.
+            head: the turn that it starts at.
+            max_kl: see `set_max_kl`.
+            turns: turns to append.
+            tokens: for each of them token ids in further model spaces, by digest.
+            id: 32 hex digits that no session has, for a caller who needs them before.
+
+        Raises:
+            SessionError: the name is taken or cannot be one, or a turn cannot be stored.
+        """
+
+        def work(txn: Any, history: History) -> Session:
+            history.links(head)
+            session = self._create(txn, name, head, None, _stored(max_kl), id)
+            added = self._append(txn, history, head, turns)
+            for turn, more in zip(added, tokens):
+                for space, ids in more.items():
+                    self._put_tokens(txn, turn.id, space, ids)
+            return self._sessions(txn).change(session, head=added[-1].id) if added else session
+
+        return self._write(work)
+
+    def append(self, session: str, turns: Sequence[NewTurn], *, expected_head: int | None = None) -> list[Turn]:
+        """Append turns to a session, all or none; returns them with their ids.
+
+        Raises SessionError if the head is not ``expected_head`` (another caller appended meanwhile).
+        """
+
+        def work(txn: Any, history: History) -> list[Turn]:
+            found = self._expect(txn, session, expected_head)
+            added = self._append(txn, history, found.head, turns)
+            head = added[-1].id if added else found.head
+            self._sessions(txn).change(found, head=head, updated=self._clock())
+            return added
+
+        return self._write(work)
+
+    def _append(self, txn: Any, history: History, head: int, turns: Sequence[NewTurn]) -> list[Turn]:
+        added: list[Turn] = []
+        now, id = self._clock(), self._next_id(txn)
+        for new in turns:
+            raw = encode_turn(id, history.child_of(head), new, now if new.created is None else new.created)
+            if not txn.put(turn_key(id), raw, db=self._env.tables["turns"], append=True):
+                raise StoreDamagedError(f"there is a turn {id} before it is made", where=str(self._env.path), fix=FIX)
+            if new.tokens is not None:
+                self._put_tokens(txn, id, new.space or b"", new.tokens)
+            added.append(history.turn(id))
+            head, id = id, id + 1
+        if added:
+            txn.put(b"next", encode_id(b"next", id), db=self._env.tables["info"])
+        return added
+
+    def commit(self, fork: str, *, onto: bool) -> Session:
+        """Bring a fork's own turns to the session that it was forked from, in one transaction; returns that session.
+
+        Where that one has moved on since, ``onto`` appends copies of the fork's turns after its head, and the fork
+        moves there too. Raises SessionError if it has moved and ``onto`` is False, and for a session that is no fork.
+        """
+
+        def work(txn: Any, history: History) -> Session:
+            found = self._sessions(txn).find(fork)
+            if found.origin is None:
+                raise SessionError("a session that is not a fork has no origin to commit to", where=found.name)
+            origin = self._sessions(txn).find(found.origin)
+            # What was collected is in no history any more.
+            start = history.common(found.forked_at, found.head) if history.has(found.forked_at) else 0
+            now = self._clock()
+            if history.ancestor(start, origin.head) and history.ancestor(origin.head, found.head):
+                return self._sessions(txn).change(origin, head=found.head, updated=now)
+            if not onto:
+                raise SessionError(
+                    f"{origin.name!r} has new turns since {found.name!r} was forked from it",
+                    where=f"head {origin.head}, forked at {found.forked_at}",
+                    fix="commit(onto=True) appends the fork's own turns after the origin's head",
+                )
+            shared = max(history.links(start).depth, history.links(history.common(origin.head, found.head)).depth)
+            own = [history.turn(id) for id in history.up(found.head)][::-1][shared:]
+            added = self._append(txn, history, origin.head, [NewTurn(one.role, one.content, one.meta) for one in own])
+            head = added[-1].id if added else origin.head
+            self._sessions(txn).change(found, head=head, updated=now)
+            return self._sessions(txn).change(origin, head=head, updated=now)
+
+        return self._write(work)
+
+    def adopt(
+        self,
+        sessions: Iterable[Session],
+        turns: Mapping[int, tuple[int, NewTurn]],
+        tokens: Iterable[tuple[bytes, bytes]],
+        next_id: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write sessions, turns (with the turn before each) and token ids under the ids that they had elsewhere.
+
+        For a new ledger only: in transactions of a thousand, the sessions in the last.
+        """
+
+        def put_turns(batch: list[int], txn: Any, history: History) -> None:
+            for id in batch:
+                parent, new = turns[id]
+                raw = encode_turn(id, history.child_of(parent), new, new.created or 0.0)
+                txn.put(turn_key(id), raw, db=self._env.tables["turns"], append=True)
+
+        def put_tokens(batch: list[tuple[bytes, bytes]], txn: Any, _: History) -> None:
+            for key, ids in batch:
+                self._put_tokens(txn, int.from_bytes(key[:8], "big"), key[8:], ids)
+
+        def put_sessions(txn: Any, _: History) -> None:
+            for session in sessions:
+                self._sessions(txn).add(session)
+            txn.put(b"next", encode_id(b"next", next_id), db=self._env.tables["info"])
+
+        done = 0
+        for ids in _batches(sorted(turns)):
+            self._write(partial(put_turns, ids))
+            done += len(ids)
+            if progress is not None:
+                progress(done, len(turns))
+        for rows in _batches(tokens):
+            self._write(partial(put_tokens, rows))
+        self._write(put_sessions)
+
+    def _next_id(self, txn: Any) -> int:
+        # Ids are never used twice, not even when gc() removed the last ones.
+        raw = txn.get(b"next", db=self._env.tables["info"])
+        return decode_id(b"next", raw) if raw is not None else 1
+
+    def _expect(self, txn: Any, session: str, head: int | None) -> Session:
+        found = self._sessions(txn).find(session)
+        if head is not None and found.head != head:
+            fix = "Read the session again and repeat, or fork it"
+            raise SessionError(f"session {found.name!r} is at turn {found.head}, not {head}", fix=fix)
+        return found
+
+    def fork(self, session: str, name: str | None = None, at: int | None = None) -> Session:
+        """Create a session that shares all turns up to ``at`` (default: the head), and the first one's ``max_kl``.
+
+        O(log length), one small record. Raises SessionError if ``at`` is not in the session's history.
+        """
+
+        def work(txn: Any, history: History) -> Session:
+            found = self._sessions(txn).find(session)
+            head = found.head if at is None else at
+            if not history.ancestor(head, found.head):
+                fix = "List the session's turns for the ids it has"
+                raise SessionError(f"turn {head} is not in session {found.name!r}", fix=fix)
+            return self._create(txn, name, head, found.id, found.lossy)
+
+        return self._write(work)
+
+    def set_head(self, session: str, head: int, *, expected_head: int | None = None) -> Session:
+        """Set a session's head to any turn, or to 0: rollback, or taking over the turns of a fork."""
+
+        def work(txn: Any, history: History) -> Session:
+            found = self._expect(txn, session, expected_head)
+            history.links(head)
+            return self._sessions(txn).change(found, head=head, updated=self._clock())
+
+        return self._write(work)
+
+    def set_max_kl(self, session: str, max_kl: float | None) -> Session:
+        """Set the largest KL of KV that a session allows; 0: exact only, None: the default of the memory."""
+
+        def work(txn: Any, _: History) -> Session:
+            found = self._sessions(txn).find(session)
+            return self._sessions(txn).change(found, lossy=_stored(max_kl))
+
+        return self._write(work)
+
+    def rename(self, session: str, name: str) -> Session:
+        """Rename a session. Raises SessionError if the name is taken."""
+
+        def work(txn: Any, _: History) -> Session:
+            found = self._sessions(txn).find(session)
+            if name == found.name:
+                return found
+            return self._sessions(txn).change(found, name=name, updated=self._clock())
+
+        return self._write(work)
+
+    def delete(self, session: str) -> None:
+        """Delete a session. Its turns stay until `gc`, and as long as another session reaches them."""
+
+        def work(txn: Any, _: History) -> None:
+            sessions = self._sessions(txn)
+            sessions.remove(sessions.find(session))
+
+        self._write(work)
+
+    def session(self, session: str) -> Session:
+        """Return the session of an id or name; SessionError suggests similar names."""
+        with self._read() as (txn, _):
+            return self._sessions(txn).find(session)
+
+    def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[Session]:
+        """Return sessions, the last changed first, or those whose names start with ``prefix`` in the order of names.
+
+        A page of 20 takes about .1 ms, of however many.
+        """
+        start, most = max(offset, 0), None if limit is None else max(limit, 0)
+        with self._read() as (txn, _):
+            sessions = self._sessions(txn)
+            found = sessions.by_name(prefix, start) if prefix else sessions.recent.newest_first(start)
+            return list(islice(found, most))
+
+    def count(self) -> int:
+        """Return the number of sessions."""
+        return self.stats().sessions
+
+    def turn(self, id: int) -> Turn:
+        """Return one turn."""
+        with self._read() as (_, history):
+            return history.turn(id)
+
+    def turns(self, head: int) -> list[Turn]:
+        """Return the history that ends at ``head``, root first; empty for 0."""
+        with self._read() as (_, history):
+            return [history.turn(id) for id in history.up(head)][::-1]
+
+    def ancestor(self, a: int, b: int) -> bool:
+        """Return True if turn ``a`` is ``b`` or in its history (0 is in all)."""
+        with self._read() as (_, history):
+            return history.ancestor(a, b)
+
+    def common(self, a: int, b: int) -> int:
+        """Return the last turn that two histories share, 0 if none."""
+        with self._read() as (_, history):
+            return history.common(a, b)
+
+    def _put_tokens(self, txn: Any, id: int, space: bytes, tokens: bytes) -> None:
+        if len(space) != 32 or len(tokens) % 4:
+            fix = "Give a space digest of 32 bytes and int32 token ids"
+            raise SessionError(f"{len(tokens)} bytes of tokens for a space of {len(space)} bytes", fix=fix)
+        key = turn_key(id) + space
+        txn.put(key, encode_tokens(key, tokens), db=self._env.tables["tokens"])
+
+    def put_tokens(self, space: bytes, tokens: Mapping[int, bytes]) -> None:
+        """Store token ids (int32 little-endian) of turns' texts, by turn, in the space with this 32-byte digest.
+
+        One transaction, so one wait for the disk.
+        """
+
+        def work(txn: Any, history: History) -> None:
+            for id, ids in tokens.items():
+                history.raw(id)
+                self._put_tokens(txn, id, space, ids)
+
+        self._write(work)
+
+    def tokens(self, id: int, space: bytes) -> bytes | None:
+        """Return the token ids of a turn in a space, or None."""
+        with self._read() as (txn, _):
+            key = turn_key(id) + space
+            raw = txn.get(key, db=self._env.tables["tokens"])
+            return decode_tokens(key, raw, checked=id >= self._checked_from) if raw is not None else None
+
+    def spaces(self, id: int) -> list[bytes]:
+        """Return the digests of the spaces that have token ids of a turn."""
+        with self._read() as (txn, _):
+            cursor, prefix = txn.cursor(db=self._env.tables["tokens"]), turn_key(id)
+            keys = cursor.iternext(values=False) if cursor.set_range(prefix) else iter(())
+            return [bytes(key[8:]) for key in takewhile(lambda key: key[:8] == prefix, keys)]
+
+    def search(self, text: str, limit: int = 20) -> list[Hit]:
+        """Return turns that contain all words of ``text``, in any case, and belong to a session; newest first."""
+        with self._read() as (txn, history):
+            return history.search(self._sessions(txn).recent.newest_first(), text, limit)
+
+    def gc(self) -> int:
+        """Delete turns, and their tokens, that no session reaches; returns the number of turns."""
+
+        def work(txn: Any, history: History) -> int:
+            turns, tokens = self._env.tables["turns"], self._env.tables["tokens"]
+            reached = self._reached(txn, history)
+            for session in list(self._sessions(txn).recent.newest_first()):
+                # The turn where a fork began may go; what is left of the history there is where it began now.
+                begun = session.forked_at if history.has(session.forked_at) else 0
+                begun = next((id for id in history.up(begun) if turn_key(id) in reached), 0)
+                if begun != session.forked_at:
+                    self._sessions(txn).change(session, forked_at=begun)
+            lost = [key for key in txn.cursor(db=turns).iternext(values=False) if key not in reached]
+            unreached = set(lost)
+            stale = [key for key in txn.cursor(db=tokens).iternext(values=False) if key[:8] in unreached]
+            for table, keys in ((turns, lost), (tokens, stale)):
+                for key in keys:
+                    txn.delete(key, db=table)
+            return len(lost)
+
+        return self._write(work)
+
+    def _reached(self, txn: Any, history: History) -> set[bytes]:
+        reached: set[bytes] = set()
+        for session in self._sessions(txn).recent.newest_first():
+            for id in history.up(session.head):
+                key = turn_key(id)
+                if key in reached:
+                    break
+                reached.add(key)
+        return reached
+
+    def stats(self) -> LedgerStats:
+        """Return counts and size."""
+        with self._read() as (txn, _):
+            entries = {name: int(txn.stat(table)["entries"]) for name, table in self._env.tables.items()}
+        return LedgerStats(entries["sessions"], entries["turns"], entries["tokens"], self._env.file_bytes())
+
+    def verify(self, progress: Progress | None = None) -> LedgerVerdict:
+        """Read all records and compare them with their checksums, then names, links and counts. O(all bytes)."""
+        bad: dict[int, str] = {}
+        problems: list[str] = []
+        unchecked = done = 0
+        with self._read() as (txn, history):
+            tables = self._env.tables
+            total = sum(int(txn.stat(tables[name])["entries"]) for name in ("turns", "tokens"))
+            for name in ("turns", "tokens"):
+                for key, raw in txn.cursor(db=tables[name]):
+                    id = int.from_bytes(key[:8], "big")
+                    try:
+                        if name == "turns":
+                            decode_turn(id, raw)
+                            unchecked += not is_checked(raw)
+                        else:
+                            decode_tokens(bytes(key), raw, checked=id >= self._checked_from)
+                    except DamagedTurnError as error:
+                        bad.setdefault(id, str(error))
+                    done += 1
+                    if progress is not None and (done == total or not done % 1000):
+                        progress(done, total)
+            homes: dict[int, list[str]] = {id: [] for id in bad}
+            for key, raw in txn.cursor(db=tables["sessions"]):
+                try:
+                    session = decode_session(bytes(key), raw)
+                    for id in history.reaches(session.head, set(bad)) if bad else ():
+                        homes[id].append(repr(session.name))
+                except StoreDamagedError as error:
+                    problems.append(error.what)
+            for id, why in bad.items():
+                problems.append(f"{why} (session {', '.join(sorted(homes[id]))})" if homes[id] else why)
+        if not problems:
+            try:
+                self.check()
+            except (AssertionError, CtxReuseError) as error:
+                problems.append(str(error))
+        return LedgerVerdict(self.stats(), tuple(problems), unchecked)
+
+    def check(self) -> None:
+        """Raise AssertionError where links, names or counts disagree. O(all entries)."""
+        with self._read() as (txn, history):
+            tables = self._env.tables
+            sessions = self._sessions(txn)
+            sessions.check()
+            known = {bytes(key) for key in txn.cursor(db=tables["turns"]).iternext(values=False)}
+            top = self._next_id(txn)
+            for key in known:
+                id = int.from_bytes(key, "big")
+                turn, links = history.turn(id), history.links(id)
+                assert turn.parent < id < top, f"turn {id} after {turn.parent}, next id is {top}"
+                assert links == history.child_of(turn.parent), f"turn {id} has links {links}"
+            for session in sessions.recent.newest_first():
+                assert not session.head or turn_key(session.head) in known, f"session {session.name!r} has no head"
+            for key in txn.cursor(db=tables["tokens"]).iternext(values=False):
+                assert bytes(key[:8]) in known, "tokens of a turn that is not there"
+
+    def close(self) -> None:
+        """Close the ledger. A second call does nothing."""
+        self._env.close()
+        if self._owner is not None:
+            self._owner.end("ledger", clean=True, stamp=stamp(self._env.path))
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _batches(values: Iterable[Any]) -> Iterator[list[Any]]:
+    left = iter(values)
+    while batch := list(islice(left, 1000)):
+        yield batch
+
+
+def _stored(max_kl: float | None) -> str | None:
+    return None if max_kl is None else limit_name(max_kl) or EXACT

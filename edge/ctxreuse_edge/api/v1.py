@@ -1,0 +1,248 @@
+"""The OpenAI-compatible routes: ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``.
+
+Text parts of a message (documents, then a question) are encoded one by one, so each is found again at any position:
+with ``"ctxreuse": {"lossy": …}``, or ``edge.max_kl`` in the settings, its KV is relocated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ctxreuse.daemon.middleware import CALLER
+from ctxreuse.daemon.openai import (
+    ApiError,
+    ApiUsage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionRequest,
+    Delta,
+    Model,
+    ModelList,
+    Reply,
+    usage_of,
+)
+from ctxreuse.daemon.openai import Completion as TextCompletion
+from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
+from ctxreuse.engines.text import Message
+from ctxreuse.errors import ContextTooLongError
+from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.pauses import PauseKind
+from ctxreuse.pauses.kinds import TOOL_CALL
+from ctxreuse.why import PromptPart, RequestInfo
+from ctxreuse_edge.api.answers import (
+    KeepAlive,
+    OpenAiAnswer,
+    body_of,
+    finish_of,
+    id_of,
+    json_answer,
+    max_kl_of,
+    sampling_of,
+)
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from ctxreuse.engines.text import TextModel
+    from ctxreuse.runtime import Completion
+    from ctxreuse_edge.models import ServedModel
+    from ctxreuse_edge.node import EdgeNode
+
+#: Roles of messages with a tool's result: the session has waited for a tool, whatever its last answer ended with.
+_TOOL_ROLES = frozenset(("tool", "function"))
+
+__all__ = ["EdgeChatRequest", "about_messages", "branches_of", "prompt_ids", "routes"]
+
+# The default of max_tokens in other servers.
+_DEFAULT_TOKENS = 16
+
+
+def routes(node: EdgeNode) -> list[Route]:
+    """The routes of this module."""
+    return [*_chat(node), *_completions(node), *_models(node)]
+
+
+class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """A chat request; messages of a named ``context`` come before its own.
+
+    ``keep_alive``: how long the model stays loaded afterwards, as in Ollama: ``5m``, seconds, 0, -1.
+    """
+
+    context: str | None = None
+    keep_alive: KeepAlive = None
+
+
+class EdgeCompletionRequest(CompletionRequest, frozen=True, kw_only=True):
+    """A completion request; ``keep_alive``: see `EdgeChatRequest`."""
+
+    keep_alive: KeepAlive = None
+
+
+def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
+    """Return the ends of turns where other contexts are likely to branch off: the first (a shared system prompt) and
+    the last two (the conversation continues, or the last question is repeated)."""
+    return tuple(sorted({*ends[:1], *ends[-2:]}))
+
+
+def about_messages(
+    messages: Sequence[Message], found: EncodedPrompt, request: str = "", client_id: str = ""
+) -> RequestInfo:
+    """Return the parts of a conversation's prompt: its messages, as far as their ends are known."""
+    # Messages that the template cannot end with are joined with the next.
+    names = [message.role for message in messages]
+    if len(found.ends) == len(names):
+        parts = tuple(PromptPart(name, end) for name, end in zip(names, found.ends))
+    else:
+        parts = tuple(PromptPart("", end) for end in found.ends)
+    return RequestInfo(request, client_id, parts=parts, first_message=messages[0].content if messages else "")
+
+
+def _chat(node: EdgeNode) -> list[Route]:
+
+    async def answer(request: Request) -> Response:
+        body = await body_of(request, node, EdgeChatRequest)
+        model = node.models.find(body.model)
+        _refuse_unsupported(body)
+
+        def make(name: str, step: Callable[[], None]) -> Completion:
+            runtime = model.runtime
+            before = node.contexts.messages(body.context) if body.context else []
+            messages = [m.message(f"messages[{i}].content") for i, m in enumerate(body.messages)]
+            text, space = runtime.text, runtime.space
+            if text is None:
+                raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
+            found = encode_prompt(text, [*before, *messages], max_tokens=space.max_tokens)
+            step()
+            limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+            sampling = sampling_of(body, len(found.ids), space, limit)
+            max_kl = max_kl_of(node, body.ctxreuse.lossy, runtime)
+            about = about_messages([*before, *messages], found, id_of(request), name)
+            branches = branches_of(found.ends)
+            was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
+            prompt = runtime.request(
+                found.ids,
+                parts=found.parts,
+                branches=branches,
+                max_kl=max_kl,
+                about=about,
+                priority=body.priority,
+                caller=CALLER.get(),
+            )
+            step()
+            return runtime.complete(prompt, sampling, was=was)
+
+        return _ChatAnswer(node, model, body, "chatcmpl", make, body.keep_alive)
+
+    return [Route("/v1/chat/completions", answer, methods=["POST"])]
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    if body.logprobs or body.top_logprobs:
+        raise ApiError(400, "logprobs is not supported", param="logprobs")
+    if body.tools:
+        raise ApiError(400, "tools are not supported: describe them in a message", param="tools")
+    if body.response_format and body.response_format.get("type", "text") != "text":
+        raise ApiError(400, "only plain text is supported", param="response_format")
+
+
+class _ChatAnswer(OpenAiAnswer):
+    def _chunk(self, delta: Delta | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> ChatChunk:
+        choices = [] if delta is None else [ChunkChoice(delta, finish)]
+        return ChatChunk(*self.head, choices, self.fingerprint, usage)
+
+    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
+        delta = None if content is None else Delta(content=content or None)
+        return self._chunk(delta, finish, usage)
+
+    def first(self, completion: Completion) -> Sequence[Any]:
+        return [self._chunk(Delta("assistant", ""), None, self.no_usage)]
+
+    def whole(self, completion: Completion) -> Any:
+        choice = ChatChoice(Reply(completion.text), finish_of(completion))
+        return ChatCompletion(*self.head, [choice], usage_of(completion.usage), self.fingerprint)
+
+
+def prompt_ids(prompt: str | list[Any], text: TextModel | None, max_tokens: int) -> Tokens:
+    """Return the ids of a prompt: a text (where markers are special tokens), ids, or a list of one of either.
+
+    Raises ApiError for anything else, and ContextTooLongError, before any work, for what ``max_tokens`` cannot hold.
+    """
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        if text is None:
+            raise ApiError(400, "the model has no tokenizer: send token ids", param="prompt")
+        check_length(text, prompt, max_tokens)
+        return text.encode(prompt)
+    if len(prompt) > max_tokens:
+        raise ContextTooLongError(f"the prompt has {len(prompt):,} tokens and the model takes {max_tokens:,}")
+    if any(type(token) is not int for token in prompt):
+        raise ApiError(400, "prompt: only one text, or one list of token ids, is supported", param="prompt")
+    if any(not 0 <= token < 1 << 31 for token in prompt):
+        raise ApiError(400, "prompt: a token id is out of range", param="prompt", code="token_out_of_range")
+    return as_tokens(prompt)
+
+
+def _completions(node: EdgeNode) -> list[Route]:
+
+    async def answer(request: Request) -> Response:
+        body = await body_of(request, node, EdgeCompletionRequest)
+        model = node.models.find(body.model)
+        for name, refused in (
+            ("logprobs", body.logprobs is not None),
+            ("echo", bool(body.echo)),
+            ("suffix", bool(body.suffix)),
+            ("best_of", body.best_of not in (None, 1)),
+        ):
+            if refused:
+                raise ApiError(400, f"{name} is not supported", param=name)
+
+        def make(name: str, step: Callable[[], None]) -> Completion:
+            runtime, space = model.runtime, model.runtime.space
+            ids = prompt_ids(body.prompt, runtime.text, space.max_tokens)
+            step()
+            limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+            sampling = sampling_of(body, len(ids), space, limit)
+            max_kl, about = max_kl_of(node, body.ctxreuse.lossy, runtime), RequestInfo(id_of(request), name)
+            prompt = runtime.request(ids, max_kl=max_kl, about=about, priority=body.priority, caller=CALLER.get())
+            step()
+            return runtime.complete(prompt, sampling)
+
+        return _TextAnswer(node, model, body, "cmpl", make, body.keep_alive)
+
+    return [Route("/v1/completions", answer, methods=["POST"])]
+
+
+class _TextAnswer(OpenAiAnswer):
+    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
+        choices = [] if content is None else [CompletionChoice(content, finish)]
+        return TextCompletion(*self.head, choices, self.fingerprint, usage)
+
+    def first(self, completion: Completion) -> Sequence[Any]:
+        return []
+
+    def whole(self, completion: Completion) -> Any:
+        return self.event(completion.text, finish_of(completion), usage_of(completion.usage))
+
+
+def _models(node: EdgeNode) -> list[Route]:
+
+    def described(model: ServedModel) -> Model:
+        return Model(model.name.id, int(node.since), model.max_tokens or None)
+
+    async def listing(_: Request) -> Response:
+        return json_answer(ModelList([described(model) for model in node.models.served]))
+
+    async def one(request: Request) -> Response:
+        return json_answer(described(node.models.find(request.path_params["name"])))
+
+    return [Route("/v1/models", listing), Route("/v1/models/{name:path}", one)]

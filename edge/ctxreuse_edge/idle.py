@@ -1,0 +1,61 @@
+"""Idle tasks of the daemon: evicts KV of paused contexts from memory, and prefetches what is about to resume."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ctxreuse.metrics import Metrics
+from ctxreuse.runtime import Runtime
+
+__all__ = ["IdleTasks"]
+
+log = logging.getLogger(__name__)
+
+_INTERVAL = 0.5
+
+
+class IdleTasks:
+    """One thread that works twice a second unless the daemon is ``busy``; close it.
+
+    ``file`` stores the learned pause lengths between runs; ``save`` is called in each round.
+    """
+
+    def __init__(self, runtime: Runtime, busy: Callable[[], bool], file: Path, save: Callable[[], None]) -> None:
+        self._paused, self._busy, self._file, self._save = runtime.paused, busy, file, save
+        self._paused.recall(file)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ctxreuse-idle", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(_INTERVAL):
+            if not self._busy():
+                try:
+                    self._save()
+                    self._paused.work(lambda: self._busy() or self._end.is_set())
+                except Exception:
+                    # One failing round must not end the thread.
+                    log.exception("a round of idle work failed")
+
+    def watch(self, metrics: Metrics) -> None:
+        """Add the figures to the metrics."""
+        paused = self._paused
+
+        def update() -> None:
+            metrics.set("ctxreuse_paused_contexts", len(paused))
+            metrics.total("ctxreuse_demoted_bytes_total", paused.demoted)
+            metrics.total("ctxreuse_prefetched_bytes_total", paused.prefetched)
+            metrics.total("ctxreuse_prefetched_returns_total", paused.returned_ahead)
+
+        metrics.watch(update)
+
+    def close(self) -> None:
+        """End the thread after its current step, and save the learned pause lengths."""
+        self._end.set()
+        self._thread.join()
+        with suppress(OSError):
+            self._paused.save(self._file)

@@ -1,5 +1,0 @@
-/* generic.c - the table without vector instructions: always usable, and the reference for the others. */
-#define TABLE ctx_generic
-#define TABLE_NAME "generic"
-#define TABLE_NEEDS 0
-#include "shapes.inc"

@@ -1,0 +1,305 @@
+/* klt/encode.c - planes of K or V to coded streams. */
+#include "kernels.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/arena.h"
+#include "core/scalar.h"
+
+enum { BATCH = 4, TOKENS = CTX_KLT_TOKENS, LARGEST = 32000, SUM = 1 << 18 /* times 8191 stays below 2^31 */ };
+
+/* A cell on its way. */
+typedef struct slot {
+    const ctx_klt_group *g;
+    size_t row, tokens, escape_count;
+    uint64_t mask;
+    uint8_t *symbols, *rans, *low; /* low: 8 bytes a plane */
+    int16_t *escapes;
+    uint16_t *steps;
+    uint16_t seeds[TOKENS];
+} slot;
+
+/* What one call works with. */
+typedef struct job {
+    const ctx_kernels *k;
+    const ctx_klt_kernels *v;
+    const ctx_klt_plane *p;
+    const ctx_view *src;
+    const float *cos, *sin;
+    size_t half, raw_first;
+    ctx_dtype raw;
+    int refinement;
+    ctx_klt_clock *clock;
+    slot slots[BATCH];
+    float *x;       /* [channels][64] */
+    float *rows;    /* [64][dim] */
+    uint8_t *packed; /* [64][dim] of the source's type */
+    int16_t *q;     /* [components rounded up to 4][64] */
+} job;
+
+/* Rows of one head with elements side by side; *step gets the bytes from row to row. */
+static const uint8_t *rows_of(const job *j, size_t head, size_t row, size_t tokens, size_t *step) {
+    const ctx_view *src = j->src;
+    const size_t item = ctx_dtype_bytes(src->dtype), dim = j->p->dim;
+    uint8_t *first = src->at + (head * src->strides[0] + row * src->strides[1]) * item;
+    *step = src->strides[1] * item;
+    if (dim == 1 || src->strides[2] == 1) return first;
+    const ctx_view from = {first, src->dtype, {0, src->strides[1], src->strides[2]}}, to = {j->packed, src->dtype, {0, dim, 1}};
+    ctx_copy3(j->k, &to, &from, (const size_t[3]){1, tokens, dim});
+    *step = dim * item;
+    return j->packed;
+}
+
+/* The group's vectors as fp32 with the rotation undone, [channels][64]. */
+static void load_cell(const job *j, const slot *s) {
+    const size_t dim = j->p->dim, item = ctx_dtype_bytes(j->src->dtype), rotated = 2 * j->half;
+    const ctx_dtype type = j->src->dtype;
+    const ctx_rope_fn rope = (j->p->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
+    if (s->tokens < TOKENS) memset(j->x, 0, s->g->channels * TOKENS * sizeof(float));
+    for (size_t head = 0; head < s->g->heads; head++) {
+        size_t step;
+        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, &step);
+        for (size_t t = 0; t < s->tokens; t++) {
+            uint8_t *to = (uint8_t *)(j->rows + t * dim);
+            const size_t angle = (s->row + t) * j->half;
+            if (rotated) rope(to, 0, from + t * step, 0, 1, j->cos + angle, j->sin + angle, j->half);
+            if (rotated < dim)
+                j->k->convert[type][CTX_FP32](to + rotated * sizeof(float), from + t * step + rotated * item, dim - rotated);
+        }
+        j->k->transpose32((uint8_t *)(j->x + head * dim * TOKENS), TOKENS * sizeof(float), (const uint8_t *)j->rows,
+                          dim * sizeof(float), s->tokens, dim);
+    }
+}
+
+/* The scale code of an energy as a power of 2^(1/32), or INT_MAX where it is out of range. */
+static int power_of(float energy, double inverse) {
+    /* 2^((i - 15.5) / 16), as numpy rounds them. */
+    static const double thresholds[16] = {
+        0x1.059b0d3158574p-1, 0x1.11301d0125b51p-1, 0x1.1d4873168b9aap-1, 0x1.29e9df51fdee1p-1,
+        0x1.371a7373aa9cbp-1, 0x1.44e086061892dp-1, 0x1.5342b569d4f82p-1, 0x1.6247eb03a5585p-1,
+        0x1.71f75e8ec5f74p-1, 0x1.82589994cce12p-1, 0x1.93737b0cdc5e5p-1, 0x1.a5503b23e255cp-1,
+        0x1.b7f76f2fb5e47p-1, 0x1.cb720dcef9069p-1, 0x1.dfc97337b9b5fp-1, 0x1.f50765b6e4540p-1};
+    const double v = (double)energy * inverse;
+    if (v == 0) return 0;
+    if (!isfinite(v)) return INT32_MAX;
+    int exponent, above = 0;
+    const double mantissa = frexp(v, &exponent);
+    for (int i = 0; i < 16; i++) above += thresholds[i] <= mantissa;
+    const int power = 16 * exponent - 16 + above;
+    return power > CTX_KLT_CODES || power < -CTX_KLT_CODES ? INT32_MAX : power;
+}
+
+static void clear_token(int16_t *q, size_t components, size_t t) {
+    for (size_t c = 0; c < components; c++) q[c * TOKENS + t] = 0;
+}
+
+/* floor((q + 1) / 3) of |q| <= 32001 */
+static inline int16_t third(int16_t q) { return (int16_t)((int)((uint32_t)(q + 1 + 33000) * 43691u >> 17) - 11000); }
+
+/* Tokens whose integers of the first n components leave what the decoder's sums can hold. */
+static uint64_t out_of_range(const int16_t *q, size_t n, uint64_t among) {
+    uint64_t bad = 0;
+    for (; among; among &= among - 1) {
+        const int t = __builtin_ctzll(among);
+        int32_t sum = 0, most = 0;
+        for (size_t c = 0; c < n; c++) {
+            const int32_t size = abs(q[c * TOKENS + (size_t)t]);
+            sum += size;
+            most = size > most ? size : most;
+        }
+        if (sum >= SUM || most > LARGEST) bad |= (uint64_t)1 << t;
+    }
+    return bad;
+}
+
+/* Integers of a cell, which of its tokens stand raw, and scale codes. */
+static void quantise(const job *j, slot *s) {
+    const ctx_klt_group *g = s->g;
+    float energy[TOKENS], factor[TOKENS];
+    int32_t sum[TOKENS] = {0}, most[TOKENS] = {0};
+    uint64_t wild = 0, beyond = 0;
+    load_cell(j, s);
+    ctx_klt_tick(j->clock, CTX_KLT_ROWS);
+    j->v->centre(j->x, g->centre, g->channels, energy);
+    s->mask = 0;
+    memset(s->seeds, 0, sizeof s->seeds);
+    for (size_t t = 0; t < TOKENS; t++) {
+        factor[t] = 0;
+        if (t >= s->tokens) continue;
+        const int power = power_of(energy[t], g->inverse_energy);
+        s->seeds[t] = 0x8000;
+        if (s->row + t < j->raw_first || power == INT32_MAX) {
+            s->mask |= (uint64_t)1 << t;
+            wild |= (uint64_t)!isfinite(energy[t]) << t;
+            continue;
+        }
+        s->seeds[t] = (uint16_t)(0x8000 + power);
+        factor[t] = ctx_klt_scale(-power);
+    }
+    j->v->normalise(j->x, g->channels, factor);
+    ctx_klt_tick(j->clock, CTX_KLT_SCALES);
+    j->v->forward(j->q, j->x, g, j->p->inverse_step, sum, most);
+    ctx_klt_tick(j->clock, CTX_KLT_TRANSFORM);
+    for (size_t t = 0; t < s->tokens; t++)
+        beyond |= (uint64_t)(most[t] > LARGEST || sum[t] >= SUM) << t;
+    beyond &= ~s->mask;
+    uint64_t raw = beyond;
+    if (j->refinement && beyond) raw = out_of_range(j->q, g->refined, beyond);
+    for (uint64_t left = beyond & ~raw; left; left &= left - 1) {
+        int16_t *of = j->q + __builtin_ctzll(left);
+        for (size_t c = 0; c < g->components; c++)
+            of[c * TOKENS] = c < g->refined ? (int16_t)(3 * third(of[c * TOKENS])) : 0;
+    }
+    for (uint64_t left = raw | wild; left; left &= left - 1) {
+        clear_token(j->q, g->components, (size_t)__builtin_ctzll(left));
+        s->seeds[__builtin_ctzll(left)] = 0x8000;
+    }
+    s->mask |= raw;
+    if (j->refinement) memset(s->seeds, 0, sizeof s->seeds);
+    if (j->p->nested && !j->refinement)
+        for (size_t i = 0; i < g->components * TOKENS; i++) j->q[i] = third(j->q[i]);
+}
+
+/* Symbols of a refined component: how q differs from three times its base. */
+static void refine(uint8_t *symbols, const int16_t *q) {
+    for (size_t t = 0; t < TOKENS; t++) {
+        const int base = third(q[t]), r = q[t] - 3 * base;
+        symbols[t] = (uint8_t)((base < 0 ? -r : r) + 1);
+    }
+}
+
+/* Symbols, low bits and escapes of a cell; the job for its rANS stream. */
+static ctx_rans_job code(const job *j, slot *s) {
+    const ctx_klt_group *g = s->g;
+    const size_t n = g->components * s->tokens, refined = j->refinement ? g->refined : 0;
+    const uint16_t *steps = j->refinement ? g->steps_refined : g->steps;
+    uint8_t *low = s->low;
+    for (size_t c = 0; c < g->components; c++) {
+        uint8_t *symbols = s->symbols + c * s->tokens;
+        if (c < refined) {
+            refine(symbols, j->q + c * TOKENS);
+            continue;
+        }
+        j->v->symbols(symbols, low, j->q + c * TOKENS, g->shift[c]);
+        low += 8 * g->shift[c];
+    }
+    s->escape_count = 0;
+    for (size_t i = 0; i < n; i += 64) {
+        const uint16_t table = steps[i / s->tokens];
+        uint64_t mask = j->v->escapes(s->symbols + i, j->p->known[table]);
+        s->steps[i / 64] = table;
+        if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
+        for (; mask; mask &= mask - 1) {
+            const size_t at = i + (size_t)__builtin_ctzll(mask), c = (uint32_t)at / (uint32_t)s->tokens, t = at - c * s->tokens;
+            s->symbols[at] = 31;
+            s->escapes[s->escape_count++] = j->q[c * TOKENS + t];
+            if (c < refined || !g->shift[c]) continue;
+            uint8_t *plane = s->low; /* few components have low bits, and few of their values are escapes */
+            for (size_t before = refined; before < c; before++) plane += 8 * g->shift[before];
+            for (unsigned bit = 0; bit < g->shift[c]; bit++) plane[8 * bit + t / 8] &= (uint8_t)~(1 << t % 8);
+        }
+    }
+    return (ctx_rans_job){.data = s->rans, .symbols = s->symbols, .n = n, .steps = s->steps, .seeds = s->seeds};
+}
+
+/* The body of a coded cell at `out`; its entry too. Returns behind the body. */
+static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *coded, uint8_t *entry, uint8_t *out) {
+    const size_t n = coded ? coded->bytes : 0, plane = (s->tokens + 7) / 8, dim = j->p->dim;
+    const size_t planes = j->refinement ? s->g->low_refined : s->g->low;
+    put_le32(entry, (uint32_t)s->mask);
+    put_le32(entry + 4, (uint32_t)(s->mask >> 32));
+    put_le32(entry + 8, (uint32_t)n);
+    put_le16(entry + 12, s->escape_count);
+    put_le16(entry + 14, 0);
+    if (n) memcpy(out, coded->data + ctx_rans_bound(coded->n) - n, n);
+    out += n;
+    for (size_t i = 0; i < planes; i++, out += plane) {
+        memcpy(out, s->low + 8 * i, plane);
+        if (s->tokens % 8) out[plane - 1] &= (uint8_t)((1 << s->tokens % 8) - 1);
+    }
+    for (size_t i = 0; i < s->escape_count; i++, out += 2) put_le16(out, (uint16_t)s->escapes[i]);
+    if (j->refinement || !s->mask) return out;
+    const size_t raw = ctx_dtype_bytes(j->raw), count = (size_t)__builtin_popcountll(s->mask);
+    for (size_t head = 0; head < s->g->heads; head++) {
+        size_t step;
+        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, &step);
+        uint8_t *to = out + head * dim * raw;
+        for (uint64_t left = s->mask; left; left &= left - 1, to += s->g->channels * raw)
+            j->k->convert[j->src->dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
+    }
+    return out + count * s->g->channels * raw;
+}
+
+size_t ctx_klt_bound(const ctx_klt_plane *p, size_t tokens, ctx_dtype raw) {
+    size_t cell = 0, all;
+    for (size_t i = 0; i < p->groups; i++) {
+        const ctx_klt_group *g = &p->group[i];
+        cell += CTX_KLT_ENTRY + ctx_rans_bound(g->components * TOKENS) + 8 * g->low + 2 * g->components * TOKENS +
+                TOKENS * g->channels * ctx_dtype_bytes(raw);
+    }
+    if (__builtin_mul_overflow(cell, tokens / TOKENS + 1, &all) || all > SIZE_MAX - CTX_KLT_HEAD) return SIZE_MAX;
+    return all + CTX_KLT_HEAD;
+}
+
+static void lay_out(arena *a, job *j) {
+    const size_t n = j->p->most_components;
+    for (int i = 0; i < BATCH; i++) {
+        slot *s = &j->slots[i];
+        s->symbols = cut(a, n * TOKENS + TOKENS, 1);
+        s->rans = cut(a, ctx_rans_bound(n * TOKENS), 1);
+        s->low = cut(a, n * CTX_KLT_SHIFT, 8);
+        s->escapes = cut(a, n * TOKENS, sizeof(int16_t));
+        s->steps = cut(a, n, sizeof(uint16_t));
+    }
+    j->x = cut(a, j->p->most_channels * TOKENS, sizeof(float));
+    j->rows = cut(a, j->p->dim * TOKENS, sizeof(float));
+    j->packed = cut(a, j->p->dim * TOKENS, sizeof(float));
+    j->q = cut(a, (n + 4) * TOKENS, sizeof(int16_t));
+}
+
+ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, size_t tokens,
+                              const float *cos, const float *sin, size_t half, size_t raw_first, ctx_dtype raw,
+                              int refinement, uint8_t *out, size_t *bytes, ctx_klt_clock *clock) {
+    job j = {.k = k, .v = ctx_klt_of(k), .p = plane, .src = src, .cos = cos, .sin = sin, .half = half,
+             .raw_first = raw_first, .raw = raw, .refinement = refinement, .clock = clock};
+    const size_t cells = (tokens + TOKENS - 1) / TOKENS * plane->groups;
+    uint8_t *entry = out + CTX_KLT_HEAD, *body = entry + cells * CTX_KLT_ENTRY;
+    arena a = {NULL, 0};
+    lay_out(&a, &j);
+    if (!arena_begin(&a)) return (ctx_klt_result){.reason = CTX_KLT_MEMORY};
+    lay_out(&a, &j);
+    ctx_klt_result result = {.reason = CTX_KLT_OK};
+    out[0] = 1, out[1] = (uint8_t)plane->level, out[2] = (uint8_t)refinement, out[3] = 0;
+    put_le16(out + 4, tokens);
+    put_le16(out + 6, cells);
+    ctx_klt_start(clock);
+    for (size_t first = 0; first < cells && !result.reason; first += BATCH) {
+        const size_t here = cells - first < BATCH ? cells - first : BATCH;
+        ctx_rans_job jobs[BATCH];
+        size_t used = 0;
+        for (size_t i = 0; i < here; i++) {
+            slot *s = &j.slots[i];
+            s->g = &plane->group[(first + i) % plane->groups];
+            s->row = (first + i) / plane->groups * TOKENS;
+            s->tokens = tokens - s->row < TOKENS ? tokens - s->row : TOKENS;
+            quantise(&j, s);
+            jobs[used] = code(&j, s);
+            ctx_klt_tick(clock, CTX_KLT_SYMBOLS);
+            used += s->g->components != 0;
+        }
+        const size_t bad = ctx_rans_encode(k, plane->tables, jobs, used);
+        ctx_klt_tick(clock, CTX_KLT_ENCODING);
+        if (bad < used) result = (ctx_klt_result){.reason = CTX_KLT_TABLE, .cell = first};
+        for (size_t i = 0, next = 0; i < here && !result.reason; i++, entry += CTX_KLT_ENTRY) {
+            const int has = j.slots[i].g->components != 0;
+            body = write_body(&j, &j.slots[i], has ? &jobs[next] : NULL, entry, body);
+            next += (size_t)has;
+        }
+        ctx_klt_tick(clock, CTX_KLT_WRITING);
+    }
+    *bytes = (size_t)(body - out);
+    free(a.at);
+    return result;
+}

@@ -1,0 +1,35 @@
+"""100,000 mixed requests through a real edge and a real cloud: none fails, and neither process grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.soak import Soak, growth
+
+pytestmark = [pytest.mark.daemon, pytest.mark.nightly]
+
+_REQUESTS = 100_000
+#: Requests after which what is remembered of late is full: 65,536 keys of blocks that left, nearly one a request.
+_WARM = 75_000
+#: Growth of anonymous memory after that.
+_FLAT = 0.02
+
+
+@pytest.mark.timeout(6 * 3600)
+def test_edge_and_cloud_stay_as_large_as_they_are(tmp_path: Path) -> None:
+    soak = Soak(tmp_path)
+    try:
+        soak.run(_REQUESTS, samples=200)
+    finally:
+        soak.close()
+    assert soak.wrong == []
+    assert len(soak.kinds) == 12
+    assert soak.busy < _REQUESTS // 100
+    for name, held in soak.held.items():
+        warm = [one for one in held if one.requests >= _WARM]
+        for figure in ("descriptors", "threads"):
+            early, late = (sorted(getattr(one, figure) for one in part)[4] for part in (warm[:9], warm[-9:]))
+            assert late <= early + 1, f"{figure} of the {name}: {early}, then {late}"
+        assert growth(warm) < _FLAT, f"{name}: {[one.anonymous for one in warm]}"

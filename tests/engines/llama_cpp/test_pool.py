@@ -1,0 +1,140 @@
+"""Contexts share the library's cells, leave them for others, and come back with the same bits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ctxreuse.engines import open_engine
+from ctxreuse.engines.llama_cpp import LlamaEngine
+from ctxreuse.engines.llama_cpp.context import LlamaContext
+from ctxreuse.errors import EngineError
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.testing.engine import random_tokens, resume, seal
+
+#: Bytes of K and V of a token of the tiny model.
+TOKEN = 3 * 2 * 2 * 16 * 2
+
+
+def engine_with(file: Path, contexts: int, tokens: int = 1024) -> LlamaEngine:
+    """Cells for so many contexts of so many tokens."""
+    engine = open_engine(file, threads=1, block_tokens=16, chunk=64, kv_bytes=contexts * tokens * TOKEN)
+    assert isinstance(engine, LlamaEngine)
+    assert engine.space.token_nbytes == TOKEN
+    return engine
+
+
+@pytest.fixture(scope="module")
+def alone(gguf_file: Path) -> LlamaEngine:
+    return engine_with(gguf_file, 32)
+
+
+def started(engine: LlamaEngine, prompts: Sequence[Tokens]) -> list[LlamaContext]:
+    found = [engine.new_context() for _ in prompts]
+    for context, prompt in zip(found, prompts):
+        engine.prefill(context, prompt)
+    return found
+
+
+def check_decoded(
+    engine: LlamaEngine, got: Sequence[LlamaContext], alone: LlamaEngine, twins: Sequence[LlamaContext]
+) -> None:
+    """Decode one token together, and each twin for itself."""
+    one = np.array([7], np.int32)
+    for logits, twin in zip(engine.step([(context, one) for context in got]), twins):
+        expected = alone.prefill(twin, one)
+        assert isinstance(logits, np.ndarray)
+        assert np.abs(logits - expected).max() <= 5e-3 * np.abs(expected).max()
+
+
+def test_more_contexts_than_the_cells_hold(gguf_file: Path, alone: LlamaEngine) -> None:
+    engine = engine_with(gguf_file, 2)
+    prompts = [random_tokens(engine, 40 + 9 * i, seed=i) for i in range(5)]
+    contexts, twins = started(engine, prompts), started(alone, prompts)
+    for token in np.arange(3, dtype=np.int32):
+        for context, twin in zip(contexts, twins):  # each has to leave for the others in every round
+            assert np.array_equal(engine.prefill(context, [token]), alone.prefill(twin, [token]))
+    assert sum(context.slot >= 0 for context in contexts) == 2
+    assert sum(context.nbytes for context in contexts) < 3 * 1024 * TOKEN  # who left takes what its tokens take
+    for _ in range(3):
+        check_decoded(engine, contexts, alone, twins)
+    assert contexts[0].slot < 0
+    assert engine.crop(contexts[0], 20)
+    alone.crop(twins[0], 20)
+    assert np.array_equal(engine.prefill(contexts[0], prompts[1]), alone.prefill(twins[0], prompts[1]))
+
+
+def test_those_who_compute_become_neighbours(gguf_file: Path, alone: LlamaEngine) -> None:
+    engine = engine_with(gguf_file, 8)
+    prompts = [random_tokens(engine, 30 + i, seed=i) for i in range(6)]
+    contexts, twins = started(engine, prompts), started(alone, prompts)
+    check_decoded(engine, contexts, alone, twins)
+    by_slot = sorted(zip(contexts, twins), key=lambda pair: pair[0].slot)
+    assert [context.slot for context, _ in by_slot] == list(range(6))
+    busy, idle = by_slot[::2], by_slot[1::2]
+    for _ in range(20):
+        check_decoded(engine, [context for context, _ in busy], alone, [twin for _, twin in busy])
+    assert sorted(context.slot for context, _ in busy) == [0, 1, 2]
+    for context, twin in idle:  # who had to move away has lost nothing
+        engine.prefill(context, prompts[0])
+        alone.prefill(twin, prompts[0])
+        assert np.array_equal(context.tokens, twin.tokens)
+    check_decoded(engine, contexts, alone, twins)
+
+
+def test_no_room_for_a_context_harms_no_other(gguf_file: Path, alone: LlamaEngine) -> None:
+    engine = engine_with(gguf_file, 1, 256)
+    ids = random_tokens(engine, 250)
+    good, long = started(engine, [ids[:100], ids])
+    logits, error = engine.step([(good, ids[100:103]), (long, ids[:80])])
+    assert isinstance(error, EngineError)
+    assert "no room for a context of 330 tokens" in str(error)
+    assert "engine.kv_bytes" in str(error)
+    twin, other = started(alone, [ids[:100], ids])
+    assert np.array_equal(logits, alone.prefill(twin, ids[100:103]))
+    with pytest.raises(EngineError, match="no room"):
+        engine.prefill(long, ids[:20])
+    assert long.n == 250
+    assert np.array_equal(engine.prefill(long, ids[:3]), alone.prefill(other, ids[:3]))  # what fits still goes on
+
+
+def test_released_contexts_return_their_cells(gguf_file: Path) -> None:
+    engine = engine_with(gguf_file, 2)
+    (first,) = started(engine, [random_tokens(engine, 5)])
+    for seed in range(6):
+        started(engine, [random_tokens(engine, 5, seed=seed)])
+        gc.collect()
+        assert first.slot >= 0  # nobody made it leave
+
+
+def test_threads_that_push_each_other_out(gguf_file: Path, alone: LlamaEngine) -> None:
+    engine = engine_with(gguf_file, 2)
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        try:
+            for round_ in range(6):
+                ids = random_tokens(engine, 80 + seed, seed=10 * seed + round_)
+                sealed = seal(engine, ids[:64])
+                _, got = resume(engine, sealed, 64, ids[64:])
+                if not np.array_equal(got, expected[seed, round_]):
+                    wrong.append((seed, round_))
+        except Exception as error:
+            wrong.append(error)
+
+    expected = {}
+    for seed in range(4):
+        for round_ in range(6):
+            ids = random_tokens(alone, 80 + seed, seed=10 * seed + round_)
+            expected[seed, round_] = alone.prefill(alone.new_context(), ids)
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

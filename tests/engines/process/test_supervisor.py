@@ -1,0 +1,93 @@
+"""An engine's process is started when it is wanted, ended when not, and reported when it cannot live."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxreuse.engines import open_engine
+from ctxreuse.engines.process.engine import ChildEngine, start_engine
+from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
+from ctxreuse.identity.keys import ROOT
+from ctxreuse.testing.sealed import random_tokens, seal, views
+from support.tiny_gguf import write_tiny_gguf
+from support.waiting import until
+
+IDS = np.arange(1, 40, dtype="<i4")
+
+
+def crashing(folder: str) -> Any:
+    """An engine that opens once, and whose process dies at every later start."""
+    opened = Path(folder) / "opened"
+    if opened.exists():
+        os.write(2, b"GGML_ASSERT(n > 0) failed\n")
+        os.abort()
+    opened.touch()
+    return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
+
+
+def test_a_model_that_is_not_there_is_for_the_caller(python_path: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file") as raised:
+        start_engine("ctxreuse.engines.registry:open_engine", {"model": str(tmp_path / "missing.gguf")})
+    assert "missing.gguf" in str(raised.value)
+
+
+def test_unloaded_it_comes_back_when_it_is_wanted(python_path: None, tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = open_engine(str(file), block_tokens=16, threads=1, isolate=True)
+    assert isinstance(engine, ChildEngine)
+    context = engine.new_context()
+    logits = engine.prefill(context, IDS)
+    pid = engine.pid
+    assert engine.memory > 1 << 20
+    engine.unload()
+    assert (engine.state, engine.pid, engine.memory, engine.restarts) == ("unloaded", 0, 0, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert context.lost
+    with pytest.raises(EngineDiedError):
+        engine.prefill(context, IDS[:1])
+    assert engine.text is not None
+    assert engine.text.decode(engine.text.encode("as before")) == "as before"
+    assert np.array_equal(engine.prefill(engine.new_context(), IDS), logits)
+
+    write_tiny_gguf(file, seed=8)  # swapped under the same name
+    engine.unload()
+    with pytest.raises(EngineError, match="another model"):
+        engine.new_context()
+    engine.close()
+    assert engine.state == "closed"
+
+
+def test_one_that_dies_again_and_again_is_reported(python_path: None, tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = start_engine(f"{__name__}:crashing", {"folder": str(tmp_path)})
+    context = engine.new_context()
+    engine.prefill(context, IDS)
+    os.kill(engine.pid, signal.SIGKILL)
+    until(lambda: engine.failing, 30)
+    with pytest.raises(EngineDiedError) as raised:
+        engine.new_context()  # does not wait
+    assert "SIGABRT" in str(raised.value)
+    assert "GGML_ASSERT(n > 0) failed" in str(raised.value)
+    (tmp_path / "opened").unlink()
+    until(lambda: engine.state == "up", 30)
+    assert not engine.failing
+    engine.prefill(engine.new_context(), IDS)
+    engine.close()
+
+
+def test_loads_that_outgrow_the_shared_memory_arrive_whole(child: ChildEngine) -> None:
+    """Whatever part of it either side has mapped before."""
+    size = child.space.block_tokens
+    for blocks in (1, 3, 12, 40, 100):
+        ids = random_tokens(child, blocks * size, seed=blocks)
+        context, sealed = child.new_context(), seal(child, ids)
+        child.load(context, views(child, sealed, len(ids))[0], None, lambda _: None).wait()
+        again = child.export(context, sealed.keys, ROOT, 0)
+        assert all(np.array_equal(a, b) for a, b in zip(again, sealed.blocks, strict=True))

@@ -1,0 +1,1 @@
+"""What the product must equal, written for reading: numpy kernels, the numpy codec."""

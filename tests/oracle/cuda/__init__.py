@@ -1,0 +1,1 @@
+"""CUDA kernels in their plainest form, through numba."""

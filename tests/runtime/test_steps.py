@@ -1,0 +1,221 @@
+"""Requests share the passes of one engine: who is in the next one, what each gets, what happens when one fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ctxreuse.engines.base import Engine
+from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.errors import TokenRangeError
+from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.runtime.steps.order import RequestCancelledError, RequestTurn
+from ctxreuse.runtime.steps.passes import MOST, PassPlanner, Waiting
+from ctxreuse.runtime.steps.scheduler import StepScheduler
+from ctxreuse.runtime.steps.slices import FIRST_SLICE
+from support.fetch_scene import tokens
+from support.letters import Letters
+from support.waiting import patient, until
+
+
+class Recorded:
+    """An engine that notes how many tokens each context gets in each pass. ``batch``: whether it packs."""
+
+    def __init__(self, engine: Engine, batch: bool = True) -> None:
+        self._engine, self.batches = engine, batch
+        self.passes: list[list[int]] = []
+        self.before: Callable[[], None] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, batch: Any, *, limit: int | None = None) -> Any:
+        self.before()
+        at = [context.n for context, _ in batch]
+        found = self._engine.step(batch, limit=limit)
+        self.passes.append([context.n - n for (context, _), n in zip(batch, at)])
+        return found
+
+
+def waiting(engine: Engine, *needs: tuple[int, int]) -> list[Waiting]:
+    return [Waiting(engine.new_context(), tokens(count), RequestTurn(arrived)) for count, arrived in needs]
+
+
+def test_all_who_decode_go_with_a_slice_of_the_first_prefill(llama: TorchEngine) -> None:
+    planner, now = PassPlanner(), 0.0
+    all_of_them = waiting(llama, (300, 5), (1, 6), (200, 4), (1, 2))
+    for _ in range(3):  # how long such a pass takes is found out first
+        chosen, _ = planner.plan(all_of_them, now, batches=True)
+        assert chosen == [all_of_them[1], all_of_them[3]]
+        planner.done(chosen, 0.01, now)
+    chosen, limit = planner.plan(all_of_them, now, batches=True)
+    assert chosen == [all_of_them[1], all_of_them[3], all_of_them[2]]
+    assert limit == FIRST_SLICE
+    assert planner.plan(all_of_them[:1], now + 1, batches=True) == (all_of_them[:1], None)
+    assert planner.plan(all_of_them, now, batches=False) == ([all_of_them[2]], FIRST_SLICE)
+    assert planner.plan(all_of_them[1:], now, batches=False) == ([all_of_them[1]], FIRST_SLICE)
+    many = waiting(llama, *[(1, i) for i in range(2 * MOST)], (9, 0))
+    chosen, _ = planner.plan(many, now, batches=True)
+    assert chosen == [*many[: MOST - 1], many[-1]]
+
+
+def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -> None:
+    planner = PassPlanner()
+    decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))
+    planner.done(decoding, 0.01, 5.0)
+    assert planner.plan(prefill, 5.1, batches=True)[1] == FIRST_SLICE
+    assert planner.plan(prefill, 6.0, batches=True)[1] is None
+
+
+@contextmanager
+def held(engine: Recorded, expected: int, steps: StepScheduler) -> Iterator[None]:
+    """Inside, threads come and wait; at the end all ``expected`` of them do, and the engine goes on."""
+    with steps.exclusive():
+        yield
+        until(lambda: len(steps._waiting) == expected)
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_each_gets_what_it_would_get_alone(llama: TorchEngine, batch: bool) -> None:
+    engine = Recorded(llama, batch)
+    steps = StepScheduler(engine)  # type: ignore[arg-type]
+    prompts = [tokens(n, seed=n) for n in (130, 7, 300, 1, 64)]
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        context = llama.new_context()
+        logits, _ = steps.advance(context, prompts[i], RequestTurn(i))
+        more = [logits]
+        for token in prompts[i][:5]:
+            more.append(steps.advance(context, np.array([token], "<i4"))[0])
+        found[i] = context.tokens, more
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+    with held(engine, len(threads), steps):
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+    for i, prompt in enumerate(prompts):
+        ids, logits = found[i]
+        context = llama.new_context()
+        expected = [llama.prefill(context, prompt)]
+        expected += [llama.prefill(context, np.array([token], "<i4")) for token in prompt[:5]]
+        assert np.array_equal(ids, np.concatenate([prompt, prompt[:5]]))
+        for a, b in zip(logits, expected):
+            np.testing.assert_allclose(a, b, atol=1e-4 * float(np.abs(b).max()))
+    assert steps.stats().contexts == sum(map(len, engine.passes))
+    if batch:
+        assert max(map(len, engine.passes)) >= 2
+        mixed = [one for one in engine.passes if len(one) > 1 and 1 in one]
+        assert mixed
+        assert any(1 < count < 300 for one in mixed for count in one)
+    else:
+        assert {len(one) for one in engine.passes} == {1}
+
+
+def test_who_asks_what_cannot_be_computed_fails_alone(llama: TorchEngine) -> None:
+    engine = Recorded(llama)
+    steps = StepScheduler(engine)  # type: ignore[arg-type]
+    prompts = [tokens(40), np.array([llama.space.vocab_size], "<i4"), np.array([3], "<i4")]
+    ended: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        try:
+            ended[i], _ = steps.advance(llama.new_context(), prompts[i], RequestTurn(i))
+        except Exception as error:
+            ended[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    with held(engine, 3, steps):
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+    assert isinstance(ended[1], TokenRangeError)
+    assert engine.passes[0] in ([0, 1], [1, 0])
+    for i in (0, 2):
+        np.testing.assert_allclose(ended[i], llama.prefill(llama.new_context(), prompts[i]), atol=1e-4)
+
+
+def test_an_interrupt_of_one_thread_leaves_the_others_their_answers(llama: TorchEngine) -> None:
+    engine = Recorded(llama)
+    steps = StepScheduler(engine)  # type: ignore[arg-type]
+    ended: list[Any] = []
+    interrupts = iter([KeyboardInterrupt()])
+
+    def interrupt() -> None:
+        for one in interrupts:
+            raise one
+
+    def run() -> None:
+        try:
+            ended.append(steps.advance(llama.new_context(), tokens(20))[0])
+        except KeyboardInterrupt as error:
+            ended.append(error)
+
+    engine.before = interrupt
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    with held(engine, 3, steps):
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+    assert sorted(type(one).__name__ for one in ended) == ["KeyboardInterrupt", "ndarray", "ndarray"]
+
+
+def test_a_prefill_that_is_cancelled_ends_before_its_next_pass(llama: TorchEngine) -> None:
+    engine = Recorded(llama)
+    steps = StepScheduler(engine)  # type: ignore[arg-type]
+    turn, context = steps.turn(), llama.new_context()
+    engine.before = lambda: steps.cancel(turn)
+    with pytest.raises(RequestCancelledError):
+        steps.advance(context, tokens(3 * llama._model.chunk), turn)
+    assert context.n == sum(engine.passes[0]) < 3 * llama._model.chunk
+    assert len(engine.passes) == 1
+    steps.advance(context, tokens(3))
+
+
+def test_who_waits_for_a_pass_is_cancelled_at_once(llama: TorchEngine) -> None:
+    steps, ended = StepScheduler(llama), threading.Event()
+    turn = steps.turn()
+
+    def run() -> None:
+        with pytest.raises(RequestCancelledError):
+            steps.advance(llama.new_context(), tokens(5), turn)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    with steps.exclusive():
+        thread.start()
+        until(lambda: steps._waiting)
+        steps.cancel(turn)
+        assert ended.wait(patient(10))
+    thread.join()
+
+
+def test_answers_side_by_side_are_those_of_one_after_the_other(llama: TorchEngine) -> None:
+    prompts = [tokens(90 + 30 * i, seed=i) for i in range(4)]
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True)
+    alone = Runtime(llama, None, RuntimeOptions(text=Letters()))
+    expected = [alone.complete(prompt, greedy).drain() for prompt in prompts]
+    runtime = Runtime(llama, None, RuntimeOptions(text=Letters()))
+    found: dict[int, str] = {}
+
+    def run(i: int) -> None:
+        found[i] = runtime.complete(prompts[i], greedy).drain()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+    assert [found[i] for i in range(4)] == expected
+    stats = runtime.steps.stats()
+    assert stats.passes < stats.contexts  # some passes were shared

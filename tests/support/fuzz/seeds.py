@@ -1,0 +1,155 @@
+"""Makes the valid inputs of `targets.CORPUS` anew, with the product's own writers: ``python -m support.fuzz.seeds``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ctxreuse.codec import lossless
+from ctxreuse.dtypes import UNSIGNED
+from ctxreuse.kernels import rans_encode
+from support.fuzz import targets
+
+__all__ = ["main"]
+
+
+def _rans() -> Iterator[tuple[str, bytes]]:
+    rng = np.random.default_rng(0)
+    for count in (0, 1, 64, 1000):
+        steps = ((np.arange(-(-count // 64)) + 1) % 3).astype(np.uint16)
+        symbols = rng.integers(0, 2, count).astype(np.uint8)
+        stream = bytes(rans_encode(symbols, targets._tables(), steps))
+        yield f"{count}", count.to_bytes(2, "little") + b"\1" + stream
+
+
+def _lossless() -> Iterator[tuple[str, bytes]]:
+    rng = np.random.default_rng(0)
+    for dtype, width, shape in (
+        ("float32", 4, (2, 16, 8)), ("bfloat16", 2, (2, 16, 16)), ("float16", 2, (1, 7, 5)), ("float32", 4, (300,)),
+        ("uint8", 1, (50,)), ("int64", 8, (2, 3)),
+    ):  # fmt: skip
+        values = rng.normal(size=shape).astype(np.float32)
+        bits = values.view(np.uint32) >> (32 - 8 * min(width, 4))
+        yield f"{dtype}-{len(shape)}", bytes(lossless.encode_plane(bits.astype(UNSIGNED[width]), dtype, shape))
+
+
+def _klt() -> Iterator[tuple[str, bytes]]:
+    rng = np.random.default_rng(0)
+    for n, (coder, refined) in enumerate(targets._klt_planes()):
+        tokens = (1, 5, 64)[n % 3]
+        rows = rng.normal(size=(coder.plane.heads, tokens, coder.plane.dim)).astype(np.float32).view(np.uint32)
+        if not refined:
+            yield f"{n}", bytes([n, tokens - 1]) + bytes(coder.code(rows, "float32", 64))
+        else:
+            base, more = coder.base.code(rows, "float32", 64), coder.code(rows, "float32", 64, refinement=True)
+            yield f"{n}", bytes([n, tokens - 1]) + len(base).to_bytes(2, "little") + bytes(base) + bytes(more)
+
+
+def _talks() -> dict[str, list[list[bytes]]]:
+    """What an edge and a cloud say to each other after their hellos, in the scene of the target ``client``."""
+    from ctxreuse.bus.protocol.base import PutRequest
+    from support import session_pair as pair
+
+    client, server = pair.client_of(), pair.server_of(pair.node())
+    client.match(pair.SPACE.digest, pair.KEYS)
+    for order in ("layers", "tail"):
+        client.fetch(pair.buffer(order=order), payload=4096)
+    client.put(PutRequest(pair.SPACE.digest, pair.KEYS, pair.SIZES), lambda i: pair.DATA[i])
+    client.fetch(pair.buffer(), compute=True)
+    said: dict[str, list[list[bytes]]] = {"server": [], "client": []}
+    for _ in range(2000):
+        for side, other, name in ((client, server, "server"), (server, client, "client")):
+            if (frames := side.next(0.0)) is not None:
+                said[name].append([bytes(frame) for frame in frames])
+                other.receive(said[name][-1], 0.0)
+    return said
+
+
+def _imports() -> Iterator[tuple[str, bytes]]:
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "What?", "created": 1.7e9},
+        {"role": "assistant", "content": "That, \U0001f600.", "created": 1.7e9, "meta": {"a": [1, None, {"b": 2.5}]}},
+        {"role": "tool", "content": "", "created": 0.0, "tokens": {"ab" * 32: "AQAAAAIAAAA=", "cd" * 32: ""}},
+    ]
+    head = {"format": "ctxreuse.session", "version": 1, "name": "one"}
+    yield "turns", json.dumps(head | {"turns": turns}).encode()
+    yield "empty", json.dumps(head | {"turns": []}).encode()
+
+
+def _bodies() -> Iterator[tuple[str, bytes]]:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts, "name": "me"}]
+    tuned = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 1, "stop": ["a", "b"], "n": 1}
+    more = {"stream": True, "stream_options": {"include_usage": True}, "ctxreuse": {"lossy": "kl-0.01"}}
+    yield "chat", b"\0" + json.dumps({"model": "m", "messages": messages, "context": "c"} | tuned | more).encode()
+    yield "text", b"\1" + json.dumps({"prompt": ["a", "b"], "max_tokens": 3, "echo": False, "suffix": None}).encode()
+    about = {"session": "s", "parts": [["a", 2], ["b", 4]], "opening": "x"}
+    asked = {"tokens": [1, 2, 3, 4], "sampling": {"max_tokens": 2}, "branches": [2], "about": about}
+    yield "tokens", b"\2" + json.dumps(asked).encode()
+    yield "context", b"\3" + json.dumps({"name": "c", "messages": messages, "pin": True}).encode()
+
+
+def _gguf() -> Iterator[tuple[str, bytes]]:
+    import gguf
+
+    tokens = ["<s>", "</s>", "a", "b", "ab"]
+    shapes = {
+        "token_embd": (5, 8), "output_norm": (8,), "blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8),
+        "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8), "blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8),
+        "blk.0.ffn_down": (8, 16), "blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,),
+    }  # fmt: skip
+    for kind in ("llama", "gemma3"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            writer = gguf.GGUFWriter(path, kind)
+            for name, value in (
+                ("embedding_length", 8), ("feed_forward_length", 16), ("block_count", 1), ("head_count", 2),
+                ("head_count_kv", 1), ("context_length", 64), ("layer_norm_rms_eps", 1e-5), ("rope_freq_base", 1e4),
+                ("bos_token_id", 0), ("eos_token_id", 1), ("token_list", tokens), ("token_types", [3, 3, 1, 1, 1]),
+                ("tokenizer_model", "gpt2" if kind == "llama" else "llama"),
+                ("tokenizer_pre", "smollm" if kind == "llama" else "default"),
+            ):  # fmt: skip
+                getattr(writer, f"add_{name}")(value)
+            if kind == "llama":
+                writer.add_token_merges(["a b"])
+            else:
+                writer.add_token_scores([0.0, 0.0, -1.0, -2.0, -3.0])
+                writer.add_key_length(4)
+                writer.add_sliding_window(8)
+            for name, shape in shapes.items():
+                writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            yield kind, path.read_bytes()
+
+
+def main() -> int:
+    talks = _talks()
+    joined = {name: targets._joined(messages) for name, messages in talks.items()}
+    kinds = {frames[0][6]: frames for messages in talks.values() for frames in messages}
+    short = targets._joined([[frames[0], *(frame[:64] for frame in frames[1:])] for frames in talks["server"][:8]])
+    made = {
+        "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
+        "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
+        "client": [("talk", joined["client"])], "wire": [("kinds", targets._joined(list(kinds.values())))],
+    }  # fmt: skip
+    for target, inputs in made.items():
+        folder = targets.CORPUS / target
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in inputs:
+            (folder / name).write_bytes(data)
+            targets.TARGETS[target].run(data)
+            print(f"{target}/{name}: {len(data):,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

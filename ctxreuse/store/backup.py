@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import threading
@@ -131,8 +132,7 @@ def restore(
             _sync(half)
             replaced = ""
             if there:
-                replaced = str(home / f"data.mdb.{time.strftime('%Y%m%d-%H%M%S')}")
-                os.link(file, replaced)
+                replaced = str(_keep(file))
             # One step: until then the old file is in its place, from then on the new one.
             half.replace(file)
             (home / "lock.mdb").unlink(missing_ok=True)
@@ -154,6 +154,17 @@ def _checked(place: Path, progress: Progress | None) -> Backup:
         fix = "Use another backup, or save what can be read with `ctxreuse store rescue`"
         raise StoreDamagedError(f"the ledger is damaged: {verdict.problems[0]}", where=str(home), fix=fix)
     return Backup(str(place), verdict.sessions, verdict.turns, (home / "data.mdb").stat().st_size)
+
+
+def _keep(file: Path) -> Path:
+    """Give ``file`` a second name, by the time and beside it, that nothing else has; return that name."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for n in itertools.count():
+        name = file.with_name(f"{file.name}.{stamp}" + (f"-{n}" if n else ""))
+        with contextlib.suppress(FileExistsError):  # replaced before in this second
+            os.link(file, name)
+            return name
+    raise AssertionError
 
 
 def _sync(*paths: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,16 @@ def test_a_backup_is_a_store_of_its_own_and_comes_back(store: Path, tmp_path: Pa
     with Ledger.open(store) as ledger:
         assert ledger.append("other", [NewTurn("user", "goes on")])[0].depth == 2
         ledger.check()
+
+
+def test_what_was_replaced_in_one_second_is_all_kept(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form, *_: "20260102-030405")
+    backup(store, tmp_path / "backup")
+    kept = [Path(restore(tmp_path / "backup", store, replace=True).replaced) for _ in range(3)]
+    assert len(set(kept)) == 3
+    assert all(file.stat().st_size for file in kept)
 
 
 def test_a_backup_beside_a_writer_holds_one_moment(store: Path, tmp_path: Path) -> None:

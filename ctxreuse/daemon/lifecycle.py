@@ -9,7 +9,7 @@
                                                 cancelled at the deadline code
 
 The server is uvicorn's; signals, deadlines and exit code are ours. The first SIGTERM or SIGINT drains, a second one
-cancels running answers, and five seconds later the process exits in any case.
+cancels running answers and ends the lingering, and five seconds later the process exits in any case.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Daemon:
         self._receive = receive
         self._host, self._port = host, port
         self._socket: socket.socket | None = None
-        self._stopping = asyncio.Event()
+        self._stopping, self._forced = asyncio.Event(), asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _Server | None = None
         self._lock = threading.Lock()
@@ -182,7 +182,8 @@ class Daemon:
                     self.state = "draining"
                     notify("STOPPING=1")
                     log.info("draining", extra={"seconds": self.drain})
-                    await asyncio.sleep(self.linger)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._forced.wait(), self.linger)
                     await self._shut(serving)
             finally:
                 # Also if opening failed: the server must not outlive the resources.
@@ -235,6 +236,7 @@ class Daemon:
         self._stopping.set()
         if self._stops == 2:
             logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
+            self._forced.set()
             log.warning("forced to stop: running answers are cancelled")
             if self._server is not None:
                 self._server.force_exit = True

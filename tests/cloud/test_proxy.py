@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
 from yarl import URL
 
 from ctxreuse.config import BackendConfig
-from support.scripted import STREAM, Scripted, fronted
+from support.scripted import STREAM, RunningProxy, Scripted, fronted
 from support.waiting import async_until, patient
 
 WHOLE = b"".join(STREAM)
@@ -51,11 +51,13 @@ def test_a_stream_passes_as_it_came_and_its_usage_is_counted() -> None:
 def test_pieces_are_not_gathered() -> None:
     async def test() -> None:
         async with Scripted("a") as a, fronted(a) as front:
-            a.pause = 0.05
+            a.steps = asyncio.Semaphore(1)
             pieces = []
             body = {"model": "m", "messages": [{"role": "user"}]}
             async with front.client.post(front.url + "/v1/chat/completions", json=body) as response:
-                pieces = [piece async for piece in response.content.iter_any()]
+                async for piece in response.content.iter_any():
+                    pieces.append(piece)
+                    a.steps.release()  # no piece is sent before the one ahead of it is here
             assert pieces == STREAM
 
     run(test)
@@ -157,9 +159,11 @@ def test_a_caller_who_leaves_takes_the_request_with_it() -> None:
     async def test() -> None:
         async with Scripted("a") as a, fronted(a) as front:
             a.plan = ["flood", "hang"]
-            for _ in range(2):
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(front.ask(), 0.3)
+            for n in (1, 2):
+                asking = asyncio.create_task(front.ask())
+                await async_until(lambda n=n: len(a.seen) == n and a.sent)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
                 await async_until(lambda: front.proxy.running == 0)
             assert front.backends.all[0].outstanding == 0
             assert front.count("ctxreuse_proxy_requests_total", outcome="cancelled") == 2
@@ -295,30 +299,44 @@ def test_a_tenant_has_a_limit_of_its_own(tmp_path: Path) -> None:
     run(test)
 
 
-def test_bodies_have_a_deadline_and_each_tenant_a_share_of_their_memory(tmp_path: Path) -> None:
+async def slow(front: RunningProxy, key: str, sent: int) -> tuple[int, str]:
+    """Ask with a body of which so many bytes come, and then no more."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b" " * sent
+        await asyncio.Event().wait()
+
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    async with front.client.post(front.url + "/v1/chat/completions", data=pieces(), headers=headers) as answer:
+        return answer.status, (await answer.json())["error"]["type"]
+
+
+def test_each_tenant_has_a_share_of_the_memory_for_bodies(tmp_path: Path) -> None:
     async def test() -> None:
         _, tenants, ada, bob = keyed(tmp_path)
-        limits: dict[str, Any] = {"max_body": 400_000, "max_bodies": 1_000_000, "receive": 1.0}
-
-        async def slow(key: str, sent: int) -> tuple[int, str]:
-            async def pieces() -> Any:
-                yield b" " * sent
-                await asyncio.sleep(patient(30))
-
-            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-            url = front.url + "/v1/chat/completions"
-            async with front.client.post(url, data=pieces(), headers=headers) as answer:
-                return answer.status, (await answer.json())["error"]["type"]
-
+        limits: dict[str, Any] = {"max_body": 400_000, "max_bodies": 1_000_000}
         async with Scripted("a") as a, fronted(a, tenants=tenants, **limits) as front:
-            first = [asyncio.create_task(slow(ada, 240_000)) for _ in range(2)]
+            first = [asyncio.create_task(slow(front, ada, 240_000)) for _ in range(2)]
             await async_until(lambda: front.proxy.bodies.reserved == 480_000)
-            assert await slow(ada, 240_000) == (429, "rate_limit_error")
-            assert await slow(bob, 300_000) == (503, "server_error"), "half of what is left is 260,000"
+            assert await slow(front, ada, 240_000) == (429, "rate_limit_error")
+            assert await slow(front, bob, 300_000) == (503, "server_error"), "half of what is left is 260,000"
             assert (await front.ask(headers={"authorization": f"Bearer {bob}"}, user="x" * 200_000))[0] == 200
-            assert await asyncio.gather(*first) == [(408, "invalid_request_error")] * 2
+            for task in first:
+                task.cancel()
+            await asyncio.gather(*first, return_exceptions=True)
             await async_until(lambda: front.proxy.bodies.reserved == 0)
             assert (await front.ask(headers={"authorization": f"Bearer {ada}"}, user="x" * 390_000))[0] == 200
+
+    run(test)
+
+
+def test_bodies_have_a_deadline(tmp_path: Path) -> None:
+    async def test() -> None:
+        _, tenants, ada, _ = keyed(tmp_path)
+        async with Scripted("a") as a, fronted(a, tenants=tenants, receive=0.2) as front:
+            assert await slow(front, ada, 100) == (408, "invalid_request_error")
+            await async_until(lambda: front.proxy.bodies.reserved == 0)
+            assert a.seen == []
 
     run(test)
 

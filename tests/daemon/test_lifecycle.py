@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,10 @@ class Toy:
     def stop(self, number: int = signal.SIGTERM) -> None:
         self.child.send_signal(number)
 
+    def force(self) -> None:
+        """Signal until it has ended: two signals within half a second are one."""
+        until(lambda: self.child.poll() is not None or self.stop(signal.SIGINT), 60, poll=0.6)
+
     def end(self) -> tuple[int, str, str]:
         out, err = self.child.communicate(timeout=patient(30))
         return self.child.returncode, out, err
@@ -70,11 +73,13 @@ def test_answers_under_way_end_and_then_what_they_used_is_closed(toy: Any) -> No
     found = read_address(daemon.address)
     assert found is not None
     assert (found.url, found.pid, found.name) == (daemon.url, daemon.child.pid, "toy")
-    with httpx.stream("GET", daemon.url + "/ticks?n=20") as answer:
+    with httpx.stream("GET", daemon.url + "/ticks?n=20", timeout=patient(5)) as answer:
         lines = answer.iter_lines()
         assert next(lines) == "0"
+        daemon.stop(signal.SIGSTOP)  # so that both come at one moment
         daemon.stop()
-        daemon.stop()  # an echo of the first
+        daemon.stop(signal.SIGINT)  # an echo of the first
+        daemon.stop(signal.SIGCONT)
         assert list(lines)[-1] == "19"
     code, out, err = daemon.end()
     assert (code, out) == (0, "closed\n")
@@ -85,7 +90,7 @@ def test_answers_under_way_end_and_then_what_they_used_is_closed(toy: Any) -> No
 def test_an_answer_that_takes_too_long_is_cut_at_the_deadline(toy: Any) -> None:
     daemon = toy(drain=1)
     daemon.ready()
-    with httpx.stream("GET", daemon.url + "/ticks?n=2000") as answer:
+    with httpx.stream("GET", daemon.url + "/ticks?n=2000", timeout=patient(5)) as answer:
         lines = answer.iter_lines()
         next(lines)
         daemon.stop()
@@ -99,26 +104,25 @@ def test_a_second_signal_cancels_and_a_process_that_hangs_is_ended(toy: Any) -> 
     polite, hanging = toy(drain=60), toy(drain=60, closing=60)
     for daemon in (polite, hanging):
         daemon.ready()
-    with httpx.stream("GET", polite.url + "/ticks?n=2000") as answer:
+    with httpx.stream("GET", polite.url + "/ticks?n=2000", timeout=patient(5)) as answer:
         lines = answer.iter_lines()  # letting go of it would hang up
         next(lines)
         for daemon in (polite, hanging):
             daemon.stop()
-        time.sleep(0.6)  # two signals within half a second are one
-        for daemon in (polite, hanging):
-            daemon.stop(signal.SIGINT)
+        polite.force()
         code, out, err = polite.end()
     assert (code, out) == (130, "cancelled\nclosed\n")
     assert "Traceback" not in err
     assert [json.loads(line)["message"] for line in err.splitlines() if '"error"' in line] == []
+    hanging.force()
     code, out, _ = hanging.end()
     assert (code, out) == (130, "")
 
 
 def test_not_ready_is_said_before_connections_are_refused(toy: Any) -> None:
-    daemon = toy(linger=1.5)
+    daemon = toy(linger=600)
     daemon.ready()
-    with httpx.Client(base_url=daemon.url) as http:
+    with httpx.Client(base_url=daemon.url, timeout=patient(5)) as http:
         assert http.get("/readyz").status_code == 200
         daemon.stop()
         until(lambda: http.get("/readyz").status_code == 503)
@@ -126,12 +130,13 @@ def test_not_ready_is_said_before_connections_are_refused(toy: Any) -> None:
         assert http.get("/healthz").status_code == 200
         refused = http.get("/ticks?n=1")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-    assert daemon.end()[0] == 0
+    daemon.force()
+    assert daemon.end()[:2] == (130, "closed\n"), "a second signal ends the waiting, and what is open is closed"
 
 
 def test_while_it_opens_it_is_alive_and_not_ready(toy: Any) -> None:
     daemon = toy(opening="60")
-    with httpx.Client(base_url=daemon.url) as http:
+    with httpx.Client(base_url=daemon.url, timeout=patient(5)) as http:
         until(lambda: http.get("/healthz").status_code == 200)
         assert http.get("/readyz").json() == {"status": "starting"}
         refused = http.get("/ticks?n=1")
@@ -150,7 +155,7 @@ def test_what_does_not_open_ends_the_process(toy: Any) -> None:
 def test_a_slip_in_code_is_an_answer_and_a_line_in_the_log(toy: Any) -> None:
     daemon = toy()
     daemon.ready()
-    answer = httpx.get(daemon.url + "/broken", headers={"x-request-id": "mine"})
+    answer = httpx.get(daemon.url + "/broken", headers={"x-request-id": "mine"}, timeout=patient(5))
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
     assert "slip" not in answer.text
     daemon.stop()

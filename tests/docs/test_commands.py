@@ -121,7 +121,10 @@ def test_a_setup_with_daemons_works(page: str, text: str, tmp_path: Path, model:
                 place, flag, body = arguments
                 assert (place.partition("/")[0], flag) == ("127.0.0.1:7351", "-d")
                 if "cloud" in urls:
-                    until(lambda: httpx.get(urls["edge"] + "/api/status").json()["clouds"][0]["state"] == "up")
+                    status = urls["edge"] + "/api/status"
+                    until(
+                        lambda status=status: httpx.get(status, timeout=patient(5)).json()["clouds"][0]["state"] == "up"
+                    )
                 answer = httpx.post(urls["edge"] + "/" + place.partition("/")[2], content=body, timeout=patient(60))
                 continue
             command = [sys.executable, "-m", program.replace("-", "_"), *arguments]

@@ -102,9 +102,8 @@ def test_edge_killed_in_mid_fetch_and_in_mid_answer(cluster: Cluster) -> None:
     relay.set_rate(None)
     b.start().ready()
     up(b)
-    with httpx.stream(
-        "POST", b.url + "/v1/chat/completions", json=body(DOCUMENTS[1], tokens=500, stream=True)
-    ) as answer:
+    asked = body(DOCUMENTS[1], tokens=500, stream=True)
+    with httpx.stream("POST", b.url + "/v1/chat/completions", json=asked, timeout=patient(60)) as answer:
         lines = answer.iter_lines()
         for _ in range(9):
             next(lines)

@@ -205,8 +205,7 @@ def test_a_full_disk_never_fails_a_request(
     failing.set()
     for n in range(30):
         assert recorder.prompt([key(n + 2)], 4) >= 0
-    while recorder.figures.errors + recorder.figures.written < 31:
-        threading.Event().wait(0.005)
+    until(lambda: recorder.figures.errors + recorder.figures.written == 31)
     assert sum("not recorded" in record.message for record in caplog.records) == 1
     failing.clear()
     before = recorder.figures.written

@@ -20,7 +20,7 @@ from ctxreuse.store.policy import NAMES, Facts, make_policy
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
 from oracle.policy.lru import LRU
-from support.waiting import patient
+from support.waiting import patient, until
 
 
 def test_lru_keeps_children_older_than_parents() -> None:
@@ -69,8 +69,7 @@ def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
 
     thread = threading.Thread(target=resize)
     thread.start()
-    while not gate._wanted:
-        inside.wait(0.001)
+    until(lambda: gate._wanted)
     gate.enter()
     assert gate.readers == 2
     gate.leave()

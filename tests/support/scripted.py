@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from ctxreuse.config import BackendConfig, CloudConfig
 from ctxreuse.daemon.bodies import BodyBudget
+from support.waiting import patient
 
 USAGE = {"prompt_tokens": 30, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
 
@@ -46,6 +47,7 @@ class Scripted:
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.health = 200
         self.pause = 0.0
+        self.steps: asyncio.Semaphore | None = None  # to be acquired for each piece of a stream
         self.open = self.sent = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -134,6 +136,8 @@ class Scripted:
         elif how == "flood":
             pieces = (event("x" * 4000) for _ in iter(int, 1))
         for piece in pieces:
+            if self.steps is not None:
+                await self.steps.acquire()
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             await writer.drain()
             self.sent += len(piece)
@@ -168,7 +172,7 @@ async def fronted(
 ) -> AsyncIterator[RunningProxy]:
     """The proxy in front of ``servers``, looked at once, served by uvicorn."""
     configs = list(rows) or [BackendConfig(url=server.url, name=server.name) for server in servers]
-    settings = {"connect": 1.0, "silence": 5.0} | settings
+    settings = {"connect": patient(1), "silence": patient(5)} | settings
     config = CloudConfig(backends=tuple(configs), **settings)
     backends, tenants = Backends(configs), tenants or Tenants(None)
     async with connections(config.connect, config.silence) as pool:

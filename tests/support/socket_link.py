@@ -27,9 +27,7 @@ SIZES = [len(data) for data in DATA]
 #: Waits of milliseconds between attempts to connect.
 QUICK = Limits(backoff=(0.005, 0.05))
 #: Small payloads, so that small blocks take many.
-SMALL = Limits(
-    terms=Terms(max_payload=4096, heartbeat_ms=200, silence_ms=1500), announce_every=0.02, backoff=QUICK.backoff
-)
+SMALL = Limits(terms=Terms(max_payload=4096, heartbeat_ms=200), announce_every=0.02, backoff=QUICK.backoff)
 
 
 def whole(fetch: Any, timeout: float = 20.0) -> bool:

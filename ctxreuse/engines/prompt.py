@@ -22,7 +22,7 @@ from ctxreuse.engines.text import Message, TextModel
 from ctxreuse.errors import ContextTooLongError, EngineError
 from ctxreuse.identity.keys import Tokens, as_tokens
 
-__all__ = ["EncodedPrompt", "Placeholders", "check_length", "encode_prompt", "seams"]
+__all__ = ["EncodedPrompt", "Placeholders", "check_length", "encode_prompt", "rewrites_history", "seams"]
 
 # Ends of turns are looked for after each of the first turns, later after every so many: each end where the template's
 # words between two messages have not been seen before costs a run of the template over all turns before it. What may be
@@ -113,6 +113,22 @@ class Placeholders:
 
     def _plain(self, hidden: str) -> Tokens:
         return self._text.encode(self.show(hidden), markers=False)
+
+
+def rewrites_history(text: TextModel) -> bool:
+    """Return True if the template shows a past answer otherwise than it was generated: without the scaffold that it put
+    before the answer (an empty block of thoughts), or without the thoughts in it.
+
+    The next prompt of a conversation then continues the history alone, not the prompt before it.
+    """
+    asked = [Message("user", "a")]
+    thoughts = "<think>\nb\n</think>"
+    try:
+        prompt = text.render(asked, generate=True)
+        later = text.render([*asked, Message("assistant", f"{thoughts}\n\nc"), Message("user", "d")], generate=False)
+    except EngineError:
+        return False
+    return not later.startswith(prompt + thoughts)
 
 
 class EncodedPrompt(NamedTuple):

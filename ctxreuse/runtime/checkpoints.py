@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ctxreuse.cost import CostModel
     from ctxreuse.engines.base import Context
     from ctxreuse.identity.model import ModelSpace
-    from ctxreuse.runtime.request import ContextRecord
+    from ctxreuse.runtime.request import ContextRecord, Request
     from ctxreuse.store.base import Store
     from ctxreuse.tree import Match
 
@@ -28,10 +28,16 @@ class StateCheckpoints:
 
     A state costs next to nothing in the engine's memory and much in the store. So more are made than are stored: also
     at the ends of turns, which the store takes only once a second context has branched there.
+
+    Args:
+        space: the engine's.
+        policy: at which positions states are stored.
+        rewrites_history: the next prompt of a conversation branches at the end of the last turn, see `rewrites_history`:
+            the store takes the state there without waiting for it.
     """
 
-    def __init__(self, space: ModelSpace, policy: StatePolicy) -> None:
-        self._space, self._policy = space, policy
+    def __init__(self, space: ModelSpace, policy: StatePolicy, *, rewrites_history: bool = False) -> None:
+        self._space, self._policy, self._rewrites_history = space, policy, rewrites_history
         self._state_nbytes = 0
 
     def learn(self, nbytes: int) -> None:
@@ -45,11 +51,14 @@ class StateCheckpoints:
         """Return the bytes to load for a context of so many stored tokens: its blocks, and the state at their end."""
         return tokens * self._space.token_nbytes + (self._state_nbytes if tokens else 0)
 
-    def points(self, store: Store | None, keys: Sequence[bytes], max_kl: float | None) -> tuple[int, ...]:
-        """Return the positions at which the store should keep states of the context of ``keys``."""
+    def points(self, store: Store | None, keys: Sequence[bytes], request: Request) -> tuple[int, ...]:
+        """Return the positions at which the store should keep states of the context of ``keys``, which begins with the
+        prompt of ``request``."""
         if store is None or not keys or not self._space.needs_state:
             return ()
-        return self._policy.points(Path(keys, self._space.block_tokens), _Allowed(store, max_kl))
+        branches = sorted(request.branches)[-1:] if self._rewrites_history else ()
+        path = Path(keys, self._space.block_tokens)
+        return self._policy.points(path, _Allowed(store, request.max_kl), branches=branches)
 
     def cuts(self, context: Context, points: Sequence[int], branches: Sequence[int]) -> tuple[int, ...]:
         """Return where the run that continues ``context`` is cut, so that states can be taken there.
@@ -68,7 +77,7 @@ class StateCheckpoints:
         """Return the positions of the states of ``context`` to store: those planned before the run, and those that the
         store's tree suggests now, when others may have branched from it; without those that are stored."""
         max_kl, size = record.request.max_kl, self._space.block_tokens
-        wanted = {*record.cut_points, *self.points(store, keys, max_kl)}
+        wanted = {*record.cut_points, *self.points(store, keys, record.request)}
         return [
             at
             for at in context.states

@@ -128,7 +128,7 @@ class _Attempt:
             stored, most = of.checkpoints.resume(store, keys, len(ids), of.cost, request.max_kl)
         if stored < most:
             self._missed = self._missed or "slow"
-        self._record.cut_points = of.checkpoints.points(store, request.keys, request.max_kl)
+        self._record.cut_points = of.checkpoints.points(store, request.keys, request)
         self._chunks = chunks = of.chunks.begin(store, request)
 
         taken = of.cache.take(of.engine, ids, max(stored, len(self._shared.views) * self._size), request.max_kl)

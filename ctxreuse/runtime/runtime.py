@@ -14,6 +14,7 @@ import numpy as np
 from ctxreuse.block.levels import allowed_by, check_limit
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.chunks import ChunkEngine
+from ctxreuse.engines.prompt import rewrites_history
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
 from ctxreuse.pauses import infer, kind_of, tools_in
@@ -88,7 +89,8 @@ class Runtime:
         if options.available_memory is not None:
             self.admission = MemoryAdmission(self.inflight, self.context_cache, options.available_memory, self.clock)
         self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
-        self.checkpoints = StateCheckpoints(engine.space, options.states)
+        rewrites = engine.space.needs_state and self.text is not None and rewrites_history(self.text)
+        self.checkpoints = StateCheckpoints(engine.space, options.states, rewrites_history=rewrites)
         self.chunk_backfill: ChunkBackfill | None = None
         if store is not None and isinstance(engine, ChunkEngine):
             self.chunk_backfill = ChunkBackfill(store, engine.space, self._salt)

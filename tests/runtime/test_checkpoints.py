@@ -76,7 +76,7 @@ def test_a_long_run_has_rungs_once_the_weight_of_a_state_is_known(tmp_path: Path
     ids = tokens(1024)
     with open_store(tmp_path) as store:
         runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=0, states=StatePolicy(worth=10)))
-        points = runtime.checkpoints.points(store, runtime.keys(ids), None)
+        points = runtime.checkpoints.points(store, runtime.keys(ids), runtime.request(ids))
         assert points == (384, 704, 864, 944, 1024)
         assert ask(runtime, ids) == 0
         for at in points:
@@ -129,7 +129,7 @@ def test_a_model_without_states_keeps_none(store: BlockStore) -> None:
     engine = TorchEngine(tiny_model("llama"), block_tokens=SIZE)
     runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=0))
     ids = tokens(100)
-    assert runtime.checkpoints.points(store, runtime.keys(ids), None) == ()
+    assert runtime.checkpoints.points(store, runtime.keys(ids), runtime.request(ids)) == ()
     assert ask(runtime, ids) == 0
     assert ask(runtime, join(ids[:70], tokens(9, 1))) == 64
     assert store.stats().states == 0

@@ -32,8 +32,8 @@ class StateCheckpoints:
     Args:
         space: the engine's.
         policy: at which positions states are stored.
-        rewrites_history: the next prompt of a conversation branches at the end of the last turn, see `rewrites_history`:
-            the store takes the state there without waiting for it.
+        rewrites_history: the next prompt of a conversation branches at the end of the last turn, as
+            `engines.prompt.rewrites_history` says: the store takes the state there without waiting for it.
     """
 
     def __init__(self, space: ModelSpace, policy: StatePolicy, *, rewrites_history: bool = False) -> None:

@@ -121,11 +121,11 @@ def rewrites_history(text: TextModel) -> bool:
 
     The next prompt of a conversation then continues the history alone, not the prompt before it.
     """
-    asked = [Message("user", "a")]
+    question = [Message("user", "a")]
     thoughts = "<think>\nb\n</think>"
     try:
-        prompt = text.render(asked, generate=True)
-        later = text.render([*asked, Message("assistant", f"{thoughts}\n\nc"), Message("user", "d")], generate=False)
+        prompt = text.render(question, generate=True)
+        later = text.render([*question, Message("assistant", f"{thoughts}\n\nc"), Message("user", "d")], generate=False)
     except EngineError:
         return False
     return not later.startswith(prompt + thoughts)

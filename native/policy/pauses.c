@@ -128,6 +128,14 @@ static void leave(policy_shadow *shadow, uint32_t slot) {
     session->tip = POLICY_NONE;
 }
 
+/* A session that ends at `tip` has `place` in its context: a use up to there leaves nothing behind. Else what many fetch
+ * parts of would be orphans after each part. */
+static int reaches(const policy_shadow *shadow, uint32_t tip, uint32_t place) {
+    if (tip != place && !shadow->blocks[place].children) return 0;
+    while (tip != POLICY_NONE && tip != place) tip = shadow->blocks[tip].parent;
+    return tip == place;
+}
+
 /* ---- Prompts, uses and pauses ----------------------------------------------------------------------------------- */
 
 /* The session whose path this is, of which there is room for one more; *fresh: it is new, and has begun. */
@@ -164,7 +172,7 @@ void policy_pauses_use(policy_shadow *shadow, const uint64_t *ids, size_t n, uin
     pauses_session *session = pauses->sessions + slot;
     int again = pauses->has_lookups || (pauses->has_pauses && (session->active || now - pauses->ranks[slot].since < TAIL));
     if (!fresh && !again) pauses_begin(pauses, slot, 0, now);
-    if (session->tip != tip) {
+    if (!reaches(shadow, session->tip, tip)) {
         leave(shadow, slot);
         arrive(shadow, slot, tip);
     }

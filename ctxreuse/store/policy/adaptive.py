@@ -21,10 +21,9 @@ __all__ = ["AdaptivePolicy", "Expert"]
 #: A policy in a shadow cache of the real one's capacity.
 Expert: TypeAlias = NativeShadow[K] | NumberedShadow
 
-#: The expert that leads before anything has been learnt, where it is among them: it is first or close to it in most
-#: shapes of traffic. Pauses serves loops and sessions better, but of what many clients ask for at once it evicts some
-#: before it has learnt their pauses (bench ``many``: 160 to 330 blocks where hazard evicts none).
-_FIRST = "hazard"
+#: The expert that leads before anything has been learnt, where it is among them: whoever leads first on a loop cannot
+#: give the lead away without missing all of it once, and hazard serves up to 2 points of it less (bench ``shapes``).
+_FIRST = "pauses"
 #: Prompts that are remembered until their blocks have been stored.
 _RECENT = 16
 

@@ -52,8 +52,9 @@ class Pauses(Policy[K]):
 
     Sessions are not named: a path that goes on where one ended, or most of it, is that session's next turn; any other
     begins a session. A block that several sessions share is worth what the best of them is: it goes when all above it
-    are gone. Blocks that a session's next turn left behind are orphans, which go before all others. At most ``most``
-    sessions are known; the blocks of a forgotten one are orphans.
+    are gone. Blocks that a session's next turn left behind are orphans, which go before all others; a turn that is a
+    beginning of the session's context leaves nothing behind. At most ``most`` sessions are known; the blocks of a
+    forgotten one are orphans.
 
     ``access`` and ``remove`` take O(1) a block; ``order`` sorts the sessions and is then O(1) a block.
     """
@@ -164,12 +165,19 @@ class Pauses(Policy[K]):
 
     def _move(self, number: int, session: _Session[K], path: Sequence[K]) -> None:
         tip = path[-1]
-        if session.tip != tip:
+        if not self._reaches(session.tip, tip):
             self._leave(number, session)
             session.tip = tip
             self._tips.setdefault(tip, {})[number] = None
             self._orphans.pop(tip, None)
         self._name(number, session, self._named(path))
+
+    def _reaches(self, tip: K | None, key: K) -> bool:
+        """Return True if a session that ends at ``tip`` has the block in its context."""
+        while tip is not None and tip != key:
+            block = self._blocks.get(tip)
+            tip = block.parent if block is not None else None
+        return tip is not None
 
     def on_pause(self, tip: K, label: int, now: float) -> None:
         number = self._anchors.get(tip)

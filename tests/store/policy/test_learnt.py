@@ -141,7 +141,7 @@ def test_damage_is_not_believed(tmp_path: Path, damage: str) -> None:
             txn.put(b"policy", values[damage], db=info)
     with BlockStore.open(tmp_path, capacity=capacity(6)) as store:
         assert policy_stats(store).lookup_tokens == 0
-        assert policy_stats(store).leader == "hazard"
+        assert policy_stats(store).leader == "pauses"
         serve(store, Context(3, floats=FLOATS))
         store.check()
 

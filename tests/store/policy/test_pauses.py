@@ -6,7 +6,7 @@ from random import Random
 
 from ctxreuse.pauses.hints import hint_label
 from ctxreuse.pauses.kinds import CLOSED, END_OF_TURN, TOOL_CALL
-from ctxreuse.store.policy import Policy, Shadow
+from ctxreuse.store.policy import NativeShadow, Policy, Shadow
 from ctxreuse.testing.policy import PolicyContract, traffic
 from oracle.policy.lru import LRU
 from oracle.policy.pauses import Pauses
@@ -100,6 +100,21 @@ def test_what_a_turn_left_behind_goes_first() -> None:
     shadow.request(blocks(3, 16), 1, 16, 3.0)
     assert shadow.match(blocks(1, 50)) == 49
     shadow.check()
+    policy.check()
+
+
+def test_a_beginning_that_is_asked_for_leaves_nothing_behind() -> None:
+    policy: Pauses[int] = Pauses()
+    shadows = Shadow[int](policy, 100), NativeShadow[int]("pauses", 100)
+    for shadow in shadows:
+        for now in range(3):
+            shadow.request(blocks(1, 50), 1, 16, 3.0 * now)
+            shadow.request(blocks(1, 46), 1, 16, 3.0 * now + 1)  # part of it, such as a client with less room fetches
+        shadow.request(blocks(2, 50), 1, 16, 8.0)
+        shadow.request(blocks(1, 46), 1, 16, 8.5)
+        shadow.request(blocks(3, 20), 1, 16, 9.0)
+        assert shadow.match(blocks(1, 50)) == 50
+        shadow.check()
     policy.check()
 
 

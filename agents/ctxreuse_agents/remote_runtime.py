@@ -88,6 +88,12 @@ class RemoteRuntime:
         body = self._body(prompt) | {"sampling": sampling}
         return Completion(_RemoteAnswer(self, body), len(body["tokens"]))
 
+    def complete_many(
+        self, prompt: PromptLike, samplings: Sequence[SamplingParams], *, was: PauseKind | None = None
+    ) -> list[Completion]:
+        """See `RuntimeProtocol.complete_many`; the daemon gets a request each, so each has the prompt in its usage."""
+        return [self.complete(prompt, sampling, was=was) for sampling in samplings]
+
     def warm(self, prompt: PromptLike) -> Usage:
         """See `RuntimeProtocol.warm`."""
         return _usage(self.client.call("POST", "/api/tokens/warm", self._body(prompt)), self.client.url)

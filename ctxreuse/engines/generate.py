@@ -14,8 +14,9 @@ from ctxreuse.engines.sampling import Sampler, SamplingParams, largest, log_soft
 from ctxreuse.engines.text import TextModel
 from ctxreuse.errors import TokenRangeError
 from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["Finish", "GeneratedToken", "generate"]
+__all__ = ["AnswerDecoder", "Finish", "GeneratedToken", "generate"]
 
 Finish = Literal["stop", "length", "stop_string"]
 
@@ -37,6 +38,58 @@ class GeneratedToken(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class AnswerDecoder:
+    """Turns logits into the pieces of one answer. Not thread-safe.
+
+    Attributes:
+        ended: no piece follows: the last one had a ``finish``, or ``max_tokens`` is 0.
+    """
+
+    def __init__(self, text: TextModel, space: ModelSpace, prompt: Tokens, sampling: SamplingParams) -> None:
+        """Of an answer to ``prompt``. Raises TokenRangeError for a `SamplingParams.logit_bias` of a token that the
+        model does not have."""
+        beyond = max(sampling.logit_bias, default=-1)
+        if beyond >= space.vocab_size:
+            raise TokenRangeError(f"logit_bias names token {beyond:,}, and the model has {space.vocab_size:,} tokens")
+        self._text, self._sampling = text, sampling
+        self._sampler = Sampler(sampling, len(prompt))
+        # The last token needs no position, as it is never fed.
+        end = min(len(prompt) + sampling.max_tokens, space.max_tokens + 1)
+        self._history = np.empty(end, "<i4")
+        self._history[: len(prompt)] = prompt
+        self._count = len(prompt)
+        self._words = Detokenizer(text, prompt.tolist())
+        self._stops = StopStrings(sampling.stop)
+        self.ended = self._count >= end
+
+    @property
+    def last(self) -> Tokens:
+        """The last token, int32 [1]."""
+        return self._history[self._count - 1 : self._count]
+
+    def next(self, logits: Logits) -> GeneratedToken:
+        """Draw the next token from the logits after all tokens so far."""
+        sampling, stops = self._sampling, self._stops
+        token = self._sampler.next(logits, self._history[: self._count])
+        self._history[self._count] = token
+        self._count += 1
+        finish: Finish | None = None
+        if token in self._text.stop_ids and not sampling.ignore_eos:
+            finish, out = "stop", stops.add(self._words.flush())
+        else:
+            out = stops.add(self._words.add(token))
+            if self._count == len(self._history):
+                finish = "length"
+                if not stops.found:
+                    out += stops.add(self._words.flush())
+        if stops.found:
+            finish = "stop_string"
+        elif finish is not None:
+            out += stops.flush()
+        self.ended = finish is not None
+        return GeneratedToken(out, token, finish, *_logprobs(logits, token, sampling.logprobs))
+
+
 def generate(
     engine: Engine,
     text: TextModel,
@@ -49,42 +102,14 @@ def generate(
     one (None: `Engine.prefill`).
 
     A token is fed to the engine only when the next one is requested, so after the end the last token is not in
-    ``context``. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what `Engine.prefill` raises,
-    except ContextTooLongError: a full context ends with ``length``; and TokenRangeError for a
-    `SamplingParams.logit_bias` of a token that the model does not have.
+    ``context``. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what `AnswerDecoder` and
+    `Engine.prefill` raise, except ContextTooLongError: a full context ends with ``length``.
     """
-    beyond = max(sampling.logit_bias, default=-1)
-    if beyond >= len(logits):
-        raise TokenRangeError(f"logit_bias names token {beyond:,}, and the model has {len(logits):,} tokens")
-    prompt, feed = context.n, engine.prefill if advance is None else advance
-    sampler = Sampler(sampling, prompt)
-    # The last token needs no position, as it is never fed.
-    end = min(prompt + sampling.max_tokens, engine.space.max_tokens + 1)
-    history = np.empty(end, "<i4")
-    history[:prompt] = context.tokens
-    words, stops = Detokenizer(text, history[:prompt].tolist()), StopStrings(sampling.stop)
-    for count in range(prompt, end):
-        if count > prompt:
-            logits = feed(context, history[count - 1 : count])
-        token = sampler.next(logits, history[:count])
-        history[count] = token
-        finish: Finish | None = None
-        if token in text.stop_ids and not sampling.ignore_eos:
-            finish, out = "stop", stops.add(words.flush())
-        else:
-            out = stops.add(words.add(token))
-            if count + 1 == end:
-                finish = "length"
-                if not stops.found:
-                    out += stops.add(words.flush())
-        if stops.found:
-            finish = "stop_string"
-        elif finish is not None:
-            out += stops.flush()
-        logprob, top = _logprobs(logits, token, sampling.logprobs)
-        yield GeneratedToken(out, token, finish, logprob, top)
-        if finish is not None:
-            return
+    decoder, feed = AnswerDecoder(text, engine.space, context.tokens, sampling), advance or engine.prefill
+    while not decoder.ended:
+        yield decoder.next(logits)
+        if not decoder.ended:
+            logits = feed(context, decoder.last)
 
 
 def _logprobs(logits: Logits, token: int, count: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:

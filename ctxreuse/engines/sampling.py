@@ -20,6 +20,8 @@ _MOST = float(np.finfo(np.float64).max)
 #: `SamplingParams.logit_bias` at most, up and down: beyond the range of logits, so that it bans or forces a token.
 MAX_BIAS = 100
 
+_SEEDS = 1 << 128
+
 #: Tokens that top-p examines first.
 _NUCLEUS = 512
 
@@ -57,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0; 1 is off"),
             ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a number; 0 is off"),
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a number; 0 is off"),
-            ("seed", self.seed is None or 0 <= self.seed < 1 << 128, "0 to 2^128 - 1"),
+            ("seed", self.seed is None or 0 <= self.seed < _SEEDS, "0 to 2^128 - 1"),
             ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
             (
@@ -68,6 +70,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
         ):
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}", fix=f"It must be {rule}")
+
+    def answers(self, n: int) -> list[SamplingParams]:
+        """Return how each of ``n`` answers to one prompt is drawn: answer i with seed + i, as one alone would be.
+
+        Without a seed each draws its own.
+        """
+        if self.seed is None:
+            return [self] * n
+        return [msgspec.structs.replace(self, seed=(self.seed + i) % _SEEDS) for i in range(n)]
 
 
 def _whole(value: int) -> bool:

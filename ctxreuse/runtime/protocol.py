@@ -66,6 +66,15 @@ class RuntimeProtocol(Protocol):
         EngineError without a tokenizer.
         """
 
+    def complete_many(
+        self, prompt: PromptLike, samplings: Sequence[SamplingParams], *, was: PauseKind | None = None
+    ) -> list[Completion]:
+        """Answer a prompt several times: it is computed once, and all answers share the engine's passes.
+
+        Each completion may be iterated, closed and cancelled by itself; iterating one advances all. Their usages add
+        up to the request's: the prompt is in that of the first. See `SamplingParams.answers`; else as `complete`.
+        """
+
     def warm(self, prompt: PromptLike) -> Usage:
         """Compute a context now and keep its KV. Raises what `request` raises."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ from ctxreuse.engines.chunks import ChunkEngine
 from ctxreuse.engines.prompt import rewrites_history
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
-from ctxreuse.pauses import infer, kind_of, tools_in
+from ctxreuse.pauses import kind_of
 from ctxreuse.reuse import MaxSeconds
+from ctxreuse.runtime.answers import AnswerGroup
 from ctxreuse.runtime.checkpoints import StateCheckpoints
 from ctxreuse.runtime.chunks.backfill import ChunkBackfill
 from ctxreuse.runtime.chunks.reuse import ChunkReuse
-from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.context_cache import ContextCache
 from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
 from ctxreuse.runtime.inflight.memory import MemoryAdmission
@@ -39,12 +39,12 @@ from ctxreuse.why import RequestInfo, RequestLog, Why, explain
 
 if TYPE_CHECKING:
     from ctxreuse.bus.remote import Remote
-    from ctxreuse.engines.base import Context, Engine, Logits
-    from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.engines.base import Engine
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.model import ModelSpace
     from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.completion import Completion
     from ctxreuse.runtime.steps.order import RequestTurn
     from ctxreuse.store.base import Store
     from ctxreuse.usage import Usage
@@ -155,20 +155,23 @@ class Runtime:
 
     # Requests
 
-    def prefill(self, prompt: PromptLike, *, reserve: int = 0, turn: RequestTurn | None = None) -> PrefillResult:
+    def prefill(
+        self, prompt: PromptLike, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+    ) -> PrefillResult:
         """Bring a prompt into the engine's memory, reusing the longest cached prefix.
 
         The caller owns the result until `release`. At least the last token is computed, for its logits. A prefix that
         another request is computing is waited for, and copied. ``reserve``: room for this many further tokens;
-        ``turn``: the request's (None: a new one). Raises what `request` raises.
+        ``forks``: contexts that will be forked from it, with as much room each; ``turn``: the request's (None: a new
+        one). Raises what `request` raises.
         """
         request = self._request(prompt)
         number = -1 if self.recorder is None else self.recorder.prompt(request.keys, len(request.ids))
         self._report_to_policy(request)
-        turn = turn if turn is not None else self._turn(request)
+        turn = turn if turn is not None else self.turn(request)
         mine = PromptInFlight(self.inflight, request.keys, len(request.ids), request.max_kl, turn)
         try:
-            done = self._prefill(request, turn, mine, reserve)
+            done = self._prefill(request, turn, mine, reserve, forks)
         except BaseException as error:
             context = mine.withdraw()
             if context is not None and isinstance(error, RequestCancelledError):
@@ -179,12 +182,14 @@ class Runtime:
         self._log_request(done)
         return done
 
-    def _prefill(self, request: Request, turn: RequestTurn, mine: PromptInFlight, reserve: int) -> PrefillResult:
+    def _prefill(
+        self, request: Request, turn: RequestTurn, mine: PromptInFlight, reserve: int, forks: int
+    ) -> PrefillResult:
         size, began = self.space.block_tokens, self.clock()
         shared = mine.take(lambda: self._cached_tokens(request) // size)
         shared = shared._replace(seconds=self.clock() - began)
         if self.admission is not None:  # after waiting for another, which may wait for memory itself
-            self.admission.enter(mine, turn, len(request.ids), reserve)
+            self.admission.enter(mine, turn, len(request.ids), reserve, forks)
         fetch = self._start_fetch(request, len(shared.views) * size)
         try:
             if fetch is not None:
@@ -198,15 +203,21 @@ class Runtime:
                 fetch.close()
         return done
 
-    def _turn(self, request: Request) -> RequestTurn:
+    def turn(self, request: Request) -> RequestTurn:
+        """Return the turn of a request that comes now."""
         return self.steps.turn(priority=request.priority, tenant=request.caller, session=request.about.session)
 
     def complete(self, prompt: PromptLike, sampling: SamplingParams, *, was: PauseKind | None = None) -> Completion:
         """See `RuntimeProtocol.complete`."""
+        return self.complete_many(prompt, [sampling], was=was)[0]
+
+    def complete_many(
+        self, prompt: PromptLike, samplings: Sequence[SamplingParams], *, was: PauseKind | None = None
+    ) -> list[Completion]:
+        """See `RuntimeProtocol.complete_many`."""
         if self.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel: RuntimeOptions(text=…)")
-        request = self._request(prompt)
-        return Completion(_Answer(self, self.text, request, sampling, was), len(request.ids))
+        return AnswerGroup(self, self.text, self._request(prompt), samplings, was).completions()
 
     def warm(self, prompt: PromptLike) -> Usage:
         """See `RuntimeProtocol.warm`."""
@@ -232,10 +243,10 @@ class Runtime:
         except EngineDiedError as error:
             log.warning("an answer's KV was not stored: %s", error)  # the answer is whole
         finally:
-            self._drop(done)
+            self.drop(done)
         return keys
 
-    def _drop(self, done: PrefillResult) -> None:
+    def drop(self, done: PrefillResult) -> None:
         """Nothing more comes of a context, for those who wait for its blocks."""
         if done.record.in_flight is not None:
             done.record.in_flight.withdraw()
@@ -365,68 +376,6 @@ class Runtime:
             self.chunk_backfill.close()
         self.writeback.close()
         self.context_cache.clear()
-
-
-class _Answer:
-    """One answer of a runtime; see `PieceSource`."""
-
-    def __init__(
-        self, runtime: Runtime, text: TextModel, request: Request, sampling: SamplingParams, was: PauseKind | None
-    ) -> None:
-        self._runtime, self._text, self._request, self._sampling, self._was = runtime, text, request, sampling, was
-        self._turn = runtime._turn(request)
-        self._began = 0.0
-        self._done: PrefillResult | None = None
-        self._pieces: Iterator[GeneratedToken] | None = None
-        self.usage: Usage | None = None
-
-    def next(self) -> GeneratedToken | None:
-        if self._pieces is None:
-            self._pieces = self._start()
-        return next(self._pieces, None)
-
-    def _advance(self, context: Context, tokens: Tokens) -> Logits:
-        runtime = self._runtime
-        logits, seconds = runtime.steps.advance(context, tokens, self._turn)
-        if runtime.cost is not None:
-            runtime.cost.decode.observe(context.n, seconds)
-        return logits
-
-    def _start(self) -> Iterator[GeneratedToken]:
-        from ctxreuse.engines.generate import generate
-
-        runtime, request, sampling = self._runtime, self._request, self._sampling
-        self._began = runtime.clock()
-        runtime.paused.on_request(request.ids, request.keys, self._was)
-        room = max(runtime.space.max_tokens - len(request.ids), 0)
-        self._done = done = runtime.prefill(request, reserve=min(sampling.max_tokens, room), turn=self._turn)
-        self.usage = done.usage
-        return generate(runtime.engine, self._text, done.context, done.logits, sampling, self._advance)
-
-    def cancel(self) -> None:
-        self._runtime.steps.cancel(self._turn)
-        self._runtime.inflight.wake()
-
-    def end(self, finish: str, text: str, usage: Usage) -> None:
-        runtime, done, self._done, self._pieces = self._runtime, self._done, None, None
-        number = done.record.number if done is not None else -1
-        if done is not None and finish != "error":
-            ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
-            keys = runtime.release(done)
-            kind = infer(finish, tools_in(text), text=bool(text))
-            runtime.paused.on_pause(ids, keys, kind, nbytes=nbytes, max_kl=self._request.max_kl)
-        elif done is not None:
-            runtime._drop(done)
-        if runtime.recorder is not None and number >= 0:
-            busy = runtime.clock() - self._began
-            runtime.recorder.ended(number, output=usage.tokens.completion, busy=busy)
-        if runtime.metrics is not None:
-            runtime.metrics.record(usage, finish)
-            for reason, tokens in self._runtime.requests.missed_tokens(usage.request).items():
-                runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
-
-    def why(self, request: str, *, others: bool) -> Why:
-        return self._runtime.why(request, others=others)
 
 
 def _nothing(_: bytes) -> None:

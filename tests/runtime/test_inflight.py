@@ -166,7 +166,7 @@ def test_an_answer_that_is_dropped_shares_nothing_and_blocks_none(llama: TorchEn
 def test_when_the_leader_ends_a_follower_leads(engine: TorchEngine, how: str) -> None:
     counted, turns = Counted(engine), []
     runtime = Runtime(counted, None)  # type: ignore[arg-type]
-    make = runtime._turn
+    make = runtime.turn
 
     def noted(request: Any) -> Any:
         turns.append(make(request))
@@ -178,7 +178,7 @@ def test_when_the_leader_ends_a_follower_leads(engine: TorchEngine, how: str) ->
         elif computed == 64:
             counted.fails = True
 
-    runtime._turn, counted.before = noted, end  # type: ignore[method-assign]
+    runtime.turn, counted.before = noted, end  # type: ignore[method-assign]
     wanted = prompts(4)
     found = together(runtime, wanted, release=False)  # a released one would be found in the cache
     kind = RequestCancelledError if how == "cancelled" else EngineError

@@ -39,12 +39,14 @@ class MemoryAdmission:
         """Prompts that wait for memory."""
         return len(self._queue)
 
-    def enter(self, mine: PromptInFlight, turn: RequestTurn, tokens: int, reserve: int) -> None:
-        """Wait until a prompt of ``tokens`` tokens and its answer have room; evicts contexts of earlier requests.
+    def enter(self, mine: PromptInFlight, turn: RequestTurn, tokens: int, reserve: int, forks: int = 0) -> None:
+        """Wait until a prompt of ``tokens`` tokens and its answer have room, ``forks`` copies of both besides; evicts
+        contexts of earlier requests.
 
         The most urgent one goes first, then who came first. Raises RequestCancelledError.
         """
-        room, place, end = tokens + min(reserve, _ANSWER), (turn.priority, mine.number), self._clock() + _PATIENCE
+        room, place = (1 + forks) * (tokens + min(reserve, _ANSWER)), (turn.priority, mine.number)
+        end = self._clock() + _PATIENCE
         with self._inflight.change:
             self._queue.append(place)
             try:

@@ -78,7 +78,7 @@ class StepScheduler:
         No other thread uses the context meanwhile. Raises what `Engine.prefill` raises, and RequestCancelledError.
         """
         one = Waiting(context, tokens, turn)
-        self._wait(one)
+        self._wait([one])
         if one.error is not None:
             raise one.error
         return Advanced(one.logits, one.seconds)
@@ -91,6 +91,27 @@ class StepScheduler:
             seconds += done.seconds
             if done.logits is not None:
                 return done.logits, seconds
+
+    def advance_all(
+        self, batch: Sequence[tuple[Context, Tokens]], turn: RequestTurn = _NORMAL
+    ) -> list[tuple[Logits, float] | Exception]:
+        """Append to several contexts of one request, see `advance`, in common passes; an error harms no other."""
+        left = {i: (context, tokens) for i, (context, tokens) in enumerate(batch)}
+        found: dict[int, tuple[Logits, float] | Exception] = {}
+        seconds = [0.0] * len(batch)
+        while left:
+            ones = {i: Waiting(context, tokens, turn) for i, (context, tokens) in left.items()}
+            self._wait(list(ones.values()))
+            for i, one in ones.items():
+                seconds[i] += one.seconds
+                if one.error is not None:
+                    found[i] = one.error
+                elif one.logits is not None:
+                    found[i] = one.logits, seconds[i]
+            left = {
+                i: (one.context, one.tokens[one.context.n - one.start :]) for i, one in ones.items() if i not in found
+            }
+        return [found[i] for i in range(len(batch))]
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -110,15 +131,15 @@ class StepScheduler:
                 self._busy, self._pass_first = False, True
                 self._change.notify_all()
 
-    def _wait(self, one: Waiting) -> None:
+    def _wait(self, ones: Sequence[Waiting]) -> None:
         with self._change:
-            self._waiting.append(one)
-            self._expected.discard(id(one.context))
+            self._waiting += ones
+            self._expected -= {id(one.context) for one in ones}
             self._change.notify_all()
             try:
-                while not one.done:
-                    if one in self._waiting:  # else a pass computes it
-                        one.turn.check()
+                while not all(one.done for one in ones):
+                    if all(one.done or one in self._waiting for one in ones):  # else a pass computes them
+                        ones[0].turn.check()
                     if self._busy or (self._exclusive and not self._pass_first):
                         self._change.wait()
                         continue
@@ -130,8 +151,7 @@ class StepScheduler:
                         self._busy = self._pass_first = False
                         self._change.notify_all()
             finally:
-                if one in self._waiting:  # cancelled or interrupted
-                    self._waiting.remove(one)
+                self._waiting = [one for one in self._waiting if one not in ones]  # cancelled or interrupted
 
     def _gather(self) -> None:
         """Wait a little for those who decode: one pass for all is cheaper than two."""

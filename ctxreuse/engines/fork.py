@@ -1,0 +1,52 @@
+"""Contexts that continue one context in different ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from ctxreuse.block.format import parse
+from ctxreuse.identity.keys import ROOT
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Context, Engine
+
+__all__ = ["ForkingEngine", "fork_context"]
+
+
+@runtime_checkable
+class ForkingEngine(Protocol):
+    """An engine that can copy a context whole, or share its rows."""
+
+    def fork(self, context: Context, count: int, reserve: int = 0) -> list[Context]:
+        """Return ``count`` contexts with the tokens and the very K and V of ``context``, each with room for ``reserve``
+        tokens in all; what is done to one of them changes no other. Raises EngineError, and what `Loading.wait`
+        raises."""
+        ...
+
+
+def fork_context(
+    engine: Engine, context: Context, keys: Sequence[bytes], count: int, reserve: int = 0
+) -> list[Context]:
+    """Return ``count`` contexts that begin as ``context`` does, each with room for ``reserve`` tokens in all.
+
+    An engine that is no `ForkingEngine` loads the whole blocks (``keys``) of it into each, and what follows the last of
+    them, or the last state, is missing: the caller computes it. Raises CtxReuseError.
+    """
+    if isinstance(engine, ForkingEngine):
+        return engine.fork(context, count, reserve)
+    size, state = engine.space.block_tokens, None
+    blocks = context.n // size
+    if engine.space.needs_state:
+        blocks = max((at for at in context.states if at % size == 0), default=0) // size
+        if blocks:
+            parent = keys[blocks - 2] if blocks > 1 else ROOT
+            state = parse(engine.export_state(context, keys[blocks - 1], parent, blocks * size))
+    views = [parse(one) for one in engine.export(context, keys[:blocks], ROOT, 0)]
+    found = []
+    for _ in range(count):
+        one = engine.new_context(reserve)
+        if views:
+            engine.load(one, views, state).wait()
+        found.append(one)
+    return found

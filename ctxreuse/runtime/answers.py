@@ -1,0 +1,240 @@
+"""The answers to one prompt: it is computed once, each answer continues a context of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ctxreuse.engines.fork import fork_context
+from ctxreuse.errors import CtxReuseError
+from ctxreuse.pauses import infer, tools_in
+from ctxreuse.runtime.completion import Completion
+from ctxreuse.runtime.request import ContextRecord, PrefillResult
+from ctxreuse.usage import TokenUsage, Usage
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.base import Context, Logits
+    from ctxreuse.engines.generate import AnswerDecoder, GeneratedToken
+    from ctxreuse.engines.sampling import SamplingParams
+    from ctxreuse.engines.text import TextModel
+    from ctxreuse.identity.keys import Tokens
+    from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.request import Request
+    from ctxreuse.runtime.runtime import Runtime
+    from ctxreuse.why import Why
+
+__all__ = ["AnswerGroup", "pieces_in_turn"]
+
+
+class AnswerGroup:
+    """The answers of a runtime to one prompt; any thread may use any of their `completions`.
+
+    A round advances all answers that go on by one token, in common passes; who iterates one makes the rounds, and the
+    others' pieces wait. The contexts fork when the first of them goes on after its first token.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        text: TextModel,
+        request: Request,
+        samplings: Sequence[SamplingParams],
+        was: PauseKind | None,
+    ) -> None:
+        self.runtime, self.request = runtime, request
+        self._text, self._was = text, was
+        self._turn = runtime.turn(request)
+        self._began = 0.0
+        self._lock = threading.RLock()
+        #: The prompt's context, until an answer continues it.
+        self._prompt: PrefillResult | None = None
+        self._number, self._generated = -1, 0
+        self._answers = [_Answer(number, sampling) for number, sampling in enumerate(samplings)]
+
+    def completions(self) -> list[Completion]:
+        """Return the answers, once."""
+        # The group does not know them: dropped ones, and their contexts, are then freed at once.
+        return [Completion(_Source(self, one), 0 if one.number else len(self.request.ids)) for one in self._answers]
+
+    def next(self, one: _Answer) -> GeneratedToken | None:
+        """Return the next piece of an answer; see `PieceSource.next`."""
+        with self._lock:
+            while not one.pieces:
+                if one.error is not None:
+                    raise one.error
+                if one.decoder is not None and one.decoder.ended:
+                    return None
+                self._round()
+            return one.pieces.popleft()
+
+    def _round(self) -> None:
+        """Give every answer that goes on a piece, or the error that ends it."""
+        live = [one for one in self._answers if one.goes_on]
+        found: Sequence[Logits | Exception]
+        try:
+            found = [self._start()] * len(live) if live[0].decoder is None else self._advance(live)
+        except BaseException as error:
+            for one in live:
+                one.error = error
+            raise
+        for one, logits in zip(live, found):
+            one.take(logits)
+
+    def _start(self) -> Logits:
+        from ctxreuse.engines.generate import AnswerDecoder
+
+        runtime, request = self.runtime, self.request
+        self._began = runtime.clock()
+        runtime.paused.on_request(request.ids, request.keys, self._was)
+        done = runtime.prefill(request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn)
+        self._prompt, self._number = done, done.record.number
+        for one in self._answers:
+            one.usage = Usage(TokenUsage(), request=done.usage.request) if one.number else done.usage
+        for one in self._answers:
+            one.decoder = AnswerDecoder(self._text, runtime.space, done.context.tokens, one.sampling)
+        return done.logits
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the longest answer may have."""
+        longest = max(one.sampling.max_tokens for one in self._answers)
+        return min(longest, max(self.runtime.space.max_tokens - len(self.request.ids), 0))
+
+    def _advance(self, live: Sequence[_Answer]) -> list[Logits | Exception]:
+        runtime, ids = self.runtime, self.request.ids
+        if self._prompt is not None:
+            self._fork(live)
+        batch: list[tuple[Context, Tokens]] = []
+        for one in live:
+            assert one.done is not None
+            assert one.decoder is not None
+            context = one.done.context
+            batch.append((context, np.concatenate([ids[context.n :], one.decoder.last])))
+        found: list[Logits | Exception] = []
+        for (context, _), result in zip(batch, runtime.steps.advance_all(batch, self._turn)):
+            if isinstance(result, Exception):
+                found.append(result)
+                continue
+            logits, seconds = result
+            if runtime.cost is not None:
+                runtime.cost.decode.observe(context.n, seconds)
+            found.append(logits)
+        return found
+
+    def _fork(self, live: Sequence[_Answer]) -> None:
+        """Give each answer a context: the first that goes on continues the prompt's own."""
+        first, *others = live
+        done, self._prompt = self._prompt, None
+        assert done is not None
+        first.done, record = done, done.record
+        if not others:
+            return
+        reserve = len(self.request.ids) + self._room
+        with self.runtime.steps.exclusive():
+            contexts = fork_context(self.runtime.engine, done.context, self.request.keys, len(others), reserve)
+        if record.in_flight is not None:
+            record.in_flight.room //= len(self._answers)  # the others have theirs
+        for one, context in zip(others, contexts):
+            own = ContextRecord(self.request, indexed=len(self.request.ids))
+            one.done = PrefillResult(context, done.logits, done.usage, (), own)
+
+    def cancel(self) -> None:
+        """Cancel the request if no answer is wanted any more; returns at once."""
+        if not any(one.wanted for one in self._answers):
+            self.runtime.steps.cancel(self._turn)
+            self.runtime.inflight.wake()
+
+    def end(self, one: _Answer, finish: str, text: str, usage: Usage) -> None:
+        """End an answer; see `PieceSource.end`."""
+        runtime = self.runtime
+        with self._lock:
+            one.closed = True
+            self._generated += usage.tokens.completion
+            done, last = one.done, all(other.closed for other in self._answers)
+            one.done = None
+            if last and self._prompt is not None:  # no answer went on
+                done, self._prompt = self._prompt, None
+        if done is not None and finish != "error":
+            ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
+            keys = runtime.release(done)
+            if not one.number:  # the one that most who choose none of them continue
+                kind = infer(finish, tools_in(text), text=bool(text))
+                runtime.paused.on_pause(ids, keys, kind, nbytes=nbytes, max_kl=self.request.max_kl)
+        elif done is not None:
+            runtime.drop(done)
+        if last and runtime.recorder is not None and self._number >= 0:
+            runtime.recorder.ended(self._number, output=self._generated, busy=runtime.clock() - self._began)
+        if runtime.metrics is not None:
+            runtime.metrics.record(usage, finish)
+            missed = {} if one.number else runtime.requests.missed_tokens(usage.request)
+            for reason, tokens in missed.items():
+                runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
+
+
+class _Answer:
+    """State of one answer of a group, whose lock guards all but ``wanted``."""
+
+    def __init__(self, number: int, sampling: SamplingParams) -> None:
+        self.number, self.sampling = number, sampling
+        self.pieces: deque[GeneratedToken] = deque()
+        self.decoder: AnswerDecoder | None = None
+        self.done: PrefillResult | None = None
+        self.usage: Usage | None = None
+        self.error: BaseException | None = None
+        self.wanted, self.closed = True, False
+
+    @property
+    def goes_on(self) -> bool:
+        """True if it needs another piece."""
+        return not self.closed and self.error is None and not (self.decoder is not None and self.decoder.ended)
+
+    def take(self, logits: Logits | Exception) -> None:
+        """Draw a token from its logits; an error ends it."""
+        if isinstance(logits, Exception):
+            self.error = logits
+            return
+        assert self.decoder is not None
+        try:
+            if not self.decoder.ended:
+                self.pieces.append(self.decoder.next(logits))
+        except CtxReuseError as error:
+            self.error = error
+
+
+class _Source:
+    """One answer of a group as a `PieceSource`."""
+
+    def __init__(self, group: AnswerGroup, one: _Answer) -> None:
+        self._group, self._one = group, one
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._one.usage
+
+    def next(self) -> GeneratedToken | None:
+        return self._group.next(self._one)
+
+    def cancel(self) -> None:
+        self._one.wanted = False
+        self._group.cancel()
+
+    def end(self, finish: str, text: str, usage: Usage) -> None:
+        self._group.end(self._one, finish, text, usage)
+
+    def why(self, request: str, *, others: bool) -> Why:
+        return self._group.runtime.why(request, others=others)
+
+
+def pieces_in_turn(completions: Sequence[Completion]) -> Iterator[tuple[int, GeneratedToken]]:
+    """Yield the pieces of several completions, each with its completion's number, one of each in turn."""
+    left = list(enumerate(completions))
+    while left:
+        for number, completion in left:
+            piece = next(completion, None)
+            if piece is not None:
+                yield number, piece
+        left = [(number, completion) for number, completion in left if completion.finish is None]

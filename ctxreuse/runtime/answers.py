@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,17 +17,49 @@ from ctxreuse.runtime.request import ContextRecord, PrefillResult
 from ctxreuse.usage import TokenUsage, Usage
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.base import Context, Logits
+    from ctxreuse.cost import CostModel
+    from ctxreuse.engines.base import Context, Engine, Logits
     from ctxreuse.engines.generate import AnswerDecoder, GeneratedToken
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
+    from ctxreuse.metrics import Metrics
     from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.inflight.sharing import PromptsInFlight
+    from ctxreuse.runtime.options import TrafficRecorder
+    from ctxreuse.runtime.paused import PausedContexts
     from ctxreuse.runtime.request import Request
-    from ctxreuse.runtime.runtime import Runtime
-    from ctxreuse.why import Why
+    from ctxreuse.runtime.steps.order import RequestTurn
+    from ctxreuse.runtime.steps.scheduler import StepScheduler
+    from ctxreuse.why import RequestLog, Why
 
 __all__ = ["AnswerGroup", "pieces_in_turn"]
+
+
+class AnsweringRuntime(Protocol):
+    """What answers need of a `Runtime`."""
+
+    engine: Engine
+    steps: StepScheduler
+    inflight: PromptsInFlight
+    paused: PausedContexts
+    requests: RequestLog
+    cost: CostModel | None
+    metrics: Metrics | None
+    recorder: TrafficRecorder | None
+    clock: Callable[[], float]
+
+    def turn(self, request: Request) -> RequestTurn: ...
+
+    def prefill(
+        self, prompt: Request, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+    ) -> PrefillResult: ...
+
+    def release(self, done: PrefillResult) -> list[bytes]: ...
+
+    def drop(self, done: PrefillResult) -> None: ...
+
+    def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why: ...
 
 
 class AnswerGroup:
@@ -39,7 +71,7 @@ class AnswerGroup:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: AnsweringRuntime,
         text: TextModel,
         request: Request,
         samplings: Sequence[SamplingParams],
@@ -73,15 +105,15 @@ class AnswerGroup:
 
     def _round(self) -> None:
         """Give every answer that goes on a piece, or the error that ends it."""
-        live = [one for one in self._answers if one.goes_on]
+        going = [one for one in self._answers if one.goes_on]
         found: Sequence[Logits | Exception]
         try:
-            found = [self._start()] * len(live) if live[0].decoder is None else self._advance(live)
+            found = [self._start()] * len(going) if going[0].decoder is None else self._advance(going)
         except BaseException as error:
-            for one in live:
+            for one in going:
                 one.error = error
             raise
-        for one, logits in zip(live, found):
+        for one, logits in zip(going, found):
             one.take(logits)
 
     def _start(self) -> Logits:
@@ -95,21 +127,21 @@ class AnswerGroup:
         for one in self._answers:
             one.usage = Usage(TokenUsage(), request=done.usage.request) if one.number else done.usage
         for one in self._answers:
-            one.decoder = AnswerDecoder(self._text, runtime.space, done.context.tokens, one.sampling)
+            one.decoder = AnswerDecoder(self._text, runtime.engine.space, done.context.tokens, one.sampling)
         return done.logits
 
     @property
     def _room(self) -> int:
         """Tokens that the longest answer may have."""
         longest = max(one.sampling.max_tokens for one in self._answers)
-        return min(longest, max(self.runtime.space.max_tokens - len(self.request.ids), 0))
+        return min(longest, max(self.runtime.engine.space.max_tokens - len(self.request.ids), 0))
 
-    def _advance(self, live: Sequence[_Answer]) -> list[Logits | Exception]:
+    def _advance(self, going: Sequence[_Answer]) -> list[Logits | Exception]:
         runtime, ids = self.runtime, self.request.ids
         if self._prompt is not None:
-            self._fork(live)
+            self._fork(going)
         batch: list[tuple[Context, Tokens]] = []
-        for one in live:
+        for one in going:
             assert one.done is not None
             assert one.decoder is not None
             context = one.done.context
@@ -125,9 +157,9 @@ class AnswerGroup:
             found.append(logits)
         return found
 
-    def _fork(self, live: Sequence[_Answer]) -> None:
+    def _fork(self, going: Sequence[_Answer]) -> None:
         """Give each answer a context: the first that goes on continues the prompt's own."""
-        first, *others = live
+        first, *others = going
         done, self._prompt = self._prompt, None
         assert done is not None
         first.done, record = done, done.record

@@ -4,6 +4,7 @@
 
     CtxReuseError
     ├── ConfigError                 a setting, flag or file that the user can change is wrong
+    │   └── GrammarError            a schema, pattern, grammar or tool that answers cannot be held to
     ├── FormatError                 bytes (from disk or wire) are not a block of this version
     ├── StoreError                  the store on disk cannot do this
     │   ├── StoreOwnedError         another process owns the store for writing
@@ -33,6 +34,7 @@ __all__ = [
     "EngineDiedError",
     "EngineError",
     "FormatError",
+    "GrammarError",
     "LinkDownError",
     "LinkError",
     "LinkRefusedError",
@@ -67,6 +69,10 @@ def _rebuild(kind: type[CtxReuseError], what: str, where: str, fix: str) -> CtxR
 
 class ConfigError(CtxReuseError):
     """A setting, flag or file that the user can change is wrong."""
+
+
+class GrammarError(ConfigError):
+    """A schema, pattern, grammar or tool that answers cannot be held to: wrong, not supported or too complex."""
 
 
 class FormatError(CtxReuseError):

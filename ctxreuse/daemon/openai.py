@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import msgspec
 
+from ctxreuse.daemon.formats import ResponseFormat, StructuredOutputs
 from ctxreuse.engines.sampling import MAX_BIAS
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import (
@@ -191,6 +192,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     ctxreuse: Extra = Extra()
 
     @property
@@ -207,7 +210,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):

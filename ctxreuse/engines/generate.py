@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from ctxreuse.constrain import Constraint
 from ctxreuse.engines.base import Context, Engine, Logits
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
 from ctxreuse.engines.sampling import Sampler, SamplingParams, largest, log_softmax
@@ -45,13 +46,20 @@ class AnswerDecoder:
         ended: no piece follows: the last one had a ``finish``, or ``max_tokens`` is 0.
     """
 
-    def __init__(self, text: TextModel, space: ModelSpace, prompt: Tokens, sampling: SamplingParams) -> None:
-        """Of an answer to ``prompt``. Raises TokenRangeError for a `SamplingParams.logit_bias` of a token that the
-        model does not have."""
+    def __init__(
+        self,
+        text: TextModel,
+        space: ModelSpace,
+        prompt: Tokens,
+        sampling: SamplingParams,
+        constraint: Constraint | None = None,
+    ) -> None:
+        """Of an answer to ``prompt``; ``constraint``: of `SamplingParams.grammar`, at its beginning. Raises
+        TokenRangeError for a `SamplingParams.logit_bias` of a token that the model does not have."""
         beyond = max(sampling.logit_bias, default=-1)
         if beyond >= space.vocab_size:
             raise TokenRangeError(f"logit_bias names token {beyond:,}, and the model has {space.vocab_size:,} tokens")
-        self._text, self._sampling = text, sampling
+        self._text, self._sampling, self._constraint = text, sampling, constraint
         self._sampler = Sampler(sampling, len(prompt))
         # The last token needs no position, as it is never fed.
         end = min(len(prompt) + sampling.max_tokens, space.max_tokens + 1)
@@ -68,18 +76,21 @@ class AnswerDecoder:
         return self._history[self._count - 1 : self._count]
 
     def next(self, logits: Logits) -> GeneratedToken:
-        """Draw the next token from the logits after all tokens so far."""
-        sampling, stops = self._sampling, self._stops
-        token = self._sampler.next(logits, self._history[: self._count])
+        """Draw the next token from the logits after all tokens so far. Raises GrammarError for a grammar that turns
+        out to be too complex."""
+        sampling, stops, constraint = self._sampling, self._stops, self._constraint
+        allowed = logits if constraint is None else constraint.mask(logits)
+        token = self._sampler.next(allowed, self._history[: self._count])
+        complete = constraint is not None and constraint.advance(token)
         self._history[self._count] = token
         self._count += 1
         finish: Finish | None = None
-        if token in self._text.stop_ids and not sampling.ignore_eos:
+        if token in self._text.stop_ids and (constraint is not None or not sampling.ignore_eos):
             finish, out = "stop", stops.add(self._words.flush())
         else:
             out = stops.add(self._words.add(token))
-            if self._count == len(self._history):
-                finish = "length"
+            if complete or self._count == len(self._history):
+                finish = "stop" if complete else "length"
                 if not stops.found:
                     out += stops.add(self._words.flush())
         if stops.found:
@@ -97,15 +108,17 @@ def generate(
     logits: Logits,
     sampling: SamplingParams,
     advance: Callable[[Context, Tokens], Logits] | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[GeneratedToken]:
     """Yield one piece per token. ``logits`` follow the tokens that ``context`` holds; ``advance`` appends each further
-    one (None: `Engine.prefill`).
+    one (None: `Engine.prefill`); ``constraint``: of `SamplingParams.grammar`, at its beginning.
 
     A token is fed to the engine only when the next one is requested, so after the end the last token is not in
     ``context``. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what `AnswerDecoder` and
     `Engine.prefill` raise, except ContextTooLongError: a full context ends with ``length``.
     """
-    decoder, feed = AnswerDecoder(text, engine.space, context.tokens, sampling), advance or engine.prefill
+    decoder = AnswerDecoder(text, engine.space, context.tokens, sampling, constraint)
+    feed = advance or engine.prefill
     while not decoder.ended:
         yield decoder.next(logits)
         if not decoder.ended:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ctxreuse.constrain.grammar import Grammar
 from ctxreuse.engines.base import Logits
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
@@ -32,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ``temperature`` 0 is greedy. ``logit_bias``: added to the logits of token ids, before penalties and temperature;
     -100 bans a token, 100 forces it. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, 4.1),
     ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
-    alternatives to report beside the chosen token's own log-probability; 0 reports nothing.
+    alternatives to report beside the chosen token's own log-probability; 0 reports nothing. ``grammar``: what the
+    answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says.
     """
 
     max_tokens: int = 256
@@ -48,6 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     logprobs: int = 0
     logit_bias: Mapping[int, float] = {}
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, good, rule in (

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
+from ctxreuse.constrain.vocabulary import Vocabulary, byte_table, vocabulary_of
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.models import file_digest
@@ -141,6 +142,12 @@ class HFText:
         """See `TextModel.token_chars`."""
         return _token_chars(json.loads(self._tokenizer.to_str()))
 
+    def vocabulary(self) -> Vocabulary:
+        """See `ctxreuse.constrain.HasVocabulary`."""
+        count = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        pieces = [self._tokenizer.id_to_token(i) for i in range(count)]
+        return vocabulary_of(json.loads(self._tokenizer.to_str()), pieces)
+
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
         try:
@@ -243,10 +250,7 @@ def _spells_all(model: Mapping[str, Any], splitters: Sequence[Mapping[str, Any]]
     if model.get("byte_fallback"):
         names = [f"<0x{byte:02X}>" for byte in _TEXT_BYTES]
     elif any(step.get("type") == "ByteLevel" for step in splitters):
-        # The alphabet of byte-level vocabularies: printable bytes are themselves, the others follow from 256 on.
-        plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        others = {byte: 256 + n for n, byte in enumerate(byte for byte in range(256) if byte not in plain)}
-        names = [chr(others.get(byte, byte)) for byte in _TEXT_BYTES]
+        names = [char for char, byte in byte_table().items() if byte[0] in _TEXT_BYTES]
     return bool(names) and all(name in model["vocab"] for name in names)
 
 

@@ -17,6 +17,7 @@ from ctxreuse.runtime.request import ContextRecord, PrefillResult
 from ctxreuse.usage import TokenUsage, Usage
 
 if TYPE_CHECKING:
+    from ctxreuse.constrain import Constraint
     from ctxreuse.cost import CostModel
     from ctxreuse.engines.base import Context, Engine, Logits
     from ctxreuse.engines.generate import AnswerDecoder, GeneratedToken
@@ -76,7 +77,9 @@ class AnswerGroup:
         request: Request,
         samplings: Sequence[SamplingParams],
         was: PauseKind | None,
+        constraints: Sequence[Constraint | None] = (),
     ) -> None:
+        """``constraints``: of the samplings' grammars, compiled; empty: none has one."""
         self.runtime, self.request = runtime, request
         self._text, self._was = text, was
         self._turn = runtime.turn(request)
@@ -85,7 +88,8 @@ class AnswerGroup:
         #: The prompt's context, until an answer continues it.
         self._prompt: PrefillResult | None = None
         self._number, self._generated = -1, 0
-        self._answers = [_Answer(number, sampling) for number, sampling in enumerate(samplings)]
+        held = constraints or [None] * len(samplings)
+        self._answers = [_Answer(number, *each) for number, each in enumerate(zip(samplings, held))]
 
     def completions(self) -> list[Completion]:
         """Return the answers, once."""
@@ -127,7 +131,9 @@ class AnswerGroup:
         for one in self._answers:
             one.usage = Usage(TokenUsage(), request=done.usage.request) if one.number else done.usage
         for one in self._answers:
-            one.decoder = AnswerDecoder(self._text, runtime.engine.space, done.context.tokens, one.sampling)
+            one.decoder = AnswerDecoder(
+                self._text, runtime.engine.space, done.context.tokens, one.sampling, one.constraint
+            )
         return done.logits
 
     @property
@@ -210,8 +216,8 @@ class AnswerGroup:
 class _Answer:
     """State of one answer of a group, whose lock guards all but ``wanted``."""
 
-    def __init__(self, number: int, sampling: SamplingParams) -> None:
-        self.number, self.sampling = number, sampling
+    def __init__(self, number: int, sampling: SamplingParams, constraint: Constraint | None) -> None:
+        self.number, self.sampling, self.constraint = number, sampling, constraint
         self.pieces: deque[GeneratedToken] = deque()
         self.decoder: AnswerDecoder | None = None
         self.done: PrefillResult | None = None

@@ -62,8 +62,8 @@ class RuntimeProtocol(Protocol):
     def complete(self, prompt: PromptLike, sampling: SamplingParams, *, was: PauseKind | None = None) -> Completion:
         """Answer a prompt: an iterator of pieces. The prompt is checked now and computed at the first ``next``.
 
-        ``was``: the reason of its session's last pause, if the prompt tells. Raises what `request` raises, and
-        EngineError without a tokenizer.
+        ``was``: the reason of its session's last pause, if the prompt tells. Raises what `request` raises,
+        EngineError without a tokenizer, and GrammarError for a `SamplingParams.grammar` that cannot be followed.
         """
 
     def complete_many(

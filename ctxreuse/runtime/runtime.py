@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.block.levels import allowed_by, check_limit
+from ctxreuse.constrain import GrammarCompiler
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.chunks import ChunkEngine
 from ctxreuse.engines.prompt import rewrites_history
@@ -39,6 +40,7 @@ from ctxreuse.why import RequestInfo, RequestLog, Why, explain
 
 if TYPE_CHECKING:
     from ctxreuse.bus.remote import Remote
+    from ctxreuse.constrain import Constraint, Grammar
     from ctxreuse.engines.base import Engine
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
@@ -81,6 +83,8 @@ class Runtime:
         self.cost = CostModel() if options.cost is None and learns else options.cost
         self.steps = StepScheduler(engine, clock=self.clock)
         self.inflight = PromptsInFlight(engine, self.steps.exclusive)
+        stop_ids = self.text.stop_ids if self.text is not None else frozenset[int]()
+        self.grammars = GrammarCompiler(self.text, engine.space.vocab_size, stop_ids)
         self._salt = tenant_salt(options.tenant)
         self._prompts = 0
 
@@ -217,7 +221,12 @@ class Runtime:
         """See `RuntimeProtocol.complete_many`."""
         if self.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel: RuntimeOptions(text=…)")
-        return AnswerGroup(self, self.text, self._request(prompt), samplings, was).completions()
+        constraints = [self.constrain(one.grammar) if one.grammar is not None else None for one in samplings]
+        return AnswerGroup(self, self.text, self._request(prompt), samplings, was, constraints).completions()
+
+    def constrain(self, grammar: Grammar) -> Constraint:
+        """Compile a grammar, or find it compiled. Raises what `GrammarCompiler.compile` raises."""
+        return self.grammars.compile(grammar)
 
     def warm(self, prompt: PromptLike) -> Usage:
         """See `RuntimeProtocol.warm`."""

@@ -60,6 +60,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "llama_vocab_bos": (c_int32, c_void_p),
     "llama_vocab_eos": (c_int32, c_void_p),
     "llama_vocab_get_add_bos": (c_bool, c_void_p),
+    "llama_token_to_piece": (c_int32, c_void_p, c_int32, c_void_p, c_int32, c_int32, c_bool),
     "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
     "llama_detokenize": (c_int32, c_void_p, c_void_p, c_int32, c_void_p, c_int32, c_bool, c_bool),
     "llama_init_from_model": (c_void_p, c_void_p, _Params),

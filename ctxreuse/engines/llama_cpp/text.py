@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ctxreuse.constrain.vocabulary import Vocabulary
 from ctxreuse.engines.llama_cpp.library import LlamaLibrary, LlamaModel
 from ctxreuse.engines.text import HFText
 from ctxreuse.errors import EngineError
@@ -55,6 +56,17 @@ class LlamaText(HFText):
         """See `TextModel.markers`."""
         ids = range(self._model.vocab_size)
         return frozenset(self._name(i) for i in ids if self._calls.llama_vocab_is_control(self._vocab, i))
+
+    def vocabulary(self) -> Vocabulary:
+        """See `ctxreuse.constrain.HasVocabulary`."""
+        tokens, special = [], []
+        piece = np.empty(1 << 12, np.uint8)
+        for i in range(self._model.vocab_size):
+            count = self._calls.llama_token_to_piece(self._vocab, i, piece.ctypes.data, len(piece), 0, True)
+            tokens.append(piece[: max(count, 0)].tobytes())
+            if self._calls.llama_vocab_is_control(self._vocab, i):
+                special.append(i)
+        return Vocabulary(tokens, special)
 
     @property
     def token_chars(self) -> int:

@@ -19,6 +19,7 @@ from ctxreuse.block.format import BlockView, Header, layout_of_header, parse
 from ctxreuse.codec import Codec, ProfileStore
 from ctxreuse.codec.profile_bytes import read_profile
 from ctxreuse.config import EngineConfig
+from ctxreuse.constrain import HasVocabulary
 from ctxreuse.engines.base import Context, Engine, Loading
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, RelocatedContext, Relocation
 from ctxreuse.engines.process.loading import placed_planes
@@ -43,7 +44,7 @@ from ctxreuse.engines.process.wire import (
     unpack_arrays,
 )
 from ctxreuse.engines.text import Message
-from ctxreuse.errors import EngineError
+from ctxreuse.errors import ConfigError, EngineError
 
 __all__ = ["open_config", "serve"]
 
@@ -271,6 +272,14 @@ class _Server:
         return None, [self._ops.recompute_rows(context, rows, ids, drift=spans)]
 
     # Text
+
+    def do_vocabulary(self, *, call: Call) -> Outcome:
+        text: object = self._engine.text
+        if not isinstance(text, HasVocabulary):
+            raise ConfigError("this engine does not tell its vocabulary, so no answer can be constrained")
+        tokens, special = text.vocabulary()
+        ends = np.cumsum([len(token) for token in tokens], dtype="<i8")
+        return None, [np.frombuffer(b"".join(tokens), np.uint8), ends, np.asarray(special, "<i8")]
 
     def do_encode(self, markers: bool, text: Array, *, call: Call) -> Outcome:
         assert self._engine.text is not None

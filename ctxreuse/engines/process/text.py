@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 
+from ctxreuse.constrain.vocabulary import Vocabulary
 from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.wire import TextFacts
 from ctxreuse.engines.text import Message
@@ -36,6 +38,12 @@ class ChildText:
     def token_chars(self) -> int:
         """See `TextModel.token_chars`."""
         return self._facts.token_chars
+
+    def vocabulary(self) -> Vocabulary:
+        """See `ctxreuse.constrain.HasVocabulary`."""
+        found = self._call("vocabulary").arrays
+        text, ends, special = found[0].tobytes(), found[1].tolist(), found[2].tolist()
+        return Vocabulary([text[start:end] for start, end in pairwise([0, *ends])], special)
 
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""

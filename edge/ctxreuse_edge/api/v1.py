@@ -48,6 +48,7 @@ from ctxreuse_edge.api.answers import (
     max_kl_of,
     sampling_of,
 )
+from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
     import msgspec
@@ -112,6 +113,7 @@ def _chat(node: EdgeNode) -> list[Route]:
         body = await body_of(request, node, EdgeChatRequest)
         model = node.models.find(body.model)
         _refuse_unsupported(body)
+        wanted = format_of(body)
 
         def make(name: str, step: Callable[[], None]) -> Completion:
             runtime = model.runtime
@@ -123,7 +125,7 @@ def _chat(node: EdgeNode) -> list[Route]:
             found = encode_prompt(text, [*before, *messages], max_tokens=space.max_tokens)
             step()
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            sampling = sampling_of(body, len(found.ids), space, limit)
+            sampling = constrained(sampling_of(body, len(found.ids), space, limit), wanted, runtime)
             max_kl = max_kl_of(node, body.ctxreuse.lossy, runtime)
             about = about_messages([*before, *messages], found, id_of(request), name)
             branches = branches_of(found.ends)
@@ -150,8 +152,6 @@ def _refuse_unsupported(body: ChatRequest) -> None:
         raise ApiError(400, "logprobs is not supported", param="logprobs")
     if body.tools:
         raise ApiError(400, "tools are not supported: describe them in a message", param="tools")
-    if body.response_format and body.response_format.get("type", "text") != "text":
-        raise ApiError(400, "only plain text is supported", param="response_format")
 
 
 class _ChatAnswer(OpenAiAnswer):
@@ -197,6 +197,7 @@ def _completions(node: EdgeNode) -> list[Route]:
     async def answer(request: Request) -> Response:
         body = await body_of(request, node, EdgeCompletionRequest)
         model = node.models.find(body.model)
+        wanted = format_of(body)
         for name, refused in (
             ("logprobs", body.logprobs is not None),
             ("echo", bool(body.echo)),
@@ -211,7 +212,7 @@ def _completions(node: EdgeNode) -> list[Route]:
             ids = prompt_ids(body.prompt, runtime.text, space.max_tokens)
             step()
             limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-            sampling = sampling_of(body, len(ids), space, limit)
+            sampling = constrained(sampling_of(body, len(ids), space, limit), wanted, runtime)
             max_kl, about = max_kl_of(node, body.ctxreuse.lossy, runtime), RequestInfo(id_of(request), name)
             prompt = runtime.request(ids, max_kl=max_kl, about=about, priority=body.priority, caller=CALLER.get())
             step()

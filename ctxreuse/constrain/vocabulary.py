@@ -21,7 +21,7 @@ class HasVocabulary(Protocol):
     """A text model whose answers can be constrained. Thread-safe."""
 
     def vocabulary(self) -> Vocabulary:
-        """The model's tokens; takes up to a second, as it makes them anew."""
+        """The model's tokens; takes up to a second, each time."""
         ...
 
 

@@ -88,8 +88,8 @@ class AnswerGroup:
         #: The prompt's context, until an answer continues it.
         self._prompt: PrefillResult | None = None
         self._number, self._generated = -1, 0
-        held = constraints or [None] * len(samplings)
-        self._answers = [_Answer(number, *each) for number, each in enumerate(zip(samplings, held))]
+        all_constraints = constraints or [None] * len(samplings)
+        self._answers = [_Answer(number, *each) for number, each in enumerate(zip(samplings, all_constraints))]
 
     def completions(self) -> list[Completion]:
         """Return the answers, once."""

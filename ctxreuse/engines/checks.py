@@ -1,20 +1,64 @@
-"""What is checked before a context is filled from blocks: nothing is touched unless all of it holds."""
+"""What engines check before a context is read or changed: nothing is touched unless all of it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from ctxreuse.block.format import BlockView, Layout, parse
 from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
+from ctxreuse.engines.base import Context
 from ctxreuse.engines.chunks import BlockRows, Relocation, RelocationError
 from ctxreuse.errors import ConfigError, EngineError, FormatError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["check_blocks", "check_relocations", "check_rows", "check_spans", "check_state", "decoded_state"]
+__all__ = [
+    "check_blocks",
+    "check_boundary",
+    "check_crop",
+    "check_export",
+    "check_kind",
+    "check_relocations",
+    "check_rows",
+    "check_spans",
+    "check_state",
+    "decoded_state",
+]
+
+C = TypeVar("C")
+
+
+def check_kind(context: Context, kind: type[C]) -> C:
+    """Return the context, as one of this engine's kind; raises EngineError if it is another's."""
+    if not isinstance(context, kind):
+        raise EngineError(
+            f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
+        )
+    return context
+
+
+def check_boundary(n: int, size: int) -> None:
+    """Raise EngineError unless ``n`` tokens are whole blocks of ``size``."""
+    if n % size:
+        raise EngineError(
+            f"the context holds {n} tokens, which is no block boundary", fix=f"Crop or compute to a multiple of {size}"
+        )
+
+
+def check_export(first: int, count: int, size: int, n: int) -> None:
+    """Raise EngineError unless ``count`` blocks of ``size`` tokens from block ``first`` are in ``n`` tokens."""
+    if first < 0 or (first + count) * size > n:
+        raise EngineError(f"blocks {first} to {first + count - 1} of {size} tokens are not in a context of {n} tokens")
+
+
+def check_crop(position: int, n: int) -> None:
+    """Raise EngineError unless a context of ``n`` tokens can end at ``position``."""
+    if not 0 <= position <= n:
+        raise EngineError(f"position {position} is not in a context of {n} tokens")
 
 
 def _check_level(view: BlockView, codec: Codec | None) -> None:

@@ -19,7 +19,16 @@ from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt
-from ctxreuse.engines.checks import check_blocks, check_state, decoded_state
+from ctxreuse.engines.checks import (
+    check_blocks,
+    check_boundary,
+    check_crop,
+    check_export,
+    check_kind,
+    check_state,
+    decoded_state,
+)
+from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
@@ -219,11 +228,7 @@ class LlamaEngine(UserCodec):
         """See `Engine.load`. Rows are gathered layer by layer; the library takes them all at the next use."""
         own, size = self._own(context), self.space.block_tokens
         own.finish_load()
-        if own.n % size:
-            raise EngineError(
-                f"the context holds {own.n} tokens, which is no block boundary",
-                fix=f"Crop or compute to a multiple of {size}",
-            )
+        check_boundary(own.n, size)
         if not views:
             if state is not None:
                 raise EngineError("a state without blocks")
@@ -292,39 +297,23 @@ class LlamaEngine(UserCodec):
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
-        own, size = self._own(context), self.space.block_tokens
-        if first < 0 or (first + len(keys)) * size > own.n:
-            raise EngineError(
-                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {own.n} tokens"
-            )
+        own = self._own(context)
+        check_export(first, len(keys), self.space.block_tokens, own.n)
         own.finish_load()
         return self._export(own, keys, parent, first) if keys else iter(())
 
     def _export(
         self, context: LlamaContext, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
+        fill = partial(self._fill, self._pool.read(context))
+        yield from export_blocks(self.space, self._layout, context, keys, parent, first, fill)
+
+    def _fill(self, state: LlamaState, writer: BlockWriter, at: int) -> None:
         size = self.space.block_tokens
-        state = self._pool.read(context)
-        for at, key in zip(range(first * size, (first + len(keys)) * size, size), keys):
-            if at + size > context.n:
-                raise EngineError(f"the context was cropped to {context.n} tokens while it was exported")
-            writer = BlockWriter(
-                self._layout,
-                kind="block",
-                space=self.space.digest,
-                key=key,
-                parent=parent,
-                end=at + size,
-                tokens=context.tokens[at : at + size],
-                level=context.provenance.worst_level(at, at + size),
-                rope_at=at,
-            )
-            for layer, spec in enumerate(self.space.layers):
-                for role in ("k", "v") if spec.blocked else ():
-                    rows = state.rows(layer, role)[at : at + size].reshape(size, spec.kv_heads, -1).transpose(1, 0, 2)
-                    writer.plane(layer, role).view(rows.dtype).reshape(rows.shape)[:] = rows
-            yield writer.seal()
-            parent = key
+        for layer, spec in enumerate(self.space.layers):
+            for role in ("k", "v") if spec.blocked else ():
+                rows = state.rows(layer, role)[at : at + size].reshape(size, spec.kv_heads, -1).transpose(1, 0, 2)
+                writer.plane(layer, role).view(rows.dtype).reshape(rows.shape)[:] = rows
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`."""
@@ -337,8 +326,7 @@ class LlamaEngine(UserCodec):
     def crop(self, context: Context, n: int) -> bool:
         """See `Engine.crop`."""
         own = self._own(context)
-        if not 0 <= n <= own.n:
-            raise EngineError(f"position {n} is not in a context of {own.n} tokens")
+        check_crop(n, own.n)
         if n == own.n:
             return True
         own.finish_load()
@@ -361,12 +349,9 @@ class LlamaEngine(UserCodec):
         return None
 
     def _own(self, context: Context) -> LlamaContext:
-        if not isinstance(context, LlamaContext):
-            raise EngineError(
-                f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
-            )
-        context.check_usable()
-        return context
+        own = check_kind(context, LlamaContext)
+        own.check_usable()
+        return own
 
 
 class _Part(NamedTuple):

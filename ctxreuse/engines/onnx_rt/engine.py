@@ -14,7 +14,15 @@ from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt, chunk_spans
-from ctxreuse.engines.checks import check_blocks, check_state
+from ctxreuse.engines.checks import (
+    check_blocks,
+    check_boundary,
+    check_crop,
+    check_export,
+    check_kind,
+    check_state,
+)
+from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.onnx_rt.arena import KvPool, KvSlot
 from ctxreuse.engines.onnx_rt.context import OnnxContext
@@ -123,11 +131,7 @@ class OnnxEngine(UserCodec):
         """See `Engine.load`. The graph runs once all layers are in."""
         own, size = self._own(context), self.space.block_tokens
         own.finish_load()
-        if own.n % size:
-            raise EngineError(
-                f"the context holds {own.n} tokens, which is no block boundary",
-                fix=f"Crop or compute to a multiple of {size}",
-            )
+        check_boundary(own.n, size)
         views, start = list(views), own.n
         end = start + len(views) * size
         check_length(self.space, end)
@@ -141,45 +145,21 @@ class OnnxEngine(UserCodec):
             (layer, partial(_fill_layer, own.slot, start, views, layer, ready, codec))
             for layer in range(len(self.space.layers) if views else 0)
         ]
-        loading = Import(jobs, background=sum(view.layout.nbytes for view in views) >= _THREAD_BYTES)
-        own.begin_load(loading)
-        return loading
+        own.loading = Import(jobs, background=sum(view.layout.nbytes for view in views) >= _THREAD_BYTES)
+        return own.loading
 
     def export(
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
-        own, size = self._own(context), self.space.block_tokens
-        if first < 0 or (first + len(keys)) * size > own.n:
-            raise EngineError(
-                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {own.n} tokens"
-            )
+        own = self._own(context)
+        check_export(first, len(keys), self.space.block_tokens, own.n)
         own.finish_load()
-        return self._export(own, keys, parent, first)
+        return export_blocks(self.space, self._layout, own, keys, parent, first, partial(self._fill_block, own))
 
-    def _export(
-        self, context: OnnxContext, keys: Sequence[bytes], parent: bytes, first: int
-    ) -> Iterator[npt.NDArray[np.uint8]]:
-        size = self.space.block_tokens
-        rows = {at: context.slot.rows(*at) for at in self._model.names}
-        for at, key in zip(range(first * size, (first + len(keys)) * size, size), keys):
-            if at + size > context.n:
-                raise EngineError(f"the context was cropped to {context.n} tokens while it was exported")
-            writer = BlockWriter(
-                self._layout,
-                kind="block",
-                space=self.space.digest,
-                key=key,
-                parent=parent,
-                end=at + size,
-                tokens=context.tokens[at : at + size],
-                level=context.provenance.worst_level(at, at + size),
-                rope_at=at,
-            )
-            for (layer, role), plane in rows.items():
-                gather(plane, at, writer.plane(layer, role))
-            yield writer.seal()
-            parent = key
+    def _fill_block(self, context: OnnxContext, writer: BlockWriter, at: int) -> None:
+        for layer, role in self._model.names:
+            gather(context.slot.rows(layer, role), at, writer.plane(layer, role))
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`: there are none."""
@@ -188,8 +168,7 @@ class OnnxEngine(UserCodec):
     def crop(self, context: Context, n: int) -> bool:
         """See `Engine.crop`: rows behind the length are written over."""
         own = self._own(context)
-        if not 0 <= n <= own.n:
-            raise EngineError(f"position {n} is not in a context of {own.n} tokens")
+        check_crop(n, own.n)
         own.finish_load()
         own.set_tokens(own.tokens[:n].copy())
         own.provenance.crop(n)
@@ -206,12 +185,9 @@ class OnnxEngine(UserCodec):
         return None
 
     def _own(self, context: Context) -> OnnxContext:
-        if not isinstance(context, OnnxContext):
-            raise EngineError(
-                f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
-            )
-        context.check_usable()
-        return context
+        own = check_kind(context, OnnxContext)
+        own.check_usable()
+        return own
 
 
 def _neighbours(

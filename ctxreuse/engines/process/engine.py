@@ -17,6 +17,7 @@ from ctxreuse.codec import Codec
 from ctxreuse.codec.profile_bytes import write_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits
+from ctxreuse.engines.checks import check_export, check_kind
 from ctxreuse.engines.process.chunks import ChildChunkOps
 from ctxreuse.engines.process.connection import Connection, Result
 from ctxreuse.engines.process.context import ChildContext
@@ -120,11 +121,7 @@ class ChildEngine:
             return make(self._connected())
 
     def _own(self, context: Context) -> ChildContext:
-        if not isinstance(context, ChildContext):
-            raise EngineError(
-                f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
-            )
-        return context
+        return check_kind(context, ChildContext)
 
     def _call(
         self,
@@ -248,11 +245,8 @@ class ChildEngine:
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`. The first block is made at once, the others as they are wanted."""
-        own, size = self._own(context), self.space.block_tokens
-        if first < 0 or (first + len(keys)) * size > own.n:
-            raise EngineError(
-                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {own.n} tokens"
-            )
+        own = self._own(context)
+        check_export(first, len(keys), self.space.block_tokens, own.n)
         begun = self._export(own, list(keys), parent, first)
         head = next(begun, None)
         return iter(()) if head is None else _chained(head, begun)

@@ -18,11 +18,12 @@ from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt
-from ctxreuse.engines.checks import check_blocks, check_state, decoded_state
+from ctxreuse.engines.checks import check_blocks, check_boundary, check_crop, check_export, check_state, decoded_state
+from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf.cache import states
-from ctxreuse.engines.torch_hf.cache.blocks import fill_layer, seal_block, seal_state
+from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.model import ModelOptions, TorchModel, first_keys, open_model
@@ -144,11 +145,7 @@ class TorchEngine:
             raise EngineError("the context has attached runs, so no block can be loaded into it")
         own.finish_load()
         start = own.n
-        if start % space.block_tokens:
-            raise EngineError(
-                f"the context holds {start} tokens, which is no block boundary",
-                fix=f"Crop or compute to a multiple of {space.block_tokens}",
-            )
+        check_boundary(start, space.block_tokens)
         if own.loading is not None:
             raise EngineError("a load into the context is still in flight, or has failed", fix="wait() for it first")
         if not views:
@@ -203,23 +200,13 @@ class TorchEngine:
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
-        own, size = self._model.own(context), self.space.block_tokens
+        own = self._model.own(context)
         own.check_filled()
-        if first < 0 or (first + len(keys)) * size > own.n:
-            raise EngineError(
-                f"blocks {first} to {first + len(keys) - 1} of {size} tokens are not in a context of {own.n} tokens"
-            )
+        check_export(first, len(keys), self.space.block_tokens, own.n)
         own.wait_load()
-        return self._export(own, keys, parent, first)
-
-    def _export(
-        self, context: TorchContext, keys: Sequence[bytes], parent: bytes, first: int
-    ) -> Iterator[npt.NDArray[np.uint8]]:
-        for number, key in enumerate(keys, first):
-            if (number + 1) * self.space.block_tokens > context.n:
-                raise EngineError(f"the context was cropped to {context.n} tokens while it was exported")
-            yield seal_block(self.space, self._model.layout, context, number, key, parent)
-            parent = key
+        return export_blocks(
+            self.space, self._model.layout, own, keys, parent, first, partial(fill_block, own, self.space.block_tokens)
+        )
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`."""
@@ -233,8 +220,7 @@ class TorchEngine:
     def crop(self, context: Context, n: int) -> bool:
         """See `Engine.crop`."""
         own = self._model.own(context)
-        if not 0 <= n <= own.n:
-            raise EngineError(f"position {n} is not in a context of {own.n} tokens")
+        check_crop(n, own.n)
         if n == own.n:
             return True
         own.wait_load()

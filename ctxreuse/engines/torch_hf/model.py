@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from ctxreuse import models
 from ctxreuse.block.format import Layout, block_layout
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt, chunk_spans
+from ctxreuse.engines.checks import check_kind
 from ctxreuse.engines.torch_hf.attention import install
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Pool
@@ -227,12 +228,9 @@ class TorchModel(UserCodec):
 
     def own(self, context: Context) -> TorchContext:
         """The context, if it is a usable one of this engine; raises EngineError."""
-        if not isinstance(context, TorchContext):
-            raise EngineError(
-                f"a {type(context).__name__} is no context of this engine", fix="Use one that new_context() gave"
-            )
-        context.check_usable()
-        return context
+        own = check_kind(context, TorchContext)
+        own.check_usable()
+        return own
 
     @property
     def packs(self) -> bool:

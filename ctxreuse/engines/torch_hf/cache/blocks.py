@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ctxreuse.block.format import BlockView, BlockWriter, Layout
+from ctxreuse.block.format import BlockView, BlockWriter
 from ctxreuse.block.levels import EXACT, approx
 from ctxreuse.codec import Codec
 from ctxreuse.dtypes import UNSIGNED
@@ -19,7 +19,7 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["bits", "fill_layer", "seal_block", "seal_state"]
+__all__ = ["bits", "fill_block", "fill_layer", "seal_state"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -52,29 +52,13 @@ def fill_layer(
         fill_rows(bits(plane), start, views, layer, role, codec)
 
 
-def seal_block(
-    space: ModelSpace, layout: Layout, context: TorchContext, number: int, key: bytes, parent: bytes
-) -> npt.NDArray[np.uint8]:
-    """The bytes of block ``number`` of a context; K stands there as rotated at its own position."""
-    size = space.block_tokens
-    at = number * size
+def fill_block(context: TorchContext, size: int, writer: BlockWriter, at: int) -> None:
+    """Write the planes of the ``size`` tokens from position ``at``; raises what `TorchContext.row_of` raises."""
     row = context.row_of(at, at + size)
-    writer = BlockWriter(
-        layout,
-        kind="block",
-        space=space.digest,
-        key=key,
-        parent=parent,
-        end=at + size,
-        tokens=context.tokens[at : at + size],
-        level=context.provenance.worst_level(at, at + size),
-        rope_at=at,
-    )
     for index, _ in context.arena_layers:
         assert context.lease is not None
         gather(bits(context.lease.arena.k[index]), row, writer.plane(index, "k"))
         gather(bits(context.lease.arena.v[index]), row, writer.plane(index, "v"))
-    return writer.seal()
 
 
 def seal_state(

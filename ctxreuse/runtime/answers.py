@@ -196,6 +196,8 @@ class AnswerGroup:
             one.done = None
             if last and self._prompt is not None:  # no answer went on
                 done, self._prompt = self._prompt, None
+        if last:
+            runtime.steps.end(self._turn)
         if done is not None and finish != "error":
             ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
             keys = runtime.release(done)

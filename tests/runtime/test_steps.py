@@ -71,6 +71,26 @@ def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -
     planner.done(decoding, 0.01, 5.0)
     assert planner.plan(prefill, 5.1, batches=True)[1] == FIRST_SLICE
     assert planner.plan(prefill, 6.0, batches=True)[1] is None
+    two = waiting(llama, (1, 1), (1, 2))
+    planner.done(two, 0.01, 7.0)
+    planner.end(two[0].turn)
+    assert planner.plan(prefill, 7.1, batches=True)[1] == FIRST_SLICE
+    planner.end(two[1].turn)
+    assert planner.plan(prefill, 7.1, batches=True)[1] is None
+
+
+def test_a_prompt_right_behind_an_answer_has_the_passes_of_any_other(llama: TorchEngine) -> None:
+    """Else it would have other bits than the same prompt later, on engines that round by the length of a pass."""
+    engine = Recorded(llama)
+    # No time passes between the answers.
+    runtime = Runtime(engine, None, RuntimeOptions(text=Letters(), clock=lambda: 0.0, context_cache_bytes=0))  # type: ignore[arg-type]
+    passes = []
+    for seed in range(2):
+        engine.passes.clear()
+        runtime.complete(tokens(300, seed=seed), SamplingParams(max_tokens=4, ignore_eos=True)).drain()
+        passes.append(list(engine.passes))
+    assert passes[0] == passes[1]
+    assert passes[0][-3:] == [[1]] * 3
 
 
 @contextmanager

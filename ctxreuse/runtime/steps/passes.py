@@ -17,7 +17,8 @@ __all__ = ["MOST", "PassPlanner", "StepStats", "Waiting"]
 
 #: Most contexts in one pass: their K and V are read one by one, so more of them only wait longer.
 MOST = 32
-#: Seconds after its last token that an answer is expected to want another, so that prefills still go in slices.
+#: Seconds after its last token that an answer which has not ended is expected to want another, so that prefills still
+#: go in slices. Where they needlessly do, they are slower, and in short passes llama.cpp rounds otherwise.
 _DECODES = 0.25
 
 
@@ -73,8 +74,8 @@ class PassPlanner:
         self._passes = self._contexts = self._stalled = 0
         self._started, self._waited = Counter[int](), defaultdict[int, float](float)
         self._order, self._slices = PrefillOrder(), SliceEstimator()
-        #: When a token was decoded last, and whether prefills go in slices because of that.
-        self._decoded, self._sliced = float("-inf"), False
+        #: When each answer decoded its last token, and whether prefills go in slices because of that.
+        self._decoded, self._sliced = dict[RequestTurn, float](), False
 
     def plan(self, waiting: Sequence[Waiting], now: float, *, batches: bool) -> tuple[list[Waiting], int | None]:
         """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
@@ -84,7 +85,8 @@ class PassPlanner:
         """
         decoding = [one for one in waiting if one.decodes]
         prefill = self._prefill([one for one in waiting if not one.decodes], now)
-        self._sliced = bool(decoding) or now - self._decoded < _DECODES
+        self._decoded = {turn: at for turn, at in self._decoded.items() if now - at < _DECODES}
+        self._sliced = bool(decoding or self._decoded)
         limit = self._slices.tokens(len(decoding)) if self._sliced else None
         if batches:
             if decoding and not self._slices.measured:
@@ -113,11 +115,15 @@ class PassPlanner:
         self._passes += 1
         self._contexts += len(chosen)
         if decoding:
-            self._decoded = now
+            self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
             self._stalled += bool(computed) and step is not None and seconds > STALL * step
         if self._sliced and (computed or not prefills):
             self._slices.observe(decoding, computed, seconds)
+
+    def end(self, turn: RequestTurn) -> None:
+        """Note that an answer wants no more tokens, so that the next prefill need not go in slices for it."""
+        self._decoded.pop(turn, None)
 
     def stats(self, waiting: Sequence[Waiting]) -> StepStats:
         """Return the figures so far."""

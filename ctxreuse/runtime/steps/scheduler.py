@@ -72,6 +72,11 @@ class StepScheduler:
             turn.cancelled = True
             self._change.notify_all()
 
+    def end(self, turn: RequestTurn) -> None:
+        """Note that the request of ``turn`` computes no more."""
+        with self._change:
+            self._planner.end(turn)
+
     def step(self, context: Context, tokens: Tokens, turn: RequestTurn = _NORMAL) -> Advanced:
         """Append to a context, beside what others need, as many of ``tokens`` (one or more) as one pass takes.
 

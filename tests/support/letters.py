@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ctxreuse.errors import EngineError
+
 
 class Letters:
     stop_ids: frozenset[int] = frozenset()
@@ -16,4 +18,4 @@ class Letters:
         return "".join(chr(0x100 + int(i)) for i in ids)
 
     def render(self, messages: Any, *, generate: bool) -> str:
-        raise AssertionError
+        raise EngineError("letters have no template")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ctxreuse.block.format import parse
+from ctxreuse.errors import CtxReuseError, EngineDiedError
 from ctxreuse.identity.keys import ROOT
 
 if TYPE_CHECKING:
@@ -16,12 +17,13 @@ __all__ = ["ForkingEngine", "fork_context"]
 
 @runtime_checkable
 class ForkingEngine(Protocol):
-    """An engine that can copy a context whole, or share its rows."""
+    """An engine that can copy a context, or let others share its rows."""
 
     def fork(self, context: Context, count: int, reserve: int = 0) -> list[Context]:
-        """Return ``count`` contexts with the tokens and the very K and V of ``context``, each with room for ``reserve``
-        tokens in all; what is done to one of them changes no other. Raises EngineError, and what `Loading.wait`
-        raises."""
+        """Return ``count`` contexts with the tokens and the very K and V of ``context``, or of its leading part, each
+        with room for ``reserve`` tokens in all; what is done to one of them changes no other.
+
+        Raises EngineError, and what `Loading.wait` raises."""
         ...
 
 
@@ -30,11 +32,21 @@ def fork_context(
 ) -> list[Context]:
     """Return ``count`` contexts that begin as ``context`` does, each with room for ``reserve`` tokens in all.
 
-    An engine that is no `ForkingEngine` loads the whole blocks (``keys``) of it into each, and what follows the last of
-    them, or the last state, is missing: the caller computes it. Raises CtxReuseError.
+    An engine that is no `ForkingEngine` loads the whole blocks (``keys``) of it into each. What is missing then, after
+    the last block or the last state, the caller computes: all of it where the context's rows are no blocks. Raises what
+    `Engine.new_context` raises.
     """
-    if isinstance(engine, ForkingEngine):
-        return engine.fork(context, count, reserve)
+    try:
+        if isinstance(engine, ForkingEngine):
+            return engine.fork(context, count, reserve)
+        return _copies(engine, context, keys, count, reserve)
+    except EngineDiedError:
+        raise
+    except CtxReuseError:
+        return [engine.new_context(reserve) for _ in range(count)]
+
+
+def _copies(engine: Engine, context: Context, keys: Sequence[bytes], count: int, reserve: int) -> list[Context]:
     size, state = engine.space.block_tokens, None
     blocks = context.n // size
     if engine.space.needs_state:

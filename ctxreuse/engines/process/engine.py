@@ -24,7 +24,7 @@ from ctxreuse.engines.process.context import ChildContext
 from ctxreuse.engines.process.loading import ChildLoading
 from ctxreuse.engines.process.supervisor import EngineState, Supervisor
 from ctxreuse.engines.process.text import ChildText
-from ctxreuse.engines.process.wire import Opening, WireError, encode_headers
+from ctxreuse.engines.process.wire import ContextFacts, Opening, WireError, encode_headers
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import Tokens, as_tokens
 
@@ -191,6 +191,18 @@ class ChildEngine:
         ids = np.concatenate([view.tokens for view in views]) if views else np.zeros(0, "<i4")
         self._call("load", load, on=[own], appended=[ids], arrays=arrays)
         return ChildLoading(own.connection, load, views, self._layers if views else (), ready)
+
+    def fork(self, context: Context, count: int, reserve: int = 0) -> list[Context]:
+        """See `ForkingEngine.fork`."""
+        own = self._own(context)
+        numbers = [own.connection.number() for _ in range(count)]
+        facts = msgspec.convert(self._call("fork", numbers, reserve, on=[own]).value, list[ContextFacts])
+        made: list[Context] = []
+        for number, one in zip(numbers, facts):
+            fork = ChildContext(own.connection, number, one)
+            fork.update(one, own.tokens[: one.n])
+            made.append(fork)
+        return made
 
     def prefill(self, context: Context, tokens: Tokens) -> Logits:
         """See `Engine.prefill`."""

@@ -22,6 +22,7 @@ from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
 from ctxreuse.engines.base import Context, Engine, Loading
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, RelocatedContext, Relocation
+from ctxreuse.engines.fork import fork_context
 from ctxreuse.engines.process.loading import placed_planes
 from ctxreuse.engines.process.memory import SharedMemory
 from ctxreuse.engines.process.pipe import FramePipe, Payload
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 _THREADS = 8
 #: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
 _COMPUTES = frozenset(
-    ("prefill", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention", "recompute_rows")
+    ("fork", "prefill", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention", "recompute_rows")
 )
 
 #: The result of a verb: a value, and arrays.
@@ -172,6 +173,13 @@ class _Server:
     def do_new(self, number: int, reserve: int, *, call: Call) -> Outcome:
         self._contexts[number] = self._engine.new_context(reserve)
         return None, ()
+
+    def do_fork(self, context: Context, numbers: Sequence[int], reserve: int, *, call: Call) -> Outcome:
+        # Nobody finds these blocks by their keys.
+        keys = [number.to_bytes(32, "little") for number in range(context.n // self._engine.space.block_tokens)]
+        found = fork_context(self._engine, context, keys, len(numbers), reserve)
+        self._contexts.update(zip(numbers, found))
+        return [_facts(one) for one in found], ()
 
     def do_prefill(self, context: Context, ids: Array, *, call: Call) -> Outcome:
         return None, [self._engine.prefill(context, ids)]

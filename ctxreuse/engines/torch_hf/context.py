@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse.engines.chunks import Role
 from ctxreuse.engines.imports import Import
@@ -116,10 +118,7 @@ class TorchContext:
 
         ``recomputed``: rows before the context's end that will be computed and may lie in attached runs now.
         """
-        if len(self._ids) < n:
-            grown = np.zeros(min(max(n, 2 * len(self._ids)), max(self._limit, n)), "<i4")
-            grown[: self._n] = self._ids[: self._n]
-            self._ids = grown
+        self.reserve_ids(n)
         if self.in_place is not None:
             n = self.in_place.rows + max(n - self._n, 0) + recomputed
         if not self.arena_layers or (self.lease and self.lease.arena.capacity >= n):
@@ -131,6 +130,30 @@ class TorchContext:
         for index, layer in self.arena_layers:
             layer.bind(lease.arena.k[index], lease.arena.v[index])
         self.lease = lease
+
+    def reserve_ids(self, n: int) -> None:
+        """Have room for the ids of ``n`` tokens."""
+        if len(self._ids) < n:
+            grown = np.zeros(min(max(n, 2 * len(self._ids)), max(self._limit, n)), "<i4")
+            grown[: self._n] = self._ids[: self._n]
+            self._ids = grown
+
+    def adopt(self, lease: Lease) -> None:
+        """Use an arena that holds the context's rows."""
+        for index, layer in self.arena_layers:
+            layer.adopt(lease.arena.k[index], lease.arena.v[index], self._n)
+        self.lease = lease
+
+    def become(self, other: TorchContext, lease: Lease | None) -> None:
+        """Be what another context is; ``lease``: an arena with its rows. This one is empty and has capacity."""
+        self._ids[: other.n] = other.tokens
+        self._n = other.n
+        self.provenance = deepcopy(other.provenance)
+        if lease is not None:
+            self.adopt(lease)
+        if self.windows or any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers):
+            states.restore(self.cache, states.capture(other.cache, other.n))
+        self.snapshots, self._passing = dict(other.snapshots), set(other._passing)
 
     def append(self, ids: Tokens) -> None:
         """Count tokens as processed; the layers hold them already."""

@@ -23,6 +23,7 @@ from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf.cache import states
+from ctxreuse.engines.torch_hf.cache.arena import Lease, forked
 from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
@@ -179,6 +180,29 @@ class TorchEngine:
         loading = Import(jobs, background=background)
         own.begin_load(loading)
         return loading
+
+    @inference
+    def fork(self, context: Context, count: int, reserve: int = 0) -> list[Context]:
+        """See `ForkingEngine.fork`: the rows are in memory once, for the context too, and pages that one writes to."""
+        own, size = self._model.own(context), self.space.block_tokens
+        own.check_filled()
+        if own.in_place is not None or any(window.short(own.n) for window in own.windows):
+            raise EngineError("the context has attached runs, or its windows began after its start")
+        own.wait_load()
+        own.finish_load()
+        capacity = min(max(reserve, own.n + size), self.space.max_tokens)
+        leases: list[Lease | None] = [None] * (count + 1)
+        if own.lease is not None:
+            leases = [Lease(arena, None) for arena in forked(own.lease.arena, own.n, capacity, count + 1)]
+        found: list[Context] = []
+        for lease in leases[1:]:
+            one = self._model.new_context()
+            one.reserve_ids(capacity)
+            one.become(own, lease)
+            found.append(one)
+        if leases[0] is not None:
+            own.adopt(leases[0])
+        return found
 
     @inference
     def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:

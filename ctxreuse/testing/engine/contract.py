@@ -23,7 +23,7 @@ from ctxreuse.block.format import parse
 from ctxreuse.engines.base import Context, Engine
 from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, LinkDownError, TokenRangeError
 from ctxreuse.identity.keys import ROOT
-from ctxreuse.testing.engine.steps import StepContract
+from ctxreuse.testing.engine.forks import ForkContract
 from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, resume, seal, views
 
@@ -32,7 +32,7 @@ __all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume"
 _BLOCKS = 6
 
 
-class EngineContract(StepContract):
+class EngineContract(ForkContract):
     """Inherit, and give a fixture ``engine``."""
 
     def test_tokens_and_counts_follow_what_was_processed(self, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 
@@ -11,7 +12,7 @@ import torch
 from ctxreuse import kernels
 from ctxreuse.engines.torch_hf.modes import normal
 
-__all__ = ["Arena", "Lease", "Pool"]
+__all__ = ["Arena", "Lease", "Pool", "SharedRows", "forked"]
 
 _HUGE = 2 << 20
 #: A plane starts at a multiple of this in its arena, as torch's own allocations do; kernels then take the same path.
@@ -37,15 +38,16 @@ class Arena:
 
     # Made when memory is needed, maybe in the middle of a forward: it must be writable outside of inference mode too.
     @normal
-    def __init__(self, shape: Shape, dtype: torch.dtype, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, shape: Shape, dtype: torch.dtype, capacity: int, file: SharedRows | None = None) -> None:
+        """``file``: what it holds at first; written pages become its own. None: anything."""
+        self.capacity, self.shape, self.dtype = capacity, shape, dtype
         sizes = [heads * capacity * width * dtype.itemsize for _, heads, *widths in shape for width in widths]
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
             total += -(-size // _ALIGN) * _ALIGN
         self.nbytes = total
-        self._memory = _map(total)
+        self._memory = _map(total) if file is None else file.map(total)
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
         place = iter(zip(starts, sizes))
@@ -58,6 +60,55 @@ class Arena:
         """Touch every page now, so that no request waits for the system to clear it."""
         kernels.advise_hugepages(self._memory.numpy(), populate=True)
         self._memory[:: mmap.PAGESIZE] = 0  # what is no whole huge page, and systems without them
+
+
+class SharedRows:
+    """A file in memory that arenas of one shape and capacity begin with, without copying it. Close it when they are
+    made: they keep it.
+
+    Its pages are small ones, and an arena gets a copy of each page that it writes to.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("ctxreuse-rows")
+        self._kind = mmap.MAP_SHARED
+
+    def map(self, size: int) -> torch.Tensor:
+        """uint8 [size] of the file: written through by the first, later ones see what it wrote until now."""
+        if self._kind == mmap.MAP_SHARED:
+            os.truncate(self._file, max(size, 1))
+        memory = mmap.mmap(self._file, max(size, 1), self._kind)
+        self._kind = mmap.MAP_PRIVATE
+        return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+    def close(self) -> None:
+        """Make no further arenas."""
+        os.close(self._file)
+
+
+def forked(arena: Arena, rows: int, capacity: int, count: int) -> list[Arena]:
+    """Return ``count`` arenas for ``capacity`` tokens that hold the first ``rows`` rows of one.
+
+    They share the pages of these rows where the system can; then all but the first count without them.
+    """
+    capacity, shared = _stepped(capacity), SharedRows() if hasattr(os, "memfd_create") else None
+    try:
+        first = Arena(arena.shape, arena.dtype, capacity, shared)
+        for old, new in ((arena.k, first.k), (arena.v, first.v)):
+            for layer, plane in old.items():
+                new[layer][:, :, :rows] = plane[:, :, :rows]
+        if shared is None:
+            others = [Arena(arena.shape, arena.dtype, capacity) for _ in range(count - 1)]
+            for other in others:
+                other._memory[:] = first._memory
+            return [first, *others]
+        found = [Arena(arena.shape, arena.dtype, capacity, shared) for _ in range(count)]
+    finally:
+        if shared is not None:
+            shared.close()
+    for other in found[1:]:
+        other.nbytes -= other.nbytes // capacity * rows
+    return found
 
 
 def _map(size: int) -> torch.Tensor:
@@ -74,9 +125,11 @@ class Lease:
 
     __slots__ = ("__weakref__", "arena")
 
-    def __init__(self, arena: Arena, pool: Pool) -> None:
+    def __init__(self, arena: Arena, pool: Pool | None) -> None:
+        """``pool``: None: the arena is used once."""
         self.arena = arena
-        weakref.finalize(self, pool.put, arena).atexit = False
+        if pool is not None:
+            weakref.finalize(self, pool.put, arena).atexit = False
 
 
 class Pool:

@@ -40,9 +40,13 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         if self._k is not None and self._v is not None and self.length:
             k[:, :, : self.length] = self._k[:, :, : self.length]
             v[:, :, : self.length] = self._v[:, :, : self.length]
+        self.adopt(k, v, self.length)
+
+    def adopt(self, k: torch.Tensor, v: torch.Tensor, n: int) -> None:
+        """Use these planes from now on, with the ``n`` tokens that they hold."""
         self._k, self._v = k, v
         self.dtype, self.device = k.dtype, k.device
-        self.resize(self.length)
+        self.resize(n)
         self.is_initialized = True
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -270,10 +274,10 @@ class HybridLayer(LinearAttentionAndFullAttentionLayer, ArenaLayer):  # type: ig
         # transformers calls it by keyword for linear states; the attention part is bound by the context.
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
-    def bind(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        # ArenaLayer.bind sets dtype and device, which the linear part takes from its first state.
+    def adopt(self, k: torch.Tensor, v: torch.Tensor, n: int) -> None:
+        # ArenaLayer.adopt sets dtype and device, which the linear part takes from its first state.
         dtype, device = self.dtype, self.device
-        ArenaLayer.bind(self, k, v)
+        ArenaLayer.adopt(self, k, v, n)
         self.dtype, self.device = dtype, device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import signal
@@ -25,6 +26,12 @@ from support.tiny_gguf import write_tiny_gguf
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 8
 
+OPENER = """
+import os, sys
+from ctxreuse.engines.llama_cpp.library import LlamaLibrary
+LlamaLibrary.open("")
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
 WRITER = """
 import os, signal, sys
 from ctxreuse import LLM
@@ -47,6 +54,15 @@ def test_a_context_outlives_a_killed_process(gguf_file: Path, tmp_path: Path) ->
     assert again.usage.tokens.cached >= len(PROMPT) // 64 * 64 - 64
     with LLM(gguf_file, threads=1, engine="llama_cpp") as llm:
         assert llm.generate(PROMPT, max_tokens=8, ignore_eos=True).tokens == again.tokens
+
+
+@pytest.mark.parametrize(("chosen", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_threads_of_the_library_spin_shortly_unless_the_user_chose(chosen: dict[str, str], spins: str) -> None:
+    rest = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env = rest | chosen | {"OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run([sys.executable, "-c", OPENER], env=env, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # as libgomp took it
+    assert done.stdout.strip() == str(chosen.get("GOMP_SPINCOUNT"))
 
 
 def test_what_follows_whole_blocks_has_the_bits_of_a_full_prefill(gguf_file: Path) -> None:

@@ -17,7 +17,8 @@ from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineError
-from ctxreuse.runtime import Completion, Runtime, RuntimeOptions
+from ctxreuse.runtime import Completion, Request, Runtime, RuntimeOptions
+from ctxreuse.runtime.answers import pieces_in_turn
 from ctxreuse.store import Store, open_store
 from ctxreuse.usage import Usage
 
@@ -83,25 +84,51 @@ class LLM:
 
     @overload
     def generate(
-        self, prompt: str, sampling: SamplingParams | None = None, *, priority: int = 0, **params: Any
+        self, prompt: str, sampling: SamplingParams | None = None, *, n: None = None, priority: int = 0, **params: Any
     ) -> Generation: ...
     @overload
     def generate(
-        self, prompt: Sequence[str], sampling: SamplingParams | None = None, *, priority: int = 0, **params: Any
+        self, prompt: str, sampling: SamplingParams | None = None, *, n: int, priority: int = 0, **params: Any
+    ) -> list[Generation]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        n: None = None,
+        priority: int = 0,
+        **params: Any,
     ) -> list[Generation]: ...
     def generate(
-        self, prompt: str | Sequence[str], sampling: SamplingParams | None = None, *, priority: int = 0, **params: Any
+        self,
+        prompt: str | Sequence[str],
+        sampling: SamplingParams | None = None,
+        *,
+        n: int | None = None,
+        priority: int = 0,
+        **params: Any,
     ) -> Generation | list[Generation]:
         """Continue a prompt, or each of several, one after another; later ones reuse what earlier ones computed.
 
         Args:
             prompt: text as it stands; `chat` applies the model's template.
             sampling: how tokens are drawn (default: greedy, 256 tokens).
+            n: so many answers to the one prompt, which is computed once; answer i is drawn with seed + i. Their usages
+                add up: the first has the prompt.
             priority: the lower, the sooner it is computed beside other threads' requests.
             params: fields of `SamplingParams` that replace those of ``sampling``, such as ``max_tokens``.
 
         Raises EngineError, ContextTooLongError, and ConfigError for values without a meaning.
         """
+        if n is not None:
+            if not isinstance(prompt, str) or n < 1:
+                raise ConfigError(f"n is {n!r}", fix="Give 1 or more, and one prompt")
+            how = _sampling(sampling, params).answers(n)
+            found = self.runtime.complete_many(self._request(prompt, priority), how)
+            for _ in pieces_in_turn(found):
+                pass
+            return [_finish(one) for one in found]
         if isinstance(prompt, str):
             return _finish(self.stream(prompt, sampling, priority=priority, **params))
         return [_finish(self.stream(one, sampling, priority=priority, **params)) for one in prompt]
@@ -110,11 +137,13 @@ class LLM:
         self, prompt: str, sampling: SamplingParams | None = None, *, priority: int = 0, **params: Any
     ) -> Completion:
         """As `generate`, piece by piece: iterate over the result; its ``usage`` grows with it."""
+        return self.runtime.complete(self._request(prompt, priority), _sampling(sampling, params))
+
+    def _request(self, prompt: str, priority: int) -> Request:
         text = self.runtime.text
         if text is None:
             raise EngineError("this model has no tokenizer", fix="Use a folder with tokenizer.json")
-        request = self.runtime.request(text.encode(prompt), max_kl=self.max_kl, priority=priority)
-        return self.runtime.complete(request, _sampling(sampling, params))
+        return self.runtime.request(text.encode(prompt), max_kl=self.max_kl, priority=priority)
 
     def chat(
         self,

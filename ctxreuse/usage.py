@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-__all__ = ["TokenUsage", "Usage", "UsageSeconds", "WireUsage"]
+__all__ = ["TokenUsage", "Usage", "UsageSeconds", "WireUsage", "total_usage"]
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -162,3 +163,9 @@ _OLD = {
     "seconds_load": "seconds.load",
     "seconds_prefill": "seconds.compute",
 }
+
+
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    """Return what several answers to one prompt cost; the first has the prompt, see `RuntimeProtocol.complete_many`."""
+    completion = sum(usage.tokens.completion for usage in usages)
+    return msgspec.structs.replace(usages[0], tokens=msgspec.structs.replace(usages[0].tokens, completion=completion))

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from ctxreuse.daemon.formats import ResponseFormat, StructuredOutputs
+from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs
 from ctxreuse.engines.sampling import MAX_BIAS
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import (
@@ -33,6 +34,7 @@ from ctxreuse.usage import Usage
 
 __all__ = [
     "DONE",
+    "MAX_ANSWERS",
     "MAX_MESSAGES",
     "ROLES",
     "ApiError",
@@ -71,6 +73,9 @@ MAX_MESSAGES = 16_384
 DONE = b"data: [DONE]\n\n"
 
 _Whole = Annotated[int, msgspec.Meta(ge=0)]
+#: Answers to one request at most.
+MAX_ANSWERS = 64
+_Alternatives = Annotated[int, msgspec.Meta(ge=0, le=20)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
@@ -189,12 +194,32 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     ignore_eos: bool = False
     priority: int = 0
-    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     ctxreuse: Extra = Extra()
+
+    @property
+    def answers(self) -> int:
+        """How many answers are made."""
+        return self.n or 1
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if log-probabilities are to be given."""
+        return False
+
+    @property
+    def listed_logprobs(self) -> int:
+        """How many of the likeliest tokens are to be given in each place."""
+        return 0
+
+    @property
+    def reported_logprobs(self) -> int:
+        """`SamplingParams.logprobs` of the request: also to choose the likeliest of more answers."""
+        return max(self.listed_logprobs, 1) if self.wants_logprobs or self.answers > (self.n or 1) else 0
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -208,8 +233,19 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: _Alternatives | None = None
+    prompt_logprobs: int | None = None
     tools: list[Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `SamplingFields.wants_logprobs`."""
+        return bool(self.logprobs)
+
+    @property
+    def listed_logprobs(self) -> int:
+        """See `SamplingFields.listed_logprobs`."""
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -217,9 +253,25 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     echo: bool | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
+    logprobs: _Alternatives | None = None
     suffix: str | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def answers(self) -> int:
+        """See `SamplingFields.answers`."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """See `SamplingFields.wants_logprobs`."""
+        return self.logprobs is not None
+
+    @property
+    def listed_logprobs(self) -> int:
+        """See `SamplingFields.listed_logprobs`."""
+        return self.logprobs or 0
 
 
 _AT = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
@@ -351,7 +403,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: Reply
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -375,7 +427,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -394,7 +446,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     index: int = 0
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct, frozen=True):

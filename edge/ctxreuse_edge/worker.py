@@ -7,22 +7,29 @@ import contextlib
 import contextvars
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import ApiError
 from ctxreuse.fair import FairQueue, Shares
+from ctxreuse.runtime.answers import pieces_in_turn
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import GeneratedToken
     from ctxreuse.runtime import Completion
 
-__all__ = ["RequestPool", "RunningAnswer"]
+__all__ = ["Making", "Piece", "RequestPool", "RunningAnswer"]
 
 T = TypeVar("T")
+
+
+#: A piece of the answer with this number.
+Piece: TypeAlias = "tuple[int, GeneratedToken]"
+#: Begins the answers to a request; calls the function before each long step.
+Making: TypeAlias = "Callable[[Callable[[], None]], Sequence[Completion]]"
 
 
 class _CancelledError(Exception):
@@ -30,24 +37,24 @@ class _CancelledError(Exception):
 
 
 class RunningAnswer:
-    """One answer in the making; iterate it once, in the event loop that began it. ``cancel`` is thread-safe."""
+    """The answers to a request in the making, often one; iterate over their pieces once, in the event loop that began
+    them. ``cancel`` is thread-safe."""
 
-    def __init__(
-        self, make: Callable[[Callable[[], None]], Completion], using: AbstractContextManager[None] | None = None
-    ) -> None:
+    def __init__(self, make: Making, using: AbstractContextManager[None] | None = None) -> None:
         self._make, self._using, self._loop = make, using or contextlib.nullcontext(), asyncio.get_running_loop()
         # Unbounded, with one entry per token: a slow client does not hold up the engine.
-        self._queue: asyncio.Queue[GeneratedToken | BaseException | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._cancelled = threading.Event()
-        self.completion: Completion | None = None
+        #: Empty until the prompt was read.
+        self.completions: Sequence[Completion] = ()
         #: Called when it is cancelled.
         self.on_cancel: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
         """Stop after the engine's present pass; ends the iteration."""
         self._cancelled.set()
-        if self.completion is not None:
-            self.completion.cancel()
+        for completion in self.completions:
+            completion.cancel()
         self.on_cancel()
         self._post(None)
 
@@ -66,15 +73,15 @@ class RunningAnswer:
 
     def _generate(self) -> None:
         self._step()
-        completion = self.completion = self._make(self._step)
-        if self._cancelled.is_set():
-            completion.close()
-            return
-        for piece in completion:
-            self._post(piece)
-            if self._cancelled.is_set():
+        completions = self.completions = self._make(self._step)
+        try:
+            for piece in pieces_in_turn(completions) if not self._cancelled.is_set() else ():
+                self._post(piece)
+                if self._cancelled.is_set():
+                    break
+        finally:
+            for completion in completions:
                 completion.close()
-                return
 
     def fail(self, error: BaseException) -> None:
         """End the iteration with an error, in place of `run`. Thread-safe."""
@@ -84,11 +91,11 @@ class RunningAnswer:
         if self._cancelled.is_set():
             raise _CancelledError
 
-    def _post(self, item: GeneratedToken | BaseException | None) -> None:
+    def _post(self, item: Piece | BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+    async def __aiter__(self) -> AsyncIterator[Piece]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -130,15 +137,19 @@ class RequestPool:
 
     def begin(
         self,
-        make: Callable[[Callable[[], None]], Completion],
+        make: Making,
         priority: int = 0,
         using: AbstractContextManager[None] | None = None,
+        *,
+        answers: int = 1,
     ) -> RunningAnswer:
-        """Start an answer; ``make`` runs in a thread, and calls the function that it is given before each long step: it
-        ends there if the client has left. ``using`` is entered before, and left when the answer has ended.
+        """Start answers; ``make`` runs in a thread, and calls the function that it is given before each long step: it
+        ends there if the client has left. ``using`` is entered before, and left when the answers have ended;
+        ``answers``: how many, which the caller's turn is charged for.
+
         Raises ApiError (429, 503) at the limit, now or from the answer."""
         running = RunningAnswer(make, using)
-        caller, work = self._submit(running.run, running.fail, priority)
+        caller, work = self._submit(running.run, running.fail, priority, answers)
         running.on_cancel = lambda: self._give_up(caller, work)
         return running
 
@@ -177,7 +188,7 @@ class RequestPool:
                 self._changed.notify_all()
 
     def _submit(
-        self, run: Callable[[], None], refuse: Callable[[BaseException], None], priority: int
+        self, run: Callable[[], None], refuse: Callable[[BaseException], None], priority: int, cost: int = 1
     ) -> tuple[str, _Work]:
         caller, context = CALLER.get(), contextvars.copy_context()  # for the request id in logs
         work = _Work(lambda: context.run(run), refuse, priority > 0)
@@ -185,7 +196,7 @@ class RequestPool:
             if self._closed:
                 raise ApiError(503, "the daemon is draining", type="server_error", code="draining")
             self._waiting.limit = self._limit - self._running.taken
-            displaced = self._waiting.push(caller, work, rank=priority)
+            displaced = self._waiting.push(caller, work, cost, rank=priority)
             mine = self._running.of(caller) + self._waiting.waiting(caller)
             self._start()
         if displaced is work:

@@ -41,6 +41,17 @@ def test_a_conversation_that_goes_on_is_reused_and_streams_like_it_generates() -
         assert "".join(piece.text for piece in pieces) == llm.generate(LIGHTHOUSE, max_tokens=3).text
 
 
+def test_n_answers_are_those_of_their_seeds_and_pay_for_one_prompt() -> None:
+    how = SamplingParams(max_tokens=6, temperature=1.0)
+    with LLM(tiny_engine()) as llm:
+        many = llm.generate(LIGHTHOUSE, how, n=3, seed=4)
+        alone = [llm.generate(LIGHTHOUSE, how, seed=4 + i) for i in range(3)]
+        assert [one.tokens for one in many] == [one.tokens for one in alone]
+        assert [one.usage.tokens.prompt for one in many] == [alone[0].usage.tokens.prompt, 0, 0]
+        with pytest.raises(ConfigError, match="n is 0"):
+            llm.generate(LIGHTHOUSE, n=0)
+
+
 def test_a_priority_is_that_of_the_request() -> None:
     with LLM(tiny_engine()) as llm:
         llm.generate("one", max_tokens=1, priority=-1)

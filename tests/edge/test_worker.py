@@ -45,7 +45,7 @@ def test_a_hang_up_ends_the_answer(edge: Any, stream: bool) -> None:
 def test_a_hang_up_ends_a_prompt_before_its_next_pass(edge: Any) -> None:
     with edge.node.runtime.steps.exclusive():
         with asked(edge, "/v1/chat/completions", LONG):
-            until(lambda: edge.node.pool.active == 1)
+            until(lambda: len(edge.node.runtime.inflight.table) == 1)
         until(lambda: edge.node.pool.active == 0)
     assert finished(edge, "cancelled") == 1
 

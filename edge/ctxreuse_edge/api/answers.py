@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ctxreuse.block.levels import allowed_by, check_limit, check_lossy, expected_kl, limit_of
+from ctxreuse.daemon.logprobs import LogprobReporter, mean_logprob
 from ctxreuse.daemon.middleware import new_id, read_body
 from ctxreuse.daemon.openai import (
     DONE,
@@ -30,6 +31,7 @@ from ctxreuse.daemon.openai import (
 )
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError
+from ctxreuse.usage import total_usage
 from ctxreuse_edge.models import check_keep_alive
 
 if TYPE_CHECKING:
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
     from ctxreuse.runtime import Completion, Runtime
     from ctxreuse_edge.models import ServedModel
     from ctxreuse_edge.node import EdgeNode
-    from ctxreuse_edge.worker import RunningAnswer
+    from ctxreuse_edge.worker import Piece, RunningAnswer
 
 __all__ = [
     "HttpAnswer",
     "KeepAlive",
     "Make",
     "OpenAiAnswer",
+    "Usages",
     "body_of",
     "finish_of",
     "id_of",
@@ -56,10 +59,13 @@ __all__ = [
 
 T = TypeVar("T")
 
+#: The usage in an event.
+Usages: TypeAlias = ApiUsage | msgspec.UnsetType | None
+
 #: How long a model stays loaded after a request, in Ollama's words; None: as the settings say.
 KeepAlive: TypeAlias = str | int | float | None
-#: Begins an answer with this id; calls the function before each long step.
-Make: TypeAlias = "Callable[[str, Callable[[], None]], Completion]"
+#: Begins the answers with this id; calls the function before each long step.
+Make: TypeAlias = "Callable[[str, Callable[[], None]], Sequence[Completion]]"
 
 _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 
@@ -111,8 +117,6 @@ def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens
     if wrong is not None:
         what = f"logit_bias: {wrong} is no token of the model, which has {space.vocab_size:,}"
         raise ApiError(400, what, param="logit_bias", code="token_out_of_range")
-    if body.n not in (None, 1):
-        raise ApiError(400, "n: only one answer per request is supported", param="n")
     room = longest - prompt
     if room < 1:
         raise ContextTooLongError(f"the prompt has {prompt:,} tokens and the model takes {longest:,}, answer included")
@@ -129,6 +133,7 @@ def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens
         stop=body.stops,
         ignore_eos=body.ignore_eos,
         logit_bias=bias,
+        logprobs=body.reported_logprobs,
     )
 
 
@@ -170,7 +175,7 @@ def finish_of(completion: Completion) -> str:
 
 
 class HttpAnswer(Response):
-    """An answer sent while it is made, whole or as events; a client that disconnects cancels it.
+    """Answers sent while they are made, whole or as events; a client that disconnects cancels them.
 
     An error before the first piece is raised, and becomes a status; later it becomes an event.
     """
@@ -180,21 +185,26 @@ class HttpAnswer(Response):
         self._node, self._running, self._stream = node, running, stream
         self._began = time.perf_counter()
 
+    @property
+    def completions(self) -> Sequence[Completion]:
+        """The answers."""
+        return self._running.completions
+
     @abstractmethod
-    def first(self, completion: Completion) -> Sequence[Any]:
+    def first(self) -> Sequence[Any]:
         """Return the events before the first piece."""
 
     @abstractmethod
-    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
-        """Return the events of a piece."""
+    def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
+        """Return the events of a piece of the answer ``number``."""
 
     @abstractmethod
-    def last(self, completion: Completion) -> Sequence[Any]:
+    def last(self) -> Sequence[Any]:
         """Return the events after the last piece."""
 
     @abstractmethod
-    def whole(self, completion: Completion) -> Any:
-        """Return the answer that is not streamed."""
+    def whole(self) -> Any:
+        """Return what is not streamed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `starlette.types.ASGIApp`."""
@@ -212,7 +222,7 @@ class HttpAnswer(Response):
             pass
         self._running.cancel()
 
-    async def _pieces(self) -> AsyncIterator[GeneratedToken]:
+    async def _pieces(self) -> AsyncIterator[Piece]:
         first = True
         async for piece in self._running:
             if first:
@@ -221,11 +231,16 @@ class HttpAnswer(Response):
             yield piece
 
     async def _body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for _ in self._pieces():
-            pass
-        completion = self._running.completion
-        if completion is not None and completion.finish not in (None, "cancelled", "error"):
-            await json_answer(self.whole(completion))(scope, receive, send)
+        async for number, piece in self._pieces():
+            self.piece(number, piece)
+        if self._complete:
+            await json_answer(self.whole())(scope, receive, send)
+
+    @property
+    def _complete(self) -> bool:
+        """False if the client has disconnected."""
+        ends = [completion.finish for completion in self.completions]
+        return bool(ends) and not {None, "cancelled", "error"} & {*ends}
 
     async def _events(self, send: Send) -> None:
         begun = False
@@ -241,20 +256,16 @@ class HttpAnswer(Response):
                 body = b"".join(map(event, events))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        completion: Completion | None = None
         try:
-            async for piece in self._pieces():
-                if completion is None:
-                    completion = self._running.completion
-                    assert completion is not None
-                    await give(self.first(completion))
-                await give(self.piece(completion, piece))
-            completion = self._running.completion
-            if completion is None or completion.finish in (None, "cancelled", "error"):
-                return  # the client has disconnected
+            async for number, piece in self._pieces():
+                if not begun:
+                    await give(self.first())
+                await give(self.piece(number, piece))
+            if not self._complete:
+                return
             if not begun:  # max_tokens was 0
-                await give(self.first(completion))
-            await give(self.last(completion))
+                await give(self.first())
+            await give(self.last())
             await send({"type": "http.response.body", "body": DONE, "more_body": False})
         except CtxReuseError as error:
             if not begun:
@@ -263,42 +274,79 @@ class HttpAnswer(Response):
 
 
 class OpenAiAnswer(HttpAnswer):
-    """An answer of ``/v1``: with an id, and with usage in the events if the request wants it."""
+    """Answers of ``/v1``: with an id, and with usage in the events if the request wants it."""
 
     def __init__(
         self, node: EdgeNode, model: ServedModel, body: SamplingFields, prefix: str, make: Make, keep_alive: KeepAlive
     ) -> None:
-        """``make`` computes the answer with the given id, which begins with ``prefix``, while the model is loaded; see
+        """``make`` computes the answers with the given id, which begins with ``prefix``, while the model is loaded; see
         `RequestPool.begin` and `ServedModels.using`."""
         name = new_id(prefix)
         seconds = None if keep_alive is None else check_keep_alive(keep_alive)
         using = node.models.using(model, seconds)
-        running = node.pool.begin(lambda step: make(name, step), body.priority, using)
+        running = node.pool.begin(lambda step: make(name, step), body.priority, using, answers=body.answers)
         super().__init__(node, running, stream=bool(body.stream))
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         #: id, time of creation and model, in the order of the API's structs.
         self.head = name, int(time.time()), model.name.id
-        self._model = model
+        self._asked, self._model = body, model
+        #: The pieces of each answer, where its choice is made of their log-probabilities.
+        self._given: list[list[GeneratedToken]] = [[] for _ in range(body.answers)]
+        self._reporters: dict[int, LogprobReporter] = {}
 
     @property
     def fingerprint(self) -> str:
         """What answers depend on: the model space, as 16 hex digits."""
         return self._model.runtime.space.digest.hex()[:16]
 
+    @property
+    def usage(self) -> ApiUsage:
+        """What all answers cost: the prompt once."""
+        return usage_of(total_usage([completion.usage for completion in self.completions]))
+
+    @property
+    def chosen(self) -> list[tuple[int, Any]]:
+        """The numbers of the answers that are given, with the reports on their tokens: the likeliest, by the mean
+        log-probability of their tokens, where more were made."""
+        count, numbers = self._asked.n or 1, list(range(len(self._given)))
+        if count < len(numbers):
+            numbers = sorted(numbers, key=lambda number: -mean_logprob(self._given[number]))[:count]
+        return [(number, self.logprobs(number, self._given[number])) for number in numbers]
+
+    def logprobs(self, number: int, pieces: Sequence[GeneratedToken]) -> Any:
+        """Return the report on the next ``pieces`` of an answer; None if none is wanted."""
+        if not self._asked.wants_logprobs:
+            return None
+        if number not in self._reporters:
+            text = self._model.runtime.text
+            assert text is not None
+            self._reporters[number] = LogprobReporter(text, self._asked.listed_logprobs)
+        return self.report(self._reporters[number], pieces)
+
     @abstractmethod
-    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
-        """Return an event with a piece of content, or None: without a choice."""
+    def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> Any:
+        """Return the report on pieces in the API's form."""
 
-    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
+    @abstractmethod
+    def event(
+        self, content: str | None, finish: str | None, usage: Usages, number: int = 0, logprobs: Any = None
+    ) -> Any:
+        """Return an event with a piece of content of an answer, or None: without a choice."""
+
+    def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
         """See `HttpAnswer.piece`."""
-        return [self.event(piece.text, None, self.no_usage)] if piece.text else []
+        if self._asked.reported_logprobs:
+            self._given[number].append(piece)
+        logprobs = self.logprobs(number, [piece]) if self._stream else None
+        return [self.event(piece.text, None, self.no_usage, number, logprobs)] if piece.text or logprobs else []
 
-    def last(self, completion: Completion) -> Sequence[Any]:
+    def last(self) -> Sequence[Any]:
         """See `HttpAnswer.last`."""
-        usage, finish = usage_of(completion.usage), finish_of(completion)
+        ends = [finish_of(completion) for completion in self.completions]
+        events = [self.event("", finish, self.no_usage, number) for number, finish in enumerate(ends)]
         if self._wants_usage:
-            return [self.event("", finish, self.no_usage), self.event(None, None, usage)]
-        return [self.event("", finish, usage)]
+            return [*events, self.event(None, None, self.usage)]
+        return [*events[:-1], self.event("", ends[-1], self.usage, len(ends) - 1)]
 
     @property
     def no_usage(self) -> msgspec.UnsetType | None:

@@ -42,7 +42,6 @@ from ctxreuse_edge.api.answers import HttpAnswer, body_of, id_of, json_answer, m
 if TYPE_CHECKING:
     from ctxreuse import runtime
     from ctxreuse.engines.generate import GeneratedToken
-    from ctxreuse.runtime import Completion
     from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["TokensRequest", "about_of", "routes"]
@@ -105,7 +104,7 @@ def routes(node: EdgeNode) -> list[Route]:
         body = await body_of(request, node, TokensRequest)
         priority = body.priority or NORMAL
         prompt, using = prompt_of(request, body, priority), node.models.using(node.models.first)
-        running = node.pool.begin(lambda _: node.runtime.complete(prompt(), body.sampling), priority, using)
+        running = node.pool.begin(lambda _: [node.runtime.complete(prompt(), body.sampling)], priority, using)
         return _TokensAnswer(node, running, stream=True)
 
     def warm(request: Request, body: TokensRequest) -> Any:
@@ -168,14 +167,14 @@ def about_of(request: Request, body: TokensRequest) -> RequestInfo:
 
 
 class _TokensAnswer(HttpAnswer):
-    def first(self, completion: Completion) -> Sequence[Any]:
-        return [{"usage": completion.usage.to_wire()}]
+    def first(self) -> Sequence[Any]:
+        return [self.whole()]
 
-    def piece(self, completion: Completion, piece: GeneratedToken) -> Sequence[Any]:
+    def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
         return [piece]
 
-    def last(self, completion: Completion) -> Sequence[Any]:
-        return [{"usage": completion.usage.to_wire(), "finish": completion.finish}]
+    def last(self) -> Sequence[Any]:
+        return [{**self.whole(), "finish": self.completions[0].finish}]
 
-    def whole(self, completion: Completion) -> Any:
-        return {"usage": completion.usage.to_wire()}
+    def whole(self) -> dict[str, Any]:
+        return {"usage": self.completions[0].usage.to_wire()}

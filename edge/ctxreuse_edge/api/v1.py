@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, LogprobReporter, spelling_of
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import (
     ApiError,
-    ApiUsage,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -28,7 +28,6 @@ from ctxreuse.daemon.openai import (
     Model,
     ModelList,
     Reply,
-    usage_of,
 )
 from ctxreuse.daemon.openai import Completion as TextCompletion
 from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
@@ -40,7 +39,9 @@ from ctxreuse.pauses.kinds import TOOL_CALL
 from ctxreuse.why import PromptPart, RequestInfo
 from ctxreuse_edge.api.answers import (
     KeepAlive,
+    Make,
     OpenAiAnswer,
+    Usages,
     body_of,
     finish_of,
     id_of,
@@ -51,8 +52,7 @@ from ctxreuse_edge.api.answers import (
 from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
-    import msgspec
-
+    from ctxreuse.engines.generate import GeneratedToken
     from ctxreuse.engines.text import TextModel
     from ctxreuse.runtime import Completion
     from ctxreuse_edge.models import ServedModel
@@ -115,7 +115,7 @@ def _chat(node: EdgeNode) -> list[Route]:
         _refuse_unsupported(body)
         wanted = format_of(body)
 
-        def make(name: str, step: Callable[[], None]) -> Completion:
+        def make(name: str, step: Callable[[], None]) -> list[Completion]:
             runtime = model.runtime
             before = node.contexts.messages(body.context) if body.context else []
             messages = [m.message(f"messages[{i}].content") for i, m in enumerate(body.messages)]
@@ -123,6 +123,7 @@ def _chat(node: EdgeNode) -> list[Route]:
             if text is None:
                 raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
             found = encode_prompt(text, [*before, *messages], max_tokens=space.max_tokens)
+            _spell(body, text)
             step()
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             sampling = constrained(sampling_of(body, len(found.ids), space, limit), wanted, runtime)
@@ -140,7 +141,7 @@ def _chat(node: EdgeNode) -> list[Route]:
                 caller=CALLER.get(),
             )
             step()
-            return runtime.complete(prompt, sampling, was=was)
+            return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
 
         return _ChatAnswer(node, model, body, "chatcmpl", make, body.keep_alive)
 
@@ -148,27 +149,42 @@ def _chat(node: EdgeNode) -> list[Route]:
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
-    if body.logprobs or body.top_logprobs:
-        raise ApiError(400, "logprobs is not supported", param="logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    _refuse_prompt_logprobs(body)
     if body.tools:
         raise ApiError(400, "tools are not supported: describe them in a message", param="tools")
 
 
+def _refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    if body.prompt_logprobs is not None:
+        what = "prompt_logprobs is not supported: what is reused of a prompt has none"
+        raise ApiError(400, what, param="prompt_logprobs")
+
+
 class _ChatAnswer(OpenAiAnswer):
-    def _chunk(self, delta: Delta | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> ChatChunk:
-        choices = [] if delta is None else [ChunkChoice(delta, finish)]
+    def _chunk(self, choices: list[ChunkChoice], usage: Usages) -> ChatChunk:
         return ChatChunk(*self.head, choices, self.fingerprint, usage)
 
-    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
+    def event(
+        self, content: str | None, finish: str | None, usage: Usages, number: int = 0, logprobs: Any = None
+    ) -> Any:
         delta = None if content is None else Delta(content=content or None)
-        return self._chunk(delta, finish, usage)
+        return self._chunk([] if delta is None else [ChunkChoice(delta, finish, number, logprobs)], usage)
 
-    def first(self, completion: Completion) -> Sequence[Any]:
-        return [self._chunk(Delta("assistant", ""), None, self.no_usage)]
+    def first(self) -> Sequence[Any]:
+        begun = [ChunkChoice(Delta("assistant", ""), None, number) for number in range(len(self.completions))]
+        return [self._chunk([choice], self.no_usage) for choice in begun]
 
-    def whole(self, completion: Completion) -> Any:
-        choice = ChatChoice(Reply(completion.text), finish_of(completion))
-        return ChatCompletion(*self.head, [choice], usage_of(completion.usage), self.fingerprint)
+    def whole(self) -> Any:
+        choices = [
+            ChatChoice(Reply(self.completions[number].text), finish_of(self.completions[number]), index, report)
+            for index, (number, report) in enumerate(self.chosen)
+        ]
+        return ChatCompletion(*self.head, choices, self.usage, self.fingerprint)
+
+    def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> ChatLogprobs | None:
+        return reporter.chat(pieces)
 
 
 def prompt_ids(prompt: str | list[Any], text: TextModel | None, max_tokens: int) -> Tokens:
@@ -198,41 +214,81 @@ def _completions(node: EdgeNode) -> list[Route]:
         body = await body_of(request, node, EdgeCompletionRequest)
         model = node.models.find(body.model)
         wanted = format_of(body)
-        for name, refused in (
-            ("logprobs", body.logprobs is not None),
-            ("echo", bool(body.echo)),
-            ("suffix", bool(body.suffix)),
-            ("best_of", body.best_of not in (None, 1)),
-        ):
-            if refused:
-                raise ApiError(400, f"{name} is not supported", param=name)
+        _check_completion(body)
+        echo: list[str] = []
 
-        def make(name: str, step: Callable[[], None]) -> Completion:
+        def make(name: str, step: Callable[[], None]) -> list[Completion]:
             runtime, space = model.runtime, model.runtime.space
             ids = prompt_ids(body.prompt, runtime.text, space.max_tokens)
+            if runtime.text is not None:
+                echo.extend([runtime.text.decode(ids)] if body.echo else [])
+                _spell(body, runtime.text)
             step()
             limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
             sampling = constrained(sampling_of(body, len(ids), space, limit), wanted, runtime)
             max_kl, about = max_kl_of(node, body.ctxreuse.lossy, runtime), RequestInfo(id_of(request), name)
             prompt = runtime.request(ids, max_kl=max_kl, about=about, priority=body.priority, caller=CALLER.get())
             step()
-            return runtime.complete(prompt, sampling)
+            return runtime.complete_many(prompt, sampling.answers(body.answers))
 
-        return _TextAnswer(node, model, body, "cmpl", make, body.keep_alive)
+        return _TextAnswer(node, model, body, "cmpl", make, body.keep_alive, echo)
 
     return [Route("/v1/completions", answer, methods=["POST"])]
 
 
+def _check_completion(body: CompletionRequest) -> None:
+    _refuse_prompt_logprobs(body)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported", param="suffix")
+    if body.echo and body.wants_logprobs:
+        what = "echo with logprobs is not supported: what is reused of a prompt has no log-probabilities"
+        raise ApiError(400, what, param="echo")
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise ApiError(400, "best_of must be n or more", param="best_of")
+    if body.stream and body.answers > (body.n or 1):
+        raise ApiError(400, "best_of is not streamed: the best is known at the end", param="best_of")
+
+
+def _spell(body: ChatRequest | CompletionRequest, text: TextModel) -> None:
+    if body.wants_logprobs:
+        spelling_of(text)
+
+
 class _TextAnswer(OpenAiAnswer):
-    def event(self, content: str | None, finish: str | None, usage: ApiUsage | msgspec.UnsetType | None) -> Any:
-        choices = [] if content is None else [CompletionChoice(content, finish)]
+    def __init__(
+        self,
+        node: EdgeNode,
+        model: ServedModel,
+        body: CompletionRequest,
+        prefix: str,
+        make: Make,
+        keep_alive: KeepAlive,
+        echo: Sequence[str],
+    ) -> None:
+        super().__init__(node, model, body, prefix, make, keep_alive)
+        #: The prompt, as soon as it was read, where it is wanted.
+        self._echo = echo
+
+    def event(
+        self, content: str | None, finish: str | None, usage: Usages, number: int = 0, logprobs: Any = None
+    ) -> Any:
+        choices = [] if content is None else [CompletionChoice(content, finish, number, logprobs)]
         return TextCompletion(*self.head, choices, self.fingerprint, usage)
 
-    def first(self, completion: Completion) -> Sequence[Any]:
-        return []
+    def first(self) -> Sequence[Any]:
+        return [self.event(self._echo[0], None, self.no_usage, n) for n in range(len(self.completions)) if self._echo]
 
-    def whole(self, completion: Completion) -> Any:
-        return self.event(completion.text, finish_of(completion), usage_of(completion.usage))
+    def whole(self) -> Any:
+        choices = [
+            CompletionChoice(
+                "".join(self._echo) + self.completions[number].text, finish_of(self.completions[number]), index, report
+            )
+            for index, (number, report) in enumerate(self.chosen)
+        ]
+        return TextCompletion(*self.head, choices, self.fingerprint, self.usage)
+
+    def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> CompletionLogprobs | None:
+        return reporter.completion(pieces)
 
 
 def _models(node: EdgeNode) -> list[Route]:

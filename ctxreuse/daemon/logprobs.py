@@ -1,0 +1,124 @@
+"""Log-probabilities of an answer's tokens as the OpenAI API gives them, for chats and for plain completions.
+
+They are of the model's own distribution: the log-softmax of its logits, before biases, penalties and temperature.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from ctxreuse.constrain import HasVocabulary
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.engines.text import TextModel
+
+__all__ = [
+    "ChatLogprobs",
+    "CompletionLogprobs",
+    "LogprobReporter",
+    "TokenLogprob",
+    "TopLogprob",
+    "mean_logprob",
+    "spelling_of",
+]
+
+#: What stands for minus infinity, which JSON has no number for.
+_LEAST = -9999.0
+
+_spellings: WeakKeyDictionary[TextModel, Sequence[bytes]] = WeakKeyDictionary()
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token: as text (U+FFFD for bytes that are no whole character), its log-probability, and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True):
+    """A token of the answer, and the likeliest ones in its place, best first."""
+
+    top_logprobs: list[TopLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """The tokens of a chat's answer; the marker that ends it is none of them."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """The tokens of a completion; ``text_offset``: characters of the choice's text before each."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class LogprobReporter:
+    """Reports on one answer, whose pieces come in order. Not thread-safe.
+
+    Whoever must not wait for `spelling_of` has called it before.
+    """
+
+    def __init__(self, text: TextModel, count: int) -> None:
+        """``count``: the likeliest tokens in each place."""
+        self._text, self._count, self._offset = text, count, 0
+        self._bytes = spelling_of(text)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def chat(self, pieces: Sequence[GeneratedToken]) -> ChatLogprobs | None:
+        """Report on the next pieces; None if none of them is text."""
+        found = []
+        for piece in pieces:
+            if not self._ends(piece):
+                one = self._top(piece.token, piece.logprob)
+                found.append(TokenLogprob(one.token, one.logprob, one.bytes, self._tops(piece)))
+        return ChatLogprobs(found) if found else None
+
+    def completion(self, pieces: Sequence[GeneratedToken]) -> CompletionLogprobs | None:
+        """Report on the next pieces; None if none of them is text."""
+        report = CompletionLogprobs([], [], [], [])
+        for piece in pieces:
+            if self._ends(piece):
+                continue
+            one = self._top(piece.token, piece.logprob)
+            report.tokens.append(one.token)
+            report.token_logprobs.append(one.logprob)
+            report.top_logprobs.append({top.token: top.logprob for top in (*self._tops(piece), one)})
+            report.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(bytes(one.bytes)))
+        return report if report.tokens else None
+
+    def _ends(self, piece: GeneratedToken) -> bool:
+        return piece.finish == "stop" and piece.token in self._text.stop_ids
+
+    def _tops(self, piece: GeneratedToken) -> list[TopLogprob]:
+        return [self._top(token, logprob) for token, logprob in piece.top[: self._count]]
+
+    def _top(self, token: int, logprob: float | None) -> TopLogprob:
+        raw = self._bytes[token] if token < len(self._bytes) else self._text.decode([token]).encode()
+        return TopLogprob(raw.decode("utf-8", "replace"), max(logprob or 0.0, _LEAST), list(raw))
+
+
+def spelling_of(text: TextModel) -> Sequence[bytes]:
+    """Return the bytes of each token; empty for a text model that does not tell. Takes up to a second, once a model."""
+    found = _spellings.get(text)
+    if found is None:
+        found = _spellings[text] = text.vocabulary().tokens if isinstance(text, HasVocabulary) else ()
+    return found
+
+
+def mean_logprob(pieces: Sequence[GeneratedToken]) -> float:
+    """Return the mean log-probability of an answer's tokens; 0 for an empty answer."""
+    found = [piece.logprob for piece in pieces if piece.logprob is not None]
+    return sum(found) / len(found) if found else 0.0

@@ -67,7 +67,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 class LogprobReporter:
     """Reports on one answer, whose pieces come in order. Not thread-safe.
 
-    Whoever must not wait for `spelling_of` has called it before.
+    Call `spelling_of` before, where waiting for it does no harm.
     """
 
     def __init__(self, text: TextModel, count: int) -> None:

@@ -289,7 +289,7 @@ class OpenAiAnswer(HttpAnswer):
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         #: id, time of creation and model, in the order of the API's structs.
         self.head = name, int(time.time()), model.name.id
-        self._asked, self._model = body, model
+        self._requested, self._model = body, model
         #: The pieces of each answer, where its choice is made of their log-probabilities.
         self._given: list[list[GeneratedToken]] = [[] for _ in range(body.answers)]
         self._reporters: dict[int, LogprobReporter] = {}
@@ -308,19 +308,19 @@ class OpenAiAnswer(HttpAnswer):
     def chosen(self) -> list[tuple[int, Any]]:
         """The numbers of the answers that are given, with the reports on their tokens: the likeliest, by the mean
         log-probability of their tokens, where more were made."""
-        count, numbers = self._asked.n or 1, list(range(len(self._given)))
+        count, numbers = self._requested.n or 1, list(range(len(self._given)))
         if count < len(numbers):
             numbers = sorted(numbers, key=lambda number: -mean_logprob(self._given[number]))[:count]
         return [(number, self.logprobs(number, self._given[number])) for number in numbers]
 
     def logprobs(self, number: int, pieces: Sequence[GeneratedToken]) -> Any:
         """Return the report on the next ``pieces`` of an answer; None if none is wanted."""
-        if not self._asked.wants_logprobs:
+        if not self._requested.wants_logprobs:
             return None
         if number not in self._reporters:
             text = self._model.runtime.text
             assert text is not None
-            self._reporters[number] = LogprobReporter(text, self._asked.listed_logprobs)
+            self._reporters[number] = LogprobReporter(text, self._requested.listed_logprobs)
         return self.report(self._reporters[number], pieces)
 
     @abstractmethod
@@ -335,7 +335,7 @@ class OpenAiAnswer(HttpAnswer):
 
     def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
         """See `HttpAnswer.piece`."""
-        if self._asked.reported_logprobs:
+        if self._requested.reported_logprobs:
             self._given[number].append(piece)
         logprobs = self.logprobs(number, [piece]) if self._stream else None
         return [self.event(piece.text, None, self.no_usage, number, logprobs)] if piece.text or logprobs else []

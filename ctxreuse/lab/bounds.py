@@ -1,4 +1,4 @@
-"""What no policy can beat: a cache without end, and Belady's choice, which knows the future.
+"""What no policy can beat: Belady's choice, which knows the future.
 
 Belady evicts the block whose next use is farthest. A block is used whenever a block below it is, so its next use is
 never later than theirs: of equal ones the deepest goes first, and the cached set stays closed towards the roots. Blocks
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ctxreuse.lab.packed import Ints, Packed
 
-__all__ = ["Future", "belady", "infinite"]
+__all__ = ["Future", "belady"]
 
 
 class Future:
@@ -65,11 +65,6 @@ class Future:
             ahead -= np.maximum.accumulate(np.where(firsts, ahead, 0)) if len(users) else ahead
             self._past = users, makers[order], counts, ahead
         return self._past
-
-
-def infinite(trace: Packed) -> npt.NDArray[np.int32]:
-    """Return the leading blocks of each request that a cache without end serves."""
-    return trace.known
 
 
 def belady(trace: Packed, future: Future, capacity: int) -> npt.NDArray[np.int32]:

@@ -89,7 +89,6 @@ class Sessions(Generic[S]):
         size = self._most
         self._since = np.zeros(size)
         self._tables = np.zeros((size, BUCKETS), np.float32)
-        self._factor = np.ones(size)
         self._special: set[S] = set()
         self._due: list[tuple[float, int, S]] = []
         self._tick = 0

@@ -63,7 +63,7 @@ def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
 
     def resize() -> None:
         with gate.exclusive(30.0) as alone:
-            events.append(("alone", alone, gate.readers))
+            events.append(("alone", alone, gate._readers))
             inside.set()
             left.wait(patient(30))
 
@@ -71,7 +71,7 @@ def test_the_gate_lets_nested_reads_in_and_the_lone_one_first() -> None:
     thread.start()
     until(lambda: gate._wanted)
     gate.enter()
-    assert gate.readers == 2
+    assert gate._readers == 2
     gate.leave()
     gate.leave()
     assert inside.wait(patient(30))

@@ -166,7 +166,6 @@ class PromptFetch:
         way: how it proceeds now; it changes when the link disappoints.
         missed: why not as decided.
         tokens, views: how many fetched tokens were used, and their blocks (valid as long as they are referenced).
-        unaudited: nothing could be said of the deeper layers of what was used.
         loading: what may be in flight.
         lookup_seconds, prepared: seconds of the lookup, and of `prepare`.
     """
@@ -184,7 +183,7 @@ class PromptFetch:
         self._options = LevelOptions.of(self._engine, offer, request.max_kl)
         self.views: Sequence[BlockView] = ()
         self._began, self.prepared = self._clock(), 0.0
-        self.missed, self.tokens, self.unaudited = "", 0, False
+        self.missed, self.tokens = "", 0
         self.loading: Loading | None = None
         self._refined_later: Fetch | None = None
         self._watches: list[Watch] = []
@@ -446,7 +445,6 @@ class PromptFetch:
             sound = rows_match(self._engine, context, start, stop, self._rng)
             if sound is None:
                 sound = first_k_matches(self._engine, views, self._rng)
-                self.unaudited = sound is not False
         except Exception as error:
             log.warning("an audit of fetched blocks failed, so they are computed: %s", error)
             self.missed, self.way = "unaudited", "recompute"

@@ -21,6 +21,7 @@ from ctxreuse.config import StoreConfig
 from ctxreuse.errors import StoreClosedError, StoreError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.store.base import BlockCodec
+from ctxreuse.store.blocks.contents import Contents
 from ctxreuse.store.blocks.counters import StoreCounters
 from ctxreuse.store.blocks.index import Index, Plan
 from ctxreuse.store.blocks.learnt import load_learnt, save_learnt, sealed
@@ -28,24 +29,21 @@ from ctxreuse.store.blocks.pending import PendingPuts, Put
 from ctxreuse.store.blocks.reader import DiskReader
 from ctxreuse.store.blocks.recompress import BlockCodecs, Recompressor, check_level
 from ctxreuse.store.blocks.recovery import compare, open_cache, open_readonly
-from ctxreuse.store.blocks.tables import corrupt, counts, givers, lookup, match_records, records, write_plan
+from ctxreuse.store.blocks.tables import corrupt, counts, givers, write_plan
 from ctxreuse.store.blocks.writer import Writer
 from ctxreuse.store.chunks.index import FOLDER, ChunkIndex, chunk_limit
 from ctxreuse.store.listeners import KeyListeners
 from ctxreuse.store.lmdb.env import CACHE_MAP, DISK_ERRORS, Env, broken
 from ctxreuse.store.lmdb.owner import Owner, claim, folder
-from ctxreuse.store.lmdb.records import Record
 from ctxreuse.store.policy import make_policy
 from ctxreuse.store.removals import FILE, RemovalLog
 from ctxreuse.store.types import Entry, Holding, Progress, Removal, StoreOptions, StoreStats
-from ctxreuse.tree import Match, Node
+from ctxreuse.tree import Match
 
 __all__ = ["BlockStore"]
 
 log = logging.getLogger(__name__)
 
-#: Entries that `BlockStore.walk` reads at once.
-_WALKED = 1024
 #: Seconds without writing after a failed commit.
 _BACKOFF = 5.0
 #: Values that are offered again at once when a disk has room again.
@@ -77,6 +75,7 @@ class BlockStore:
         )
         self._counters = StoreCounters()
         self._pending, self._codecs = PendingPuts(index.tree), BlockCodecs(config.level)
+        self._contents = Contents(env, index, self._lock, self._note_error, readonly=owner is None)
         self._recompressor = Recompressor(env, index, self._codecs, self._lock) if config.recompress else None
         #: Keys that left the tree and are deleted with the next batch.
         self._doomed: list[bytes] = []
@@ -158,48 +157,20 @@ class BlockStore:
         return self._owner is None
 
     def match(self, keys: Sequence[bytes], max_kl: float | None = None) -> Match:
-        if self._owner is None:
-            return match_records(self._lookup(keys), max_kl)
-        with self._lock:
-            return self._index.tree.match(keys, max_kl)
+        return self._contents.match(keys, max_kl)
 
     def holdings(self, keys: Sequence[bytes]) -> list[Holding | None]:
         """Return what is stored under each key, or None. Pure."""
-        if self._owner is None:
-            return [_holding(record) for record in self._lookup(keys, fill=True)]
-        with self._lock:
-            return [_holding(self._index.tree.get(key)) for key in keys]
+        return self._contents.holdings(keys)
 
     def walk(self) -> Iterator[Entry]:
-        if self._owner is None:
-            found = sorted(self._records(), key=lambda row: row[1].depth)
-            return iter([_entry_of_record(key, record) for key, record in found if record.nbytes])
-        return self._walk()
-
-    def _walk(self) -> Iterator[Entry]:
-        tree = self._index.tree
-        with self._lock:
-            places = [node.place for node in sorted(tree, key=lambda node: node.depth)]
-        for at in range(0, len(places), _WALKED):
-            with self._lock:
-                nodes = [tree.at(place) for place in places[at : at + _WALKED] if tree.has(place)]
-                entries = [_entry_of_node(node) for node in nodes if node.nbytes]
-            yield from entries
+        return self._contents.walk()
 
     def recent(self) -> list[bytes]:
-        if self._owner is None:
-            return [key for key, _ in sorted(self._records(), key=lambda row: -row[1].used)]
-        with self._lock:
-            # What is being evicted has left the tree and not yet the order.
-            return [key for key in self._index.policy.order() if key in self._index.tree][::-1]
+        return self._contents.recent()
 
     def entries(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        if self._owner is None:
-            found = zip(keys, self._lookup(keys, fill=True))
-            return [_entry_of_record(key, r) if r is not None and r.nbytes else None for key, r in found]
-        with self._lock:
-            nodes = [self._index.tree.get(key) for key in keys]
-            return [_entry_of_node(node) if node is not None and node.nbytes else None for node in nodes]
+        return self._contents.entries(keys)
 
     def givers(self) -> dict[bytes, bytes]:
         try:
@@ -207,21 +178,6 @@ class BlockStore:
         except (lmdb.Error, StoreError) as error:
             self._note_error(error)
             return {}
-
-    def _lookup(self, keys: Sequence[bytes], fill: bool = False) -> list[Record | None]:
-        """The records of ``keys``; none if the disk fails, or with ``fill`` None for each key."""
-        try:
-            return lookup(self._env, keys)
-        except (lmdb.Error, StoreError, ValueError) as error:
-            self._note_error(error)
-            return [None] * len(keys) if fill else []
-
-    def _records(self) -> list[tuple[bytes, Record]]:
-        try:
-            return list(records(self._env))
-        except (lmdb.Error, StoreError, ValueError) as error:
-            self._note_error(error)
-            return []
 
     def removal(self, key: bytes) -> Removal | None:
         return self.removals.removal(key)
@@ -590,7 +546,8 @@ _opened: weakref.WeakSet[BlockStore] = weakref.WeakSet()
 def _abandon() -> None:
     # A forked child has no writer thread, and locks may be owned by threads that it does not have either.
     for store in _opened:
-        store._lock, store._writer, store._closed = threading.RLock(), None, True
+        store._lock = store._contents.lock = threading.RLock()
+        store._writer, store._closed = None, True
 
 
 os.register_at_fork(after_in_child=_abandon)
@@ -605,22 +562,3 @@ def _closer(reference: weakref.ref[BlockStore]) -> Callable[[], None]:
             store.close()
 
     return close
-
-
-def _holding(found: Node | Record | None) -> Holding | None:
-    if found is None:
-        return None
-    split = isinstance(found, Node) and found.children > 0
-    state = found.state_level if found.state_nbytes else ""
-    return Holding(found.tokens, found.level if found.nbytes else "", state, split)
-
-
-def _entry_of_node(node: Node) -> Entry:
-    row = node.row
-    place = row.key, row.parent, row.tokens, row.depth, row.nbytes
-    return Entry(*place, row.state_nbytes > 0, row.kind.level, row.kind.state_level)
-
-
-def _entry_of_record(key: bytes, record: Record) -> Entry:
-    place = key, record.parent, record.tokens, record.depth, record.nbytes
-    return Entry(*place, record.state_nbytes > 0, record.level, record.state_level)

@@ -19,11 +19,6 @@ class MapLock:
         self._alone = False
         self._mine = threading.local()
 
-    @property
-    def readers(self) -> int:
-        """Number of open reads."""
-        return self._readers
-
     def enter(self) -> None:
         """Begin a read; waits for a writer, also one that waits itself, unless this thread reads already."""
         mine = getattr(self._mine, "count", 0)

@@ -24,7 +24,7 @@ _WALKED = 1024
 class Contents:
     """See `Store`, whose methods these are. Thread-safe by ``lock``, the store's; changes nothing.
 
-    With ``readonly`` the index is empty, and ``note_error`` is told of what the disk did not give; it counts as absent.
+    With ``readonly`` the index is empty, and the disk answers; ``note_error`` gets what it fails with.
     """
 
     def __init__(

@@ -222,6 +222,10 @@ class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_kl: Annotated[
         str, _about("Largest KL of reused KV, in nats a token, for requests that set none: 0.01; empty: exact only")
     ] = ""
+    tools: Annotated[
+        Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "gemma", "generic"],
+        _about("How models write calls of tools; auto: as their chat template says"),
+    ] = "auto"
     record: Annotated[
         str, _about("Record requests to this file, as hashes and counts, for `ctxreuse replay`; empty: off")
     ] = ""

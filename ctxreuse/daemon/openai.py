@@ -17,7 +17,7 @@ import msgspec
 from ctxreuse.daemon.formats import ResponseFormat, StructuredOutputs
 from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs
 from ctxreuse.engines.sampling import MAX_BIAS
-from ctxreuse.engines.text import Message
+from ctxreuse.engines.text import Message, ToolCall
 from ctxreuse.errors import (
     ConfigError,
     ContextTooLongError,
@@ -38,7 +38,10 @@ __all__ = [
     "MAX_MESSAGES",
     "ROLES",
     "ApiError",
+    "ApiFunction",
+    "ApiToolCall",
     "ApiUsage",
+    "CallDelta",
     "ChatChoice",
     "ChatChunk",
     "ChatCompletion",
@@ -50,6 +53,7 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "Delta",
+    "FunctionDelta",
     "Model",
     "ModelList",
     "PromptDetails",
@@ -125,6 +129,37 @@ def api_error(error: CtxReuseError) -> ApiError:
 # Requests
 
 
+class ApiFunction(msgspec.Struct, frozen=True):
+    """The function of a call; ``arguments``: JSON as a text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ApiToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool, in a request and in an answer."""
+
+    function: ApiFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True):
+    """A piece of a call's function; its name comes first, whole."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """A piece of the call ``index`` in a chunk; the first one has its id."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     """One part of a message's content; only the type ``text`` is supported."""
 
@@ -138,6 +173,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[ApiToolCall] | None = None
+    tool_call_id: str | None = None
 
     def text(self, where: str = "messages") -> str:
         """Return the content as one text. Raises ApiError for parts that are not text."""
@@ -158,7 +195,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
         if self.role not in ROLES:
             place = f"{where.removesuffix('.content')}.role"
             raise ApiError(400, f"{place}: {self.role[:64]!r} is no role; use {', '.join(ROLES)}", param=place)
-        return Message(self.role, self.text(where), self.name, self.cuts)
+        calls = tuple(ToolCall.plain(c.function.name, c.function.arguments, c.id) for c in self.tool_calls or ())
+        if calls and self.role != "assistant":
+            place = f"{where.removesuffix('.content')}.tool_calls"
+            raise ApiError(400, f"{place}: only an assistant calls tools", param=place)
+        return Message(self.role, self.text(where), self.name, self.cuts, calls, self.tool_call_id or "")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -235,7 +276,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: _Alternatives | None = None
     prompt_logprobs: int | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -393,10 +436,11 @@ def usage_of(usage: Usage) -> ApiUsage:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The message of an answer."""
+    """The message of an answer; ``content`` is null in one that only calls tools."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
+    tool_calls: list[ApiToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -421,6 +465,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     role: str = ""
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ctxreuse.engines.text import TextModel
 
-__all__ = ["Detokenizer", "StopStrings"]
+__all__ = ["Detokenizer", "StopStrings", "overlap"]
 
 #: Ids of context before the new text: what a tokenizer's spacing rules look back at.
 _CONTEXT = 6
@@ -21,14 +21,17 @@ class Detokenizer:
     independently of what is more than a few ids before it.
     """
 
-    def __init__(self, text: TextModel, context: Sequence[int] = ()) -> None:
-        """``context``: ids before the first new one (the end of the prompt)."""
-        self._text = text
+    def __init__(self, text: TextModel, context: Sequence[int] = (), spelled: Mapping[int, str] | None = None) -> None:
+        """``context``: ids before the first new one (the end of the prompt); ``spelled``: special ids that have a text
+        here."""
+        self._text, self._spelled = text, spelled or {}
         self._ids = [int(i) for i in context[-_CONTEXT:]]
         self._read = len(self._ids)
 
     def add(self, token: int) -> str:
         """The text that this id completes; "" while a character is incomplete."""
+        if token in self._spelled:
+            return self._advance(final=True) + self._spelled[token]
         self._ids.append(token)
         return self._advance(final=len(self._ids) - self._read > _PENDING)
 
@@ -65,7 +68,7 @@ class StopStrings:
             self.found = True
             out, self._pending = self._pending[: min(hits)], ""
             return out
-        keep = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._pending, stop) for stop in self._stops), default=0)
         cut = len(self._pending) - keep
         out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
@@ -76,7 +79,7 @@ class StopStrings:
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that ``stop`` begins with."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-size:]):

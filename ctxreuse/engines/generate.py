@@ -66,7 +66,8 @@ class AnswerDecoder:
         self._history = np.empty(end, "<i4")
         self._history[: len(prompt)] = prompt
         self._count = len(prompt)
-        self._words = Detokenizer(text, prompt.tolist())
+        shown = {int(text.encode(name)[0]): name for name in sampling.shown_markers if name in text.markers}
+        self._words = Detokenizer(text, prompt.tolist(), shown)
         self._stops = StopStrings(sampling.stop)
         self.ended = self._count >= end
 

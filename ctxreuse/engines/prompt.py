@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from ctxreuse.engines.text import Message, TextModel
+from ctxreuse.engines.text import Message, TextModel, ToolCall
 from ctxreuse.errors import ContextTooLongError, EngineError
 from ctxreuse.identity.keys import Tokens, as_tokens
 
@@ -133,11 +133,13 @@ def rewrites_history(text: TextModel) -> bool:
 
 class EncodedPrompt(NamedTuple):
     """``ids`` of a prompt, and where in it turns end, ascending: contexts that share the beginning go on from there.
-    ``parts``: where parts of messages and turns end, ascending."""
+    ``parts``: where parts of messages and turns end, ascending. ``tools``: where the text of each tool begins; empty if
+    the template does not show them one after the other."""
 
     ids: Tokens
     ends: tuple[int, ...]
     parts: tuple[int, ...] = ()
+    tools: tuple[int, ...] = ()
 
 
 def check_length(text: TextModel, given: str, max_tokens: int) -> None:
@@ -150,10 +152,31 @@ def check_length(text: TextModel, given: str, max_tokens: int) -> None:
         )
 
 
+class _WithTools:
+    """A text model that renders every prompt with these tools; the rest of it is not used here."""
+
+    def __init__(self, text: TextModel, tools: Sequence[str]) -> None:
+        self._text, self._tools = text, tools
+
+    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+        return self._text.render(messages, generate=generate, tools=self._tools)
+
+
+class _Renders(Protocol):
+    def render(self, messages: Sequence[Message], *, generate: bool) -> str: ...
+
+
 def encode_prompt(
-    text: TextModel, messages: Sequence[Message], *, generate: bool = True, max_tokens: int | None = None
+    text: TextModel,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[str] = (),
+    generate: bool = True,
+    max_tokens: int | None = None,
 ) -> EncodedPrompt:
     """The ids of a conversation; with ``generate`` they end where the assistant's answer begins.
+
+    ``tools``: the tools that it may call, as JSON, see `TextModel.render`; each of them is a part.
 
     With ``max_tokens`` it raises ContextTooLongError, before tokenising, for messages that cannot fit: each message
     takes at least one token, and a token has a longest text.
@@ -167,34 +190,76 @@ def encode_prompt(
             f"the prompt has {len(messages):,} messages, too many for the {max_tokens:,} tokens the model takes",
             fix="Send fewer",
         )
-    disguise = Placeholders(text, (given for m in messages for given in (m.role, m.content, m.name or "")))
-    hidden = [
-        Message(disguise.hide(m.role), disguise.hide(m.content), None if m.name is None else disguise.hide(m.name))
-        for m in messages
-    ]
-    full = text.render(hidden, generate=generate)
+    disguise = Placeholders(text, (given for each in (*map(_texts, messages), tools) for given in each))
+    hidden = [_hidden(disguise, message) for message in messages]
+    shown_tools = [disguise.hide(tool) for tool in tools]
+    shown: _Renders = _WithTools(text, shown_tools) if tools else text
+    full = shown.render(hidden, generate=generate)
     if max_tokens is not None:
         check_length(text, full if not disguise else disguise.show(full), max_tokens)
     contents = [disguise.sew(m.content, m.cuts) if m.cuts else h.content for m, h in zip(messages, hidden)]
     if contents != [m.content for m in hidden]:
-        hidden = _joined(lambda given: text.render(given, generate=generate), disguise, hidden, contents, full)
-        full = text.render(hidden, generate=generate)
-    cuts = list(_cuts(text, hidden, full, disguise.end, generate=generate))
+        hidden = _joined(lambda given: shown.render(given, generate=generate), disguise, hidden, contents, full)
+        full = shown.render(hidden, generate=generate)
+    cuts = list(_cuts(shown, hidden, full, disguise.end, generate=generate))
+    starts = _tool_starts(text, hidden, shown_tools, full, disguise.end, generate=generate) if tools else []
     ids: list[Tokens] = []
     ends: list[int] = []
+    begun: list[int] = []
     parts: list[int] = []
     at = n = 0
-    for cut in [*cuts, len(full)]:
+    for cut in sorted({*cuts, *starts, len(full)}):
         if cut > at:
             piece, inner = disguise.encode_parts(full[at:cut])
             ids.append(piece)
             parts += [n + end for end in inner]
             at, n = cut, n + len(piece)
-            ends.append(n)
+            if cut in starts:
+                begun.append(n)
+            else:
+                ends.append(n)
     # The end of a generation prompt is no end of a turn.
     turns = tuple(ends[: len(cuts)])
-    found = tuple(sorted({*parts, *turns} - {0}))
-    return EncodedPrompt(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), turns, found)
+    found = tuple(sorted({*parts, *turns, *begun} - {0}))
+    return EncodedPrompt(as_tokens(np.concatenate(ids)) if ids else as_tokens([]), turns, found, tuple(begun))
+
+
+def _texts(message: Message) -> Iterable[str]:
+    """All that a message brings into a prompt."""
+    yield from (message.role, message.content, message.name or "", message.tool_call_id)
+    for call in message.tool_calls:
+        yield from (call.name, call.arguments, call.id)
+
+
+def _hidden(disguise: Placeholders, message: Message) -> Message:
+    hide = disguise.hide
+    calls = tuple(ToolCall(hide(call.name), hide(call.arguments), hide(call.id)) for call in message.tool_calls)
+    name = None if message.name is None else hide(message.name)
+    return Message(
+        hide(message.role), hide(message.content), name, tool_calls=calls, tool_call_id=hide(message.tool_call_id)
+    )
+
+
+def _tool_starts(
+    text: TextModel, messages: Sequence[Message], tools: Sequence[str], full: str, mark: str, *, generate: bool
+) -> list[int]:
+    """Characters of ``full`` where the tools begin, ascending; none if the template shows them otherwise.
+
+    One run of the template, with a mark before the name of each, shows where they are.
+    """
+    marked = [tool.replace('"name": "', f'"name": "{mark}', 1) for tool in tools]
+    try:
+        pieces = text.render(messages, generate=generate, tools=marked).split(mark) if mark else []
+    except EngineError:
+        return []
+    if len(pieces) != len(tools) + 1 or "".join(pieces) != full:
+        return []
+    found: list[int] = []
+    for name in list(accumulate(map(len, pieces)))[:-1]:
+        before = found[-1] + 1 if found else 0
+        start = full.rfind('{"type"', before, name)
+        found.append(start if start >= 0 else max(full.rfind("\n", before, name) + 1, before))
+    return found
 
 
 def _joined(
@@ -225,7 +290,7 @@ def _joined(
     return found
 
 
-def _cuts(text: TextModel, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> Iterable[int]:
+def _cuts(text: _Renders, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> Iterable[int]:
     """Characters of ``full`` after which a turn has ended, ascending."""
     count, last, rendered = len(messages), 0, 0
     between = _Between(text, messages, full, mark, generate=generate) if count > _EACH else None
@@ -257,7 +322,7 @@ class _Between:
     roles end a turn at the same place, so that few ends cost a run of their own.
     """
 
-    def __init__(self, text: TextModel, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> None:
+    def __init__(self, text: _Renders, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> None:
         """``full``: the text without marks; ``mark``: a character that no message has."""
         self._messages, self._full = messages, full
         self._known: dict[tuple[str, str, str], int] = {}

@@ -34,7 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     -100 bans a token, 100 forces it. ``repetition_penalty`` counts prompt and answer (Keskar et al. 2019, CTRL, 4.1),
     ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
     alternatives to report beside the chosen token's own log-probability; 0 reports nothing. ``grammar``: what the
-    answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says.
+    answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says. ``shown_markers``: special
+    tokens, by their texts, that the answer's text has; it has no others.
     """
 
     max_tokens: int = 256
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logprobs: int = 0
     logit_bias: Mapping[int, float] = {}
     grammar: Grammar | None = None
+    shown_markers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, good, rule in (

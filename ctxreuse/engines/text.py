@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +19,50 @@ from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.models import file_digest
 
-__all__ = ["HFText", "Message", "TextModel", "tokenizer_digest"]
+__all__ = ["HFText", "Message", "TextModel", "ToolCall", "tokenizer_digest"]
 
 #: Files that decide how a tokenizer splits text.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+
+
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One call of a tool: its name, the JSON of its arguments, and the id by which its result names it."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+    @classmethod
+    def plain(cls, name: str, arguments: str, id: str = "") -> ToolCall:
+        """One whose JSON is as ``json.dumps`` writes it, so that markers in it stand as they are; what is no JSON
+        stays as it is."""
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
+        return cls(name, arguments, id)
+
+    @property
+    def value(self) -> Any:
+        """The arguments, as the text itself if it is no JSON."""
+        try:
+            return json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a conversation: who says it (``system``, ``user``, ``assistant``, ``tool``) and what.
 
     ``cuts``: characters of the content at which its parts (documents, tool results, the question) end, ascending; each
-    part is encoded by itself, so that it is known again wherever it stands.
+    part is encoded by itself, so that it is known again wherever it stands. ``tool_calls``: the tools that an
+    assistant's message calls; ``tool_call_id``: the call whose result a tool's message is.
     """
 
     role: str
     content: str
     name: str | None = None
     cuts: tuple[int, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
 
     @classmethod
     def kept(cls, role: str, content: str, meta: Mapping[str, Any]) -> Message:
@@ -65,8 +93,11 @@ class TextModel(Protocol):
         """Text of ids, special ones left out; bytes that are not UTF-8 (yet) become U+FFFD."""
         ...
 
-    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """The prompt text of a conversation; with ``generate`` it ends where the assistant's answer begins."""
+    def render(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[str] = ()) -> str:
+        """The prompt text of a conversation; with ``generate`` it ends where the assistant's answer begins.
+
+        ``tools``: the tools that it may call, as JSON; see `ctxreuse.toolcalls.Tool.text`.
+        """
         ...
 
     @property
@@ -168,15 +199,20 @@ class HFText:
         """See `TextModel.decode`; with ``markers`` special tokens are spelt out."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers))
 
-    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+    @property
+    def template(self) -> str:
+        """The chat template; "" without one."""
+        return self._template or ""
+
+    def render(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[str] = ()) -> str:
         """See `TextModel.render`. Raises EngineError if the template refuses the messages."""
         if self._template is None:
             text = self._begin + "".join(f"{m.name or m.role}: {m.content}\n" for m in messages)
             return text + "assistant:" if generate else text
-        plain = [{"role": m.role, "content": m.content, **({"name": m.name} if m.name else {})} for m in messages]
-        template = self._compiled
+        plain, template = [_plain(message) for message in messages], self._compiled
+        given = {"tools": [json.loads(tool) for tool in tools]} if tools else {}
         try:
-            return str(template.render(messages=plain, add_generation_prompt=generate, **self._specials))
+            return str(template.render(messages=plain, add_generation_prompt=generate, **given, **self._specials))
         except Exception as error:  # a template is a stranger's program and may fail as any program does
             raise EngineError(
                 f"the chat template refuses these messages: {error}",
@@ -208,6 +244,21 @@ class HFText:
             return jinja.from_string(self._template or "")
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it."""
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        found["name"] = message.name
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.value}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        found["tool_call_id"] = message.tool_call_id
+    return found
 
 
 #: Bytes of UTF-8 text, but for controls and leads of characters beyond the first plane, whose other bytes count.

@@ -128,7 +128,12 @@ def test_models(edge: Any) -> None:
         ({"top_logprobs": 2}, 400, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ({"prompt_logprobs": 0}, 400, "prompt_logprobs"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "null"}}}]}, 400, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, 400, "tools[1]"),
+        ({"tools": [{"type": "function", "function": {"name": "a"}}], "tool_choice": "b"}, 400, "tool_choice"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "a"}}]}]}, 400, "messages[0].tool_calls"),
         ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, 400, "structured_outputs"),
@@ -165,10 +170,10 @@ def test_unknown_fields_are_left_alone_and_named(edge: Any) -> None:
     answer = ask(edge, user="me", temprature=1, metadata={"a": "b"}, **{"new\r\nline: x": 1})
     assert answer.status_code == 200
     assert answer.headers["x-ctxreuse-ignored-fields"] == "user, temprature, metadata, new??line??x"
-    messages = [*HELLO, {"role": "assistant", "content": "a", "tool_calls": []}, {"role": "user", "content": "b"}]
+    messages = [*HELLO, {"role": "assistant", "content": "a", "refusal": []}, {"role": "user", "content": "b"}]
     for stream in (False, True):
         answer = ask(edge, messages=messages, stream=stream, stream_options={"include_usge": 1}, ctxreuse={"lossi": 1})
-        named = {"messages[].tool_calls", "stream_options.include_usge", "ctxreuse.lossi"}
+        named = {"messages[].refusal", "stream_options.include_usge", "ctxreuse.lossi"}
         assert set(answer.headers["x-ctxreuse-ignored-fields"].split(", ")) == named
     assert "x-ctxreuse-ignored-fields" not in ask(edge, logit_bias=None).headers
     made = edge.http.post("/api/contexts", json={"text": "a b c", "pinn": True})

@@ -299,8 +299,9 @@ class _Server:
 
     def do_render(self, generate: bool, raw: Array, *, call: Call) -> Outcome:
         assert self._engine.text is not None
-        messages = msgspec.msgpack.decode(raw.tobytes(), type=list[Message])
-        return None, [_bytes_of(self._engine.text.render(messages, generate=generate))]
+        messages, tools = msgspec.msgpack.decode(raw.tobytes(), type=tuple[list[Message], list[str]])
+        given = {"tools": tools} if tools else {}  # a user's own text model may know none
+        return None, [_bytes_of(self._engine.text.render(messages, generate=generate, **given))]
 
 
 def _bytes_of(text: str) -> Array:
@@ -347,7 +348,9 @@ def serve(pipe: FramePipe[EngineMessage]) -> None:
         pipe.send(_failed(error))
         os._exit(3)
     text = engine.text
-    facts = TextFacts(text.stop_ids, text.markers, text.token_chars) if text is not None else None
+    facts = None
+    if text is not None:
+        facts = TextFacts(text.stop_ids, text.markers, text.token_chars, getattr(text, "template", ""))
     chunks, codec = isinstance(engine, ChunkEngine), engine.codec is not None
     server = _Server(engine, pipe, memory)
     pipe.send(EngineOpened(engine.space, engine.batches, chunks, codec, facts))

@@ -59,10 +59,15 @@ class ChildText:
         given = np.asarray(ids, "<i4")
         return self._call("decode", arrays=[given]).arrays[0].tobytes().decode()
 
-    def render(self, messages: Sequence[Message], *, generate: bool) -> str:
+    @property
+    def template(self) -> str:
+        """The chat template; "" without one."""
+        return self._facts.template
+
+    def render(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[str] = ()) -> str:
         """See `TextModel.render`."""
         try:
-            raw = np.frombuffer(msgspec.msgpack.encode(messages), np.uint8)
+            raw = np.frombuffer(msgspec.msgpack.encode((messages, tools)), np.uint8)
         except UnicodeError as error:
             raise EngineError(f"the text cannot be rendered: {error}", fix="Remove lone surrogates") from error
         return self._call("render", generate, arrays=[raw]).arrays[0].tobytes().decode()

@@ -104,6 +104,7 @@ class TextFacts(msgspec.Struct, frozen=True):
     stop_ids: frozenset[int]
     markers: frozenset[str]
     token_chars: int
+    template: str = ""
 
 
 class Opening(msgspec.Struct, frozen=True, tag="open"):

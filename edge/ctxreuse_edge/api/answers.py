@@ -342,11 +342,15 @@ class OpenAiAnswer(HttpAnswer):
 
     def last(self) -> Sequence[Any]:
         """See `HttpAnswer.last`."""
-        ends = [finish_of(completion) for completion in self.completions]
+        ends = [self.finish(number) for number in range(len(self.completions))]
         events = [self.event("", finish, self.no_usage, number) for number, finish in enumerate(ends)]
         if self._wants_usage:
             return [*events, self.event(None, None, self.usage)]
         return [*events[:-1], self.event("", ends[-1], self.usage, len(ends) - 1)]
+
+    def finish(self, number: int) -> str:
+        """Return the API's finish reason of an answer."""
+        return finish_of(self.completions[number])
 
     @property
     def no_usage(self) -> msgspec.UnsetType | None:

@@ -36,6 +36,7 @@ from ctxreuse.errors import ContextTooLongError
 from ctxreuse.identity.keys import Tokens, as_tokens
 from ctxreuse.pauses import PauseKind
 from ctxreuse.pauses.kinds import TOOL_CALL
+from ctxreuse.toolcalls import Family, prompt_text
 from ctxreuse.why import PromptPart, RequestInfo
 from ctxreuse_edge.api.answers import (
     KeepAlive,
@@ -49,6 +50,7 @@ from ctxreuse_edge.api.answers import (
     max_kl_of,
     sampling_of,
 )
+from ctxreuse_edge.api.calls import CallReader, family_for, shown, tools_of
 from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
@@ -95,15 +97,26 @@ def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
 
 
 def about_messages(
-    messages: Sequence[Message], found: EncodedPrompt, request: str = "", client_id: str = ""
+    messages: Sequence[Message],
+    found: EncodedPrompt,
+    request: str = "",
+    client_id: str = "",
+    tools: Sequence[str] = (),
 ) -> RequestInfo:
-    """Return the parts of a conversation's prompt: its messages, as far as their ends are known."""
+    """Return the parts of a conversation's prompt: its messages and tools, as far as their ends are known."""
     # Messages that the template cannot end with are joined with the next.
     names = [message.role for message in messages]
     if len(found.ends) == len(names):
         parts = tuple(PromptPart(name, end) for name, end in zip(names, found.ends))
     else:
         parts = tuple(PromptPart("", end) for end in found.ends)
+    # A tool reaches to the next one, the last one to the end of the turn that it is in.
+    ahead = [messages[0].role if messages else "", *(f"tool {name}" for name in tools)]
+    named = tuple(PromptPart(name, end) for name, end in zip(ahead, found.tools))
+    if named:
+        after = [(part.name, part.end) for part in parts if part.end > named[-1].end]
+        after[:1] = [(ahead[-1], end) for _, end in after[:1]]
+        parts = (*named, *(PromptPart(*part) for part in after))
     return RequestInfo(request, client_id, parts=parts, first_message=messages[0].content if messages else "")
 
 
@@ -113,7 +126,8 @@ def _chat(node: EdgeNode) -> list[Route]:
         body = await body_of(request, node, EdgeChatRequest)
         model = node.models.find(body.model)
         _refuse_unsupported(body)
-        wanted = format_of(body)
+        wanted, tools = format_of(body), tools_of(body)
+        families: list[Family] = []
 
         def make(name: str, step: Callable[[], None]) -> list[Completion]:
             runtime = model.runtime
@@ -122,13 +136,22 @@ def _chat(node: EdgeNode) -> list[Route]:
             text, space = runtime.text, runtime.space
             if text is None:
                 raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
-            found = encode_prompt(text, [*before, *messages], max_tokens=space.max_tokens)
+            family = family_for(text, node.settings.edge.tools)
+            has_calls = any(message.tool_calls for message in messages)
+            shown_text = prompt_text(text, family) if tools is not None or has_calls else text
+            texts = tools.texts if tools is not None else ()
+            found = encode_prompt(shown_text, [*before, *messages], tools=texts, max_tokens=space.max_tokens)
             _spell(body, text)
             step()
             limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            sampling = constrained(sampling_of(body, len(found.ids), space, limit), wanted, runtime)
+            sampling, form = sampling_of(body, len(found.ids), space, limit), wanted
+            if tools is not None:
+                form, sampling = tools.format(family, text, wanted), shown(sampling, family, text)
+                families.append(family)
+            sampling = constrained(sampling, form, runtime)
             max_kl = max_kl_of(node, body.ctxreuse.lossy, runtime)
-            about = about_messages([*before, *messages], found, id_of(request), name)
+            names = [tool.name for tool in tools.tools] if tools is not None else ()
+            about = about_messages([*before, *messages], found, id_of(request), name, names)
             branches = branches_of(found.ends)
             was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
             prompt = runtime.request(
@@ -143,7 +166,7 @@ def _chat(node: EdgeNode) -> list[Route]:
             step()
             return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
 
-        return _ChatAnswer(node, model, body, "chatcmpl", make, body.keep_alive)
+        return _ChatAnswer(node, model, body, "chatcmpl", make, body.keep_alive, families=families)
 
     return [Route("/v1/chat/completions", answer, methods=["POST"])]
 
@@ -152,8 +175,6 @@ def _refuse_unsupported(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
     _refuse_prompt_logprobs(body)
-    if body.tools:
-        raise ApiError(400, "tools are not supported: describe them in a message", param="tools")
 
 
 def _refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
@@ -163,6 +184,14 @@ def _refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
 
 
 class _ChatAnswer(OpenAiAnswer):
+    """``families``: holds the family whose calls the answers may have, once they have begun, if the request has
+    tools."""
+
+    def __init__(self, *given: Any, families: Sequence[Family]) -> None:
+        super().__init__(*given)
+        self._families = families
+        self._readers: dict[int, CallReader] = {}
+
     def _chunk(self, choices: list[ChunkChoice], usage: Usages) -> ChatChunk:
         return ChatChunk(*self.head, choices, self.fingerprint, usage)
 
@@ -176,12 +205,38 @@ class _ChatAnswer(OpenAiAnswer):
         begun = [ChunkChoice(Delta("assistant", ""), None, number) for number in range(len(self.completions))]
         return [self._chunk([choice], self.no_usage) for choice in begun]
 
-    def whole(self) -> Any:
-        choices = [
-            ChatChoice(Reply(self.completions[number].text), finish_of(self.completions[number]), index, report)
-            for index, (number, report) in enumerate(self.chosen)
+    def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
+        said = super().piece(number, piece)
+        if not self._families or not self._stream:
+            return said
+        reader = self._readers.setdefault(number, CallReader(self._families[0]))
+        report = said[0].choices[0].logprobs if said else None
+        deltas = reader.feed(piece.text) or ([Delta()] if report is not None else [])
+        return [
+            self._chunk([ChunkChoice(delta, None, number, None if n else report)], self.no_usage)
+            for n, delta in enumerate(deltas)
         ]
+
+    def last(self) -> Sequence[Any]:
+        left = [(number, delta) for number, reader in self._readers.items() for delta in reader.finish()]
+        events = [self._chunk([ChunkChoice(delta, None, number)], self.no_usage) for number, delta in left]
+        return [*events, *super().last()]
+
+    def finish(self, number: int) -> str:
+        found = super().finish(number)
+        return self._readers[number].finish_reason(found) if number in self._readers else found
+
+    def whole(self) -> Any:
+        choices = [self._choice(index, number, report) for index, (number, report) in enumerate(self.chosen)]
         return ChatCompletion(*self.head, choices, self.usage, self.fingerprint)
+
+    def _choice(self, index: int, number: int, report: Any) -> ChatChoice:
+        text, finish = self.completions[number].text, self.finish(number)
+        if not self._families:
+            return ChatChoice(Reply(text), finish, index, report)
+        reader = CallReader(self._families[0])
+        reply = reader.reply(text)
+        return ChatChoice(reply, reader.finish_reason(finish), index, report)
 
     def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> ChatLogprobs | None:
         return reporter.chat(pieces)

@@ -58,6 +58,11 @@ void policy_hash_warm(const policy_hash *hash, const uint64_t *ids, size_t n, co
     }
 }
 
+/* 2**64 by the golden ratio: it spreads numbers that follow each other. */
+int policy_hash_sampled(uint64_t id, uint32_t bits) {
+    return !((uint32_t)(id * UINT64_C(0x9e3779b97f4a7c15) >> 32) & ((UINT32_C(1) << bits) - 1));
+}
+
 void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place) {
     uint32_t at = home(hash, id), far = 0;
     for (; hash->slots[at] != POLICY_NONE; far++) at = after(hash, at);

@@ -32,6 +32,8 @@ uint32_t policy_hash_next(const policy_hash *hash, uint64_t id, uint32_t *at, co
 /* Have the slots of ids brought near, and the entries (`item` bytes each from `all` on) that they name: a path's lookups
  * are misses of the processor's caches in a large arena, which then happen at once instead of one by one. */
 void policy_hash_warm(const policy_hash *hash, const uint64_t *ids, size_t n, const void *all, size_t item);
+/* One id in 2**bits (at most 31), the same for the same id. */
+int policy_hash_sampled(uint64_t id, uint32_t bits);
 /* The same entries at the same places; `hash` is empty. -1 without memory. */
 int policy_hash_copy(policy_hash *hash, const policy_hash *from);
 void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place);

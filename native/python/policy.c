@@ -251,6 +251,25 @@ static PyObject *shadow_match(PyObject *module, PyObject *const *args, Py_ssize_
     return PyLong_FromSize_t(blocks);
 }
 
+/* (keys, stride, bits) -> places of those in a sample of one in 2**bits */
+static PyObject *ids_sampled(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    keys path;
+    size_t bits;
+    (void)module;
+    if (arity(nargs, 3, "ids_sampled") < 0 || size_of(args[2], "bits", &bits) < 0) return NULL;
+    if (bits > 31) return PyErr_Format(PyExc_ValueError, "bits are 0 to 31, not %zu", bits);
+    if (keys_of(args[0], args[1], &path) < 0) return NULL;
+    PyObject *places = PyList_New(0);
+    for (size_t i = 0; places && i < path.n; i++) {
+        if (!policy_hash_sampled(path.ids[i], (uint32_t)bits)) continue;
+        PyObject *place = PyLong_FromSize_t(i);
+        if (!place || PyList_Append(places, place) < 0) Py_CLEAR(places);
+        Py_XDECREF(place);
+    }
+    keys_release(&path);
+    return places;
+}
+
 /* (shadow, key, stride) -> whether it was a held leaf, and went */
 static PyObject *shadow_drop(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     keys path;
@@ -315,6 +334,7 @@ PyMethodDef policy_methods[] = {
     FAST(shadow_remember),
     FAST(shadow_teach),
     FAST(shadow_match),
+    FAST(ids_sampled),
     FAST(shadow_drop),
     FAST(shadow_order),
     FAST(shadow_beyond),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+from ctxreuse.kernels.dispatch import native as _native
+from ctxreuse.store.policy.shadow import ids_of
 
 __all__ = ["GreedyRule", "LeadingHits"]
 
@@ -15,8 +18,8 @@ _DECAY = 1 - 1 / 1600
 _AHEAD, _BLOCKS, _ROOM, _LOSS = 0.02, 5.0, 0.03, 0.5
 #: Blocks whose last request or eviction is remembered, and how many full caches they span: of larger caches a sample.
 _REMEMBERED, _SPAN = 1 << 14, 4
-#: Spreads numbers that follow each other (2**64 by the golden ratio).
-_MIX = 0x9E3779B97F4A7C15
+#: Evictions that are noted at once.
+_EVICTED = 256
 
 
 class LeadingHits(NamedTuple):
@@ -46,6 +49,8 @@ class GreedyRule:
         #: When blocks of the sample were requested or evicted last, the longest ago first.
         self._last: OrderedDict[Any, int] = OrderedDict()
         self._bits = 0
+        #: Evicted since the last request, not noted yet.
+        self._evicted: list[Any] = []
 
     def follow(self, expert: int) -> None:
         """Follow an expert from now on."""
@@ -57,7 +62,8 @@ class GreedyRule:
         """Count a request for ``path``: what each expert and the real cache served of it."""
         lead = served[self.followed].worth
         self.scores = [_DECAY * score + one.worth for score, one in zip(self.scores, served)]
-        last = list(self._requested(path, real.blocks, max(one.blocks for one in served)))
+        self._note_evicted()
+        last = self._requested(path, real.blocks, max(one.blocks for one in served))
         for i, one in enumerate(served):
             self._gains[i] += one.worth - lead
             if one.blocks > real.blocks and i != self.followed:
@@ -68,8 +74,9 @@ class GreedyRule:
 
     def on_evict(self, key: Any) -> None:
         """Note that the real cache had a block until now."""
-        if self._in_sample(key):
-            self._note(key)
+        self._evicted.append(key)
+        if len(self._evicted) >= _EVICTED:
+            self._note_evicted()
 
     def choose(self, block: float, room: float, blocks: int) -> int:
         """Return the expert to follow: the followed one, where no change is due.
@@ -78,7 +85,7 @@ class GreedyRule:
         """
         while blocks * _SPAN >> self._bits > _REMEMBERED:
             self._bits += 1
-            self._last = OrderedDict(item for item in self._last.items() if self._in_sample(item[0]))
+            self._last = OrderedDict((key, self._last[key]) for _, key in self._sampled(list(self._last)))
         for i, gain in enumerate(self._gains):
             if gain <= -_LOSS * room:
                 self._gains[i], self._since[i] = -_LOSS * room, self._now
@@ -86,19 +93,25 @@ class GreedyRule:
         margin = _AHEAD * self.scores[self.followed] + _BLOCKS * block + _ROOM * room
         return best if self._gains[best] > margin else self.followed
 
-    def _in_sample(self, key: Any) -> bool:
-        number = int.from_bytes(key[:8], "little") if isinstance(key, bytes) else key
-        return not (number * _MIX >> 32) & ((1 << self._bits) - 1)
+    def _sampled(self, keys: Sequence[Any]) -> Iterable[tuple[int, Any]]:
+        if not self._bits:
+            return enumerate(keys)
+        return ((place, keys[place]) for place in _native.ids_sampled(*ids_of(keys), self._bits))
 
-    def _requested(self, path: Sequence[Any], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Note a request, and iterate over the sampled blocks from ``start`` to ``stop``: when they were requested."""
-        last = self._last
-        for place, key in enumerate(path):
-            if self._bits and not self._in_sample(key):
-                continue
+    def _requested(self, path: Sequence[Any], start: int, stop: int) -> list[tuple[int, int]]:
+        """Note a request; returns the sampled blocks from ``start`` to ``stop``, and when they were requested."""
+        found = []
+        for place, key in self._sampled(path):
             if start <= place < stop:
-                yield place, last.get(key, -1)
+                found.append((place, self._last.get(key, -1)))
             self._note(key)
+        return found
+
+    def _note_evicted(self) -> None:
+        if self._evicted:
+            for _, key in self._sampled(self._evicted):
+                self._note(key)
+            self._evicted = []
 
     def _note(self, key: Any) -> None:
         self._last[key] = self._now

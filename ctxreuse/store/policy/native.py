@@ -125,10 +125,11 @@ class NativeShadow(Generic[K]):
         self._tune(path, size, count, now)
         if not len(path):
             return Served(0, 0, path, memoryview(b"").cast("Q"))
-        cached, nbytes, _ = _native.shadow_figures(self.arena)
+        scores = self._scores
+        cached, nbytes, _ = _native.shadow_figures(self.arena) if scores is not None else (0, 0, 0)
         blocks, evicted = _native.shadow_request(self.arena, *ids_of(path), size, count, now)
-        if evicted and self._scores is not None:
-            self._scores.start(nbytes + sum(size[blocks:]), cached + len(path) - blocks)
+        if evicted and scores is not None:
+            scores.start(nbytes + sum(size[blocks:]), cached + len(path) - blocks)
         return Served(blocks, sum(count[:blocks]), path[blocks:], memoryview(evicted).cast("Q"))
 
     def _tune(self, path: Sequence[K], sizes: Sequence[int], tokens: Sequence[int], now: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctxreuse import _native
 from ctxreuse.errors import ConfigError
 from ctxreuse.store.policy import (
     NATIVE,
@@ -216,6 +217,19 @@ def test_a_filled_policy_has_these_blocks() -> None:
         policy.remove(key(4), 1.0)
         with pytest.raises(KeyError):
             policy.remove(key(4), 1.0)
+
+
+def test_a_sample_has_the_same_blocks_whatever_the_keys() -> None:
+    keys = [key(number) for number in range(4_000)]
+    ids = [int.from_bytes(one[:8], "little") for one in keys]
+    assert _native.ids_sampled(*ids_of(keys), 0) == list(range(4_000))
+    for bits in (1, 5):
+        found = _native.ids_sampled(*ids_of(keys), bits)
+        assert found == _native.ids_sampled(*ids_of(ids), bits)
+        assert len(found) == pytest.approx(4_000 >> bits, rel=0.3)
+    assert 90 < len(_native.ids_sampled(*ids_of(range(4_000)), 5)) < 160, "numbers that follow each other are spread"
+    with pytest.raises(ValueError, match="bits"):
+        _native.ids_sampled(b"", 8, 32)
 
 
 def test_ids() -> None:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from ctxreuse.constrain import HasVocabulary
+from ctxreuse.constrain import HasVocabulary, Vocabulary
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import GeneratedToken
@@ -31,7 +31,7 @@ __all__ = [
 #: What stands for minus infinity, which JSON has no number for.
 _LEAST = -9999.0
 
-_spellings: WeakKeyDictionary[TextModel, Sequence[bytes]] = WeakKeyDictionary()
+_spellings: WeakKeyDictionary[TextModel, Vocabulary] = WeakKeyDictionary()
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class LogprobReporter:
     def __init__(self, text: TextModel, count: int) -> None:
         """``count``: the likeliest tokens in each place."""
         self._text, self._count, self._offset = text, count, 0
-        self._bytes = spelling_of(text)
+        self._bytes = spelling_of(text).tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def chat(self, pieces: Sequence[GeneratedToken]) -> ChatLogprobs | None:
@@ -110,11 +110,11 @@ class LogprobReporter:
         return TopLogprob(raw.decode("utf-8", "replace"), max(logprob or 0.0, _LEAST), list(raw))
 
 
-def spelling_of(text: TextModel) -> Sequence[bytes]:
+def spelling_of(text: TextModel) -> Vocabulary:
     """Return the bytes of each token; empty for a text model that does not tell. Takes up to a second, once a model."""
     found = _spellings.get(text)
     if found is None:
-        found = _spellings[text] = text.vocabulary().tokens if isinstance(text, HasVocabulary) else ()
+        found = _spellings[text] = text.vocabulary() if isinstance(text, HasVocabulary) else Vocabulary(())
     return found
 
 

@@ -30,6 +30,8 @@ _ROUTES = (
     ("/v1/chat/completions", "chat"),
     ("/v1/completions", "completions"),
     ("/v1/models", "models"),
+    ("/tokenize", "tokenizer"),
+    ("/detokenize", "tokenizer"),
     ("/api/contexts", "contexts"),
     ("/api/", "api"),
 )

@@ -148,9 +148,38 @@ def attend(
     last_row: int,
     /,
 ) -> None: ...
+def attend_each(
+    q: Memory,
+    o: Memory,
+    dtype: int,
+    keys: Sequence[Memory],
+    values: Sequence[Memory],
+    stored: int,
+    query_heads: int,
+    heads: int,
+    dim: int,
+    scale: float,
+    softcap: float,
+    threads: int,
+    /,
+) -> None: ...
 def attend_merge(o: Memory, lse: Memory, count: int, rows: int, dim: int, /) -> None: ...
 def attend_quantise(x: Memory, dtype: int, format: int, codes: Memory, scales: Memory, /) -> None: ...
 def attend_name(dim: int, /) -> str: ...
+def linear(
+    x: Memory,
+    dtype: int,
+    w: Memory,
+    format: int,
+    scales: Memory | None,
+    bias: Memory | None,
+    y: Memory,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    threads: int,
+    /,
+) -> None: ...
 def shadow_new(kind: int, capacity: int, per_token: float, per_pair: float, alpha: float, /) -> object: ...
 def shadow_tune(shadow: object, per_token: float, per_pair: float, alpha: float, /) -> None: ...
 def shadow_request(

@@ -44,6 +44,7 @@ from ctxreuse.kernels.threads import cores, spread
 __all__ = [
     "FORMATS",
     "GROUP",
+    "MOST_DIM",
     "PARALLEL_VALUES",
     "Attended",
     "Part",
@@ -68,7 +69,8 @@ _QUERIES: Final = 32
 _STORED: Final = {KERNEL_NAMES[name]: kind for name, kind in VALUES.items()} | {"int8": np.int8, "int4": np.uint8}
 _SCALES: Final = {"int8": np.float32, "int4": np.float16}
 _FLOATS: Final = {np.dtype(kind): KERNEL_NAMES[name] for name, kind in VALUES.items()}
-_MOST_DIM: Final = 512
+MOST_DIM: Final = 512
+"""Most values of a row."""
 
 
 def attend_name(dim: int) -> str:
@@ -307,8 +309,8 @@ def dequantise(plane: Plane) -> Floats:
 
 
 def _check(q: Floats, positions: NDArray[np.int64] | None, window: int | None, softcap: float | None) -> None:
-    if q.ndim != 3 or q.dtype != np.float32 or not 1 <= q.shape[2] <= _MOST_DIM:
-        raise ValueError(f"q: needs float32 [heads, queries, dim of 1 to {_MOST_DIM}], got {q.dtype} {q.shape}")
+    if q.ndim != 3 or q.dtype != np.float32 or not 1 <= q.shape[2] <= MOST_DIM:
+        raise ValueError(f"q: needs float32 [heads, queries, dim of 1 to {MOST_DIM}], got {q.dtype} {q.shape}")
     if positions is not None and positions.shape != (q.shape[1],):
         raise ValueError(f"positions: {positions.shape} for {q.shape[1]} queries")
     if window is not None and window < 1:

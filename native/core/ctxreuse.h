@@ -1,7 +1,7 @@
 /* core/ctxreuse.h - the native core's whole interface: kernel tables, strided copies, checksums, rotation, pages.
  *
- * The core is C11 without Python. Its global state is three atomics: the active table, what the processor can do, and the
- * tables of lossless packing, made when first used. It starts no threads and keeps no buffer after a call returns.
+ * The core is C11 without Python. Its global state: the active table, what the processor can do, the tables of lossless
+ * packing, made when first used, and the threads of core/pool.h. It keeps no buffer after a call returns.
  * Everything here may be called from any thread at any time.
  *
  * Words

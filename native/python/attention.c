@@ -1,5 +1,6 @@
 /* python/attention.c - attention for Python. */
 #include "attention/attention.h"
+#include "core/pool.h"
 
 #include "module.h"
 
@@ -34,20 +35,23 @@ static int ascending(const int64_t *at, size_t first, size_t last, const char *w
     return 0;
 }
 
-/* An array of `axes` axes with the last one contiguous; its other steps in bytes. It is all inside of one allocation. */
+/* Is it an array of `axes` axes with the last one contiguous? Its other steps in bytes. It is all inside of one allocation. */
+static int fits(const region *of, int axes, size_t item, const size_t *shape, const char *what, size_t *steps) {
+    const Py_buffer *view = &of->view;
+    int good = view->ndim == axes && (size_t)view->itemsize == item && view->shape && view->strides;
+    for (int i = 0; good && i < axes; i++) {
+        good = (size_t)view->shape[i] == shape[i];
+        if (i < axes - 1) steps[i] = (size_t)view->strides[i]; /* hold has refused negative ones */
+        else good = good && (view->shape[i] <= 1 || (size_t)view->strides[i] == item);
+    }
+    if (good) return 1;
+    PyErr_Format(PyExc_ValueError, "%s: needs %d axes of %zu-byte items, the last contiguous, as the plane says", what, axes, item);
+    return 0;
+}
+
 static region *array(held *h, PyObject *obj, int axes, size_t item, const size_t *shape, const char *what, size_t *steps) {
     region *buffer = hold(h, obj, 0, what);
-    if (!buffer) return NULL;
-    const Py_buffer *view = &buffer->view;
-    int fits = view->ndim == axes && (size_t)view->itemsize == item && view->shape && view->strides;
-    for (int i = 0; fits && i < axes; i++) {
-        fits = (size_t)view->shape[i] == shape[i];
-        if (i < axes - 1) steps[i] = (size_t)view->strides[i]; /* hold has refused negative ones */
-        else fits = fits && (view->shape[i] <= 1 || (size_t)view->strides[i] == item);
-    }
-    if (fits) return buffer;
-    PyErr_Format(PyExc_ValueError, "%s: needs %d axes of %zu-byte items, the last contiguous, as the plane says", what, axes, item);
-    return NULL;
+    return buffer && fits(buffer, axes, item, shape, what, steps) ? buffer : NULL;
 }
 
 /* Three fields: format, data, scales. */
@@ -203,6 +207,89 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
     return result;
 }
 
+typedef struct each {
+    const ctx_kernels *k;
+    const ctx_attention *contexts;
+    size_t heads;
+    float *o, *lse; /* of the first context */
+    _Atomic int failed;
+} each;
+
+/* One K and V head of one context. */
+static void attend_head(void *what, size_t i) {
+    each *e = what;
+    const ctx_attention *a = &e->contexts[i / e->heads];
+    const size_t at = i / e->heads * a->heads_q, head = i % e->heads;
+    if (ctx_attend(e->k, a, head, head + 1, 0, a->parts->last, e->o + at * a->dim, e->lse + at)) e->failed = 1;
+}
+
+/* (q, o [contexts, heads_q, dim], their dtype, keys, values: [heads, tokens, dim] of each context, dtype of these, heads_q, heads,
+ * dim, scale, softcap, threads): one query a context, which sees all of its rows. */
+static PyObject *attend_each(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const ctx_kernels *k = table();
+    ctx_attention a = {.queries = 1};
+    ctx_dtype dtype, stored;
+    size_t threads, rows, values;
+    (void)module;
+    if (!k || arity(nargs, 12, "attend_each") < 0 || dtype_of(args[2], "dtype", &dtype) < 0 || dtype_of(args[5], "dtype of rows", &stored) < 0 ||
+        size_of(args[6], "query heads", &a.heads_q) < 0 || size_of(args[7], "heads", &a.heads) < 0 || size_of(args[8], "dim", &a.dim) < 0 ||
+        float_of(args[9], "scale", &a.scale) < 0 || float_of(args[10], "softcap", &a.softcap) < 0 || size_of(args[11], "threads", &threads) < 0)
+        return NULL;
+    static const char *const names[] = {"keys", "values"};
+    PyObject *lists[2], *result = NULL;
+    size_t count = 0;
+    held h = {0};
+    float *room = NULL;
+    ctx_attention *contexts = NULL;
+    ctx_part *parts = NULL;
+    int failed = lists_of(args + 3, names, 2, 2, lists, &count) < 0 || held_room(&h, 2 * count + 2) < 0;
+    const size_t item = ctx_dtype_bytes(dtype), width = ctx_dtype_bytes(stored);
+    const region *q = failed ? NULL : hold_numbers(&h, args[0], 0, item, "q"), *o = q ? hold_numbers(&h, args[1], 1, item, "o") : NULL;
+    failed = failed || !o;
+    if (!failed && (a.heads == 0 || a.heads_q % a.heads || a.dim == 0 || a.dim > CTX_ATTEND_DIM || a.softcap < 0 ||
+                    __builtin_mul_overflow(count, a.heads_q, &rows) || __builtin_mul_overflow(rows, a.dim, &values) ||
+                    values > SIZE_MAX / 64 || q->bytes != values * item || o->bytes != values * item)) {
+        PyErr_Format(PyExc_ValueError, "q, o: are not those of %zu contexts, %zu query heads over %zu and %zu values", count, a.heads_q, a.heads, a.dim);
+        failed = 1;
+    }
+    if (!failed) {
+        contexts = PyMem_Calloc(count + 1, sizeof *contexts), parts = PyMem_Calloc(count + 1, sizeof *parts);
+        room = PyMem_Malloc((2 * values + rows + 1) * sizeof *room); /* q, o, lse */
+        failed = !contexts || !parts || !room;
+        if (failed) PyErr_NoMemory();
+    }
+    for (size_t i = 0; !failed && i < count; i++) {
+        PyObject *const of[2] = {PyTuple_GetItem(lists[0], (Py_ssize_t)i), PyTuple_GetItem(lists[1], (Py_ssize_t)i)};
+        ctx_plane *const planes[2] = {&parts[i].k, &parts[i].v};
+        size_t shape[3] = {a.heads, 0, a.dim}, steps[3] = {0};
+        for (int j = 0; !failed && j < 2; j++) {
+            const region *plane = hold(&h, of[j], 0, names[j]);
+            if (plane && j == 0 && plane->view.ndim == 3) shape[1] = (size_t)plane->view.shape[1];
+            failed = !plane || !fits(plane, 3, width, shape, names[j], steps);
+            if (!failed) *planes[j] = (ctx_plane){.format = (ctx_format)stored, .at = plane->view.buf, .head = steps[0], .row = steps[1]};
+        }
+        if (failed) break;
+        parts[i].last = shape[1];
+        contexts[i] = a, contexts[i].parts = &parts[i], contexts[i].count = 1;
+        contexts[i].q = room + i * a.heads_q * a.dim;
+    }
+    if (!failed) {
+        each e = {.k = k, .contexts = contexts, .heads = a.heads, .o = room + values, .lse = room + 2 * values};
+        Py_BEGIN_ALLOW_THREADS
+        k->convert[dtype][CTX_FP32]((uint8_t *)room, q->view.buf, values);
+        ctx_pool_run(attend_head, &e, count * a.heads, threads);
+        k->convert[CTX_FP32][dtype](o->view.buf, (uint8_t *)e.o, values);
+        Py_END_ALLOW_THREADS
+        result = e.failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+    }
+    release(&h);
+    PyMem_Free(contexts);
+    PyMem_Free(parts);
+    PyMem_Free(room);
+    drop_lists(lists, 2);
+    return result;
+}
+
 /* (o [count, rows, dim], lse [count, rows], count, rows, dim): the results of disjoint rows become o[0] and lse[0]. */
 static PyObject *attend_merge(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     size_t count, rows, dim, all, values;
@@ -298,6 +385,7 @@ static PyObject *attend_name(PyObject *module, PyObject *dim) {
 
 PyMethodDef attention_methods[] = {
     FAST(attend),
+    FAST(attend_each),
     FAST(attend_merge),
     FAST(attend_quantise),
     {"attend_name", attend_name, METH_O, NULL},

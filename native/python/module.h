@@ -7,7 +7,7 @@
 #include "rans/rans.h"
 
 /* Each ends with an empty entry. */
-extern PyMethodDef box_methods[], rans_methods[], klt_methods[], lossless_methods[], attention_methods[], policy_methods[],
+extern PyMethodDef box_methods[], rans_methods[], klt_methods[], lossless_methods[], attention_methods[], linear_methods[], policy_methods[],
     residents_methods[], tree_methods[];
 
 /* NULL with TypeError set unless obj was made by rans_tables. */

@@ -35,6 +35,7 @@ int main(void) {
     test_rans();
     test_klt();
     test_attend();
+    test_linear();
     test_policy();
     puts("all native tests passed");
     return 0;

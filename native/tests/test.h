@@ -57,6 +57,7 @@ void test_boxes(void);
 void test_checksums(void);
 void test_rans(void);
 void test_attend(void);
+void test_linear(void);
 void test_policy(void);
 
 #endif

@@ -22,6 +22,7 @@ from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Pool
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer, FullWindowLayer, WindowLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.linears import install_linears
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
 from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache
@@ -186,6 +187,7 @@ class TorchModel(UserCodec):
         self._full_windows = full_kv_for_windows
         self._packs: bool | None = None
         name = install(module, attention)
+        install_linears(module)
         self.new_cache()  # refuses kinds of layers that cannot be exported, before the model is run
         self.space = self._measure(folder, name, block_tokens)
         self.layout: Layout = block_layout(self.space)

@@ -40,15 +40,28 @@ class PackedKeys:
         self._layer, self._segments = layer, segments
 
     def attend(
-        self, one: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor], q: Any
+        self,
+        one: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+        q: torch.Tensor,
+        each: Callable[[torch.Tensor, Sequence[tuple[torch.Tensor, torch.Tensor]]], torch.Tensor | None] | None,
     ) -> torch.Tensor:
-        """Attention of q [1, H, T, D] -> [1, T, H, D]; ``one(q, k, v, mask)`` attends for one context."""
+        """Attention of q [1, H, T, D] -> [1, T, H, D].
+
+        ``one(q, k, v, mask)`` attends for one context; ``each(q [contexts, H, D], [(k, v), ...])`` for those with one
+        token, if it can (else None).
+        """
         self._layer.pending = False
-        parts = []
+        single = [segment for segment in self._segments if segment.stop - segment.start == 1]
+        rows = [segment.start for segment in single]
+        found = each(q[0, :, rows].transpose(0, 1), [(s.keys, s.values) for s in single]) if each and single else None
+        out = q.new_empty(1, q.shape[2], q.shape[1], self._segments[0].values.shape[3])
+        if found is not None:
+            out[0, rows] = found
         for start, stop, keys, values in self._segments:
-            mask = _mask(stop - start, keys.shape[2], self._layer.window, q.dtype)
-            parts.append(one(q[:, :, start:stop], keys, values, mask))
-        return torch.cat(parts, 1)
+            if found is None or stop - start > 1:
+                mask = _mask(stop - start, keys.shape[2], self._layer.window, q.dtype)
+                out[:, start:stop] = one(q[:, :, start:stop], keys, values, mask)
+        return out
 
 
 def packed_keys(key: torch.Tensor) -> PackedKeys | None:

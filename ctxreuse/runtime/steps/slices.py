@@ -12,8 +12,8 @@ STALL = 3.0
 #: The share of that which is aimed at, as passes differ.
 _AIM = 0.85
 #: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
-#: the weights are packed once for all: with fewer, prefills would take for ever, and nothing would wait much less.
-FIRST_SLICE, _LEAST, _LARGEST = 32, 16, 512
+#: the weights are read once for all: with fewer, prefills would take for ever, and nothing would wait much less.
+FIRST_SLICE, _LEAST, _LARGEST = 16, 16, 512
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
 _LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
 #: Passes that only decode, of which the median counts; and how many are enough to begin with.

@@ -1,0 +1,35 @@
+/* linear/linear.h - a linear layer of few rows: y = x w^T * scale + bias, with w read once where it lies.
+ *
+ * For the tokens of a decode step, where all time is reading w: a library's matrix product first packs w, which reads it
+ * twice. Weights are fp32, bf16, or int8 with a scale an output; sums are fp32. Each sum is of one row and one output, and
+ * runs in the same order however many rows there are: a row has the same bits alone and among others.
+ */
+#ifndef CTXREUSE_LINEAR_H
+#define CTXREUSE_LINEAR_H
+
+#include "core/ctxreuse.h"
+
+typedef enum ctx_weights { CTX_WEIGHTS_FP32 = 0, CTX_WEIGHTS_BF16 = 1, CTX_WEIGHTS_INT8 = 2, CTX_WEIGHTS = 3 } ctx_weights;
+
+static inline size_t ctx_weights_bytes(ctx_weights format) { return (size_t)4 >> format; }
+
+typedef struct ctx_linear {
+    ctx_weights format;
+    const uint8_t *w;           /* [outputs, inputs] */
+    const float *scales, *bias; /* [outputs], or NULL: 1 and 0 */
+    const float *x;             /* [rows, inputs] */
+    float *y;                   /* [rows, outputs] */
+    size_t rows, outputs, inputs;
+} ctx_linear;
+
+/* All outputs, by up to `threads` threads (core/pool.h). CTX_NO_MEMORY, or CTX_OK. */
+ctx_status ctx_linear_run(const ctx_kernels *k, const ctx_linear *a, size_t threads);
+
+/* What a table holds: outputs first..last; `room` has 4 * inputs floats. */
+typedef void (*ctx_linear_fn)(const ctx_linear *a, size_t first, size_t last, float *room);
+
+typedef struct ctx_linear_kernels {
+    ctx_linear_fn run;
+} ctx_linear_kernels;
+
+#endif

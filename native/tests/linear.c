@@ -1,0 +1,44 @@
+/* tests/linear.c - a linear layer by every table against doubles, on memory cut to size, by several threads. */
+#include "linear/linear.h"
+
+#include <math.h>
+
+#include "test.h"
+
+static void one(const ctx_kernels *k, ctx_weights format, size_t rows, size_t outputs, size_t inputs) {
+    const size_t item = ctx_weights_bytes(format), ins = rows * inputs, weights = outputs * inputs;
+    float *x = malloc(ins * 4), *y = malloc(rows * outputs * 4), *scales = malloc(outputs * 4), *bias = malloc(outputs * 4);
+    uint8_t *w = random_bytes(weights * item);
+    CHECK(x && y && scales && bias, "no memory");
+    double *values = malloc(weights * sizeof *values);
+    CHECK(values, "no memory");
+    for (size_t i = 0; i < ins; i++) x[i] = (float)below(2001) / 1000 - 1;
+    for (size_t o = 0; o < outputs; o++) scales[o] = (float)below(100) / 50, bias[o] = (float)below(100);
+    for (size_t i = 0; i < weights; i++) {
+        const float value = (float)below(2001) / 1000 - 1;
+        float as = value;
+        if (format == CTX_WEIGHTS_FP32) memcpy(w + 4 * i, &value, 4);
+        if (format == CTX_WEIGHTS_BF16) {
+            k->convert[CTX_FP32][CTX_BF16](w + 2 * i, (const uint8_t *)&value, 1);
+            k->convert[CTX_BF16][CTX_FP32]((uint8_t *)&as, w + 2 * i, 1);
+        }
+        values[i] = format == CTX_WEIGHTS_INT8 ? (int8_t)w[i] : as;
+    }
+    const ctx_linear a = {.format = format, .w = w, .scales = scales, .bias = bias, .x = x, .y = y, .rows = rows, .outputs = outputs, .inputs = inputs};
+    CHECK(ctx_linear_run(k, &a, 1 + below(4)) == CTX_OK, "no memory");
+    for (size_t r = 0; r < rows; r++)
+        for (size_t o = 0; o < outputs; o++) {
+            double sum = 0, size = 1;
+            for (size_t i = 0; i < inputs; i++) sum += values[o * inputs + i] * x[r * inputs + i], size += fabs(values[o * inputs + i]);
+            const double expected = sum * scales[o] + bias[o];
+            CHECK(fabs(y[r * outputs + o] - expected) <= 1e-5 * size * (1 + scales[o]) + 1e-4, "%s, format %d, row %zu, output %zu", k->name, format, r, o);
+        }
+    free(x), free(y), free(scales), free(bias), free(w), free(values);
+}
+
+void test_linear(void) {
+    const ctx_kernels *tables[TABLES];
+    for (size_t t = 0, count = all_tables(tables); t < count; t++)
+        for (int format = 0; format < CTX_WEIGHTS; format++)
+            for (int round = 0; round < 12; round++) one(tables[t], (ctx_weights)format, 1 + below(9), 1 + below(200), 1 + below(90));
+}

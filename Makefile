@@ -8,6 +8,8 @@ SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
+EXTRAS ?= dev
+DEVELOPS := $(filter dev,$(EXTRAS))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FILES := $(VENV)/.files
@@ -23,8 +25,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 p
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-demo: $(READY) ## a context computed once, reused after a restart, in forks and on another device
-	$(BIN)/python examples/demo
+# With what it needs and no more, torch least of all; a developer's .venv has that too.
+DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
+demo: ## a context computed once, reused after a restart, in forks and on another device
+	@$(MAKE) --no-print-directory VENV=$(DEMO) $(if $(wildcard $(READY)),,EXTRAS=edge) $(DEMO)/.ready
+	$(DEMO)/bin/python examples/demo
 
 # Lint beside the tests, its result after theirs; fails if either does. $(1): what pytest is given.
 WORKERS ?= 2
@@ -85,7 +90,7 @@ dist: $(READY) ## wheel, source archive, bill of materials (CycloneDX) and NOTIC
 		--with-license-file --with-urls --no-license-path --format=plain-vertical --output-file=dist/NOTICE
 	@ls -l dist
 
-clean: ## remove what was built and cached (not .venv)
+clean: ## remove what was built and cached (not .venv, .venv-demo)
 	rm -rf build dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(PACKAGES) tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(READY)
@@ -98,11 +103,13 @@ $(BIN)/python:
 $(FILES): FORCE | $(BIN)/python
 	@find $(PACKAGES) -name '*.py' | LC_ALL=C sort >$@.new; if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
-# Build tools first: without isolation the project is built by what stands in .venv, pinned as all else.
+# Build tools first: without isolation the project is built by what stands in .venv, pinned as all else. Who does not
+# develop keeps none of them.
 $(READY): pyproject.toml constraints.txt $(NATIVE) $(FILES) | $(BIN)/python
-	$(PIP) -q pip scikit-build-core cmake ninja
+	$(if $(DEVELOPS),$(PIP) -q pip scikit-build-core cmake ninja)
 	@echo "installing into $(VENV)$(if $(wildcard $(BIN)/ctxreuse),, (the first time takes some minutes))"
-	$(PIP) $(if $(wildcard $(BIN)/ctxreuse),-q) --no-build-isolation -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(PIP) $(if $(wildcard $(BIN)/ctxreuse),-q) \
+		$(if $(DEVELOPS),--no-build-isolation,--no-compile) -e '.[$(EXTRAS)]'
 	@touch $@
 
 .PHONY: FORCE

@@ -175,7 +175,8 @@ def commands_page() -> str:
 
     lines = [NOTE, "# Command line", ""]
     lines += [
-        "In a checkout they lie in `.venv/bin`: `source .venv/bin/activate`, or `make demo` if there is none yet.",
+        "In a checkout they lie in `.venv/bin`, where `make test` and the like put them, or in `.venv-demo/bin` after "
+        "`make demo` alone: `source .venv-demo/bin/activate`.",
         "",
     ]
     for program, module in PROGRAMS:

@@ -18,8 +18,8 @@ def demo(
     ] = None,
     short: Annotated[bool, typer.Option("--short", help="Read a third of the handbook, for a slow machine.")] = False,
     engine: Annotated[
-        str, typer.Option(help="torch, or llama_cpp: it needs no torch, and shows no lossy levels.")
-    ] = "torch",
+        str, typer.Option(help="llama_cpp, or torch: it is calibrated, and shows lossy levels too.")
+    ] = "llama_cpp",
 ) -> None:
     """See a context computed once, reused after a crash and by another device (downloads a small model once).
 

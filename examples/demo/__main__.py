@@ -1,4 +1,4 @@
-"""Run the demo: ``python examples/demo [--short] [--keep DIR] [--engine llama_cpp]``.
+"""Run the demo: ``python examples/demo [--short] [--keep DIR] [--engine torch]``.
 
 It exits with 1 if not all was as expected.
 """
@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="demo", description="A context computed once, reused after a crash and afar.")
     parser.add_argument("--keep", metavar="DIR", help="leave the demo's memory in DIR, to look at afterwards")
     parser.add_argument("--short", action="store_true", help="read a third of the handbook, for a slow machine")
-    parser.add_argument("--engine", default="torch", choices=("torch", "llama_cpp"), help="what computes")
+    parser.add_argument("--engine", default="llama_cpp", choices=("llama_cpp", "torch"), help="what computes")
     options = parser.parse_args()
     os.environ[ENGINE] = options.engine
     if options.short:

@@ -25,7 +25,7 @@ __all__ = ["ACTS", "ENGINE", "QUESTIONS", "SHORT", "TASK", "document", "engine_n
 
 #: Set in the environment: the demo reads less and answers shorter. Its processes inherit it.
 SHORT = "DEMO_SHORT"
-#: The environment's name of the engine; torch if it is not set, whose sums are the same however a prompt is cut.
+#: The environment's name of the engine; llama_cpp if it is not set.
 ENGINE = "DEMO_ENGINE"
 
 QUESTIONS = (
@@ -49,7 +49,7 @@ def document() -> str:
 
 def engine_name() -> str:
     """The engine of all the demo's processes."""
-    return os.environ.get(ENGINE, "torch")
+    return os.environ.get(ENGINE, "llama_cpp")
 
 
 def _answer_tokens() -> int:

@@ -120,9 +120,9 @@ def test_the_demo_is_that_of_the_checkout(run: Any, monkeypatch: pytest.MonkeyPa
     folder = Path(ctxreuse.__file__).parents[1] / "examples" / "demo"
     assert (folder / "__main__.py").is_file()
     assert run("demo", "--keep", str(tmp_path)).code == code
-    assert run("demo", "--engine", "llama_cpp").code == code
-    kept = ["--keep", str(tmp_path), "--engine", "torch"]
-    assert commands == [[sys.executable, str(folder), *words] for words in (kept, ["--engine", "llama_cpp"])]
+    assert run("demo", "--engine", "torch").code == code
+    kept = ["--keep", str(tmp_path), "--engine", "llama_cpp"]
+    assert commands == [[sys.executable, str(folder), *words] for words in (kept, ["--engine", "torch"])]
 
 
 def test_a_wheel_says_where_the_demo_is(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.daemon
 @pytest.mark.parametrize(
     ("engine", "calibrated", "short"),
     [
-        ("torch", True, True),
-        pytest.param("llama_cpp", False, True, marks=pytest.mark.nightly),
+        ("llama_cpp", False, True),
+        pytest.param("torch", True, True, marks=pytest.mark.nightly),
         pytest.param("llama_cpp", False, False, marks=pytest.mark.nightly),
         pytest.param("torch", False, False, marks=pytest.mark.nightly),
     ],
@@ -44,6 +44,12 @@ def test_demo_reuses_after_a_kill_and_all_tokens_are_the_same(
     monkeypatch.setenv(acts.ENGINE, engine)
     if short:
         monkeypatch.setenv(acts.SHORT, "1")
+    if engine == "llama_cpp":  # none of its processes needs torch, or takes it where it is installed
+        (tmp_path / "without").mkdir()
+        for name in ("torch", "transformers"):
+            (tmp_path / "without" / f"{name}.py").write_text(f"raise ImportError('{name} is not wanted here')\n")
+        paths = filter(None, [str(tmp_path / "without"), os.environ.get("PYTHONPATH")])
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     if calibrated:
         ProfileStore(tmp_path / "cards").add(request.getfixturevalue("smollm2_card"))
     out = io.StringIO()

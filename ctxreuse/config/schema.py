@@ -127,6 +127,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full_kv_for_windows: Annotated[
         bool, _about("Keep the KV of all tokens in sliding-window layers: larger blocks, reusable at any position")
     ] = False
+    int8_weights: Annotated[
+        bool,
+        _about(
+            "Weights of linear layers as int8, torch: a quarter of float32 to read for a token; blocks of their own"
+        ),
+    ] = False
     recompute_budget: Annotated[
         str, _about("Recomputation of relocated KV at most: 10%, 64 (tokens) or 200ms; empty: as the level requires")
     ] = ""

@@ -1,8 +1,9 @@
 """Every kind of model passes the engine contract."""
 
+import numpy as np
 import pytest
 
-from ctxreuse.testing.engine import EngineContract
+from ctxreuse.testing.engine import EngineContract, random_tokens
 
 #: One architecture of each kind of state: full attention, windows beside it, windows only, linear attention beside it,
 #: both in one layer, states only.
@@ -76,3 +77,17 @@ class TestWholeWindows(EngineContract):
     @classmethod
     def engine(cls, name, engine_of):
         return engine_of(name, full_kv_for_windows=True)
+
+
+class TestInt8Weights(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, engine_of):
+        return engine_of("llama", int8_weights=True)
+
+    def test_its_blocks_are_its_own_and_its_numbers_near(self, engine, engine_of):
+        plain = engine_of("llama")
+        assert engine.space.digest != plain.space.digest
+        ids = random_tokens(engine, 50)
+        exact, found = (one.prefill(one.new_context(), ids) for one in (plain, engine))
+        assert 0 < np.abs(found - exact).max() < 0.05 * np.abs(exact).max()

@@ -101,6 +101,7 @@ class TorchEngine:
             attention=attention,
             background=background,
             full_kv_for_windows=config.full_kv_for_windows,
+            int8_weights=config.int8_weights,
         )
 
     @property

@@ -18,12 +18,14 @@ from typing import Any, Final
 import torch
 
 from ctxreuse.engines.torch_hf.packed import is_packing
-from ctxreuse.kernels.linear import Weights, linear
+from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
 __all__ = ["install_linears", "numbers", "uses_kernels"]
 
 #: Most rows of a call to the kernel, by the type of weights.
 _MOST: Final = {torch.float32: 48, torch.bfloat16: 6}
+#: The same where weights are int8: for more they become what the rows are, and go through torch.
+_MOST_CODES: Final = 16
 
 
 def uses_kernels(dtype: torch.dtype) -> bool:
@@ -31,11 +33,16 @@ def uses_kernels(dtype: torch.dtype) -> bool:
     return (dtype != torch.float32 or is_packing()) and not torch.is_grad_enabled()
 
 
-def install_linears(model: torch.nn.Module) -> None:
-    """Let the model's linear layers compute few rows by the kernel; more, and all with autograd, go through torch."""
+def install_linears(model: torch.nn.Module, *, int8: bool = False) -> None:
+    """Let the model's linear layers compute few rows by the kernel; more, and all with autograd, go through torch.
+
+    ``int8``: keep their weights as int8 with a scale an output, and forget those that they had.
+    """
     for module in model.modules():
         if type(module) is torch.nn.Linear:
-            module.__class__ = _FewRows
+            module.__class__ = _Int8 if int8 else _FewRows
+            if isinstance(module, _Int8):
+                module.quantise()
 
 
 class _FewRows(torch.nn.Linear):  # type: ignore[misc]
@@ -53,9 +60,35 @@ class _FewRows(torch.nn.Linear):  # type: ignore[misc]
             if not weight.is_contiguous():
                 return super().forward(input)
             self._of = at, Weights(numbers(weight.detach()), None, None if bias is None else bias.float().numpy())
-        out = input.new_empty(*input.shape[:-1], self.out_features)
-        linear(numbers(input.contiguous()), self._of[1], numbers(out), torch.get_num_threads())
-        return out
+        return _by_kernel(input, self._of[1])
+
+
+class _Int8(torch.nn.Linear):  # type: ignore[misc]
+    """A linear layer that was a plain one; its weights are codes now, and cannot be trained."""
+
+    weight: torch.Tensor
+
+    def quantise(self) -> None:
+        """Replace the weights by codes."""
+        weight = self.weight
+        bias = None if self.bias is None else self.bias.detach().float().numpy()
+        self._of = quantise_weights(weight.detach().float().numpy(), bias)
+        self._scales = torch.from_numpy(self._of.scales).to(weight.dtype)
+        # The model's code may look at its type. An embedding that shared these weights keeps them.
+        self.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.numel() <= _MOST_CODES * self.in_features and input.dtype in _MOST:
+            return _by_kernel(input, self._of)
+        codes = torch.from_numpy(self._of.data).to(input.dtype)  # without loss in all types
+        out = torch.nn.functional.linear(input, codes) * self._scales
+        return out if self.bias is None else out + self.bias
+
+
+def _by_kernel(input: torch.Tensor, weights: Weights) -> torch.Tensor:
+    out = input.new_empty(*input.shape[:-1], len(weights.data))
+    linear(numbers(input.contiguous()), weights, numbers(out), torch.get_num_threads())
+    return out
 
 
 def numbers(tensor: torch.Tensor) -> Any:

@@ -25,7 +25,7 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.linears import install_linears
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
-from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache
+from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache, weights_of
 from ctxreuse.engines.user_codec import UserCodec
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, FormatError, LinkError
 from ctxreuse.identity.keys import Tokens
@@ -145,6 +145,7 @@ class ModelOptions(TypedDict, total=False):
         block_tokens: tokens a block; 64 unless given.
         attention: None: the engine's own where the model would use torch's; else transformers' name of another.
         full_kv_for_windows: sliding-window layers keep K and V of all tokens.
+        int8_weights: linear layers keep their weights as int8.
     """
 
     reserve: int
@@ -152,6 +153,7 @@ class ModelOptions(TypedDict, total=False):
     block_tokens: int
     attention: str | None
     full_kv_for_windows: bool
+    int8_weights: bool
 
 
 class TorchModel(UserCodec):
@@ -176,6 +178,7 @@ class TorchModel(UserCodec):
         block_tokens: int = 64,
         attention: str | None = None,
         full_kv_for_windows: bool = False,
+        int8_weights: bool = False,
     ) -> None:
         """See `ModelOptions`. Raises ConfigError for impossible amounts."""
         if chunk < 1 or reserve < 0:
@@ -187,9 +190,10 @@ class TorchModel(UserCodec):
         self._full_windows = full_kv_for_windows
         self._packs: bool | None = None
         name = install(module, attention)
-        install_linears(module)
+        weights = weights_of(module, folder, int8=int8_weights)
+        install_linears(module, int8=int8_weights)
         self.new_cache()  # refuses kinds of layers that cannot be exported, before the model is run
-        self.space = self._measure(folder, name, block_tokens)
+        self.space = self._measure(folder, weights, name, block_tokens)
         self.layout: Layout = block_layout(self.space)
         shape = tuple((i, s.kv_heads, s.k_dim, s.v_dim) for i, s in enumerate(self.space.layers) if s.blocked)
         self.pool = Pool(shape, states.DTYPES[self.space.dtype])
@@ -200,7 +204,7 @@ class TorchModel(UserCodec):
         self.state_sample = self._sample()
 
     @inference
-    def _measure(self, folder: Path | None, attention: str, block_tokens: int) -> ModelSpace:
+    def _measure(self, folder: Path | None, weights: str, attention: str, block_tokens: int) -> ModelSpace:
         cache = plain_cache(self.module)
         self.forward.call(_ids(self.module, _PREFIX), 0, cache)
         self.linear = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
@@ -209,7 +213,9 @@ class TorchModel(UserCodec):
             if not _continues(self.module, self.forward, step=True):
                 raise EngineError("the model does not continue from its own cache", where=type(self.module).__name__)
             self.stepwise = True
-        return model_space(self.module, cache, folder, attention, block_tokens, full_windows=self._full_windows)
+        return model_space(
+            self.module, cache, folder, weights, attention, block_tokens, full_windows=self._full_windows
+        )
 
     @inference
     def _sample(self) -> states.Snapshot:

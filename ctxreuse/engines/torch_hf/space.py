@@ -30,7 +30,7 @@ from ctxreuse.engines.torch_hf.cache.layers import (
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.model import LayerSpec, ModelSpace
 
-__all__ = ["config_of", "model_space", "new_cache"]
+__all__ = ["config_of", "model_space", "new_cache", "weights_of"]
 
 #: Fields of a config that do not touch the numbers in K and V.
 _NEUTRAL = {
@@ -73,6 +73,7 @@ def model_space(
     model: Any,
     filled: DynamicCache,
     folder: Path | None,
+    weights: str,
     attention: str,
     block_tokens: int,
     *,
@@ -80,7 +81,8 @@ def model_space(
 ) -> ModelSpace:
     """The space of a model; ``filled`` is a plain cache that a few tokens have been run into.
 
-    ``folder`` holds the model's files, None for a model that exists in memory only. ``full_windows``: see `new_cache`.
+    ``folder`` holds the model's files, None for a model that exists in memory only; ``weights``: see
+    `weights_of`; ``full_windows``: see `new_cache`.
     """
     config = config_of(model)
     dtypes = {t.dtype for layer in filled.layers for t in (getattr(layer, "keys", None),) if t is not None}
@@ -88,7 +90,7 @@ def model_space(
         raise EngineError(f"layers keep K and V in different types: {dtypes}", where=type(model).__name__)
     dtype = str(dtypes.pop() if dtypes else model.dtype).removeprefix("torch.")
     return ModelSpace(
-        weights=models.weights_digest(folder) if folder is not None else state_dict_digest(model),
+        weights=weights,
         architecture=architecture(model),
         tokenizer=tokenizer_digest(folder),
         dtype=dtype,
@@ -99,6 +101,15 @@ def model_space(
         block_tokens=block_tokens,
         attention=attention,
     )
+
+
+def weights_of(model: Any, folder: Path | None, *, int8: bool) -> str:
+    """What a space says of a model's weights: their digest, and ``int8`` behind it if they are computed with as int8.
+
+    Call before they are changed.
+    """
+    digest = models.weights_digest(folder) if folder is not None else state_dict_digest(model)
+    return f"{digest}/int8" if int8 else digest
 
 
 def _positions(config: Any) -> int:

@@ -10,16 +10,18 @@ from weakref import WeakSet
 import msgspec
 
 from ctxreuse.engines.sampling import SamplingParams
-from ctxreuse.errors import ContextTooLongError, CtxReuseError, SessionError
+from ctxreuse.errors import ContextTooLongError, CtxReuseError, GrammarError, SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.runtime import Completion
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
+from ctxreuse.toolcalls import Tool, ToolChoice, call_grammar, special_markers
 from ctxreuse.why import RequestInfo
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
 from ctxreuse_agents.segments import Draft
+from ctxreuse_agents.tools import AnswerType, ToolLike, tools_from
 from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["Question", "SessionCore", "make_question"]
@@ -32,14 +34,34 @@ class Question(msgspec.Struct, frozen=True):
 
     draft: Draft | None
     sampling: SamplingParams
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    form: Any = None
 
 
 def make_question(
-    text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: Mapping[str, Any]
+    text: str | None,
+    documents: Sequence[str],
+    sampling: SamplingParams | None,
+    settings: Mapping[str, Any],
+    *,
+    tools: Sequence[ToolLike] = (),
+    tool_choice: str = "auto",
+    schema: Any = None,
 ) -> Question:
     """Check the arguments of `Session.ask` and `Session.complete` (``text`` None)."""
     draft = question_of(text, documents) if text is not None else None
-    return Question(draft, choose_sampling(sampling, settings))
+    found = tools_from(tools)
+    form = None if schema is None else AnswerType(schema)
+    return Question(draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form)
+
+
+def _choice(given: str, tools: Sequence[Tool]) -> ToolChoice:
+    if given in ("auto", "none"):
+        return ToolChoice(given)  # type: ignore[arg-type]
+    if not tools or given not in ("required", *(tool.name for tool in tools)):
+        raise GrammarError(f"tool_choice is {given!r}", fix="Use auto, required, none or the name of a tool in tools")
+    return ToolChoice("required", "" if given == "required" else given)
 
 
 class SessionCore:
@@ -79,7 +101,7 @@ class SessionCore:
     def begin(self, question: Question) -> Answer:
         """Store the draft and return the answer, which releases the lock when it ends, as an error here does."""
         try:
-            answer = self._start(question.draft, question.sampling)
+            answer = self._start(question)
         except BaseException:
             self.lock.leave()
             raise
@@ -88,8 +110,21 @@ class SessionCore:
         self.state.track(answer)
         return answer
 
-    def _start(self, draft: Draft | None, sampling: SamplingParams) -> Answer:
+    def _start(self, question: Question) -> Answer:
+        draft, sampling = question.draft, question.sampling
         runtime, segments = self.state.engine()
+        family = None
+        if question.tools:
+            assert runtime.text is not None
+            segments, family = self.state.tool_segments(question.tools)
+            special = special_markers(runtime.text, family)
+            answer = question.form.grammar if question.form is not None else None
+            if answer is not None and not family.begin and question.choice.mode == "auto":
+                raise GrammarError(f"models of the family {family.name} cannot have both tools and a schema")
+            grammar = call_grammar(family, question.tools, question.choice, special, answer)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar, shown_markers=tuple(special))
+        elif question.form is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=question.form.grammar)
         ledger, session_id, turns = self.state.ledger, self.id, self.turns()
         if draft is None and not turns:
             raise SessionError(
@@ -123,7 +158,7 @@ class SessionCore:
             turn = NewTurn("assistant", done.text, {"finish": finish}, segment.pack(), segments.space)
             return ledger.append(session_id, [turn], expected_head=turns[-1].id)[0]
 
-        return Answer(completion, keep, self.lock)
+        return Answer(completion, keep, self.lock, family, question.form)
 
     def origin_lock(self) -> TurnLock:
         """Return the turn lock of the session that this one was forked from. Raises SessionError if it is no fork."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import threading
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from weakref import WeakSet, WeakValueDictionary
 
 from ctxreuse.block.levels import check_limit
-from ctxreuse.errors import EngineError, StoreError
+from ctxreuse.errors import EngineError, GrammarError, StoreError
 from ctxreuse.runtime import RuntimeProtocol
 from ctxreuse.store import Ledger
+from ctxreuse.toolcalls import Family, Tool, bind_tools, family_of, prompt_text
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.segments import Segments
 from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["MemoryState"]
+
+#: Sets of tools whose prompts are remembered.
+_TOOL_SETS = 16
 
 
 class MemoryState:
@@ -25,7 +32,9 @@ class MemoryState:
         self, ledger: Ledger, runtime: RuntimeProtocol | None, *, readonly: bool, max_kl: float | None = None
     ) -> None:
         self.ledger, self.runtime, self.max_kl = ledger, runtime, max_kl
+        self._readonly = readonly
         self._segments: Segments | None = None
+        self._tool_segments: OrderedDict[tuple[str, ...], Segments] = OrderedDict()
         if runtime is not None and runtime.text is not None:
             self._segments = Segments(ledger, runtime.text, runtime.space, readonly=readonly)
         self._lock = threading.Lock()
@@ -53,6 +62,31 @@ class MemoryState:
                 fix="Open the memory with a Runtime that has RuntimeOptions(text=...), a TextModel",
             )
         return self.runtime, self._segments
+
+    def tool_segments(self, tools: Sequence[Tool]) -> tuple[Segments, Family]:
+        """Return token segments of prompts that show these tools, and how the model calls them.
+
+        Raises what `engine` raises, and GrammarError for a tool whose text has one of the model's markers.
+        """
+        runtime, plain = self.engine()
+        text = runtime.text
+        assert text is not None
+        family, texts = family_of(getattr(text, "template", "")), tuple(tool.text for tool in tools)
+        marker = next((name for name in text.markers if any(name in shown for shown in texts)), None)
+        if marker is not None:
+            raise GrammarError(f"a tool's description has {marker!r}, which acts as a marker of the model")
+        if not texts:
+            return plain, family
+        with self._lock:
+            found = self._tool_segments.get(texts)
+            if found is None:
+                bound = bind_tools(prompt_text(text, family), texts)
+                variant = hashlib.sha256("\0".join((family.name, *texts)).encode()).digest()
+                found = Segments(self.ledger, bound, runtime.space, readonly=self._readonly, variant=variant)
+                self._tool_segments[texts] = found
+                while len(self._tool_segments) > _TOOL_SETS:
+                    self._tool_segments.popitem(last=False)
+        return found, family
 
     def check_max_kl(self, max_kl: float | None) -> None:
         """Raise ConfigError if no profile can keep that limit; without an engine it is checked later."""

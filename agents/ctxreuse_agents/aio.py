@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ctxreuse.engines import Engine
 from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.engines.text import ToolCall
 from ctxreuse.runtime import RuntimeProtocol, Usage
 from ctxreuse.store import Ledger, NewTurn, Turn
 from ctxreuse.why import Why
@@ -22,6 +24,7 @@ from ctxreuse_agents._session import make_question
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory
 from ctxreuse_agents.session import Diff, Session
+from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results, result_text
 from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["AsyncAnswer", "AsyncMemory", "AsyncSession"]
@@ -128,6 +131,21 @@ class AsyncAnswer:
             if step.done() and not step.cancelled():
                 step.exception()
             raise
+
+    async def tool_calls(self) -> list[ToolCall]:
+        """Return the calls of tools; generates to the end. See `Answer.tool_calls`."""
+        await self.text()
+        return self.sync.tool_calls
+
+    async def content(self) -> str:
+        """Return the text besides calls of tools; generates to the end."""
+        await self.text()
+        return self.sync.content
+
+    async def value(self) -> Any:
+        """Return the answer as a value of its type; generates to the end. See `Answer.value`."""
+        await self.text()
+        return self.sync.value
 
     async def text(self) -> str:
         """Return the whole text; generates to the end."""
@@ -253,21 +271,64 @@ class AsyncSession:
         *,
         documents: Sequence[str] = (),
         sampling: SamplingParams | None = None,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: str = "auto",
+        schema: Any = None,
         **settings: Any,
     ) -> AsyncAnswer:
         """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
-        return await self._ask(question, documents, sampling, settings)
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema}
+        return await self._ask(question, documents, sampling, settings, **wanted)
 
-    async def complete(self, *, sampling: SamplingParams | None = None, **settings: Any) -> AsyncAnswer:
+    async def complete(
+        self,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: str = "auto",
+        schema: Any = None,
+        **settings: Any,
+    ) -> AsyncAnswer:
         """Answer the history as it stands."""
-        return await self._ask(None, (), sampling, settings)
+        return await self._ask(None, (), sampling, settings, tools=tools, tool_choice=tool_choice, schema=schema)
+
+    async def run_tools(
+        self,
+        question: str,
+        functions: Sequence[Callable[..., Any]],
+        /,
+        *,
+        rounds: int = 8,
+        calls: int = 32,
+        **how: Any,
+    ) -> AsyncAnswer:
+        """As `Session.run_tools`; functions may be coroutine functions, others run in threads. One after the other."""
+        known = FunctionTools(functions)
+        how = {**how, "tools": known.tools}
+        choice = how.pop("tool_choice", "auto")
+        answer = await self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
+        how.pop("documents", None)
+        for left in range(rounds - 1, -1, -1):
+            made = await answer.tool_calls()
+            if not made or answer.finish != "stop":
+                break
+            results = [await _result(known, call) if n < calls else known.too_many for n, call in enumerate(made)]
+            calls = max(calls - len(made), 0)
+            await self.tool(join_results(results), calls=[call.name for call in made])
+            answer = await self.complete(tool_choice="auto" if left else "none", **how)
+        return answer
 
     async def _ask(
-        self, text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: dict[str, Any]
+        self,
+        text: str | None,
+        documents: Sequence[str],
+        sampling: SamplingParams | None,
+        settings: dict[str, Any],
+        **wanted: Any,
     ) -> AsyncAnswer:
         core = self.sync._core
         core.state.engine()
-        question = make_question(text, documents, sampling, settings)
+        question = make_question(text, documents, sampling, settings, **wanted)
         await _enter(core.lock)
         begun: list[Answer] = []
         try:
@@ -292,6 +353,14 @@ class AsyncSession:
     async def diff(self, other: AsyncSession) -> Diff:
         """Compare with another session: what both share, and what only one of them has."""
         return await _in_thread(self.sync.diff, other.sync)
+
+
+async def _result(known: FunctionTools, call: ToolCall) -> str:
+    try:
+        result = await _in_thread(known.begin, call)
+        return result_text(await result if inspect.isawaitable(result) else result)
+    except Exception as error:
+        return result_text(error)
 
 
 class AsyncMemory:

@@ -7,10 +7,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
+from ctxreuse.engines.text import ToolCall
+from ctxreuse.errors import GrammarError
 from ctxreuse.runtime import Completion, Usage
 from ctxreuse.store import Turn
+from ctxreuse.toolcalls import Family, parse_calls
 from ctxreuse.why import Why
+from ctxreuse_agents.tools import AnswerType
 from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["Answer"]
@@ -33,8 +38,17 @@ class Answer:
 
     _ended = True  # until __init__ has run
 
-    def __init__(self, completion: Completion, keep: Callable[[Completion, str], Turn], lock: TurnLock) -> None:
+    def __init__(
+        self,
+        completion: Completion,
+        keep: Callable[[Completion, str], Turn],
+        lock: TurnLock,
+        family: Family | None = None,
+        form: AnswerType | None = None,
+    ) -> None:
+        """``family``: how tools are called, if there are any; ``form``: the type of the answer."""
         self._completion, self._keep, self._turn_lock = completion, keep, lock
+        self._family, self._form = family, form
         self._lock = threading.Lock()
         self._stop = False
         self._ended = False
@@ -62,6 +76,26 @@ class Answer:
         for _ in self:
             pass
         return "".join(self._pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of tools; generates to the end. A call that was cut has the beginning of its arguments."""
+        return parse_calls(self._family, self.text)[1] if self._family is not None else []
+
+    @property
+    def content(self) -> str:
+        """The text besides calls of tools; generates to the end."""
+        return parse_calls(self._family, self.text)[0] if self._family is not None else self.text
+
+    @property
+    def value(self) -> Any:
+        """The answer as a value of the type given as ``schema``; generates to the end.
+
+        Raises GrammarError without a ``schema``, and for an answer that was cut.
+        """
+        if self._form is None:
+            raise GrammarError("this answer has no type", fix="Ask with schema=, a type or a JSON schema")
+        return self._form.value(self.content)
 
     @property
     def tokens(self) -> list[int]:

@@ -21,6 +21,7 @@ where one ends.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -123,15 +124,19 @@ def message_of(turn: Turn | Draft) -> Message:
 class Segments:
     """Makes and stores the segments of one ledger for one model. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, text: TextModel, space: ModelSpace, *, readonly: bool = False) -> None:
+    def __init__(
+        self, ledger: Ledger, text: TextModel, space: ModelSpace, *, readonly: bool = False, variant: bytes = b""
+    ) -> None:
+        """``variant``: what else than the model the text depends on, such as the tools that it shows."""
         self._ledger, self._text, self._space, self._readonly = ledger, text, space, readonly
+        self._digest = hashlib.sha256(space.digest + variant).digest() if variant else space.digest
         self._lock = threading.Lock()
         self._renders: OrderedDict[int, str | None] = OrderedDict()
 
     @property
     def space(self) -> bytes:
         """Digest under which segments are stored."""
-        return self._space.digest
+        return self._digest
 
     def context(self, turns: Sequence[Turn]) -> Tokens:
         """Return the ids of the context after ``turns`` (root first), int32 [n]; missing segments are made and stored.

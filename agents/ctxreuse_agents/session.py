@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from ctxreuse_agents._session import SessionCore, make_question
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.segments import message_of
+from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results
 
 __all__ = ["Diff", "Session"]
 
@@ -129,6 +130,9 @@ class Session:
         *,
         documents: Sequence[str] = (),
         sampling: SamplingParams | None = None,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: str = "auto",
+        schema: Any = None,
         **settings: Any,
     ) -> Answer:
         """Ask; the question is durable on return, the answer when it ends.
@@ -139,21 +143,78 @@ class Session:
                 chunk profile can keep (``ctxreuse calibrate MODEL --chunks``), the KV of each is reused wherever it
                 stands, in any order; else only after the same beginning, as of any text.
             sampling: how to sample.
+            tools: what it may call: functions, OpenAI descriptions or `Tool`. `Answer.tool_calls` has its calls; give
+                their results as turns of the role ``tool``, and `complete` with the same tools, or use `run_tools`.
+            tool_choice: ``auto``, ``required``, ``none``, or the name of the tool that it must call.
+            schema: the form of the answer: a type (dataclass, msgspec Struct, pydantic model) or a JSON schema;
+                `Answer.value` is then a value of it.
             settings: fields of `SamplingParams`, which replace those of ``sampling``.
 
-        Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine.
+        Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine,
+        GrammarError for tools or a schema that cannot be used.
         """
-        return self._ask(question, documents, sampling, settings)
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema}
+        return self._ask(question, documents, sampling, settings, **wanted)
 
-    def complete(self, *, sampling: SamplingParams | None = None, **settings: Any) -> Answer:
+    def complete(
+        self,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: str = "auto",
+        schema: Any = None,
+        **settings: Any,
+    ) -> Answer:
         """Answer the history as it stands, without a new question. Raises SessionError if it is empty."""
-        return self._ask(None, (), sampling, settings)
+        return self._ask(None, (), sampling, settings, tools=tools, tool_choice=tool_choice, schema=schema)
+
+    def run_tools(
+        self,
+        question: str,
+        functions: Sequence[Callable[..., Any]],
+        /,
+        *,
+        rounds: int = 8,
+        calls: int = 32,
+        **how: Any,
+    ) -> Answer:
+        """Ask, call the functions that the answer calls, give it their results, and so on until it answers in text.
+
+        Each answer and the results of its calls are turns. An exception of a function is its result, which the model
+        reads. Functions run in this thread, one after the other.
+
+        Args:
+            question: text of the user's turn.
+            functions: what it may call; their names, docstrings and annotations are what it is shown.
+            rounds: answers with calls at most; the one after them must be text.
+            calls: calls at most, all rounds together; further ones get an error as their result.
+            how: further arguments of `ask`; ``tool_choice`` is that of the first answer.
+        """
+        known = FunctionTools(functions)
+        how = {**how, "tools": known.tools}
+        choice = how.pop("tool_choice", "auto")
+        answer = self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
+        how.pop("documents", None)
+        for left in range(rounds - 1, -1, -1):
+            made = answer.tool_calls
+            if not made or answer.finish != "stop":
+                break
+            results = [known.result(call) if n < calls else known.too_many for n, call in enumerate(made)]
+            calls = max(calls - len(made), 0)
+            self.tool(join_results(results), calls=[call.name for call in made])
+            answer = self.complete(tool_choice="auto" if left else "none", **how)
+        return answer
 
     def _ask(
-        self, text: str | None, documents: Sequence[str], sampling: SamplingParams | None, settings: dict[str, Any]
+        self,
+        text: str | None,
+        documents: Sequence[str],
+        sampling: SamplingParams | None,
+        settings: dict[str, Any],
+        **wanted: Any,
     ) -> Answer:
         self._state.engine()
-        question = make_question(text, documents, sampling, settings)
+        question = make_question(text, documents, sampling, settings, **wanted)
         self._core.lock.wait()
         return self._core.begin(question)
 

@@ -1,7 +1,7 @@
 """Calls of tools: what a model is shown of them, the form in which its family calls them, and how that is read."""
 
 from ctxreuse.toolcalls.families import FAMILIES, Family, family_of
-from ctxreuse.toolcalls.fold import prompt_text
+from ctxreuse.toolcalls.fold import bind_tools, prompt_text
 from ctxreuse.toolcalls.grammar import MAX_CALLS, ToolChoice, call_grammar, special_markers
 from ctxreuse.toolcalls.parser import (
     ArgumentsDelta,
@@ -26,6 +26,7 @@ __all__ = [
     "TextDelta",
     "Tool",
     "ToolChoice",
+    "bind_tools",
     "call_grammar",
     "family_of",
     "new_call_id",

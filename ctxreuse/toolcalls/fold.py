@@ -13,7 +13,7 @@ from ctxreuse.toolcalls.families import Family, shows_tools
 if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
 
-__all__ = ["prompt_text"]
+__all__ = ["bind_tools", "prompt_text"]
 
 _INTRODUCTION = "You can call functions. Call one, or several, by answering only this:"
 _LIST = "These are the functions:"
@@ -22,6 +22,26 @@ _LIST = "These are the functions:"
 def prompt_text(text: TextModel, family: Family) -> TextModel:
     """The text model with which prompts are encoded: itself where its template shows tools as the family does."""
     return text if family.template and shows_tools(text) else _FoldingText(text, family)
+
+
+def bind_tools(text: TextModel, tools: Sequence[str]) -> TextModel:
+    """A text model that renders every conversation with these tools, as JSON."""
+    return _BoundText(text, tools)
+
+
+class _BoundText:
+    def __init__(self, text: TextModel, bound: Sequence[str]) -> None:
+        self._text, self._bound = text, bound
+        self.stop_ids, self.markers, self.token_chars = text.stop_ids, text.markers, text.token_chars
+
+    def encode(self, text: str, *, markers: bool = True) -> Tokens:
+        return self._text.encode(text, markers=markers)
+
+    def decode(self, ids: Sequence[int] | Tokens) -> str:
+        return self._text.decode(ids)
+
+    def render(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[str] = ()) -> str:
+        return self._text.render(messages, generate=generate, tools=[*self._bound, *tools])
 
 
 class _FoldingText:

@@ -25,7 +25,7 @@ __all__ = ["install_linears", "numbers", "uses_kernels"]
 #: Most rows of a call to the kernel, by the type of weights.
 _MOST: Final = {torch.float32: 48, torch.bfloat16: 6}
 #: The same where weights are int8: for more they become what the rows are, and go through torch.
-_MOST_CODES: Final = 16
+_MOST_CODES: Final = 24
 
 
 def uses_kernels(dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from ctxreuse.errors import GrammarError
 
-__all__ = ["STYLE", "Grammar", "check_schema"]
+__all__ = ["STYLE", "Grammar", "check_schema", "closed"]
 
 #: JSON is written with these separators and no other blanks, as ``json.dumps`` does: a model that may write blanks at
 #: will can do so until its tokens are used up.
@@ -35,9 +35,9 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], *, lenient: bool = False) -> Grammar:
-        """Only values that the schema allows. Raises GrammarError for one that is too large."""
+        """Only values that the schema allows, see `closed`. Raises GrammarError for one that is too large."""
         check_schema(schema)
-        return cls("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), lenient)
+        return cls("json_schema", json.dumps(closed(schema), ensure_ascii=False, separators=(",", ":")), lenient)
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -87,6 +87,33 @@ def check_schema(schema: Any) -> None:
             raise GrammarError(f"the schema has more than {_DEPTH} levels", where=place)
         if isinstance(value, Mapping) and len(value) > _PROPERTIES:
             raise GrammarError(f"{len(value):,} entries; at most {_PROPERTIES:,} are compiled", where=place)
+
+
+#: Keywords beside ``properties`` that say more of the same object: each part of it names only some of its properties.
+_JOINED = ("allOf", "anyOf", "oneOf", "if", "$ref", "dependentSchemas", "patternProperties", "unevaluatedProperties")
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no other properties than it names, where it does not speak of others.
+
+    A model that may add properties adds them until its tokens are used up.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(found.get(key), Mapping):
+            found[key] = {name: closed(one) for name, one in found[key].items()}
+    for key in ("items", "additionalProperties", "contains"):
+        if key in found:
+            found[key] = closed(found[key])
+    joined = any(key in found for key in _JOINED)
+    for key in ("anyOf", "oneOf", "prefixItems"):
+        if isinstance(found.get(key), list) and (key == "prefixItems" or not {"properties", "allOf"} & found.keys()):
+            found[key] = [closed(one) for one in found[key]]
+    if found.get("properties") and not joined:
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _walk(value: Any) -> Iterator[tuple[str, int, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ctxreuse.constrain.grammar import STYLE, Grammar
+from ctxreuse.constrain.grammar import STYLE, Grammar, closed
 from ctxreuse.toolcalls.families import Family
 from ctxreuse.toolcalls.tools import Tool
 
@@ -64,7 +64,8 @@ def call_grammar(
         head = f"{family.head}{family.called(tool.name)}"
         rules.append(f"call_{n}: {_words(head + family.middle, special)} args_{n} {_words(family.tail, special)}")
         options: dict[str, Any] = {**STYLE, "lenient": not tool.strict}
-        rules.append(f"args_{n}: %json {json.dumps({**tool.schema, 'x-guidance': options}, ensure_ascii=False)}")
+        schema = {**closed(tool.schema), "x-guidance": options}
+        rules.append(f"args_{n}: %json {json.dumps(schema, ensure_ascii=False)}")
     if choice.mode == "required" or choice.name:
         rules.insert(0, f"start: {mark} calls")
     elif answer is not None:

@@ -59,6 +59,33 @@ def test_whatever_the_model_wants_the_answer_is_what_the_schema_allows(compiler:
     assert set(found["tags"]) <= {"é", "b", "🚀"}
 
 
+OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "shut"),
+    [
+        (OPEN, [()]),
+        (OPEN | {"additionalProperties": True}, []),
+        (OPEN | {"anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}, []),
+        ({"type": "object"}, []),
+        ({"anyOf": [OPEN, {"type": "null"}]}, [("anyOf", 0)]),
+        ({"type": "array", "items": OPEN}, [("items",)]),
+        ({"$defs": {"one": OPEN}, "$ref": "#/$defs/one"}, [("$defs", "one")]),
+        ({"type": "object", "properties": {"properties": {"const": OPEN}}}, [()]),
+        ({"allOf": [OPEN, {"properties": {"b": {"type": "null"}}}]}, []),
+    ],
+)
+def test_objects_have_no_properties_that_their_schema_does_not_name(schema: Any, shut: list[Any]) -> None:
+    made = json.loads(Grammar.json_schema(schema).text)
+    for place in shut:
+        here = made
+        for step in place:
+            here = here[step]
+        assert here.pop("additionalProperties") is False
+    assert made == schema
+
+
 def test_every_kind_of_grammar_and_tokens_of_several_characters(compiler: GrammarCompiler) -> None:
     text = tiny_text()
     assert drawn(compiler, text, Grammar.regex("(ab){3}"), 1) == "ababab"

@@ -21,9 +21,9 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-clients nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 # With what it needs and no more, torch least of all; a developer's .venv has that too.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
@@ -40,14 +40,21 @@ define lint_and_pytest
 endef
 
 check: $(READY) ## lint and the quick tests: no model, no build, no daemon
-	$(call lint_and_pytest,-m "not (model or gemma or build or daemon or timing or slow or nightly)")
+	$(call lint_and_pytest,-m "not (model or gemma or build or daemon or timing or slow or nightly or clients)")
 
 test: $(READY) ## lint and all tests (native ones and those with a small real model included)
-	$(call lint_and_pytest,-m "not (gemma or nightly)")
+	$(call lint_and_pytest,-m "not (gemma or nightly or clients)")
 
 nightly: export CTXREUSE_TEST_PROFILE = nightly
 nightly: $(READY) ## lint and everything there is, at full depth
-	$(call lint_and_pytest)
+	$(call lint_and_pytest,-m "not clients")
+
+# The examples of examples/clients, each on its framework, in an environment that has those and not this project.
+CLIENTS := .venv-clients
+test-clients: $(READY) ## agents on the OpenAI SDK, LangChain and others against a daemon with a real model
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	PIP_NO_INPUT=1 $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -r tests/clients/requirements.txt
+	CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python $(BIN)/python -m pytest -q -m clients tests/clients
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz

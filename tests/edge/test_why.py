@@ -84,7 +84,8 @@ def test_a_conversation_that_grows_and_an_answer_that_comes_back_otherwise(edge:
 
 
 def test_eviction_says_when_and_for_whom(serve: Any) -> None:
-    edge = serve(**{"store.capacity": "1MiB", "edge.context_cache_bytes": 0, "store.recompress": False})
+    store = {"store.capacity": "1MiB", "store.recompress": False, "store.policy": "adaptive:lru,arc"}
+    edge = serve(**store, **{"edge.context_cache_bytes": 0})
     ask(edge.http)
     edge.node.store.flush()
     for i in range(14):

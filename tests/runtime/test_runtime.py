@@ -238,7 +238,7 @@ def test_closing_from_another_thread_while_a_token_is_made(llama: TorchEngine) -
     """The context goes to the pool only when the token is there, and the iteration ends instead of failing."""
     runtime = Runtime(llama, None, RuntimeOptions(text=Letters()))
     entered, errors = threading.Event(), []
-    advance = runtime.steps.advance
+    advance = runtime.steps.advance_all
 
     def watched(*args: Any, **options: Any) -> Any:
         entered.set()
@@ -256,7 +256,7 @@ def test_closing_from_another_thread_while_a_token_is_made(llama: TorchEngine) -
     runtime.close()
     completion = runtime.complete(prompt, greedy)
     next(completion)
-    runtime.steps.advance = watched  # type: ignore[method-assign]
+    runtime.steps.advance_all = watched  # type: ignore[method-assign]
     reader, closer = threading.Thread(target=drain), threading.Thread(target=completion.close)
     with runtime.steps.exclusive():
         reader.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ctxreuse.fair import Turns
 
@@ -56,25 +56,26 @@ class PrefillOrder:
     """Which prefill is next. Not thread-safe.
 
     Background prefills yield to all others. Of the rest, tenants take turns by the tokens computed for each. A tenant's
-    own go by priority; of equal ones first who was begun (prefills end one after the other, as in turns all of them
-    would end late), then the session whose turn it is, then who came first.
+    own go by priority; of equal ones first the short (the next turn of a conversation need not wait until others' first
+    ones are computed, and delays them by little), then who was begun (prefills end one after the other, as in turns all
+    of them would end late), then the session whose turn it is, then who came first.
     """
 
     def __init__(self) -> None:
         self._tenants = Turns[str](_BURST)
         self._sessions = Turns[tuple[str, str]]()
 
-    def first(self, turns: Sequence[RequestTurn], now: float) -> RequestTurn:
-        """Return which of ``turns`` (one or more) is next."""
+    def first(self, turns: Sequence[RequestTurn], now: float, short: Collection[RequestTurn] = ()) -> RequestTurn:
+        """Return which of ``turns`` (one or more) is next; ``short``: those of which little is left to compute."""
         if len(turns) == 1:
             return turns[0]
         came = sorted(turns, key=lambda turn: turn.arrived)
         tenants = {name: at for at, name in enumerate(self._tenants.order(dict.fromkeys(t.tenant for t in came)))}
         sessions = {name: at for at, name in enumerate(self._sessions.order(dict.fromkeys(map(_session, came))))}
 
-        def rank(turn: RequestTurn) -> tuple[bool, int, int, bool, int]:
-            aged = turn.aged(now)
-            return aged >= BACKGROUND, tenants[turn.tenant], aged, not turn.started, sessions[_session(turn)]
+        def rank(turn: RequestTurn) -> tuple[bool, int, int, bool, bool, int]:
+            aged, of = turn.aged(now), sessions[_session(turn)]
+            return aged >= BACKGROUND, tenants[turn.tenant], aged, turn not in short, not turn.started, of
 
         return min(came, key=rank)
 

@@ -20,6 +20,8 @@ MOST = 32
 #: Seconds after its last token that an answer which has not ended is expected to want another, so that prefills still
 #: go in slices. Where they needlessly do, they are slower, and in short passes llama.cpp rounds otherwise.
 _DECODES = 0.25
+#: Tokens that are left of a short prefill, at most: a question, and the block that it continues.
+_SHORT = 128
 
 
 class Waiting:
@@ -97,7 +99,8 @@ class PassPlanner:
     def _prefill(self, prefills: Sequence[Waiting], now: float) -> list[Waiting]:
         if not prefills:
             return []
-        first = self._order.first([one.turn for one in prefills], now)
+        short = {one.turn for one in prefills if len(one.tokens) <= _SHORT}
+        first = self._order.first([one.turn for one in prefills], now, short)
         return [next(one for one in prefills if one.turn is first)]
 
     def done(self, chosen: Sequence[Waiting], seconds: float, now: float) -> None:

@@ -45,7 +45,8 @@ class SliceEstimator:
             self._decode.setdefault(decoding, deque(maxlen=_PASSES)).append(seconds)
         elif step is not None:
             ratio, planned = (seconds if decoding else seconds + step) / step, self.tokens(decoding)
-            change = max(_LEAST_CHANGE, min(STALL * _AIM / ratio, _MOST_CHANGE))
+            # What a slice adds to a step is at most proportional to its length.
+            change = max(_LEAST_CHANGE, min((STALL * _AIM - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
             if change < 1:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end

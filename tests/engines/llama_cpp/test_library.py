@@ -30,7 +30,7 @@ OPENER = """
 import os, sys
 from ctxreuse.engines.llama_cpp.library import LlamaLibrary
 LlamaLibrary.open("")
-print(os.environ.get("GOMP_SPINCOUNT"))
+print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
 """
 WRITER = """
 import os, signal, sys
@@ -56,13 +56,18 @@ def test_a_context_outlives_a_killed_process(gguf_file: Path, tmp_path: Path) ->
         assert llm.generate(PROMPT, max_tokens=8, ignore_eos=True).tokens == again.tokens
 
 
-@pytest.mark.parametrize(("chosen", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_threads_of_the_library_spin_shortly_unless_the_user_chose(chosen: dict[str, str], spins: str) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "spins", "policy"), [({}, "1000", "ACTIVE"), ({"GOMP_SPINCOUNT": "7"}, "7", "PASSIVE")]
+)
+def test_threads_of_the_library_spin_shortly_unless_the_user_chose(
+    chosen: dict[str, str], spins: str, policy: str
+) -> None:
     rest = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     env = rest | chosen | {"OMP_DISPLAY_ENV": "verbose"}
     done = subprocess.run([sys.executable, "-c", OPENER], env=env, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr  # as libgomp took it
-    assert done.stdout.strip() == str(chosen.get("GOMP_SPINCOUNT"))
+    assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr, "else it does not spin where two threads compute"
+    assert done.stdout.split() == [str(chosen.get("GOMP_SPINCOUNT")), "None"]
 
 
 def test_what_follows_whole_blocks_has_the_bits_of_a_full_prefill(gguf_file: Path) -> None:

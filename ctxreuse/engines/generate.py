@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -108,22 +108,20 @@ def generate(
     context: Context,
     logits: Logits,
     sampling: SamplingParams,
-    advance: Callable[[Context, Tokens], Logits] | None = None,
     constraint: Constraint | None = None,
 ) -> Iterator[GeneratedToken]:
-    """Yield one piece per token. ``logits`` follow the tokens that ``context`` holds; ``advance`` appends each further
-    one (None: `Engine.prefill`); ``constraint``: of `SamplingParams.grammar`, at its beginning.
+    """Yield one piece per token. ``logits`` follow the tokens that ``context`` holds; ``constraint``: of
+    `SamplingParams.grammar`, at its beginning.
 
     A token is fed to the engine only when the next one is requested, so after the end the last token is not in
     ``context``. ``max_tokens`` 0 yields nothing. The caller may stop at any piece. Raises what `AnswerDecoder` and
     `Engine.prefill` raise, except ContextTooLongError: a full context ends with ``length``.
     """
     decoder = AnswerDecoder(text, engine.space, context.tokens, sampling, constraint)
-    feed = advance or engine.prefill
     while not decoder.ended:
         yield decoder.next(logits)
         if not decoder.ended:
-            logits = feed(context, decoder.last)
+            logits = engine.prefill(context, decoder.last)
 
 
 def _logprobs(logits: Logits, token: int, count: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:

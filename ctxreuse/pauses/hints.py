@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 from ctxreuse.errors import ConfigError
 from ctxreuse.pauses.kinds import FIRST_HINT
 
-__all__ = ["HINTS", "Hint", "HintName", "check_hint", "hint_label", "hint_of", "weight"]
+__all__ = ["HINTS", "Hint", "HintName", "check_hint", "hint_label", "weight"]
 
 HintName: TypeAlias = Literal["share", "prefetch", "demote", "pin", "retain"]
 
@@ -56,11 +56,6 @@ def hint_label(name: str) -> int:
     """Return the hint as a label, for policies that see labels only. Raises ConfigError for an unknown one."""
     check_hint(name)
     return FIRST_HINT + HINTS.index(name)
-
-
-def hint_of(label: int) -> str:
-    """Return the hint that a label stands for; ``""`` if it is none."""
-    return HINTS[label - FIRST_HINT] if 0 <= label - FIRST_HINT < len(HINTS) else ""
 
 
 def weight(hints: dict[str, Hint], now: float) -> float:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.pauses import HINTS, Estimator, Hint, Pause, PauseKind, Sessions, infer, kind_of, tools_in
-from ctxreuse.pauses.hints import hint_label, hint_of, weight
+from ctxreuse.pauses.hints import hint_label, weight
 from ctxreuse.pauses.kinds import CLOSED, END_OF_TURN, LABELS, LENGTH, SUPERSEDED, TOOL_CALL, UNKNOWN, tool_class
+from oracle.policy.pauses import hint_of
 from support.examples import examples
 
 

@@ -7,18 +7,23 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic
 
 from ctxreuse.pauses.estimator import Estimator, Pause
-from ctxreuse.pauses.hints import hint_of
-from ctxreuse.pauses.kinds import PauseKind
+from ctxreuse.pauses.hints import HINTS
+from ctxreuse.pauses.kinds import FIRST_HINT, PauseKind
 from ctxreuse.pauses.sessions import Sessions
 from ctxreuse.store.policy.base import Facts, K, Policy
 
-__all__ = ["Pauses"]
+__all__ = ["Pauses", "hint_of"]
 
 #: Without calls of `Pauses.on_lookup`, a path that is used again within these seconds of its pause is the end of the
 #: same request: its last blocks were just stored.
 _TAIL = 0.2
 #: Sixteenths of a session's path whose blocks identify it, although its last blocks were written again.
 _ANCHORS = (16, 15, 12)
+
+
+def hint_of(label: int) -> str:
+    """Return the hint that a label stands for; ``""`` if it is none."""
+    return HINTS[label - FIRST_HINT] if 0 <= label - FIRST_HINT < len(HINTS) else ""
 
 
 class _Fresh(Estimator):

@@ -54,6 +54,7 @@ __all__ = [
     "json_answer",
     "max_kl_of",
     "post_route",
+    "running_answer",
     "sampling_of",
 ]
 
@@ -174,11 +175,24 @@ def finish_of(completion: Completion) -> str:
     return _FINISH.get(completion.finish or "", "stop")
 
 
+def running_answer(
+    node: EdgeNode, model: ServedModel, body: SamplingFields, name: str, make: Make, keep_alive: KeepAlive
+) -> RunningAnswer:
+    """Begin the answers with the id ``name`` in the pool, while the model is loaded: see `RequestPool.begin` and
+    `ServedModels.using`. Raises ApiError for a wrong ``keep_alive``."""
+    seconds = None if keep_alive is None else check_keep_alive(keep_alive)
+    using = node.models.using(model, seconds)
+    return node.pool.begin(lambda step: make(name, step), body.priority, using, answers=body.answers)
+
+
 class HttpAnswer(Response):
     """Answers sent while they are made, whole or as events; a client that disconnects cancels them.
 
     An error before the first piece is raised, and becomes a status; later it becomes an event.
     """
+
+    #: What ends a stream of events.
+    end = DONE
 
     def __init__(self, node: EdgeNode, running: RunningAnswer, *, stream: bool) -> None:
         super().__init__(media_type="text/event-stream" if stream else "application/json")
@@ -205,6 +219,14 @@ class HttpAnswer(Response):
     @abstractmethod
     def whole(self) -> Any:
         """Return what is not streamed."""
+
+    def encode(self, value: Any) -> bytes:
+        """Return an event as it is sent."""
+        return event(value)
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of an error after the first piece."""
+        return b"data: " + error.body() + b"\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `starlette.types.ASGIApp`."""
@@ -253,7 +275,7 @@ class HttpAnswer(Response):
                 head = [(name, value) for name, value in head if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": head})
             if events:
-                body = b"".join(map(event, events))
+                body = b"".join(map(self.encode, events))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
@@ -266,11 +288,11 @@ class HttpAnswer(Response):
             if not begun:  # max_tokens was 0
                 await give(self.first())
             await give(self.last())
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self.end, "more_body": False})
         except CtxReuseError as error:
             if not begun:
                 raise
-            await send({"type": "http.response.body", "body": b"data: " + api_error(error).body() + b"\n\n"})
+            await send({"type": "http.response.body", "body": self.failure(api_error(error))})
 
 
 class OpenAiAnswer(HttpAnswer):
@@ -279,13 +301,9 @@ class OpenAiAnswer(HttpAnswer):
     def __init__(
         self, node: EdgeNode, model: ServedModel, body: SamplingFields, prefix: str, make: Make, keep_alive: KeepAlive
     ) -> None:
-        """``make`` computes the answers with the given id, which begins with ``prefix``, while the model is loaded; see
-        `RequestPool.begin` and `ServedModels.using`."""
+        """``make`` computes the answers with the given id, which begins with ``prefix``; see `running_answer`."""
         name = new_id(prefix)
-        seconds = None if keep_alive is None else check_keep_alive(keep_alive)
-        using = node.models.using(model, seconds)
-        running = node.pool.begin(lambda step: make(name, step), body.priority, using, answers=body.answers)
-        super().__init__(node, running, stream=bool(body.stream))
+        super().__init__(node, running_answer(node, model, body, name, make, keep_alive), stream=bool(body.stream))
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         #: id, time of creation and model, in the order of the API's structs.
         self.head = name, int(time.time()), model.name.id

@@ -17,10 +17,11 @@ from starlette.routing import Route
 import ctxreuse
 from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
 from ctxreuse_edge.api.answers import json_answer
+from ctxreuse_edge.api.chat import EdgeChatRequest
 from ctxreuse_edge.api.contexts import NewContext
 from ctxreuse_edge.api.tokenizer import DetokenizeRequest, TokenizeRequest
 from ctxreuse_edge.api.tokens import TokensRequest
-from ctxreuse_edge.api.v1 import EdgeChatRequest, EdgeCompletionRequest
+from ctxreuse_edge.api.v1 import EdgeCompletionRequest
 
 if TYPE_CHECKING:
     from ctxreuse_edge.node import EdgeNode

@@ -13,14 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, LogprobReporter, spelling_of
+from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, LogprobReporter
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import (
     ApiError,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
-    ChatRequest,
     ChunkChoice,
     CompletionChoice,
     CompletionRequest,
@@ -30,14 +29,10 @@ from ctxreuse.daemon.openai import (
     Reply,
 )
 from ctxreuse.daemon.openai import Completion as TextCompletion
-from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
-from ctxreuse.engines.text import Message
+from ctxreuse.engines.prompt import check_length
 from ctxreuse.errors import ContextTooLongError
 from ctxreuse.identity.keys import Tokens, as_tokens
-from ctxreuse.pauses import PauseKind
-from ctxreuse.pauses.kinds import TOOL_CALL
-from ctxreuse.toolcalls import Family, prompt_text
-from ctxreuse.why import PromptPart, RequestInfo
+from ctxreuse.why import RequestInfo
 from ctxreuse_edge.api.answers import (
     KeepAlive,
     Make,
@@ -50,7 +45,8 @@ from ctxreuse_edge.api.answers import (
     max_kl_of,
     sampling_of,
 )
-from ctxreuse_edge.api.calls import CallReader, family_for, shown, tools_of
+from ctxreuse_edge.api.calls import CallReader
+from ctxreuse_edge.api.chat import Chat, EdgeChatRequest, refuse_prompt_logprobs, spell
 from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
@@ -60,10 +56,7 @@ if TYPE_CHECKING:
     from ctxreuse_edge.models import ServedModel
     from ctxreuse_edge.node import EdgeNode
 
-#: Roles of messages with a tool's result: the session has waited for a tool, whatever its last answer ended with.
-_TOOL_ROLES = frozenset(("tool", "function"))
-
-__all__ = ["EdgeChatRequest", "about_messages", "branches_of", "prompt_ids", "routes"]
+__all__ = ["EdgeCompletionRequest", "prompt_ids", "routes"]
 
 # The default of max_tokens in other servers.
 _DEFAULT_TOKENS = 16
@@ -74,122 +67,27 @@ def routes(node: EdgeNode) -> list[Route]:
     return [*_chat(node), *_completions(node), *_models(node)]
 
 
-class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
-    """A chat request; messages of a named ``context`` come before its own.
-
-    ``keep_alive``: how long the model stays loaded afterwards, as in Ollama: ``5m``, seconds, 0, -1.
-    """
-
-    context: str | None = None
-    keep_alive: KeepAlive = None
-
-
 class EdgeCompletionRequest(CompletionRequest, frozen=True, kw_only=True):
     """A completion request; ``keep_alive``: see `EdgeChatRequest`."""
 
     keep_alive: KeepAlive = None
 
 
-def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
-    """Return the ends of turns where other contexts are likely to branch off: the first (a shared system prompt) and
-    the last two (the conversation continues, or the last question is repeated)."""
-    return tuple(sorted({*ends[:1], *ends[-2:]}))
-
-
-def about_messages(
-    messages: Sequence[Message],
-    found: EncodedPrompt,
-    request: str = "",
-    client_id: str = "",
-    tools: Sequence[str] = (),
-) -> RequestInfo:
-    """Return the parts of a conversation's prompt: its messages and tools, as far as their ends are known."""
-    # Messages that the template cannot end with are joined with the next.
-    names = [message.role for message in messages]
-    if len(found.ends) == len(names):
-        parts = tuple(PromptPart(name, end) for name, end in zip(names, found.ends))
-    else:
-        parts = tuple(PromptPart("", end) for end in found.ends)
-    # A tool reaches to the next one, the last one to the end of the turn that it is in.
-    ahead = [messages[0].role if messages else "", *(f"tool {name}" for name in tools)]
-    named = tuple(PromptPart(name, end) for name, end in zip(ahead, found.tools))
-    if named:
-        after = [(part.name, part.end) for part in parts if part.end > named[-1].end]
-        after[:1] = [(ahead[-1], end) for _, end in after[:1]]
-        parts = (*named, *(PromptPart(*part) for part in after))
-    return RequestInfo(request, client_id, parts=parts, first_message=messages[0].content if messages else "")
-
-
 def _chat(node: EdgeNode) -> list[Route]:
 
     async def answer(request: Request) -> Response:
         body = await body_of(request, node, EdgeChatRequest)
-        model = node.models.find(body.model)
-        _refuse_unsupported(body)
-        wanted, tools = format_of(body), tools_of(body)
-        families: list[Family] = []
-
-        def make(name: str, step: Callable[[], None]) -> list[Completion]:
-            runtime = model.runtime
-            before = node.contexts.messages(body.context) if body.context else []
-            messages = [m.message(f"messages[{i}].content") for i, m in enumerate(body.messages)]
-            text, space = runtime.text, runtime.space
-            if text is None:
-                raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
-            family = family_for(text, node.settings.edge.tools)
-            has_calls = any(message.tool_calls for message in messages)
-            shown_text = prompt_text(text, family) if tools is not None or has_calls else text
-            texts = tools.texts if tools is not None else ()
-            found = encode_prompt(shown_text, [*before, *messages], tools=texts, max_tokens=space.max_tokens)
-            _spell(body, text)
-            step()
-            limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-            sampling, form = sampling_of(body, len(found.ids), space, limit), wanted
-            if tools is not None:
-                form, sampling = tools.format(family, text, wanted), shown(sampling, family, text)
-                families.append(family)
-            sampling = constrained(sampling, form, runtime)
-            max_kl = max_kl_of(node, body.ctxreuse.lossy, runtime)
-            names = [tool.name for tool in tools.tools] if tools is not None else ()
-            about = about_messages([*before, *messages], found, id_of(request), name, names)
-            branches = branches_of(found.ends)
-            was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
-            prompt = runtime.request(
-                found.ids,
-                parts=found.parts,
-                branches=branches,
-                max_kl=max_kl,
-                about=about,
-                priority=body.priority,
-                caller=CALLER.get(),
-            )
-            step()
-            return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
-
-        return _ChatAnswer(node, model, body, "chatcmpl", make, body.keep_alive, families=families)
+        return _ChatAnswer(node, body, Chat(node, body, id_of(request)))
 
     return [Route("/v1/chat/completions", answer, methods=["POST"])]
 
 
-def _refuse_unsupported(body: ChatRequest) -> None:
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-    _refuse_prompt_logprobs(body)
-
-
-def _refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
-    if body.prompt_logprobs is not None:
-        what = "prompt_logprobs is not supported: what is reused of a prompt has none"
-        raise ApiError(400, what, param="prompt_logprobs")
-
-
 class _ChatAnswer(OpenAiAnswer):
-    """``families``: holds the family whose calls the answers may have, once they have begun, if the request has
-    tools."""
+    """``chat``: the request's prompt and its tools."""
 
-    def __init__(self, *given: Any, families: Sequence[Family]) -> None:
-        super().__init__(*given)
-        self._families = families
+    def __init__(self, node: EdgeNode, body: EdgeChatRequest, chat: Chat) -> None:
+        super().__init__(node, chat.model, body, "chatcmpl", chat.begin, body.keep_alive)
+        self._chat = chat
         self._readers: dict[int, CallReader] = {}
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usages) -> ChatChunk:
@@ -207,9 +105,9 @@ class _ChatAnswer(OpenAiAnswer):
 
     def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
         said = super().piece(number, piece)
-        if not self._families or not self._stream:
+        if not self._chat.has_tools or not self._stream:
             return said
-        reader = self._readers.setdefault(number, CallReader(self._families[0]))
+        reader = self._readers.setdefault(number, self._chat.reader())
         report = said[0].choices[0].logprobs if said else None
         deltas = reader.feed(piece.text) or ([Delta()] if report is not None else [])
         return [
@@ -232,9 +130,9 @@ class _ChatAnswer(OpenAiAnswer):
 
     def _choice(self, index: int, number: int, report: Any) -> ChatChoice:
         text, finish = self.completions[number].text, self.finish(number)
-        if not self._families:
+        if not self._chat.has_tools:
             return ChatChoice(Reply(text), finish, index, report)
-        reader = CallReader(self._families[0])
+        reader = self._chat.reader()
         reply = reader.reply(text)
         return ChatChoice(reply, reader.finish_reason(finish), index, report)
 
@@ -277,7 +175,7 @@ def _completions(node: EdgeNode) -> list[Route]:
             ids = prompt_ids(body.prompt, runtime.text, space.max_tokens)
             if runtime.text is not None:
                 echo.extend([runtime.text.decode(ids)] if body.echo else [])
-                _spell(body, runtime.text)
+                spell(body, runtime.text)
             step()
             limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
             sampling = constrained(sampling_of(body, len(ids), space, limit), wanted, runtime)
@@ -292,7 +190,7 @@ def _completions(node: EdgeNode) -> list[Route]:
 
 
 def _check_completion(body: CompletionRequest) -> None:
-    _refuse_prompt_logprobs(body)
+    refuse_prompt_logprobs(body)
     if body.suffix:
         raise ApiError(400, "suffix is not supported", param="suffix")
     if body.echo and body.wants_logprobs:
@@ -302,11 +200,6 @@ def _check_completion(body: CompletionRequest) -> None:
         raise ApiError(400, "best_of must be n or more", param="best_of")
     if body.stream and body.answers > (body.n or 1):
         raise ApiError(400, "best_of is not streamed: the best is known at the end", param="best_of")
-
-
-def _spell(body: ChatRequest | CompletionRequest, text: TextModel) -> None:
-    if body.wants_logprobs:
-        spelling_of(text)
 
 
 class _TextAnswer(OpenAiAnswer):

@@ -488,9 +488,9 @@ def _journal(data: bytes) -> None:
 
 def _openai(data: bytes) -> None:
     """The first byte says which kind of body the rest is."""
+    from ctxreuse_edge.api.chat import EdgeChatRequest
     from ctxreuse_edge.api.contexts import NewContext
     from ctxreuse_edge.api.tokens import TokensRequest
-    from ctxreuse_edge.api.v1 import EdgeChatRequest
 
     from ctxreuse.daemon.openai import CompletionRequest, parse
     from ctxreuse.identity.keys import as_tokens

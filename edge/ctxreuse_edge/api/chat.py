@@ -1,0 +1,163 @@
+"""One chat request: its messages and tools as a prompt, its answers begun. Each door translates its requests into
+`EdgeChatRequest` and reads the answers in its own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ctxreuse.daemon.logprobs import spelling_of
+from ctxreuse.daemon.middleware import CALLER
+from ctxreuse.daemon.openai import ApiError, ChatRequest, CompletionRequest
+from ctxreuse.engines.prompt import EncodedPrompt, encode_prompt
+from ctxreuse.engines.text import Message
+from ctxreuse.pauses import PauseKind
+from ctxreuse.pauses.kinds import TOOL_CALL
+from ctxreuse.toolcalls import Family, prompt_text
+from ctxreuse.why import PromptPart, RequestInfo
+from ctxreuse_edge.api.answers import KeepAlive, max_kl_of, sampling_of
+from ctxreuse_edge.api.calls import CallReader, family_for, shown, tools_of
+from ctxreuse_edge.api.formats import constrained, format_of
+
+if TYPE_CHECKING:
+    from ctxreuse.engines.text import TextModel
+    from ctxreuse.runtime import Completion
+    from ctxreuse_edge.node import EdgeNode
+
+__all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "refuse_prompt_logprobs", "spell"]
+
+#: Roles of messages with a tool's result: the session has waited for a tool, whatever its last answer ended with.
+_TOOL_ROLES = frozenset(("tool", "function"))
+
+
+class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
+    """A chat request; messages of a named ``context`` come before its own.
+
+    ``keep_alive``: how long the model stays loaded afterwards, as in Ollama: ``5m``, seconds, 0, -1.
+    """
+
+    context: str | None = None
+    keep_alive: KeepAlive = None
+
+
+class Chat:
+    """A chat request, checked; `begin` makes its prompt and begins its answers.
+
+    Args:
+        body: the request.
+        request: its id, under which `why` explains it.
+        before: messages that come before its own, asked for when the prompt is made; None: those of its context.
+
+    Raises:
+        ApiError: for a model that is not served, and for fields that contradict each other.
+    """
+
+    def __init__(
+        self, node: EdgeNode, body: EdgeChatRequest, request: str, before: Callable[[], Sequence[Message]] | None = None
+    ) -> None:
+        self._node, self._body, self._request = node, body, request
+        self._before = before if before is not None else self._of_context
+        #: The model that answers.
+        self.model = node.models.find(body.model)
+        _refuse_unsupported(body)
+        self._wanted, self._tools = format_of(body), tools_of(body)
+        self._family: Family | None = None
+
+    @property
+    def has_tools(self) -> bool:
+        """True if the answers may have calls, which are read with `reader`."""
+        return self._tools is not None
+
+    def reader(self) -> CallReader:
+        """Return a reader of one answer's text; after `begin`, for requests with tools."""
+        assert self._family is not None, "begin first"
+        return CallReader(self._family)
+
+    def begin(self, name: str, step: Callable[[], None]) -> list[Completion]:
+        """Make the prompt and begin the answers with the id ``name``; calls ``step`` before each long step.
+
+        Raises ApiError, ContextTooLongError, EngineError for what the model cannot answer.
+        """
+        node, body, runtime, tools = self._node, self._body, self.model.runtime, self._tools
+        messages = [*self._before(), *(m.message(f"messages[{i}].content") for i, m in enumerate(body.messages))]
+        text, space = runtime.text, runtime.space
+        if text is None:
+            raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
+        self._family = family = family_for(text, node.settings.edge.tools)
+        has_calls = any(message.tool_calls for message in messages)
+        shown_text = prompt_text(text, family) if tools is not None or has_calls else text
+        texts = tools.texts if tools is not None else ()
+        found = encode_prompt(shown_text, messages, tools=texts, max_tokens=space.max_tokens)
+        spell(body, text)
+        step()
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        sampling, form = sampling_of(body, len(found.ids), space, limit), self._wanted
+        if tools is not None:
+            form, sampling = tools.format(family, text, form), shown(sampling, family, text)
+        sampling = constrained(sampling, form, runtime)
+        names = [tool.name for tool in tools.tools] if tools is not None else ()
+        was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
+        prompt = runtime.request(
+            found.ids,
+            parts=found.parts,
+            branches=branches_of(found.ends),
+            max_kl=max_kl_of(node, body.ctxreuse.lossy, runtime),
+            about=about_messages(messages, found, self._request, name, names),
+            priority=body.priority,
+            caller=CALLER.get(),
+        )
+        step()
+        return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
+
+    def _of_context(self) -> Sequence[Message]:
+        return self._node.contexts.messages(self._body.context) if self._body.context else []
+
+
+def branches_of(ends: Sequence[int]) -> tuple[int, ...]:
+    """Return the ends of turns where other contexts are likely to branch off: the first (a shared system prompt) and
+    the last two (the conversation continues, or the last question is repeated)."""
+    return tuple(sorted({*ends[:1], *ends[-2:]}))
+
+
+def about_messages(
+    messages: Sequence[Message],
+    found: EncodedPrompt,
+    request: str = "",
+    client_id: str = "",
+    tools: Sequence[str] = (),
+) -> RequestInfo:
+    """Return the parts of a conversation's prompt: its messages and tools, as far as their ends are known."""
+    # Messages that the template cannot end with are joined with the next.
+    names = [message.role for message in messages]
+    if len(found.ends) == len(names):
+        parts = tuple(PromptPart(name, end) for name, end in zip(names, found.ends))
+    else:
+        parts = tuple(PromptPart("", end) for end in found.ends)
+    # A tool reaches to the next one, the last one to the end of the turn that it is in.
+    ahead = [messages[0].role if messages else "", *(f"tool {name}" for name in tools)]
+    named = tuple(PromptPart(name, end) for name, end in zip(ahead, found.tools))
+    if named:
+        after = [(part.name, part.end) for part in parts if part.end > named[-1].end]
+        after[:1] = [(ahead[-1], end) for _, end in after[:1]]
+        parts = (*named, *(PromptPart(*part) for part in after))
+    return RequestInfo(request, client_id, parts=parts, first_message=messages[0].content if messages else "")
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+    refuse_prompt_logprobs(body)
+
+
+def refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    """Raise ApiError if log-probabilities of the prompt are wanted."""
+    if body.prompt_logprobs is not None:
+        what = "prompt_logprobs is not supported: what is reused of a prompt has none"
+        raise ApiError(400, what, param="prompt_logprobs")
+
+
+def spell(body: ChatRequest | CompletionRequest, text: TextModel) -> None:
+    """Build the table that log-probabilities are spelled with, if the request wants them."""
+    if body.wants_logprobs:
+        spelling_of(text)

@@ -15,6 +15,7 @@ from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.openai import ApiError
 from ctxreuse.daemon.probes import probes
+from ctxreuse.daemon.tls import certificate_of
 from ctxreuse_cloud.node import CloudNode
 from ctxreuse_cloud.proxy.http import Receive
 from ctxreuse_cloud.proxy.proxy import Scope
@@ -100,6 +101,7 @@ def serve(settings: Settings, ready_file: Path | None = None) -> int:
         drain=cloud.drain,
         linger=cloud.linger,
         receive=cloud.receive,
+        certificate=certificate_of(cloud),
         address_file=file,
     )
     app: Any = Sidecar(node, daemon)

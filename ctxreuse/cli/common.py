@@ -107,10 +107,13 @@ def daemon_client(
     from ctxreuse.daemon.client import Client
     from ctxreuse.daemon.lifecycle import read_address
 
+    certificate = ""
     if not url:
         found = read_address(address_file)
         url = found.url if found is not None else "http://{}:{}".format(*default)
-    return Client(url, key=next(iter(read_keys(key_file)), ""), timeout=timeout, program=program)
+        certificate = found.certificate if found is not None else ""
+    key = next(iter(read_keys(key_file)), "")
+    return Client(url, key=key, timeout=timeout, program=program, certificate=certificate)
 
 
 def print_json(body: Any) -> None:

@@ -13,6 +13,7 @@ from ctxreuse.config.schema import (
     Setting,
     Settings,
     StoreConfig,
+    TlsConfig,
     settings,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "Setting",
     "Settings",
     "StoreConfig",
+    "TlsConfig",
     "config_path",
     "example",
     "load",

@@ -28,6 +28,7 @@ __all__ = [
     "Setting",
     "Settings",
     "StoreConfig",
+    "TlsConfig",
     "settings",
 ]
 
@@ -179,7 +180,16 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     engine: Annotated[EngineName, _about("What runs the model")] = "auto"
 
 
-class EdgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """TLS of a daemon's HTTP API; the files are read again when they change."""
+
+    tls_certificate: Annotated[
+        str, _about("PEM file of its certificate, then of those that issued it: serves HTTPS; empty: HTTP")
+    ] = ""
+    tls_key: Annotated[str, _about("PEM file of the certificate's key; empty: it is in the certificate's file")] = ""
+
+
+class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     """The daemon of a device, ``ctxreuse-edge serve``."""
 
     host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"
@@ -258,7 +268,7 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     health: Annotated[str, _about("Path that answers 200 while it is healthy; empty: /health, else /v1/models")] = ""
 
 
-class CloudConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CloudConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     """The sidecar of a cloud, ``ctxreuse-cloud serve``. Its bus is set in ``[bus]``."""
 
     host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"

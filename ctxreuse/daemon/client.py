@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ctxreuse.daemon.address import parse_address
+from ctxreuse.daemon.tls import pinned
 from ctxreuse.errors import (
     ConfigError,
     ContextTooLongError,
@@ -72,11 +75,22 @@ class Client:
     """A daemon at ``url``, which may contain an API key: ``http://KEY@127.0.0.1:7351``. Thread-safe.
 
     Errors of the daemon are raised with their own types, LinkDownError if it is unreachable or silent for ``timeout``
-    seconds.
+    seconds. For ``https://`` the authorities of the system are trusted, or those in the file ``SSL_CERT_FILE`` (of the
+    environment).
     """
 
-    def __init__(self, url: str, *, key: str = "", timeout: float = 600.0, program: str = "ctxreuse-edge") -> None:
-        """``program``: the daemon's command, for the advice if it does not answer."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str = "",
+        timeout: float = 600.0,
+        program: str = "ctxreuse-edge",
+        certificate: str = "",
+    ) -> None:
+        """``program``: the daemon's command, for the advice if it does not answer; ``certificate``: file of its own
+        certificate, the only one that is accepted then."""
+        self._certificate = certificate
         self._address, self._program = parse_address(url), program
         self._key = key or self._address.key
         self._timeout = timeout
@@ -100,9 +114,7 @@ class Client:
         return Events(connection, answer, self.url)
 
     def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        secure = self._address.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(self._address.host, self._address.port, timeout=self._timeout)
+        connection = self._connection()
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -111,6 +123,10 @@ class Client:
             answer = connection.getresponse()
             if answer.status >= 400:
                 raise _error(answer.status, answer.read(_MAX_LINE), self.url)
+        except ssl.SSLCertVerificationError as error:
+            connection.close()
+            fix = "Name the file of its authority in SSL_CERT_FILE, and the host as the certificate does"
+            raise LinkDownError(f"not to be trusted: {error.verify_message}", where=self.url, fix=fix) from None
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             fix = f"Start it with `{self._program} serve`, or correct its address"
@@ -119,6 +135,13 @@ class Client:
             connection.close()
             raise
         return connection, answer
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._address.host, self._address.port
+        if self._address.scheme != "https":
+            return http.client.HTTPConnection(host, port, timeout=self._timeout)
+        context = pinned(Path(self._certificate)) if self._certificate else None
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
 
 
 def _error(status: int, body: bytes, url: str) -> CtxReuseError:

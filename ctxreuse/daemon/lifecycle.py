@@ -27,17 +27,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 import uvicorn
 
 from ctxreuse.daemon.notify import notify, watchdog_seconds
 from ctxreuse.daemon.protocol import protocol
+from ctxreuse.daemon.tls import ServerCertificate
 from ctxreuse.errors import ConfigError
 from ctxreuse.private import write_private
 
-__all__ = ["Daemon", "RunningDaemon", "State", "read_address"]
+__all__ = ["Daemon", "Reloaded", "RunningDaemon", "State", "read_address"]
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +50,29 @@ _FORCED = 5.0
 _ECHO = 0.5
 # Seconds for cancelled answers to store what they have.
 _CANCELLED = 10.0
+# Seconds between looks at the files that are read again when they change.
+_LOOK = 1.0
+
+
+class Reloaded(Protocol):
+    """Something read from files, which are read again when they change."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log."""
+
+    def refresh(self) -> bool:
+        """Read the files again if they have changed; returns whether. On ConfigError what was read before stays."""
 
 
 class RunningDaemon(msgspec.Struct, frozen=True):
-    """Address of a running daemon, as its address file has it."""
+    """Address of a running daemon, as its address file has it; ``certificate``: file of its TLS certificate, or ""."""
 
     url: str
     pid: int
     name: str
     since: float
+    certificate: str = ""
 
 
 def read_address(file: Path) -> RunningDaemon | None:
@@ -89,6 +104,7 @@ class Daemon:
         linger: seconds between answering 503 to ``/readyz`` and refusing connections, for load balancers.
         receive: seconds within which the headers of a request must arrive.
         address_file: written when the daemon is ready, removed when it stops.
+        certificate: serves HTTPS with it; None: HTTP.
     """
 
     def __init__(
@@ -101,7 +117,11 @@ class Daemon:
         linger: float = 0.0,
         receive: float = 30.0,
         address_file: Path | None = None,
+        certificate: ServerCertificate | None = None,
     ) -> None:
+        self._certificate = certificate
+        #: Looked at every second while the daemon runs.
+        self.reloaded: list[Reloaded] = [certificate] if certificate is not None else []
         self.name, self.drain, self.linger, self.address_file = name, drain, linger, address_file
         self._receive = receive
         self._host, self._port = host, port
@@ -140,7 +160,8 @@ class Daemon:
                 fix="The port may be in use: choose another with --port, or 0 for any free one",
             ) from None
         host, port = self._socket.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self._certificate is not None else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         return self.url
 
     def run(self, app: Any, resources: Callable[[], AbstractAsyncContextManager[object]]) -> int:
@@ -172,6 +193,7 @@ class Daemon:
             self._loop = asyncio.get_running_loop()
         server = self._server = _Server(self._settings(app))
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        looking = asyncio.create_task(self._look())
         with self._signals():
             log.info("listening", extra={"daemon": self.name, "url": self.url})
             try:
@@ -188,6 +210,7 @@ class Daemon:
             finally:
                 # Also if opening failed: the server must not outlive the resources.
                 await self._shut(serving)
+                looking.cancel()
                 self._remove_address()
                 self.state = "stopped"
         if self._killer is not None:
@@ -197,7 +220,7 @@ class Daemon:
         return 128 + self._signal if self._stops > 1 else 0
 
     def _settings(self, app: Any) -> uvicorn.Config:
-        return uvicorn.Config(
+        config = uvicorn.Config(
             app,
             http=protocol(self._receive),
             lifespan="off",
@@ -209,6 +232,24 @@ class Daemon:
             timeout_keep_alive=30,
             timeout_graceful_shutdown=math.ceil(self.drain),
         )
+        if self._certificate is not None:
+            config.load()
+            config.ssl = self._certificate.context
+        return config
+
+    async def _look(self) -> None:
+        said: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(_LOOK)
+            for one in self.reloaded:
+                try:
+                    if one.refresh():
+                        log.info("%s read again", one.name)
+                    said.pop(one.name, None)
+                except ConfigError as error:
+                    if said.get(one.name) != str(error):
+                        said[one.name] = str(error)
+                        log.error("%s not read again, the old stays in use: %s", one.name, error)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -283,7 +324,8 @@ class Daemon:
     def _write_address(self) -> None:
         if self.address_file is None:
             return
-        body = msgspec.json.encode(RunningDaemon(self.url, os.getpid(), self.name, time.time()))
+        certificate = str(self._certificate.file) if self._certificate is not None else ""
+        body = msgspec.json.encode(RunningDaemon(self.url, os.getpid(), self.name, time.time(), certificate))
         write_private(self.address_file, body)
 
     def _remove_address(self) -> None:

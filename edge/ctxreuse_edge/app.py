@@ -14,6 +14,7 @@ from ctxreuse.daemon.bodies import BodyBudget
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.probes import PROBES, probes
+from ctxreuse.daemon.tls import certificate_of
 from ctxreuse.engines import Engine
 from ctxreuse.errors import ConfigError
 from ctxreuse_edge.api import routes
@@ -54,6 +55,7 @@ def serve(settings: Settings, engine: Engine | None = None) -> int:
         port=edge.port,
         drain=edge.drain,
         receive=edge.receive,
+        certificate=certificate_of(edge),
         address_file=address_file(settings),
     )
     app = application(node, daemon)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import msgspec
 
 from ctxreuse.engines.sampling import SamplingParams
-from ctxreuse.errors import ContextTooLongError, CtxReuseError, GrammarError, SessionError
+from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError, GrammarError, SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.runtime import Completion
 from ctxreuse.store import NewTurn, Turn
@@ -26,6 +26,9 @@ from ctxreuse_agents.turn_lock import TurnLock
 
 __all__ = ["Question", "SessionCore", "make_question"]
 
+#: Answers to one question at most.
+MAX_ANSWERS = 64
+
 _CUT = ("stop_string", "cancelled", "error")
 
 
@@ -37,6 +40,7 @@ class Question(msgspec.Struct, frozen=True):
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = ToolChoice()
     form: Any = None
+    answers: int = 1
 
 
 def make_question(
@@ -48,12 +52,15 @@ def make_question(
     tools: Sequence[ToolLike] = (),
     tool_choice: str = "auto",
     schema: Any = None,
+    n: int = 1,
 ) -> Question:
     """Check the arguments of `Session.ask` and `Session.complete` (``text`` None)."""
+    if not 1 <= n <= MAX_ANSWERS:
+        raise ConfigError(f"n is {n}: from 1 to {MAX_ANSWERS} answers can be had to one question")
     draft = question_of(text, documents) if text is not None else None
     found = tools_from(tools)
     form = None if schema is None else AnswerType(schema)
-    return Question(draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form)
+    return Question(draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form, n)
 
 
 def _choice(given: str, tools: Sequence[Tool]) -> ToolChoice:
@@ -105,9 +112,8 @@ class SessionCore:
         except BaseException:
             self.lock.leave()
             raise
-        self._answers.add(answer)
+        self._answers.update((answer, *answer.others))
         self.used = True
-        self.state.track(answer)
         return answer
 
     def _start(self, question: Question) -> Answer:
@@ -145,7 +151,7 @@ class SessionCore:
         request = runtime.request(
             prompt.ids, parts=prompt.cuts, branches=prompt.turn_ends, max_kl=self.max_kl, about=about
         )
-        completion = runtime.complete(request, limited)
+        completion, *more = runtime.complete_many(request, limited.answers(question.answers))
         if draft is not None:
             ids = prompt.draft.pack() if prompt.draft is not None else None
             meta = {"cuts": list(draft.cuts)} if draft.cuts else {}
@@ -153,12 +159,24 @@ class SessionCore:
             head = turns[-1].id if turns else 0
             turns = [*turns, *ledger.append(session_id, [turn], expected_head=head)]
 
-        def keep(done: Completion, finish: str) -> Turn:
-            segment = segments.answer(turns, prompt, done.text, done.tokens, cut=finish in _CUT)
-            turn = NewTurn("assistant", done.text, {"finish": finish}, segment.pack(), segments.space)
-            return ledger.append(session_id, [turn], expected_head=turns[-1].id)[0]
+        def answer_of(completion: Completion, owner: SessionCore, others: Sequence[Answer] = ()) -> Answer:
+            def keep(done: Completion, finish: str) -> Turn:
+                segment = segments.answer(turns, prompt, done.text, done.tokens, cut=finish in _CUT)
+                turn = NewTurn("assistant", done.text, {"finish": finish}, segment.pack(), segments.space)
+                return ledger.append(owner.id, [turn], expected_head=turns[-1].id)[0]
 
-        return Answer(completion, keep, self.lock, family, question.form)
+            made = Answer(completion, keep, owner.lock, family, question.form, session=owner.id, others=others)
+            self.state.track(made)
+            return made
+
+        forks = [answer_of(one, self._fork_for_answer()) for one in more]
+        return answer_of(completion, self, forks)
+
+    def _fork_for_answer(self) -> SessionCore:
+        """Fork the session as it stands, for an answer that has not ended."""
+        fork = SessionCore(self.state, self.state.ledger.fork(self.id).id)
+        fork.lock.enter(fork.lock, _nothing)  # of nobody: whoever asks the fork waits for that answer
+        return fork
 
     def origin_lock(self) -> TurnLock:
         """Return the turn lock of the session that this one was forked from. Raises SessionError if it is no fork."""
@@ -209,3 +227,7 @@ class SessionCore:
             self.used = False
             with suppress(CtxReuseError):  # a deleted session has no KV
                 self.state.engine()[0].pause(self.tokens(), "closed", max_kl=self.max_kl)
+
+
+def _nothing() -> None:
+    pass

@@ -167,6 +167,16 @@ class AsyncAnswer:
         return await _in_thread(self.sync.why, others=others)
 
     @property
+    def session_id(self) -> str:
+        """See `Answer.session_id`."""
+        return self.sync.session_id
+
+    @property
+    def others(self) -> tuple[AsyncAnswer, ...]:
+        """See `Answer.others`."""
+        return tuple(AsyncAnswer(other) for other in self.sync.others)
+
+    @property
     def tokens(self) -> list[int]:
         """See `Answer.tokens`."""
         return self.sync.tokens
@@ -274,10 +284,11 @@ class AsyncSession:
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
         schema: Any = None,
+        n: int = 1,
         **settings: Any,
     ) -> AsyncAnswer:
         """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
         return await self._ask(question, documents, sampling, settings, **wanted)
 
     async def complete(
@@ -287,10 +298,12 @@ class AsyncSession:
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
         schema: Any = None,
+        n: int = 1,
         **settings: Any,
     ) -> AsyncAnswer:
         """Answer the history as it stands."""
-        return await self._ask(None, (), sampling, settings, tools=tools, tool_choice=tool_choice, schema=schema)
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        return await self._ask(None, (), sampling, settings, **wanted)
 
     async def run_tools(
         self,
@@ -335,7 +348,8 @@ class AsyncSession:
             await _in_thread(lambda: begun.append(core.begin(question)))
         except asyncio.CancelledError:
             for answer in begun:
-                await _in_thread(answer.close)
+                for one in (answer, *answer.others):
+                    await _in_thread(one.close)
             raise
         return AsyncAnswer(begun[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -45,10 +45,15 @@ class Answer:
         lock: TurnLock,
         family: Family | None = None,
         form: AnswerType | None = None,
+        *,
+        session: str = "",
+        others: Sequence[Answer] = (),
     ) -> None:
-        """``family``: how tools are called, if there are any; ``form``: the type of the answer."""
+        """``family``: how tools are called, if there are any; ``form``: the type of the answer; ``session``: whose turn
+        it becomes; ``others``: the further answers to its question."""
         self._completion, self._keep, self._turn_lock = completion, keep, lock
         self._family, self._form = family, form
+        self._session, self._others = session, tuple(others)
         self._lock = threading.Lock()
         self._stop = False
         self._ended = False
@@ -108,6 +113,17 @@ class Answer:
         for _ in self:
             pass
         return self._turn
+
+    @property
+    def session_id(self) -> str:
+        """The id of the session whose turn it becomes: the one that was asked, or a fork of it (see `others`)."""
+        return self._session
+
+    @property
+    def others(self) -> tuple[Answer, ...]:
+        """The further answers to its question, with ``n`` > 1: each is a turn of a fork of its own, which
+        ``memory.session(other.session_id)`` opens. The prompt was computed once, and is in the first one's usage."""
+        return self._others
 
     @property
     def usage(self) -> Usage:

@@ -16,8 +16,7 @@ import msgspec
 
 from ctxreuse import models
 from ctxreuse.block.levels import check_limit, limit_name
-from ctxreuse.daemon.client import Client, Events
-from ctxreuse.engines.generate import GeneratedToken
+from ctxreuse.daemon.client import Client
 from ctxreuse.engines.registry import read_text
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import HFText, tokenizer_digest
@@ -28,6 +27,7 @@ from ctxreuse.pauses import PauseKind
 from ctxreuse.runtime import Completion, PromptLike, Request, Usage
 from ctxreuse.runtime.request import validate_tokens
 from ctxreuse.why import RequestInfo, Why
+from ctxreuse_agents.remote_answers import RemoteAnswers, not_ours, usage_in
 
 __all__ = ["RemoteRuntime", "attach"]
 
@@ -85,18 +85,19 @@ class RemoteRuntime:
 
     def complete(self, prompt: PromptLike, sampling: SamplingParams, *, was: PauseKind | None = None) -> Completion:
         """See `RuntimeProtocol.complete`; the daemon learns pauses by itself."""
-        body = self._body(prompt) | {"sampling": sampling}
-        return Completion(_RemoteAnswer(self, body), len(body["tokens"]))
+        return self.complete_many(prompt, [sampling], was=was)[0]
 
     def complete_many(
         self, prompt: PromptLike, samplings: Sequence[SamplingParams], *, was: PauseKind | None = None
     ) -> list[Completion]:
-        """See `RuntimeProtocol.complete_many`; the daemon gets a request each, so each has the prompt in its usage."""
-        return [self.complete(prompt, sampling, was=was) for sampling in samplings]
+        """See `RuntimeProtocol.complete_many`: one request, whose answers share a connection."""
+        first, *more = samplings
+        body = self._body(prompt) | {"sampling": first, **({"more": more} if more else {})}
+        return RemoteAnswers(self, body, len(samplings)).completions(len(body["tokens"]))
 
     def warm(self, prompt: PromptLike) -> Usage:
         """See `RuntimeProtocol.warm`."""
-        return _usage(self.client.call("POST", "/api/tokens/warm", self._body(prompt)), self.client.url)
+        return usage_in(self.client.call("POST", "/api/tokens/warm", self._body(prompt)), self.client.url)
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
         """See `RuntimeProtocol.forget`."""
@@ -129,48 +130,13 @@ class RemoteRuntime:
         try:
             return msgspec.convert(self.client.call("GET", path), Why)
         except msgspec.ValidationError as error:
-            raise _not_ours(error, self.client.url) from None
+            raise not_ours(error, self.client.url) from None
 
     def forget_requests(self, session: str | None = None) -> None:
         """Do nothing: the daemon owns the request log."""
 
     def close(self) -> None:
         """Do nothing: each request has its own connection."""
-
-
-class _RemoteAnswer:
-    """One answer of a daemon, see `PieceSource`; ending it disconnects, which cancels it in the daemon."""
-
-    def __init__(self, runtime: RemoteRuntime, body: dict[str, Any]) -> None:
-        self._runtime, self._body = runtime, body
-        self._events: Events | None = None
-        self.usage: Usage | None = None
-
-    def next(self) -> GeneratedToken | None:
-        client = self._runtime.client
-        if self._events is None:
-            self._events = client.stream("/api/tokens/complete", self._body)
-            self.usage = _usage(next(self._events, {}), client.url)
-        event = next(self._events, None)
-        if event is None:
-            return None
-        if "usage" in event:
-            self.usage = _usage(event, client.url)
-            return None
-        try:
-            return msgspec.convert(event, GeneratedToken)
-        except msgspec.ValidationError as error:
-            raise _not_ours(error, client.url) from None
-
-    def cancel(self) -> None:
-        """Do nothing: the connection is closed after the daemon's next piece."""
-
-    def end(self, finish: str, text: str, usage: Usage) -> None:
-        if self._events is not None:
-            self._events.close()
-
-    def why(self, request: str, *, others: bool) -> Why:
-        return self._runtime.why(request, others=others)
 
 
 def attach(url: str) -> RemoteRuntime:
@@ -182,7 +148,7 @@ def attach(url: str) -> RemoteRuntime:
     try:
         served = msgspec.convert(client.call("GET", "/api/tokens/model"), _Served)
     except msgspec.ValidationError as error:
-        raise _not_ours(error, client.url) from None
+        raise not_ours(error, client.url) from None
     if served.space.digest.hex() != served.digest:
         raise LinkDownError("the daemon describes its model as another version does", where=client.url)
     return RemoteRuntime(client, served.space, _text(served, client.url))
@@ -209,14 +175,3 @@ def _text(served: _Served, url: str) -> HFText:
 def _lossy(max_kl: float | None) -> dict[str, str]:
     # Omitted without a limit: a daemon without levels answers exactly.
     return {"lossy": limit_name(max_kl)} if max_kl else {}
-
-
-def _usage(event: Any, url: str) -> Usage:
-    try:
-        return Usage.from_wire(event["usage"])
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise _not_ours(error, url) from None
-
-
-def _not_ours(error: Exception, url: str) -> LinkDownError:
-    return LinkDownError(f"the server there is not a daemon of this version: {error}", where=url)

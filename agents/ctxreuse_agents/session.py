@@ -133,6 +133,7 @@ class Session:
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
         schema: Any = None,
+        n: int = 1,
         **settings: Any,
     ) -> Answer:
         """Ask; the question is durable on return, the answer when it ends.
@@ -148,12 +149,14 @@ class Session:
             tool_choice: ``auto``, ``required``, ``none``, or the name of the tool that it must call.
             schema: the form of the answer: a type (dataclass, msgspec Struct, pydantic model) or a JSON schema;
                 `Answer.value` is then a value of it.
+            n: answers to be made from one prefill, side by side; the first becomes the session's turn, each of
+                `Answer.others` that of a fork.
             settings: fields of `SamplingParams`, which replace those of ``sampling``.
 
         Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine,
         GrammarError for tools or a schema that cannot be used.
         """
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
         return self._ask(question, documents, sampling, settings, **wanted)
 
     def complete(
@@ -163,10 +166,12 @@ class Session:
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
         schema: Any = None,
+        n: int = 1,
         **settings: Any,
     ) -> Answer:
         """Answer the history as it stands, without a new question. Raises SessionError if it is empty."""
-        return self._ask(None, (), sampling, settings, tools=tools, tool_choice=tool_choice, schema=schema)
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        return self._ask(None, (), sampling, settings, **wanted)
 
     def run_tools(
         self,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ctxreuse_agents import Memory
@@ -81,6 +82,21 @@ def test_it_answers_as_an_engine_of_its_own_would(url: str, model: Path, tmp_pat
             texts.append((first.text, first.tokens, second.text, second.finish))
             # The first turn's KV is found again, wherever it is.
             assert second.usage.cached_tokens >= first.usage.prompt_tokens
+            memory.check()
+    assert texts[0] == texts[1]
+
+
+def test_further_answers_come_of_one_request_to_the_daemon(url: str, model: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"n": 3, "max_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    texts = []
+    for name, engine in (("far", url), ("near", str(model))):
+        with Memory.open(tmp_path / name, engine=engine) as memory:
+            first = memory.create("s").ask("Which way? " * 8, **how)
+            # The last one first: whoever reads one lets all advance.
+            texts.append([one.text for one in reversed((first, *first.others))])
+            assert [one.usage.prompt_tokens > 0 for one in (first, *first.others)] == [True, False, False]
+            assert [one.usage.tokens.completion for one in first.others] == [6, 6]
+            assert len({one.usage.request for one in (first, *first.others)}) == 1
             memory.check()
     assert texts[0] == texts[1]
 

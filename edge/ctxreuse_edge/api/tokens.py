@@ -2,8 +2,8 @@
 
 ::
 
-    POST /api/tokens/complete {"tokens", "sampling"?, "branches"?, "parts"?, "lossy"?, "about"?, "priority"?}
-                                                                     events {"text", "token", "finish"?}, then {"usage"}
+    POST /api/tokens/complete {"tokens", "sampling"?, "more"?, "branches"?, "parts"?, "lossy"?, "about"?, "priority"?}
+                                          events {"usage"}, {"number"?, "text", "token", "finish"?}, {"number", "usage"}
     POST /api/tokens/warm     {"tokens", "branches"?, "parts"?, "lossy"?, "about"?, "priority"?}          {"usage"}
     POST /api/tokens/forget   {"tokens"}                             {"blocks"}
     GET  /api/tokens/model                                           {"space", "digest", "model", "folder"}
@@ -31,7 +31,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ctxreuse.daemon.middleware import CALLER
-from ctxreuse.daemon.openai import ApiError
+from ctxreuse.daemon.openai import MAX_ANSWERS, ApiError
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ContextTooLongError
 from ctxreuse.identity.keys import Tokens, as_tokens
@@ -53,12 +53,17 @@ _Name = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class TokensRequest(msgspec.Struct, frozen=True):
-    """A prompt in ids. ``branches``: where other contexts may branch off; ``parts``: ends of parts that were encoded by
-    themselves; ``lossy``: see `ctxreuse.daemon.openai.Extra`; ``about``: see `ctxreuse.why.RequestInfo`;
-    ``priority``: see `ctxreuse.daemon.openai.SamplingFields` (None: normal for answers, background for `warm`)."""
+    """A prompt in ids.
+
+    ``more``: how further answers are drawn, beside that of ``sampling``; ``branches``: where other contexts may branch
+    off; ``parts``: ends of parts that were encoded by themselves; ``lossy``: see `ctxreuse.daemon.openai.Extra`;
+    ``about``: see `ctxreuse.why.RequestInfo`; ``priority``: see `ctxreuse.daemon.openai.SamplingFields` (None: normal
+    for answers, background for `warm`).
+    """
 
     tokens: _Ids
     sampling: SamplingParams = SamplingParams()
+    more: Annotated[list[SamplingParams], msgspec.Meta(max_length=MAX_ANSWERS - 1)] = []
     branches: list[int] = []
     parts: list[int] = []
     lossy: str | None = None
@@ -104,7 +109,10 @@ def routes(node: EdgeNode) -> list[Route]:
         body = await body_of(request, node, TokensRequest)
         priority = body.priority or NORMAL
         prompt, using = prompt_of(request, body, priority), node.models.using(node.models.first)
-        running = node.pool.begin(lambda _: [node.runtime.complete(prompt(), body.sampling)], priority, using)
+        samplings = [body.sampling, *body.more]
+        running = node.pool.begin(
+            lambda _: node.runtime.complete_many(prompt(), samplings), priority, using, answers=len(samplings)
+        )
         return _TokensAnswer(node, running, stream=True)
 
     def warm(request: Request, body: TokensRequest) -> Any:
@@ -171,10 +179,11 @@ class _TokensAnswer(HttpAnswer):
         return [self.whole()]
 
     def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
-        return [piece]
+        return [{"number": number, **msgspec.to_builtins(piece)}] if number else [piece]
 
     def last(self) -> Sequence[Any]:
-        return [{**self.whole(), "finish": self.completions[0].finish}]
+        ends = enumerate(self.completions)
+        return [{"number": n, "usage": one.usage.to_wire(), "finish": one.finish} for n, one in ends]
 
     def whole(self) -> dict[str, Any]:
         return {"usage": self.completions[0].usage.to_wire()}

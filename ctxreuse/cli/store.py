@@ -1,4 +1,4 @@
-"""The commands ``ctxreuse store ls|stat|verify|gc|backup|restore|rescue``."""
+"""The commands ``ctxreuse store ls|stat|verify|gc|compact|backup|restore|rescue``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ctxreuse.cli.common import Json, ProgressBars, load_settings, print_json, print_rows
+from ctxreuse.cli.common import Json, ProgressBars, daemon_client, load_settings, print_json, print_rows
 
 if TYPE_CHECKING:
     from ctxreuse.config import StoreConfig
@@ -28,13 +28,16 @@ ctxreuse store verify                 read everything and check all checksums
 
 ctxreuse store gc                     drop what is corrupt or unreachable
 
+ctxreuse store compact                write the files anew: what was deleted is in none of them
+
 ctxreuse store backup ~/backups/today copy all text, while it is written
 
 ctxreuse store restore ~/backups/today --replace   bring it back
 
 ctxreuse store rescue ~/rescued        save what can be read of a damaged ledger
 
-Reading and backup are safe while another process owns the store; gc, restore and rescue need it closed.
+Reading and backup are safe while another process owns the store, compact asks a daemon that does; gc, restore and
+rescue need it closed.
 """
 
 app = typer.Typer(help="The store of contexts on this machine.", no_args_is_help=True, epilog=_EXAMPLES)
@@ -171,6 +174,35 @@ def gc(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
         typer.echo(
             f"{removed.turns:,} turns and {removed.entries:,} corrupt entries removed; their pages will be reused."
         )
+
+
+@app.command("compact", epilog=_EXAMPLES)
+def compact(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
+    """Write the store's files anew, so that nothing that was deleted is in them; a running daemon is asked to do it."""
+    from ctxreuse.daemon.lifecycle import read_address
+    from ctxreuse.runtime.compaction import compact_folder
+    from ctxreuse.store.lmdb.owner import attended
+    from ctxreuse.units import rounded_bytes
+
+    settings = _store(ctx, path)
+    address = settings.folder() / "edge.json"
+    if attended(settings.folder()) and read_address(address) is not None:
+        edge = load_settings(ctx).edge
+        done = daemon_client("", address, (edge.host, edge.port), edge.api_key_file).call("POST", "/api/compact", {})
+        if json:
+            print_json(done)
+        else:
+            typer.echo("The daemon wrote its files anew." if done["compacted"] else "Nothing was deleted since.")
+        return
+    with ProgressBars() as bars:
+        made = compact_folder(settings, partial(bars.advance, "compacting"))
+    if json:
+        print_json(made)
+        return
+    sizes = f"{rounded_bytes(made.bytes_before)} before, {rounded_bytes(made.bytes_after)} now"
+    typer.echo(f"Written anew without {made.turns:,} turns that no session reaches: {sizes}.")
+    for file in made.kept:
+        typer.echo(f"`restore --replace` kept {file}: delete it if nothing of it is to stay.")
 
 
 @app.command("backup", epilog=_EXAMPLES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -184,6 +184,15 @@ class PausedContexts:
         self._unname(number, context)
         self._tokens -= len(context.tokens)
         self._sessions.forget(number)
+
+    def forget(self, keys: Collection[bytes]) -> int:
+        """Forget contexts, and hints on them, that have one of these blocks; returns how many."""
+        wanted = frozenset(keys)
+        with self._lock:
+            gone = [number for number, one in self._contexts.items() if not wanted.isdisjoint(one.keys)]
+            for number in gone:
+                self._forget(number)
+        return len(gone)
 
     def work(self, busy: Callable[[], bool] = lambda: False) -> IdleWork:
         """Do one round of idle work; it ends early once ``busy()``. A store that fails ends it too."""

@@ -25,6 +25,7 @@ from ctxreuse.runtime.checkpoints import StateCheckpoints
 from ctxreuse.runtime.chunks.backfill import ChunkBackfill
 from ctxreuse.runtime.chunks.reuse import ChunkReuse
 from ctxreuse.runtime.context_cache import ContextCache
+from ctxreuse.runtime.erase import Eraser
 from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
 from ctxreuse.runtime.inflight.memory import MemoryAdmission
 from ctxreuse.runtime.inflight.sharing import PromptInFlight, PromptsInFlight
@@ -104,6 +105,7 @@ class Runtime:
             engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
         )
         self._fetcher: Fetcher | None = None
+        self.eraser = Eraser(store, self.requests, self.context_cache, self.paused, engine.space, self._salt)
         self.connect(options.remote)
         if self.metrics is not None:
             watch_steps(self.metrics, self.steps, self.inflight, self.admission)

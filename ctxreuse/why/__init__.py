@@ -5,7 +5,7 @@ from ctxreuse.why.explain import explain
 from ctxreuse.why.explanation import Field, PromptSpan, Why
 from ctxreuse.why.log import FILE, OpenRequest, RequestLog, read_requests
 from ctxreuse.why.reasons import REASONS
-from ctxreuse.why.records import MissSpan, PromptPart, RequestInfo
+from ctxreuse.why.records import LoggedEntry, MissSpan, PromptPart, RequestInfo
 
 __all__ = [
     "FILE",
@@ -13,6 +13,7 @@ __all__ = [
     "Difference",
     "Divergence",
     "Field",
+    "LoggedEntry",
     "MissSpan",
     "OpenRequest",
     "PromptPart",

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -235,6 +235,12 @@ class RequestLog:
         with self._lock:
             kept = [e for e in self._entries if not e.ids or common_prefix(e.numbers, ids) < len(ids)]
             return self._keep(kept)
+
+    def drop(self, requests: Collection[str]) -> int:
+        """Forget the requests of these ids."""
+        names = frozenset(requests)
+        with self._lock:
+            return self._keep([entry for entry in self._entries if entry.request not in names])
 
     def forget_session(self, session: str) -> int:
         """Forget all requests of a session."""

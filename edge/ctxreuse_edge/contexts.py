@@ -149,13 +149,9 @@ class NamedContexts:
         self._unpin(session.id)
         return self._describe(session)
 
-    def delete(self, id_or_name: str) -> int:
-        """Delete its text, and KV that no other context shares; returns the number of blocks."""
-        session = self._ledger.session(id_or_name)
-        ids = self.tokens(session)
-        self._unpin(session.id)
-        self._ledger.delete(session.id)
-        return self._runtime.forget(ids) if len(ids) else 0
+    def unpin_deleted(self, id: str) -> None:
+        """Remove the protection of a context that is about to be deleted."""
+        self._unpin(id)
 
     def count(self) -> int:
         """Return the number of contexts."""

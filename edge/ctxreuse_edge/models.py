@@ -73,6 +73,11 @@ class ServedModel:
             return self._runtime
 
     @property
+    def opened(self) -> bool:
+        """True once it was used."""
+        return self._runtime is not None
+
+    @property
     def max_tokens(self) -> int:
         """Positions of the model; 0 before it was first opened."""
         return self._runtime.space.max_tokens if self._runtime is not None else 0
@@ -143,6 +148,11 @@ class ServedModels:
     def first(self) -> ServedModel:
         """The model of requests that name none."""
         return self.served[0]
+
+    @property
+    def open(self) -> list[Runtime]:
+        """The runtimes that were opened."""
+        return [model.runtime for model in self.served if model.opened]
 
     def find(self, name: str) -> ServedModel:
         """The model of that name. Raises ApiError (404), naming all there are."""

@@ -29,6 +29,7 @@ from ctxreuse.store import Ledger, open_store
 from ctxreuse.store.policy.states import StatePolicy
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_edge.contexts import NamedContexts
+from ctxreuse_edge.forget import Forgetter
 from ctxreuse_edge.idle import IdleTasks
 from ctxreuse_edge.links import CloudLinks
 from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
@@ -119,6 +120,8 @@ class EdgeNode:
             links.start_sync(store, rate=edge.sync_rate, busy=self._busy, on_withdrawn=runtime.context_cache.clear)
         self.models = self._served(stack, others)
         self.contexts = NamedContexts(self.ledger, runtime, store, folder / "pins.json")
+        self.forget = Forgetter(self.ledger, store, self.models, self.contexts)
+        self.forget.resume()
         idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs)
         stack.callback(idle.close)
         idle.watch(metrics)

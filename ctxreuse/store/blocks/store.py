@@ -18,7 +18,7 @@ import msgspec
 from ctxreuse.block.format import Buffer, Kind
 from ctxreuse.block.levels import family
 from ctxreuse.config import StoreConfig
-from ctxreuse.errors import StoreClosedError, StoreError
+from ctxreuse.errors import StoreClosedError, StoreError, StoreReadOnlyError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.store.base import BlockCodec
 from ctxreuse.store.blocks.contents import Contents
@@ -33,8 +33,9 @@ from ctxreuse.store.blocks.tables import corrupt, counts, givers, write_plan
 from ctxreuse.store.blocks.writer import Writer
 from ctxreuse.store.chunks.index import FOLDER, ChunkIndex, chunk_limit
 from ctxreuse.store.listeners import KeyListeners
-from ctxreuse.store.lmdb.env import CACHE_MAP, DISK_ERRORS, Env, broken
+from ctxreuse.store.lmdb.env import CACHE_MAP, DISK_ERRORS, Env, broken, explain
 from ctxreuse.store.lmdb.owner import Owner, claim, folder
+from ctxreuse.store.lmdb.rewrite import rewrite
 from ctxreuse.store.policy import make_policy
 from ctxreuse.store.removals import FILE, RemovalLog
 from ctxreuse.store.types import Entry, Holding, Progress, Removal, StoreOptions, StoreStats
@@ -44,6 +45,7 @@ __all__ = ["BlockStore"]
 
 log = logging.getLogger(__name__)
 
+_OPEN = "Ask the process that owns the store"
 #: Seconds without writing after a failed commit.
 _BACKOFF = 5.0
 #: Values that are offered again at once when a disk has room again.
@@ -482,6 +484,29 @@ class BlockStore:
     def flush(self, timeout: float | None = None) -> None:
         if self._writer is not None and not self._writer.flush(timeout):
             raise StoreError(f"puts are still queued after {timeout} s", where=str(self._env.path), fix="Wait longer")
+
+    def compact(self, progress: Progress | None = None) -> None:
+        """Write the file anew: what was deleted is in no page of it. Reads go on meanwhile, puts wait.
+
+        Raises StoreFullError without room for both files, StoreError.
+        """
+        if self._owner is None:
+            raise StoreReadOnlyError("the cache was opened for reading", where=str(self._env.path), fix=_OPEN)
+        self.flush()
+        with self._lock:
+            doomed, self._doomed = self._doomed, []
+        error = self._write(Plan([], [], {}, set()), doomed)
+        if error is None:
+            try:
+                rewrite(self._env, progress=progress)
+            except StoreError as failed:
+                error = failed
+        else:
+            with self._lock:
+                self._doomed += doomed
+        if error is not None:
+            self._note_error(error)
+            raise (error if isinstance(error, StoreError) else explain(error, self._env.path)) from None
 
     def stats(self) -> StoreStats:
         with self._lock:

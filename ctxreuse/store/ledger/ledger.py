@@ -16,8 +16,10 @@ import lmdb
 
 from ctxreuse.block.levels import EXACT, limit_name
 from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
+from ctxreuse.store.ledger.deletions import Deletions
 from ctxreuse.store.ledger.history import History, turn_key
 from ctxreuse.store.ledger.opening import checked_from, open_env
+from ctxreuse.store.ledger.reading import read_records
 from ctxreuse.store.ledger.recent import RecentSessions
 from ctxreuse.store.ledger.records import (
     FIX,
@@ -31,16 +33,15 @@ from ctxreuse.store.ledger.records import (
     decode_id,
     decode_session,
     decode_tokens,
-    decode_turn,
     encode_id,
     encode_tokens,
     encode_turn,
-    is_checked,
 )
 from ctxreuse.store.ledger.sessions import SessionTable
 from ctxreuse.store.lmdb.env import Env, explain
 from ctxreuse.store.lmdb.owner import Owner, attended, boot_id, claim, folder, last_use
 from ctxreuse.store.lmdb.recovery import stamp
+from ctxreuse.store.lmdb.rewrite import rewrite
 from ctxreuse.store.types import Progress
 
 __all__ = ["Ledger", "new_session_id"]
@@ -379,14 +380,51 @@ class Ledger:
 
         return self._write(work)
 
-    def delete(self, session: str) -> None:
-        """Delete a session. Its turns stay until `gc`, and as long as another session reaches them."""
+    def delete(self, session: str, *, note: bytes = b"") -> None:
+        """Delete a session. Its turns stay until `gc`, and as long as another session reaches them.
+
+        ``note``: what is still to be done for that, kept with the deletion; see `deletions`.
+        """
 
         def work(txn: Any, _: History) -> None:
             sessions = self._sessions(txn)
             sessions.remove(sessions.find(session))
+            self._deletions(txn).add(note)
 
         self._write(work)
+
+    def _deletions(self, txn: Any) -> Deletions:
+        return Deletions(txn, self._env.tables["info"], self._clock)
+
+    def note_deletion(self, note: bytes = b"") -> None:
+        """Note that something outside of the ledger is to be deleted; see `deletions`."""
+        self._write(lambda txn, _: self._deletions(txn).add(note))
+
+    def deletions(self) -> dict[int, bytes]:
+        """Return the notes of deletions whose other parts are not known to be done, by number, oldest first."""
+        with self._read() as (txn, _):
+            return self._deletions(txn).notes()
+
+    def deletion_done(self, number: int) -> None:
+        """Drop the note of a deletion, all of which is done."""
+        self._write(lambda txn, _: self._deletions(txn).remove(number))
+
+    def deleted_since(self) -> float | None:
+        """Return when the first deletion was since `compact`, in seconds since 1970; None if there was none."""
+        with self._read() as (txn, _):
+            return self._deletions(txn).since()
+
+    def compact(self, progress: Progress | None = None) -> int:
+        """`gc`, then write the file anew: what was deleted is in no page of it. Returns the number of turns deleted.
+
+        Reads go on meanwhile, writes wait: about a second a gigabyte. Raises what `rewrite` raises.
+        """
+        with self._read() as (txn, _):
+            marks = self._deletions(txn).marks()
+        removed = self.gc(mark=False)
+        # A deletion since then changes the mark, which stays for the next time.
+        rewrite(self._env, without={("info", key): value for key, value in marks.items()}, progress=progress)
+        return removed
 
     def session(self, session: str) -> Session:
         """Return the session of an id or name; SessionError suggests similar names."""
@@ -467,8 +505,11 @@ class Ledger:
         with self._read() as (txn, history):
             return history.search(self._sessions(txn).recent.newest_first(), text, limit)
 
-    def gc(self) -> int:
-        """Delete turns, and their tokens, that no session reaches; returns the number of turns."""
+    def gc(self, *, mark: bool = True) -> int:
+        """Delete turns, and their tokens, that no session reaches; returns the number of turns.
+
+        ``mark``: count it as a deletion, after which `compact` has work.
+        """
 
         def work(txn: Any, history: History) -> int:
             turns, tokens = self._env.tables["turns"], self._env.tables["tokens"]
@@ -485,6 +526,8 @@ class Ledger:
             for table, keys in ((turns, lost), (tokens, stale)):
                 for key in keys:
                     txn.delete(key, db=table)
+            if lost and mark:
+                self._deletions(txn).add()
             return len(lost)
 
         return self._write(work)
@@ -507,36 +550,8 @@ class Ledger:
 
     def verify(self, progress: Progress | None = None) -> LedgerVerdict:
         """Read all records and compare them with their checksums, then names, links and counts. O(all bytes)."""
-        bad: dict[int, str] = {}
-        problems: list[str] = []
-        unchecked = done = 0
         with self._read() as (txn, history):
-            tables = self._env.tables
-            total = sum(int(txn.stat(tables[name])["entries"]) for name in ("turns", "tokens"))
-            for name in ("turns", "tokens"):
-                for key, raw in txn.cursor(db=tables[name]):
-                    id = int.from_bytes(key[:8], "big")
-                    try:
-                        if name == "turns":
-                            decode_turn(id, raw)
-                            unchecked += not is_checked(raw)
-                        else:
-                            decode_tokens(bytes(key), raw, checked=id >= self._checked_from)
-                    except DamagedTurnError as error:
-                        bad.setdefault(id, str(error))
-                    done += 1
-                    if progress is not None and (done == total or not done % 1000):
-                        progress(done, total)
-            homes: dict[int, list[str]] = {id: [] for id in bad}
-            for key, raw in txn.cursor(db=tables["sessions"]):
-                try:
-                    session = decode_session(bytes(key), raw)
-                    for id in history.reaches(session.head, set(bad)) if bad else ():
-                        homes[id].append(repr(session.name))
-                except StoreDamagedError as error:
-                    problems.append(error.what)
-            for id, why in bad.items():
-                problems.append(f"{why} (session {', '.join(sorted(homes[id]))})" if homes[id] else why)
+            problems, unchecked = read_records(txn, history, self._env.tables, self._checked_from, progress)
         if not problems:
             try:
                 self.check()

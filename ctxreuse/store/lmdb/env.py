@@ -90,7 +90,19 @@ class Env:
         self._env: Any = None
         self.tables: dict[str, Any] = {}
         self.lock_fd: int | None = None
+        if not readonly:
+            shutil.rmtree(self.fresh, ignore_errors=True)  # of a process that ended while it wrote the file anew
         self._open()
+
+    @property
+    def fresh(self) -> Path:
+        """Folder of a new file that is to take the place of this one."""
+        return self.path / "fresh"
+
+    @property
+    def map_size(self) -> int:
+        """Bytes of address space."""
+        return self._map_size
 
     def _open(self) -> None:
         size = self._map_size
@@ -148,6 +160,8 @@ class Env:
         """Open a read transaction over the newest commit; its buffers are valid inside. Raises StoreError."""
         for _ in range(8):
             self._alive()
+            if self.readonly and self._on_disk() != self._file:
+                self._reopen()  # its owner wrote the file anew
             self.map_lock.enter()
             try:
                 txn = self._alive().begin(buffers=True)
@@ -221,6 +235,38 @@ class Env:
     def _swap(self) -> None:
         self._env.close()
         self._open()
+
+    def all_tables(self, txn: Any) -> dict[str, Any]:
+        """Return all tables of the file by name, those that this program does not know included."""
+        names = [bytes(name).decode() for name in txn.cursor().iternext(values=False)]
+        return {name: self.tables.get(name) or self._env.open_db(name.encode(), txn, create=False) for name in names}
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold back all other writes of this process."""
+        self._alive()
+        with self._write_lock:
+            yield
+
+    def replace(self, file: Path) -> None:
+        """Put another data file in the place of this one and go on with it, inside `writing`.
+
+        Raises StoreError if reads stay open, OSError, lmdb.Error.
+        """
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            with self.map_lock.exclusive(_GROW_WAIT) as alone:
+                if not alone:
+                    fix = "Keep reads short"
+                    raise StoreError("the file cannot be replaced while it is read", where=str(self.path), fix=fix)
+                self._alive().close()
+                # The table of readers goes first: with its number of the last transaction the new file has no content.
+                (self.path / "lock.mdb").unlink(missing_ok=True)
+                os.replace(file, self.path / "data.mdb")
+                os.fsync(fd)
+                self._open()
+        finally:
+            os.close(fd)
 
     def sync(self) -> None:
         """Sync all commits to disk. Raises lmdb.Error."""

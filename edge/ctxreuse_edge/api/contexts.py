@@ -75,7 +75,7 @@ def routes(node: EdgeNode) -> list[Route]:
     async def one(request: Request) -> Response:
         name = request.path_params["name"]
         if request.method == "DELETE":
-            return json_answer({"blocks": await used(lambda: node.contexts.delete(name))})
+            return json_answer({"blocks": (await used(lambda: node.forget.session(name))).blocks})
         return json_answer({"context": _plain(await used(lambda: node.contexts.get(name)))})
 
     async def pin(request: Request) -> Response:

@@ -19,9 +19,11 @@ from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
 from ctxreuse_edge.api.answers import json_answer
 from ctxreuse_edge.api.chat import EdgeChatRequest
 from ctxreuse_edge.api.contexts import NewContext
+from ctxreuse_edge.api.forget import ForgetRequest
 from ctxreuse_edge.api.tokenizer import DetokenizeRequest, TokenizeRequest
 from ctxreuse_edge.api.tokens import TokensRequest
 from ctxreuse_edge.api.v1 import EdgeCompletionRequest
+from ctxreuse_edge.forget import Forgotten
 
 if TYPE_CHECKING:
     from ctxreuse_edge.node import EdgeNode
@@ -50,6 +52,8 @@ _OPERATIONS = (
     _Operation("POST", "/api/contexts", "Compute a context in advance, and name it", NewContext),
     _Operation("GET", "/api/contexts/{name}", "One context"),
     _Operation("DELETE", "/api/contexts/{name}", "Delete a context: its text and its KV"),
+    _Operation("POST", "/api/forget", "Delete what is kept of a chat", ForgetRequest, Forgotten),
+    _Operation("POST", "/api/compact", "Write the files anew: what was deleted is in none of them"),
     _Operation("POST", "/api/contexts/{name}/pin", "Keep a context's KV"),
     _Operation("POST", "/api/contexts/{name}/unpin", "Let a context's KV be evicted"),
     _Operation("GET", "/api/tokens/model", "The first model: its identity and where its files are"),

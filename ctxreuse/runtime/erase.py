@@ -1,0 +1,168 @@
+"""What is deleted with a text: KV that no known context needs, token ids and explanations of requests, hints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from ctxreuse.identity.keys import KEY_BYTES, ROOT, Tokens, common_prefix
+from ctxreuse.runtime.request import more_keys
+from ctxreuse.store.removals import SHORT_KEY
+
+if TYPE_CHECKING:
+    from ctxreuse.identity.model import ModelSpace
+    from ctxreuse.runtime.context_cache import ContextCache
+    from ctxreuse.runtime.paused import PausedContexts
+    from ctxreuse.store.base import Store
+    from ctxreuse.why import LoggedEntry, RequestLog
+
+__all__ = ["Eraser", "Erasure", "erase_stored"]
+
+
+class Erasure(msgspec.Struct, frozen=True, array_like=True):
+    """What is to be deleted: ``keys`` of blocks, with all that is stored below them, in a row; ids of requests."""
+
+    keys: bytes = b""
+    requests: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> list[bytes]:
+        """The keys one by one."""
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+
+
+class Eraser:
+    """Plans and carries out deletions of one tenant. Any thread may call.
+
+    Between the two a caller can write down what is to be done: carrying out an erasure again changes nothing.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        requests: RequestLog,
+        contexts: ContextCache,
+        paused: PausedContexts,
+        space: ModelSpace,
+        salt: bytes,
+    ) -> None:
+        self._store, self._requests, self._contexts, self._paused = store, requests, contexts, paused
+        self._space, self._salt = space, salt
+
+    def begun_with(self, tokens: Tokens, session: str = "") -> list[LoggedEntry]:
+        """Return the logged requests that begin with these ids, or are of that session."""
+        return self._entries(
+            lambda entry: (
+                (bool(session) and entry.session == session)
+                or (bool(entry.ids) and len(tokens) > 0 and common_prefix(entry.numbers, tokens) == len(tokens))
+            )
+        )
+
+    def chat_of(self, request: str) -> list[LoggedEntry]:
+        """Return the logged request of that id, and those of the same chat: that go on from it, or it from them."""
+        found = {id(one): one for one in self._entries(lambda entry: entry.named(request))}
+        for one in list(found.values()):
+            for other in self._entries(lambda entry, one=one: _same_chat(one, entry)):  # type: ignore[misc]
+                found[id(other)] = other
+        return list(found.values())
+
+    def saying(self, text: str, decode: Callable[[Tokens], str]) -> list[LoggedEntry]:
+        """Return the logged requests of this model whose text contains ``text``, and those of the same chats."""
+        found: dict[int, LoggedEntry] = {}
+        for entry in self._entries(lambda entry: entry.space == self._space.digest and bool(entry.ids)):
+            if id(entry) not in found and text in decode(entry.numbers):
+                found |= {id(one): one for one in (entry, *self.chat_of(entry.request))}
+        return list(found.values())
+
+    def _entries(self, fits: Callable[[LoggedEntry], bool]) -> list[LoggedEntry]:
+        tenant = self._requests.tenant(self._salt)
+        return [entry for entry in self._requests.entries() if entry.tenant == tenant and fits(entry)]
+
+    def plan(self, tokens: Sequence[Tokens], entries: Sequence[LoggedEntry], keep: Iterable[Tokens] = ()) -> Erasure:
+        """Return what goes with contexts of these ids and with these requests.
+
+        What other logged requests, and contexts of the ids in ``keep``, share with them stays.
+        """
+        gone = {id(entry) for entry in entries}
+        kept = {
+            entry.keys[at : at + SHORT_KEY]
+            for entry in self._entries(lambda entry: id(entry) not in gone)
+            for at in range(0, len(entry.keys), SHORT_KEY)
+        }
+        paths = [(self._space, ids) for ids in tokens]
+        hashes: list[bytes] = []
+        for entry in entries:
+            space = self._requests.space(entry.space)
+            if entry.ids and space is not None:
+                paths.append((space, entry.numbers))
+            else:
+                hashes.append(entry.keys)
+        for ids in keep:
+            if any(common_prefix(ids, own) >= self._space.block_tokens for _, own in paths):
+                kept.update(key[:SHORT_KEY] for key in more_keys(self._space, self._salt, ids, ()))
+        doomed = dict.fromkeys(self._whole(hashes, kept))
+        for space, ids in paths:
+            keys = more_keys(space, self._salt, ids, ())
+            first = next((key for key in keys if key[:SHORT_KEY] not in kept), None)
+            if first is not None:
+                doomed[first] = None
+            else:
+                doomed.update(dict.fromkeys(self._partly(keys, ids[len(keys) * space.block_tokens :], kept)))
+        return Erasure(b"".join(doomed), tuple(dict.fromkeys(entry.request for entry in entries)))
+
+    def _whole(self, rows: Sequence[bytes], kept: set[bytes]) -> list[bytes]:
+        """Return stored keys for the first short key of each row that is not kept."""
+        wanted: set[bytes] = set()
+        for row in rows:
+            short = (row[at : at + SHORT_KEY] for at in range(0, len(row), SHORT_KEY))
+            wanted.update([key for key in short if key not in kept][:1])
+        if not wanted or self._store is None:
+            return []
+        return [entry.key for entry in self._store.walk() if entry.key[:SHORT_KEY] in wanted]
+
+    def _partly(self, keys: Sequence[bytes], tail: Tokens, kept: set[bytes]) -> list[bytes]:
+        """Return the blocks after ``keys`` that begin with ``tail``, which fills no block itself."""
+        if self._store is None or not len(tail):
+            return []
+        parent, found = keys[-1] if keys else ROOT, []
+        below = [entry.key for entry in self._store.walk() if entry.parent == parent]
+        with self._store.read() as reader:
+            for key in below:
+                view = None if key[:SHORT_KEY] in kept else reader.peek(key)
+                if view is not None and view.header.tokens[: 4 * len(tail)] == np.asarray(tail, "<i4").tobytes():
+                    found.append(key)
+                del view
+        return found
+
+    def carry_out(self, erasure: Erasure) -> int:
+        """Delete it from memory, store and request log; returns the number of blocks."""
+        self._contexts.clear()  # cheap to bring back, and no context of a deleted text may stay
+        self._paused.forget(erasure.blocks)
+        return erase_stored(erasure, self._store, self._requests)
+
+
+def erase_stored(erasure: Erasure, store: Store | None, requests: RequestLog) -> int:
+    """Delete it from store and request log; returns the number of blocks."""
+    requests.drop(erasure.requests)
+    if store is None or not erasure.keys:
+        return 0
+    store.flush()
+    before = store.stats().blocks
+    for key in erasure.blocks:
+        store.drop(key, "forgotten")
+    store.flush()
+    return max(0, before - store.stats().blocks)
+
+
+def _same_chat(one: LoggedEntry, other: LoggedEntry) -> bool:
+    if other.space != one.space:
+        return False
+    if one.ids and other.ids:
+        shared = common_prefix(one.numbers, other.numbers)
+        answered = len(other.ids) // 4 > other.tokens
+        return bool(shared >= one.tokens or (answered and shared >= other.tokens))
+    low, high = sorted((one.keys, other.keys), key=len)
+    return bool(low) and high.startswith(low)

@@ -1,0 +1,51 @@
+"""All records of a ledger, read and compared with their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ctxreuse.errors import StoreDamagedError
+from ctxreuse.store.ledger.history import History
+from ctxreuse.store.ledger.records import DamagedTurnError, decode_session, decode_tokens, decode_turn, is_checked
+from ctxreuse.store.types import Progress
+
+__all__ = ["read_records"]
+
+
+def read_records(
+    txn: Any, history: History, tables: Mapping[str, Any], checked_from: int, progress: Progress | None = None
+) -> tuple[list[str], int]:
+    """Return what is wrong with records, and how many turns have no checksum. O(all bytes).
+
+    ``checked_from``: the first turn that was written when every record had a checksum.
+    """
+    bad: dict[int, str] = {}
+    problems: list[str] = []
+    unchecked = done = 0
+    total = sum(int(txn.stat(tables[name])["entries"]) for name in ("turns", "tokens"))
+    for name in ("turns", "tokens"):
+        for key, raw in txn.cursor(db=tables[name]):
+            id = int.from_bytes(key[:8], "big")
+            try:
+                if name == "turns":
+                    decode_turn(id, raw)
+                    unchecked += not is_checked(raw)
+                else:
+                    decode_tokens(bytes(key), raw, checked=id >= checked_from)
+            except DamagedTurnError as error:
+                bad.setdefault(id, str(error))
+            done += 1
+            if progress is not None and (done == total or not done % 1000):
+                progress(done, total)
+    homes: dict[int, list[str]] = {id: [] for id in bad}
+    for key, raw in txn.cursor(db=tables["sessions"]):
+        try:
+            session = decode_session(bytes(key), raw)
+            for id in history.reaches(session.head, set(bad)) if bad else ():
+                homes[id].append(repr(session.name))
+        except StoreDamagedError as error:
+            problems.append(error.what)
+    for id, why in bad.items():
+        problems.append(f"{why} (session {', '.join(sorted(homes[id]))})" if homes[id] else why)
+    return problems, unchecked

@@ -1,0 +1,129 @@
+"""Deletion of texts on a device: contexts, stored answers and plain chats, with all that was kept of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ctxreuse.errors import ConfigError
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.runtime.compaction import compact, finish_deletions
+from ctxreuse.runtime.erase import Erasure
+from ctxreuse.store import Ledger, TieredStore
+
+if TYPE_CHECKING:
+    from ctxreuse_edge.contexts import NamedContexts
+    from ctxreuse_edge.models import ServedModels
+
+__all__ = ["Forgetter", "Forgotten"]
+
+#: Shortest text to search for: a shorter one would be in most chats.
+_SHORTEST = 4
+
+
+class Forgotten(msgspec.Struct, frozen=True):
+    """What was deleted: contexts, logged requests and blocks of KV. ``contexts``: names of contexts that contain the
+    text and stay, as they are deleted by name."""
+
+    deleted: int = 0
+    requests: int = 0
+    blocks: int = 0
+    contexts: tuple[str, ...] = ()
+
+
+class Forgetter:
+    """Deletes what a person wants forgotten. Thread-safe.
+
+    What is to be done is written down before it is done, so that a deletion that was begun is completed after a crash.
+    """
+
+    def __init__(self, ledger: Ledger, store: TieredStore, models: ServedModels, contexts: NamedContexts) -> None:
+        self._ledger, self._store, self._models, self._contexts = ledger, store, models, contexts
+        self._lock = threading.Lock()
+
+    def session(self, id_or_name: str) -> Forgotten:
+        """Delete a session of the ledger, the requests that used it, and the KV that nothing else shares.
+
+        Raises SessionError.
+        """
+        with self._lock:
+            session, eraser = self._ledger.session(id_or_name), self._models.first.runtime.eraser
+            ids = self._contexts.tokens(session)
+            entries = eraser.begun_with(ids, session.id)
+            plan = eraser.plan([ids] if len(ids) else [], entries, self._kept(session.id))
+            self._contexts.unpin_deleted(session.id)
+            self._ledger.delete(session.id, note=msgspec.msgpack.encode(plan))
+            return msgspec.structs.replace(self._finish(), deleted=1)
+
+    def request(self, request: str) -> Forgotten:
+        """Delete what is kept of the chat that has a request of this id. Unknown or forgotten: nothing is deleted."""
+        with self._lock:
+            eraser = self._models.first.runtime.eraser
+            return self._erase(eraser.plan([], eraser.chat_of(request), self._kept()))
+
+    def text(self, text: str) -> Forgotten:
+        """Delete what is kept of all chats that contain ``text``. Raises ConfigError for a short one."""
+        if len(text.strip()) < _SHORTEST:
+            fix = f"Give at least {_SHORTEST} characters: a shorter text is in most chats"
+            raise ConfigError("the text to forget is too short", fix=fix)
+        with self._lock:
+            runtime = self._models.first.runtime
+            decode = runtime.text.decode if runtime.text is not None else _no_text
+            entries = runtime.eraser.saying(text, decode)
+            done = self._erase(runtime.eraser.plan([], entries, self._kept()))
+            return msgspec.structs.replace(done, contexts=tuple(self._saying(text)))
+
+    def tokens(self, tokens: Tokens, session: str = "") -> Forgotten:
+        """Delete what is kept of a context that a program keeps itself, and of the requests of its ``session``."""
+        with self._lock:
+            eraser = self._models.first.runtime.eraser
+            entries = eraser.begun_with(tokens, session)
+            return self._erase(eraser.plan([tokens] if len(tokens) else [], entries, self._kept()))
+
+    def resume(self) -> None:
+        """Complete the deletions that a crash cut short. Call it once, before requests are answered."""
+        with self._lock:
+            self._finish()
+
+    def compact(self) -> bool:
+        """Write the files anew if anything was deleted since the last time; returns whether it was.
+
+        Raises StoreError if the disk has no room.
+        """
+        if self._ledger.deleted_since() is None:
+            return False
+        compact(self._ledger, self._store)
+        return True
+
+    def _kept(self, but: str = "") -> Iterator[Tokens]:
+        for session in self._ledger.sessions():
+            if session.id != but and session.head:
+                yield self._contexts.tokens(session)
+
+    def _saying(self, text: str) -> list[str]:
+        sessions = self._ledger.sessions()
+        return [one.name for one in sessions if any(text in turn.content for turn in self._ledger.turns(one.head))]
+
+    def _erase(self, plan: Erasure) -> Forgotten:
+        if plan == Erasure():
+            return Forgotten()
+        self._ledger.note_deletion(msgspec.msgpack.encode(plan))
+        return self._finish()
+
+    def _finish(self) -> Forgotten:
+        """Carry out all that is noted."""
+        requests, blocks = finish_deletions(self._ledger, self._carry_out)
+        return Forgotten(0, requests, blocks)
+
+    def _carry_out(self, plan: Erasure) -> int:
+        for model in self._models.open:
+            model.context_cache.clear()
+            model.paused.forget(plan.blocks)
+        return self._models.first.runtime.eraser.carry_out(plan)
+
+
+def _no_text(_: Sequence[int] | Tokens) -> str:
+    return ""

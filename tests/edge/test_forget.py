@@ -1,0 +1,101 @@
+"""Deleted is deleted: contexts and chats, and no byte of them is found in any file after compaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.raw_files import found_in_files
+
+BERTH = "The Aurora lies at the ninth berth behind the blue crane. "
+SECRET = "The password of the harbour office is marmalade forty-seven. "
+OTHER = "Swallows nest under our roof near a customs house each May. "
+
+
+def ids_of(edge: Any, text: str) -> list[int]:
+    """Ids inside of a text, its ends left out: what stands beside it may change them."""
+    return list(edge.http.post("/tokenize", json={"prompt": text}).json()["tokens"])[2:-2]
+
+
+def ask(edge: Any, *messages: tuple[str, str], **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": role, "content": text} for role, text in messages], "max_tokens": 4}
+    answer = edge.http.post("/v1/chat/completions", json={**body, "temperature": 0, **more})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def flushed(edge: Any) -> Path:
+    edge.node.store.flush()
+    return Path(edge.settings.store.folder())
+
+
+def traces(edge: Any, *texts: str) -> list[str]:
+    return found_in_files(flushed(edge), texts, [ids_of(edge, text) for text in texts])
+
+
+def compact(edge: Any) -> None:
+    assert edge.http.post("/api/compact", json={}).json() == {"compacted": True}
+
+
+def test_a_deleted_context_is_in_no_file(edge: Any) -> None:
+    made = edge.http.post(
+        "/api/contexts", json={"name": "berths", "messages": [{"role": "system", "content": BERTH * 9}]}
+    )
+    assert made.status_code == 201
+    chat = ask(edge, ("system", BERTH * 9), ("user", "Where is she?"))
+    ask(edge, ("system", OTHER * 9), ("user", "What nests there?"))
+    assert traces(edge, BERTH)
+    assert edge.http.delete("/api/contexts/berths").json()["blocks"] > 0
+    assert edge.http.get("/api/contexts/berths").status_code == 404
+    assert edge.http.get(f"/api/why/{chat['id']}").status_code == 404
+    again = ask(edge, ("system", OTHER * 9), ("user", "What nests there?"))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "others keep their KV"
+    compact(edge)
+    assert traces(edge, BERTH) == []
+    assert traces(edge, OTHER), "the search finds what was not deleted"
+    edge.node.store.check()
+    edge.node.ledger.check()
+
+
+def test_a_chat_is_forgotten_by_the_id_of_one_of_its_requests(edge: Any) -> None:
+    first = ask(edge, ("system", OTHER * 9), ("user", SECRET * 3))
+    said = first["choices"][0]["message"]["content"]
+    second = ask(edge, ("system", OTHER * 9), ("user", SECRET * 3), ("assistant", said), ("user", "Say it again. "))
+    stays = ask(edge, ("system", OTHER * 9), ("user", "What nests there?"))
+    assert traces(edge, SECRET)
+    done = edge.http.post("/api/forget", json={"request": second["id"]}).json()
+    assert (done["requests"], done["deleted"]) == (2, 0)
+    assert done["blocks"] > 0
+    assert edge.http.get(f"/api/why/{first['id']}").status_code == 404
+    assert edge.http.get(f"/api/why/{stays['id']}").status_code == 200
+    compact(edge)
+    assert traces(edge, SECRET) == []
+    again = ask(edge, ("system", OTHER * 9), ("user", "What nests there?"))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100, "what the chats shared stays"
+
+
+def test_chats_are_forgotten_by_their_text(edge: Any) -> None:
+    ask(edge, ("user", SECRET))
+    ask(edge, ("user", OTHER * 9))
+    edge.http.post("/api/contexts", json={"name": "kept", "text": "Notes: " + SECRET})
+    done = edge.http.post("/api/forget", json={"text": "marmalade forty-seven"}).json()
+    assert done["requests"] >= 1
+    assert done["contexts"] == ["kept"], "contexts are deleted by name"
+    assert edge.http.delete("/api/contexts/kept").status_code == 200
+    compact(edge)
+    assert traces(edge, SECRET) == []
+    assert edge.http.post("/api/forget", json={"text": "marmalade"}).json()["requests"] == 0
+
+
+def test_nothing_to_compact(edge: Any) -> None:
+    assert edge.http.post("/api/compact", json={}).json() == {"compacted": False}
+
+
+@pytest.mark.parametrize("body", [{}, {"request": "a", "text": "words"}, {"text": "abc"}, {"context": "nobody"}])
+def test_wrong_requests(edge: Any, body: dict[str, str]) -> None:
+    answer = edge.http.post("/api/forget", json=body)
+    assert answer.status_code in (400, 404)
+    assert answer.json()["error"]["message"]

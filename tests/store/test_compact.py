@@ -1,0 +1,168 @@
+"""Compaction: what was deleted is in no file, all else is as before, for those who read meanwhile too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ctxreuse.errors import SessionError, StoreReadOnlyError
+from ctxreuse.store import BlockStore, Ledger, NewTurn, verify
+from ctxreuse.testing.clock import FakeClock
+from ctxreuse.testing.store_context import Context
+from support.raw_files import found_in_files
+from support.waiting import patient
+
+SECRET, OTHER = "the key lies under the ninth stone", "swallows nest in May"
+SPACE = b"s" * 32
+
+
+def filled(ledger: Ledger, count: int = 40) -> None:
+    for n in range(count):
+        text = SECRET if n % 2 else OTHER
+        ids = b"".join((1000 * n + i).to_bytes(4, "little") for i in range(32))
+        ledger.create(f"{text} {n}", turns=[NewTurn("user", f"{text} {n} {i}", {}, ids, SPACE) for i in range(5)])
+
+
+def test_deleted_texts_are_in_no_page(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        filled(ledger)
+        before = {one.name: ledger.turns(one.head) for one in ledger.sessions() if OTHER in one.name}
+        for session in ledger.sessions():
+            if SECRET in session.name:
+                ledger.delete(session.id)
+        ledger.gc()
+        ledger.create("more")
+        assert found_in_files(tmp_path, [SECRET]), "LMDB keeps what it frees: compaction has something to do"
+        ledger.compact()
+        assert found_in_files(tmp_path, [SECRET], [[1000 * n + i for i in range(32)] for n in range(1, 40, 2)]) == []
+        assert {one.name: ledger.turns(one.head) for one in ledger.sessions() if one.head} == before
+        ledger.check()
+        ledger.append(f"{OTHER} 0", [NewTurn("user", "goes on")])
+    with Ledger.open(tmp_path) as ledger:
+        assert ledger.turns(ledger.session(f"{OTHER} 0").head)[-1].content == "goes on"
+    assert verify(tmp_path).clean
+
+
+def test_what_a_fork_shares_stays(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        ledger.create("one", turns=[NewTurn("user", OTHER), NewTurn("user", SECRET)])
+        ledger.fork("one", "two", at=1)
+        ledger.delete("one")
+        assert ledger.compact() == 1
+        assert [turn.content for turn in ledger.turns(ledger.session("two").head)] == [OTHER]
+        assert found_in_files(tmp_path, [SECRET]) == []
+
+
+def test_the_time_of_the_first_deletion_is_known_until_compaction(tmp_path: Path) -> None:
+    clock = FakeClock(1000.0)
+    with Ledger.open(tmp_path, clock=clock) as ledger:
+        filled(ledger, 4)
+        assert ledger.deleted_since() is None
+        ledger.delete(f"{SECRET} 1", note=b"what is left to do")
+        clock.advance(50)
+        ledger.delete(f"{SECRET} 3")
+        ledger.note_deletion(b"and more")
+    with Ledger.open(tmp_path, clock=clock) as ledger:
+        assert ledger.deleted_since() == 1000.0
+        assert ledger.deletions() == {1: b"what is left to do", 2: b"and more"}
+        ledger.deletion_done(1)
+        ledger.compact()
+        assert (ledger.deleted_since(), ledger.deletions()) == (None, {2: b"and more"})
+        with pytest.raises(SessionError):
+            ledger.delete("nobody")
+        assert ledger.deleted_since() is None
+
+
+def test_deletions_while_it_is_written_anew_stand_for_the_next_time(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        filled(ledger, 8)
+        ledger.delete(f"{SECRET} 1")
+        begun = threading.Event()
+        other = threading.Thread(target=lambda: begun.wait(60) and ledger.delete(f"{SECRET} 3"))
+        other.start()
+        ledger.compact(lambda done, total: begun.set())
+        other.join()
+        assert ledger.deleted_since() is not None
+        ledger.compact()
+        assert ledger.deleted_since() is None
+        assert ledger.count() == 6
+
+
+_BESIDE = """
+import sys
+from ctxreuse.store import BlockStore, Ledger
+with Ledger.open(sys.argv[1], readonly=True) as ledger, BlockStore.open(sys.argv[1], readonly=True) as store:
+    for line in sys.stdin:
+        keys = [bytes.fromhex(key) for key in line.split()]
+        print(ledger.count(), store.match(keys).blocks, flush=True)
+"""
+
+
+def test_a_process_that_reads_beside_goes_on_with_the_new_files(tmp_path: Path) -> None:
+    kept, gone = Context(6, seed=1), Context(6, seed=2)
+    with Ledger.open(tmp_path) as ledger, BlockStore.open(tmp_path, capacity=64 << 20) as store:
+        filled(ledger, 4)
+        for context in (kept, gone):
+            context.fill(store)
+        words = [sys.executable, "-c", _BESIDE, str(tmp_path)]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as beside:
+
+            def seen(context: Context) -> list[int]:
+                assert beside.stdin is not None
+                assert beside.stdout is not None
+                beside.stdin.write(" ".join(key.hex() for key in context.keys) + "\n")
+                beside.stdin.flush()
+                return [int(word) for word in beside.stdout.readline().split()]
+
+            assert seen(gone) == [4, 6]
+            ledger.delete(f"{SECRET} 1")
+            store.drop(gone.keys[2], "forgotten")
+            ledger.compact()
+            store.compact()
+            assert seen(gone) == [3, 2]
+            ledger.create("after")
+            gone.fill(store)
+            assert seen(gone) == [4, 6]
+            assert seen(kept) == [4, 6]
+            beside.communicate(timeout=patient(60))
+
+
+def test_who_only_reads_cannot_compact(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger, BlockStore.open(tmp_path):
+        filled(ledger, 2)
+    with Ledger.open(tmp_path, readonly=True) as ledger, pytest.raises(StoreReadOnlyError):
+        ledger.compact()
+    with BlockStore.open(tmp_path, readonly=True) as store, pytest.raises(StoreReadOnlyError):
+        store.compact()
+
+
+def test_what_a_killed_compaction_left_is_removed(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path) as ledger:
+        filled(ledger, 4)
+    half = tmp_path / "ledger" / "fresh"
+    half.mkdir()
+    (half / "data.mdb").write_bytes(SECRET.encode())
+    with Ledger.open(tmp_path) as ledger:
+        assert not half.exists()
+        assert ledger.count() == 4
+
+
+def test_blocks_stay_as_they_are_and_dropped_ones_are_in_no_page(tmp_path: Path) -> None:
+    with BlockStore.open(tmp_path, capacity=64 << 20) as store:
+        kept, gone = Context(6, seed=1, size=16), Context(6, seed=2, size=16)
+        for context in (kept, gone):
+            assert context.fill(store) == 6
+        store.drop(gone.keys[0], "forgotten")
+        store.compact()
+        ids = [gone.run(n).tolist() for n in range(6)]
+        assert found_in_files(tmp_path, [], ids) == []
+        assert store.verify() == []
+        store.check()
+        assert kept.intact(store)
+        gone.fill(store)
+        store.check()
+        assert found_in_files(tmp_path, [], ids), "the search finds what is stored"

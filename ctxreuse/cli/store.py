@@ -28,7 +28,7 @@ ctxreuse store verify                 read everything and check all checksums
 
 ctxreuse store gc                     drop what is corrupt or unreachable
 
-ctxreuse store compact                write the files anew: what was deleted is in none of them
+ctxreuse store compact                rewrite the files: what was deleted is in none of them
 
 ctxreuse store backup ~/backups/today copy all text, while it is written
 
@@ -178,7 +178,7 @@ def gc(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
 
 @app.command("compact", epilog=_EXAMPLES)
 def compact(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
-    """Write the store's files anew, so that nothing that was deleted is in them; a running daemon is asked to do it."""
+    """Rewrite the store's files, so that nothing that was deleted is in them; a running daemon is asked to do it."""
     from ctxreuse.daemon.lifecycle import read_address
     from ctxreuse.runtime.compaction import compact_folder
     from ctxreuse.store.lmdb.owner import attended
@@ -192,7 +192,7 @@ def compact(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
         if json:
             print_json(done)
         else:
-            typer.echo("The daemon wrote its files anew." if done["compacted"] else "Nothing was deleted since.")
+            typer.echo("The daemon rewrote its files." if done["compacted"] else "Nothing was deleted since.")
         return
     with ProgressBars() as bars:
         made = compact_folder(settings, partial(bars.advance, "compacting"))
@@ -200,7 +200,7 @@ def compact(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
         print_json(made)
         return
     sizes = f"{rounded_bytes(made.bytes_before)} before, {rounded_bytes(made.bytes_after)} now"
-    typer.echo(f"Written anew without {made.turns:,} turns that no session reaches: {sizes}.")
+    typer.echo(f"Rewritten without {made.turns:,} turns that no session reaches: {sizes}.")
     for file in made.kept:
         typer.echo(f"`restore --replace` kept {file}: delete it if nothing of it is to stay.")
 

@@ -1,4 +1,4 @@
-"""Deletions brought to their end: what a crash left undone is done, and files are written anew without what is gone."""
+"""Deletions brought to their end: what a crash left undone is done, and files are rewritten without what is gone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finish_deletions(ledger: Ledger, carry_out: Callable[[Erasure], int]) -> tup
 
 
 def compact(ledger: Ledger, store: TieredStore, progress: Progress | None = None) -> int:
-    """Write cache and ledger anew; returns the number of turns removed. Raises StoreError.
+    """Rewrite cache and ledger; returns the number of turns removed. Raises StoreError.
 
     The ledger is the last, as it says that there is something to do.
     """
@@ -60,7 +60,7 @@ def compact(ledger: Ledger, store: TieredStore, progress: Progress | None = None
 
 
 def compact_folder(config: StoreConfig, progress: Progress | None = None) -> Compacted:
-    """Finish deletions and write the files of a store anew that no process has open. Raises StoreError."""
+    """Finish deletions and rewrite the files of a store that no process has open. Raises StoreError."""
     place = config.folder()
     before = _size(place)
     with Ledger.open(place) as ledger, open_store(config, progress=progress) as store:

@@ -86,10 +86,10 @@ class Eraser:
 
         What other logged requests, and contexts of the ids in ``keep``, share with them stays.
         """
-        gone = {id(entry) for entry in entries}
+        removed = {id(entry) for entry in entries}
         kept = {
             entry.keys[at : at + SHORT_KEY]
-            for entry in self._entries(lambda entry: id(entry) not in gone)
+            for entry in self._entries(lambda entry: id(entry) not in removed)
             for at in range(0, len(entry.keys), SHORT_KEY)
         }
         paths = [(self._space, ids) for ids in tokens]

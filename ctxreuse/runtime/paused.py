@@ -189,10 +189,10 @@ class PausedContexts:
         """Forget contexts, and hints on them, that have one of these blocks; returns how many."""
         wanted = frozenset(keys)
         with self._lock:
-            gone = [number for number, one in self._contexts.items() if not wanted.isdisjoint(one.keys)]
-            for number in gone:
+            removed = [number for number, one in self._contexts.items() if not wanted.isdisjoint(one.keys)]
+            for number in removed:
                 self._forget(number)
-        return len(gone)
+        return len(removed)
 
     def work(self, busy: Callable[[], bool] = lambda: False) -> IdleWork:
         """Do one round of idle work; it ends early once ``busy()``. A store that fails ends it too."""

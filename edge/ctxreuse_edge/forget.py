@@ -89,7 +89,7 @@ class Forgetter:
             self._finish()
 
     def compact(self) -> bool:
-        """Write the files anew if anything was deleted since the last time; returns whether it was.
+        """Rewrite the files if anything was deleted since the last time; returns whether it was.
 
         Raises StoreError if the disk has no room.
         """

@@ -77,7 +77,7 @@ def test_the_time_of_the_first_deletion_is_known_until_compaction(tmp_path: Path
         assert ledger.deleted_since() is None
 
 
-def test_deletions_while_it_is_written_anew_stand_for_the_next_time(tmp_path: Path) -> None:
+def test_deletions_during_compaction_stand_for_the_next_time(tmp_path: Path) -> None:
     with Ledger.open(tmp_path) as ledger:
         filled(ledger, 8)
         ledger.delete(f"{SECRET} 1")

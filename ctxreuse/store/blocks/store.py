@@ -486,7 +486,7 @@ class BlockStore:
             raise StoreError(f"puts are still queued after {timeout} s", where=str(self._env.path), fix="Wait longer")
 
     def compact(self, progress: Progress | None = None) -> None:
-        """Write the file anew: what was deleted is in no page of it. Reads go on meanwhile, puts wait.
+        """Rewrite the file: what was deleted is in no page of it. Reads go on meanwhile, puts wait.
 
         Raises StoreFullError without room for both files, StoreError.
         """

@@ -1,4 +1,4 @@
-"""What a ledger knows of deletions: whether there were any since its file was written anew, and what is left to do."""
+"""What a ledger knows of deletions: whether there were any since its file was rewritten, and what is left to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Deletions:
         return found
 
     def remove(self, number: int) -> None:
-        """Drop a note. What it says leaves the file when that is written anew the next time."""
+        """Drop a note. What it says leaves the file when that is rewritten the next time."""
         self._txn.delete(_NOTE + _NUMBER.pack(number), db=self._table)
 
     def marks(self) -> dict[bytes, bytes]:

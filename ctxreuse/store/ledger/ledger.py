@@ -415,7 +415,7 @@ class Ledger:
             return self._deletions(txn).since()
 
     def compact(self, progress: Progress | None = None) -> int:
-        """`gc`, then write the file anew: what was deleted is in no page of it. Returns the number of turns deleted.
+        """`gc`, then rewrite the file: what was deleted is in no page of it. Returns the number of turns deleted.
 
         Reads go on meanwhile, writes wait: about a second a gigabyte. Raises what `rewrite` raises.
         """

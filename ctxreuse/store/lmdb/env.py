@@ -91,7 +91,7 @@ class Env:
         self.tables: dict[str, Any] = {}
         self.lock_fd: int | None = None
         if not readonly:
-            shutil.rmtree(self.fresh, ignore_errors=True)  # of a process that ended while it wrote the file anew
+            shutil.rmtree(self.fresh, ignore_errors=True)  # of a process that ended while it rewrote the file
         self._open()
 
     @property
@@ -161,7 +161,7 @@ class Env:
         for _ in range(8):
             self._alive()
             if self.readonly and self._on_disk() != self._file:
-                self._reopen()  # its owner wrote the file anew
+                self._reopen()  # its owner rewrote the file
             self.map_lock.enter()
             try:
                 txn = self._alive().begin(buffers=True)

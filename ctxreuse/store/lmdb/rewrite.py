@@ -1,4 +1,4 @@
-"""An environment written anew: what was deleted is in no page of the new file, and the old file is gone.
+"""An environment rewritten: what was deleted is in no page of the new file, and the old file is gone.
 
 LMDB never overwrites what it frees, and its own compacting copy takes over the unused bytes inside of pages.
 """
@@ -48,7 +48,7 @@ def rewrite(
             room, need = shutil.disk_usage(env.path).free, _used_bytes(env)
             if room < need:
                 fix = f"Make room on that disk: {need / 1e6:.0f} MB are needed and {room / 1e6:.0f} MB are free"
-                raise StoreFullError("there is no room to write the file anew", where=str(env.path), fix=fix)
+                raise StoreFullError("there is no room to rewrite the file", where=str(env.path), fix=fix)
             fresh.mkdir(mode=0o700)
             _copy(env, fresh, without or {}, progress)
             env.replace(fresh / "data.mdb")

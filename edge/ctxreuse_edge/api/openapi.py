@@ -53,7 +53,7 @@ _OPERATIONS = (
     _Operation("GET", "/api/contexts/{name}", "One context"),
     _Operation("DELETE", "/api/contexts/{name}", "Delete a context: its text and its KV"),
     _Operation("POST", "/api/forget", "Delete what is kept of a chat", ForgetRequest, Forgotten),
-    _Operation("POST", "/api/compact", "Write the files anew: what was deleted is in none of them"),
+    _Operation("POST", "/api/compact", "Rewrite the files: what was deleted is in none of them"),
     _Operation("POST", "/api/contexts/{name}/pin", "Keep a context's KV"),
     _Operation("POST", "/api/contexts/{name}/unpin", "Let a context's KV be evicted"),
     _Operation("GET", "/api/tokens/model", "The first model: its identity and where its files are"),

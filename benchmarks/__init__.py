@@ -14,7 +14,7 @@ __all__ = ["NEEDS", "SUITE"]
 _NAMES = (
     "agents", "agents_http", "answers", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
     "evict", "fetch", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order", "pauses",
-    "pipeline", "policy", "proxy", "qa", "rans", "resume", "scale", "shapes", "states", "together", "tree",
+    "pipeline", "policy", "proxy", "qa", "rans", "resume", "scale", "shapes", "states", "together", "tools", "tree",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

@@ -29,7 +29,7 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
-__all__ = ["OPTIONS", "run"]
+__all__ = ["OPTIONS", "Daemon", "prose", "run"]
 
 OPTIONS = ("model",)
 _SYSTEM, _FIRST, _LATER = 700, (280, 420), 12  # words
@@ -100,7 +100,7 @@ class Agent:
 
     def __init__(self, number: int, system: str) -> None:
         self._rng = Random(number)
-        first = _words(self._rng, self._rng.randint(*_FIRST))
+        first = prose(self._rng, self._rng.randint(*_FIRST))
         self._messages = [{"role": "system", "content": system}, {"role": "user", "content": first}]
 
     async def turn(self, http: httpx.AsyncClient, url: str) -> Turn:
@@ -122,7 +122,7 @@ class Agent:
                             text += piece
         self._messages += [
             {"role": "assistant", "content": text},
-            {"role": "user", "content": _words(self._rng, _LATER)},
+            {"role": "user", "content": prose(self._rng, _LATER)},
         ]
         return Turn(times[0], [b - a for a, b in pairwise(times)], _TOKENS)
 
@@ -131,7 +131,8 @@ class Agent:
         await asyncio.sleep(self._rng.uniform(0, _PAUSE))
 
 
-def _words(rng: Random, count: int) -> str:
+def prose(rng: Random, count: int) -> str:
+    """Return that many words, and a full stop."""
     return " ".join(rng.choice(_VOCABULARY) for _ in range(count)) + "."
 
 
@@ -171,7 +172,7 @@ async def talk(url: str, agents: Sequence[Agent], turns: int) -> Round:
 
 def made(count: int, round_number: int) -> list[Agent]:
     """Return agents with a system prompt of their round."""
-    system = _words(Random(1_000 + round_number), _SYSTEM)
+    system = prose(Random(1_000 + round_number), _SYSTEM)
     return [Agent(10_000 * round_number + n, system) for n in range(count)]
 
 

@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> None:
     params.n_parallel, params.n_ctx = slots, slots * tokens
     params.port, params.hostnames = 0, ["127.0.0.1"]
     params.n_gpu_layers, params.verbosity = 0, -1
+    params.use_jinja = True  # tools need the chat template
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()

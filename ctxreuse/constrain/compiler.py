@@ -75,7 +75,7 @@ class Constraint:
 class GrammarCompiler:
     """Compiles grammars for one model, and keeps the last ones by their content. Thread-safe.
 
-    The vocabulary is read at the first use, which takes about half a second for 50,000 tokens.
+    The vocabulary is read at the first use, which takes about a quarter of a second for 50,000 tokens; or by `warm`.
     """
 
     def __init__(self, text: Any, vocab_size: int, stop_ids: frozenset[int], *, seconds: float = _SECONDS) -> None:
@@ -113,6 +113,10 @@ class GrammarCompiler:
             while len(self._matchers) > _KEPT:
                 self._matchers.popitem(last=False)
         return Constraint(matcher.deep_copy())
+
+    def warm(self) -> None:
+        """Read the vocabulary now. Raises ConfigError without llguidance, or for a text model without one."""
+        self._opened()
 
     def _opened(self) -> LLTokenizer:
         with self._lock:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ctxreuse.errors import ConfigError
 from ctxreuse.metrics import Metrics
 from ctxreuse.runtime import Runtime
 
@@ -26,12 +27,16 @@ class IdleTasks:
 
     def __init__(self, runtime: Runtime, busy: Callable[[], bool], file: Path, save: Callable[[], None]) -> None:
         self._paused, self._busy, self._file, self._save = runtime.paused, busy, file, save
+        self._prepare = runtime.grammars.warm  # else the first request with tools would wait for the vocabulary
         self._paused.recall(file)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ctxreuse-idle", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        if not self._end.wait(_INTERVAL):
+            with suppress(ConfigError):  # told to the request that needs it
+                self._prepare()
         while not self._end.wait(_INTERVAL):
             if not self._busy():
                 try:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ctxreuse_agents import Memory
 
+from ctxreuse.constrain import Grammar, GrammarCompiler
 from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError
@@ -40,6 +41,22 @@ def context(edge: Any, said: Said) -> list[int]:
 
 def tell(edge: Any, what: str, said: Said, **more: Any) -> Any:
     return edge.http.post(f"/api/tokens/{what}", json={"tokens": context(edge, said), **more})
+
+
+def test_the_vocabulary_is_read_before_the_first_tool(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    plain = GrammarCompiler.warm
+
+    def warm(self: GrammarCompiler) -> None:
+        plain(self)
+        read.append(self)
+
+    monkeypatch.setattr(GrammarCompiler, "warm", warm)
+    edge = serve()
+    until(lambda: read == [edge.node.runtime.grammars], 60)
+    assert edge.node.runtime.constrain(Grammar.json_object())
 
 
 def test_a_conversation_with_tools_is_one_session_and_is_learnt_from(serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -128,6 +128,15 @@ def test_the_next_turn_reuses_the_prompt_and_renders_calls_and_results(served: A
     assert cached / second["prompt_tokens"] >= 0.9
 
 
+def test_tokenize_counts_the_prompt_with_its_tools_and_calls(served: Any) -> None:
+    message = chat(served, tools=tools(), tool_choice="required").json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "12 °C"}
+    for messages in (HELLO, [*HELLO, message, result]):
+        usage = chat(served, messages, tools=tools(), tool_choice="none", max_tokens=1).json()["usage"]
+        counted = served.http.post("/tokenize", json={"messages": messages, "tools": tools()}).json()
+        assert counted["count"] == usage["prompt_tokens"]
+
+
 def test_why_names_the_tool_whose_description_changed(served: Any) -> None:
     before = chat(served, tools=tools(), tool_choice="none", max_tokens=2)
     after = chat(served, tools=tools("The wind."), tool_choice="none", max_tokens=2)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
 
-__all__ = ["CallReader", "WantedTools", "family_for", "shown", "tools_of"]
+__all__ = ["CallReader", "WantedTools", "described", "family_for", "shown", "tools_of"]
 
 
 class WantedTools(NamedTuple):
@@ -80,6 +80,12 @@ def tools_of(body: ChatRequest) -> WantedTools | None:
         if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
         return None
+    tools = described(given)
+    return WantedTools(tools, _choice(choice, tools, parallel=body.parallel_tool_calls is not False))
+
+
+def described(given: Sequence[dict[str, Any]]) -> tuple[Tool, ...]:
+    """The tools that a request describes. Raises ApiError, naming the field, for what is none."""
     if len(given) > MAX_TOOLS:
         raise ApiError(400, f"tools: at most {MAX_TOOLS} are taken", param="tools")
     tools: list[Tool] = []
@@ -93,7 +99,7 @@ def tools_of(body: ChatRequest) -> WantedTools | None:
             raise ApiError(400, f"{place}: {error}", param=place) from None
         if tools[-1].name in [tool.name for tool in tools[:-1]]:
             raise ApiError(400, f"{place}: there is a tool {tools[-1].name!r} already", param=place)
-    return WantedTools(tuple(tools), _choice(choice, tools, parallel=body.parallel_tool_calls is not False))
+    return tuple(tools)
 
 
 def _choice(given: str | dict[str, Any] | None, tools: Sequence[Tool], *, parallel: bool) -> ToolChoice:

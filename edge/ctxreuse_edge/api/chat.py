@@ -14,7 +14,7 @@ from ctxreuse.engines.prompt import EncodedPrompt, encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.pauses import PauseKind
 from ctxreuse.pauses.kinds import TOOL_CALL
-from ctxreuse.toolcalls import Family, prompt_text
+from ctxreuse.toolcalls import Family, Tool, prompt_text
 from ctxreuse.why import PromptPart, RequestInfo
 from ctxreuse_edge.api.answers import KeepAlive, max_kl_of, sampling_of
 from ctxreuse_edge.api.calls import CallReader, family_for, shown, tools_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ctxreuse.runtime import Completion
     from ctxreuse_edge.node import EdgeNode
 
-__all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "refuse_prompt_logprobs", "spell"]
+__all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "encode_chat", "refuse_prompt_logprobs", "spell"]
 
 #: Roles of messages with a tool's result: the session has waited for a tool, whatever its last answer ended with.
 _TOOL_ROLES = frozenset(("tool", "function"))
@@ -39,6 +39,23 @@ class EdgeChatRequest(ChatRequest, frozen=True, kw_only=True):
 
     context: str | None = None
     keep_alive: KeepAlive = None
+
+
+def encode_chat(
+    text: TextModel,
+    family: Family,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    *,
+    max_tokens: int,
+    generate: bool = True,
+) -> EncodedPrompt:
+    """Encode a conversation with its tools and calls, as models of that family are shown them. Raises what
+    `encode_prompt` raises."""
+    if tools or any(message.tool_calls for message in messages):
+        text = prompt_text(text, family)
+    texts = [tool.text for tool in tools]
+    return encode_prompt(text, messages, tools=texts, generate=generate, max_tokens=max_tokens)
 
 
 class Chat:
@@ -85,10 +102,8 @@ class Chat:
         if text is None:
             raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
         self._family = family = family_for(text, node.settings.edge.tools)
-        has_calls = any(message.tool_calls for message in messages)
-        shown_text = prompt_text(text, family) if tools is not None or has_calls else text
-        texts = tools.texts if tools is not None else ()
-        found = encode_prompt(shown_text, messages, tools=texts, max_tokens=space.max_tokens)
+        known = tools.tools if tools is not None else ()
+        found = encode_chat(text, family, messages, known, max_tokens=space.max_tokens)
         spell(body, text)
         step()
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -96,7 +111,7 @@ class Chat:
         if tools is not None:
             form, sampling = tools.format(family, text, form), shown(sampling, family, text)
         sampling = constrained(sampling, form, runtime)
-        names = [tool.name for tool in tools.tools] if tools is not None else ()
+        names = [tool.name for tool in known]
         was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
         prompt = runtime.request(
             found.ids,

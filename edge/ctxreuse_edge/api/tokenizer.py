@@ -3,7 +3,8 @@
 ::
 
     POST /tokenize   {"prompt", "model"?, "return_token_strs"?}                                 {"count", "tokens", …}
-    POST /tokenize   {"messages", "model"?, "add_generation_prompt"?, "return_token_strs"?}     {"count", "tokens", …}
+    POST /tokenize   {"messages", "tools"?, "model"?, "add_generation_prompt"?, "return_token_strs"?}
+                                                                                                {"count", "tokens", …}
     POST /detokenize {"tokens", "model"?}                                                       {"prompt"}
 
 The ids are those that `/v1/completions` and `/v1/chat/completions` compute: no token is added to a text.
@@ -21,14 +22,17 @@ from starlette.routing import Route
 
 from ctxreuse.daemon.logprobs import spelling_of
 from ctxreuse.daemon.openai import MAX_MESSAGES, ApiError, ChatMessage
-from ctxreuse.engines.prompt import check_length, encode_prompt
+from ctxreuse.engines.prompt import check_length
 from ctxreuse_edge.api.answers import body_of, json_answer
+from ctxreuse_edge.api.calls import described, family_for
+from ctxreuse_edge.api.chat import encode_chat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
+    from ctxreuse.toolcalls import Family
     from ctxreuse_edge.models import ServedModel
     from ctxreuse_edge.node import EdgeNode
 
@@ -36,11 +40,12 @@ __all__ = ["DetokenizeRequest", "TokenizeRequest", "routes"]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
-    """``POST /tokenize``: of a ``prompt`` or of ``messages``."""
+    """``POST /tokenize``: of a ``prompt``, or of ``messages`` with ``tools``."""
 
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
@@ -73,7 +78,7 @@ def routes(node: EdgeNode) -> list[Route]:
 
         def work(text: TextModel) -> Any:
             longest = model.runtime.space.max_tokens
-            ids = _ids(body, text, longest)
+            ids = _ids(body, text, family_for(text, node.settings.edge.tools), longest)
             names = spelling_of(text).tokens if body.return_token_strs else ()
             strings = [names[i].decode("utf-8", "replace") for i in ids] if names else None
             return {"count": len(ids), "max_model_len": longest, "tokens": ids.tolist(), "token_strs": strings}
@@ -96,12 +101,13 @@ def routes(node: EdgeNode) -> list[Route]:
     return [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]
 
 
-def _ids(body: TokenizeRequest, text: TextModel, longest: int) -> Tokens:
+def _ids(body: TokenizeRequest, text: TextModel, family: Family, longest: int) -> Tokens:
     if body.prompt is not None:
         check_length(text, body.prompt, longest)
         return text.encode(body.prompt)
     messages = [m.message(f"messages[{i}].content") for i, m in enumerate(body.messages or ())]
-    return encode_prompt(text, messages, generate=body.add_generation_prompt, max_tokens=longest).ids
+    tools, generate = described(body.tools or ()), body.add_generation_prompt
+    return encode_chat(text, family, messages, tools, max_tokens=longest, generate=generate).ids
 
 
 def _spelt(text: TextModel, ids: Sequence[int]) -> str:

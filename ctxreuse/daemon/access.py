@@ -67,9 +67,9 @@ def _is_known(key: str, keys: Sequence[bytes]) -> bool:
 
 
 def bearer(scope: Scope) -> str:
-    """Return the key in ``Authorization: Bearer KEY``; "" without one."""
+    """Return the key in ``Authorization: Bearer KEY``, else in ``x-api-key``; "" without one."""
     kind, _, key = _header(scope, b"authorization").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    return key.strip() if kind.lower() == "bearer" else _header(scope, b"x-api-key").strip()
 
 
 def check_local(scope: Scope, names: Collection[str] = ()) -> None:
@@ -110,7 +110,11 @@ class Access:
             return
         if self.keys:
             if path not in PROBES and not _is_known(key, [one.encode() for one in self.keys]):
-                raise ApiError(401, "an API key is required: Authorization: Bearer KEY", type="authentication_error")
+                raise ApiError(
+                    401,
+                    "an API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
+                    type="authentication_error",
+                )
         elif self.names is not None:
             if not from_here(_header(scope, b"host"), _header(scope, b"origin"), self.names):
                 raise ApiError(403, "only programs of this machine may use this daemon", type="permission_error")

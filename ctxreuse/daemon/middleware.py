@@ -72,6 +72,7 @@ class ApiMiddleware:
         not_ready: why API requests are refused with 503 now; "": ready.
         access: who is served.
         bodies: memory and time for request bodies.
+        errors: the body of an error, of a request's path and id: other APIs than OpenAI's have other forms.
         clock: seconds.
     """
 
@@ -84,11 +85,12 @@ class ApiMiddleware:
         not_ready: Callable[[], str] = lambda: "",
         access: Access | None = None,
         bodies: BodyBudget | None = None,
+        errors: Callable[[ApiError, str, str], bytes] = lambda error, path, identity: error.body(),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._app, self._metrics, self._route, self._not_ready = app, metrics, route, not_ready
         self._access, self._clock = access if access is not None else Access(), clock
-        self._refused = LimitedLog(log)
+        self._refused, self._errors = LimitedLog(log), errors
         self._bodies = bodies if bodies is not None else BodyBudget(_MAX_BODIES, _RECEIVE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +124,7 @@ class ApiMiddleware:
                 if begun:
                     # Only closing the connection can mark the answer as incomplete.
                     raise
-                await refuse(refusal, answer)
+                await refuse(refusal, answer, self._errors(refusal, scope["path"], identity))
             finally:
                 path = scope["path"]
                 self._metrics.add("ctxreuse_http_requests_total", 1, self._route(path), _CLASSES[status // 100 - 1])
@@ -179,9 +181,8 @@ class ApiMiddleware:
         return ApiError(500, "internal error: see the daemon's log", type="server_error")
 
 
-async def refuse(refusal: ApiError, send: Send) -> None:
-    """Send an error as an HTTP answer."""
-    body = refusal.body()
+async def refuse(refusal: ApiError, send: Send, body: bytes) -> None:
+    """Send an error as an HTTP answer with this body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refusal.retry_after is not None:
         headers.append((b"retry-after", str(refusal.retry_after).encode()))

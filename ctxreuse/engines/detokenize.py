@@ -58,15 +58,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._pending = ""
-        self.found = False
+        #: The stop string that ended the text; "": none did.
+        self.found = ""
 
     def add(self, text: str) -> str:
         """Text that can be given out now; when ``found``, it ended before the earliest stop string."""
         self._pending += text
-        hits = [at for at in (self._pending.find(stop) for stop in self._stops) if at >= 0]
+        hits = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if hits:
-            self.found = True
-            out, self._pending = self._pending[: min(hits)], ""
+            at, self.found = min(hits)
+            out, self._pending = self._pending[:at], ""
             return out
         keep = max((overlap(self._pending, stop) for stop in self._stops), default=0)
         cut = len(self._pending) - keep

@@ -27,9 +27,9 @@ class GeneratedToken(msgspec.Struct, frozen=True):
 
     ``text`` is the text that can be given out with it: whole characters, nothing that may begin a stop string, so it
     may be "" or hold earlier tokens' text. ``finish`` is set on the last piece: ``stop`` (the model ended; ``token`` is
-    the end marker), ``length`` (max_tokens or the model's positions are used up) or ``stop_string``. ``logprob`` and
-    ``top`` (ids and log-probabilities of the likeliest tokens, best first) are those of the model's own distribution,
-    before penalties and temperature; None and () unless `SamplingParams.logprobs` asks for them.
+    the end marker), ``length`` (max_tokens or the model's positions are used up) or ``stop_string``, which is ``stop``.
+    ``logprob`` and ``top`` (ids and log-probabilities of the likeliest tokens, best first) are those of the model's own
+    distribution, before penalties and temperature; None and () unless `SamplingParams.logprobs` asks for them.
     """
 
     text: str
@@ -37,6 +37,7 @@ class GeneratedToken(msgspec.Struct, frozen=True):
     finish: Finish | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    stop: str = ""
 
 
 class AnswerDecoder:
@@ -99,7 +100,7 @@ class AnswerDecoder:
         elif finish is not None:
             out += stops.flush()
         self.ended = finish is not None
-        return GeneratedToken(out, token, finish, *_logprobs(logits, token, sampling.logprobs))
+        return GeneratedToken(out, token, finish, *_logprobs(logits, token, sampling.logprobs), stops.found)
 
 
 def generate(

@@ -17,7 +17,7 @@ from ctxreuse.daemon.probes import PROBES, probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse.engines import Engine
 from ctxreuse.errors import ConfigError
-from ctxreuse_edge.api import routes
+from ctxreuse_edge.api import error_body, routes
 from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["ADDRESS_FILE", "address_file", "application", "serve"]
@@ -30,6 +30,7 @@ ADDRESS_FILE = "edge.json"
 _ROUTES = (
     ("/v1/chat/completions", "chat"),
     ("/v1/completions", "completions"),
+    ("/v1/messages", "messages"),
     ("/v1/models", "models"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
@@ -90,6 +91,7 @@ def application(node: EdgeNode, daemon: Daemon) -> ApiMiddleware:
         not_ready=daemon.not_ready,
         access=access,
         bodies=BodyBudget(max(edge.max_bodies, 2 * edge.max_body), edge.receive),
+        errors=error_body,
     )
 
 

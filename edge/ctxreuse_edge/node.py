@@ -33,6 +33,7 @@ from ctxreuse_edge.forget import Forgetter
 from ctxreuse_edge.idle import IdleTasks
 from ctxreuse_edge.links import CloudLinks
 from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
+from ctxreuse_edge.pins import PrefixPins
 from ctxreuse_edge.worker import RequestPool
 
 __all__ = ["EdgeNode"]
@@ -75,6 +76,8 @@ class EdgeNode:
         stack.callback(self.ledger.close)
         self.store = store = open_store(settings.store, memory_fallback=True)
         stack.callback(store.close)
+        self.pins = PrefixPins(store, folder / "prefixes.json")
+        stack.callback(self.pins.close)
         engine = engine if engine is not None else open_engine(settings.engine, isolate=edge.isolate)
         self.child = engine if isinstance(engine, ChildEngine) else None
         if self.child is not None:
@@ -122,6 +125,7 @@ class EdgeNode:
         self.contexts = NamedContexts(self.ledger, runtime, store, folder / "pins.json")
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts)
         self.forget.resume()
+        self.pins.start()
         idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs)
         stack.callback(idle.close)
         idle.watch(metrics)

@@ -191,11 +191,11 @@ class HttpAnswer(Response):
     An error before the first piece is raised, and becomes a status; later it becomes an event.
     """
 
-    #: What ends a stream of events.
-    end = DONE
+    #: What ends a stream of events, and the type of streams.
+    end, stream_type = DONE, "text/event-stream"
 
     def __init__(self, node: EdgeNode, running: RunningAnswer, *, stream: bool) -> None:
-        super().__init__(media_type="text/event-stream" if stream else "application/json")
+        super().__init__(media_type=self.stream_type if stream else "application/json")
         self._node, self._running, self._stream = node, running, stream
         self._began = time.perf_counter()
 

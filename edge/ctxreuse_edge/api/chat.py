@@ -7,11 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
+
 from ctxreuse.daemon.logprobs import spelling_of
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import ApiError, ChatRequest, CompletionRequest
 from ctxreuse.engines.prompt import EncodedPrompt, encode_prompt
 from ctxreuse.engines.text import Message
+from ctxreuse.errors import EngineError
+from ctxreuse.identity.keys import as_tokens
 from ctxreuse.pauses import PauseKind
 from ctxreuse.pauses.kinds import TOOL_CALL
 from ctxreuse.toolcalls import Family, Tool, prompt_text
@@ -23,6 +28,7 @@ from ctxreuse_edge.api.formats import constrained, format_of
 if TYPE_CHECKING:
     from ctxreuse.engines.text import TextModel
     from ctxreuse.runtime import Completion
+    from ctxreuse.runtime.request import Request
     from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "encode_chat", "refuse_prompt_logprobs", "spell"]
@@ -80,6 +86,10 @@ class Chat:
         _refuse_unsupported(body)
         self._wanted, self._tools = format_of(body), tools_of(body)
         self._family: Family | None = None
+        #: The messages and where their text stands in the prompt, and the prompt; after `begin`.
+        self.messages: Sequence[Message] = ()
+        self.encoded = EncodedPrompt(as_tokens([]), ())
+        self.prompt: Request | None = None
 
     @property
     def has_tools(self) -> bool:
@@ -91,19 +101,35 @@ class Chat:
         assert self._family is not None, "begin first"
         return CallReader(self._family)
 
+    def encode(self) -> EncodedPrompt:
+        """Return the prompt's ids. The model must be loaded. Raises what `begin` raises."""
+        text, own = self.model.runtime.text, self._body.messages
+        self.messages = [*self._before(), *(m.message(f"messages[{i}].content") for i, m in enumerate(own))]
+        if text is None:
+            raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
+        self._family = family_for(text, self._node.settings.edge.tools)
+        self.encoded = self._encoded(self.messages, generate=True)
+        return self.encoded
+
+    def _encoded(self, messages: Sequence[Message], *, generate: bool) -> EncodedPrompt:
+        runtime, tools, family = self.model.runtime, self._tools, self._family
+        assert runtime.text is not None
+        assert family is not None
+        known = tools.tools if tools is not None else ()
+        return encode_chat(
+            runtime.text, family, messages, known, generate=generate, max_tokens=runtime.space.max_tokens
+        )
+
     def begin(self, name: str, step: Callable[[], None]) -> list[Completion]:
         """Make the prompt and begin the answers with the id ``name``; calls ``step`` before each long step.
 
         Raises ApiError, ContextTooLongError, EngineError for what the model cannot answer.
         """
+        found = self.encode()
         node, body, runtime, tools = self._node, self._body, self.model.runtime, self._tools
-        messages = [*self._before(), *(m.message(f"messages[{i}].content") for i, m in enumerate(body.messages))]
-        text, space = runtime.text, runtime.space
-        if text is None:
-            raise ApiError(400, "the model has no tokenizer: send token ids to /v1/completions")
-        self._family = family = family_for(text, node.settings.edge.tools)
-        known = tools.tools if tools is not None else ()
-        found = encode_chat(text, family, messages, known, max_tokens=space.max_tokens)
+        text, space, family, messages = runtime.text, runtime.space, self._family, self.messages
+        assert text is not None
+        assert family is not None
         spell(body, text)
         step()
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -111,9 +137,9 @@ class Chat:
         if tools is not None:
             form, sampling = tools.format(family, text, form), shown(sampling, family, text)
         sampling = constrained(sampling, form, runtime)
-        names = [tool.name for tool in known]
+        names = [tool.name for tool in tools.tools] if tools is not None else ()
         was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
-        prompt = runtime.request(
+        self.prompt = prompt = runtime.request(
             found.ids,
             parts=found.parts,
             branches=branches_of(found.ends),
@@ -122,8 +148,36 @@ class Chat:
             priority=body.priority,
             caller=CALLER.get(),
         )
+        node.pins.use(prompt.keys)
         step()
         return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
+
+    def end_of(self, message: int, parts: int) -> int:
+        """Return the position in the prompt behind so many parts of a message of the body; after `begin`. What cannot
+        be told apart of what follows counts to that."""
+        at = message + len(self.messages) - len(self._body.messages)
+        one, ends = self.messages[at], self.encoded.ends
+        last = parts >= len(one.cuts)
+        if last and len(ends) == len(self.messages):
+            return ends[at]
+        if not last:
+            cut = one.cuts[parts - 1]
+            one = msgspec.structs.replace(one, content=one.content[: cut + 1], cuts=(*one.cuts[:parts],))
+        try:
+            begun = self._encoded([*self.messages[:at], one], generate=False).ids
+        except EngineError:
+            return 0  # templates may refuse to end there
+        size = min(len(begun), len(self.encoded.ids))
+        differs = np.flatnonzero(begun[:size] != self.encoded.ids[:size])
+        return int(differs[0]) if len(differs) else size
+
+    def end_of_tools(self, count: int) -> int:
+        """Return the position behind the first ``count`` tools in the prompt; after `begin`."""
+        begun = self.encoded.tools
+        if not begun:  # the template shows them in a form of its own, ahead of all that is said
+            return min(self.encoded.ends, default=0)
+        after = begun[count] if count < len(begun) else None
+        return after or min((end for end in self.encoded.parts if end > begun[-1]), default=begun[-1])
 
     def _of_context(self) -> Sequence[Message]:
         return self._node.contexts.messages(self._body.context) if self._body.context else []

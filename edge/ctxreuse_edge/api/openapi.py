@@ -15,6 +15,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 import ctxreuse
+from ctxreuse.daemon.anthropic.answers import MessageAnswer, TokensCount
+from ctxreuse.daemon.anthropic.requests import CountTokensRequest, MessagesRequest
 from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
 from ctxreuse_edge.api.answers import json_answer
 from ctxreuse_edge.api.chat import EdgeChatRequest
@@ -46,6 +48,10 @@ _OPERATIONS = (
     _Operation("POST", "/v1/completions", "Continue a text or token ids", EdgeCompletionRequest, Completion),
     _Operation("GET", "/v1/models", "The models that are served", None, ModelList),
     _Operation("GET", "/v1/models/{name}", "One model", None, Model),
+    _Operation(
+        "POST", "/v1/messages", "Answer a conversation, as Anthropic's API does", MessagesRequest, MessageAnswer
+    ),
+    _Operation("POST", "/v1/messages/count_tokens", "The length of its prompt", CountTokensRequest, TokensCount),
     _Operation("POST", "/tokenize", "A text or a conversation to token ids", TokenizeRequest),
     _Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest),
     _Operation("GET", "/api/contexts", "Named contexts: limit, offset and prefix of names in the query"),

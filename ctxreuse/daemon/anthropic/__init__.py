@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: requests, answers, streamed events and errors, as structs."""

@@ -13,10 +13,10 @@ __all__ = [
     "AnthropicMessage",
     "AnthropicTool",
     "AnthropicToolChoice",
-    "Block",
-    "BlockSource",
     "CacheControl",
+    "ContentBlock",
     "CountTokensRequest",
+    "DocumentSource",
     "MessagesRequest",
     "OutputConfig",
     "OutputFormat",
@@ -35,15 +35,15 @@ class CacheControl(msgspec.Struct, frozen=True):
         return 300.0 if self.ttl == "5m" else 3600.0
 
 
-class BlockSource(msgspec.Struct, frozen=True):
+class DocumentSource(msgspec.Struct, frozen=True):
     """Where a document's content is; of the types ``text`` (in ``data``) and ``content`` are supported."""
 
     type: str
     data: str = ""
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """One block of content, with the fields of all supported types: ``text``, ``document``, ``search_result``,
     ``tool_use``, ``tool_result``. Blocks of thoughts are left out of the prompt."""
 
@@ -53,9 +53,9 @@ class Block(msgspec.Struct, frozen=True):
     name: str = ""
     input: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
     tool_use_id: str = ""
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     is_error: bool = False
-    source: BlockSource | str | None = None
+    source: DocumentSource | str | None = None
     title: str | None = None
     context: str | None = None
     cache_control: CacheControl | None = None
@@ -65,7 +65,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     """One message; ``role``: user, assistant or system."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class AnthropicTool(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: Annotated[list[AnthropicMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     cache_control: CacheControl | None = None

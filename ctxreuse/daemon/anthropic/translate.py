@@ -12,8 +12,8 @@ from ctxreuse.daemon.anthropic.requests import (
     AnthropicMessage,
     AnthropicTool,
     AnthropicToolChoice,
-    Block,
     CacheControl,
+    ContentBlock,
     CountTokensRequest,
 )
 from ctxreuse.daemon.openai import ApiError, ApiFunction, ApiToolCall, ChatMessage, ContentPart
@@ -102,7 +102,7 @@ class _Translation:
         """Add a message; one after another of its role continues that."""
         where = where if where == "system" else f"{where}.content"
         content = message.content
-        blocks = [Block("text", content)] if isinstance(content, str) else content
+        blocks = [ContentBlock("text", content)] if isinstance(content, str) else content
         if self.messages and self.messages[-1].role == message.role and blocks:
             self._extend(message.role, [_NEW_LINE])
         for number, block in enumerate(blocks):
@@ -139,7 +139,7 @@ class _Translation:
         else:
             self.messages.append(ChatMessage(role, parts))
 
-    def _call(self, block: Block, where: str) -> None:
+    def _call(self, block: ContentBlock, where: str) -> None:
         arguments = bytes(block.input).strip()
         if not arguments.startswith(b"{"):
             raise ApiError(400, f"{where}.input: an object is required", param=f"{where}.input")
@@ -150,20 +150,20 @@ class _Translation:
         call = ApiToolCall(ApiFunction(block.name, arguments.decode()), block.id)
         self.messages[-1] = msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call])
 
-    def _result(self, block: Block, where: str) -> None:
+    def _result(self, block: ContentBlock, where: str) -> None:
         parts = [ContentPart("text", text) for text in _texts(block.content, f"{where}.content")]
         if block.is_error:
             parts.insert(0, ContentPart("text", "error: "))
         self.messages.append(ChatMessage("tool", parts, tool_call_id=block.tool_use_id))
 
 
-def _texts(content: str | list[Block] | None, where: str) -> list[str]:
+def _texts(content: str | list[ContentBlock] | None, where: str) -> list[str]:
     if content is None or isinstance(content, str):
         return [content] if content else []
     return [_text(block, f"{where}[{number}]") for number, block in enumerate(content)]
 
 
-def _text(block: Block, where: str) -> str:
+def _text(block: ContentBlock, where: str) -> str:
     """The text of a block. Raises ApiError for one that is none."""
     source = block.source
     if block.type == "text":

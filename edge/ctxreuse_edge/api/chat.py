@@ -154,7 +154,7 @@ class Chat:
 
     def end_of(self, message: int, parts: int) -> int:
         """Return the position in the prompt behind so many parts of a message of the body; after `begin`. What cannot
-        be told apart of what follows counts to that."""
+        be separated from what follows counts to that."""
         at = message + len(self.messages) - len(self._body.messages)
         one, ends = self.messages[at], self.encoded.ends
         last = parts >= len(one.cuts)

@@ -66,16 +66,22 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def kept(cls, role: str, content: str, meta: Mapping[str, Any]) -> Message:
-        """A message as a turn of a ledger keeps it: ``name`` and ``cuts`` stand in its ``meta``, which may be anybody's
-        and hold anything else under these names."""
-        name, cuts = meta.get("name"), meta.get("cuts")
+        """A message as a turn of a ledger keeps it: its other fields stand in the turn's ``meta``, which may be
+        anybody's and hold anything else under these names."""
+        name, cuts, id = meta.get("name"), meta.get("cuts"), meta.get("tool_call_id")
         given = cuts if isinstance(cuts, list | tuple) and all(type(cut) is int for cut in cuts) else ()
-        return cls(role, content, name if isinstance(name, str) else None, tuple(given))
+        calls: tuple[ToolCall, ...] = ()
+        with contextlib.suppress(msgspec.ValidationError):
+            calls = msgspec.convert(meta.get("tool_calls", ()), tuple[ToolCall, ...])
+        named, called = name if isinstance(name, str) else None, id if isinstance(id, str) else ""
+        return cls(role, content, named, tuple(given), calls, called)
 
     @property
     def meta(self) -> dict[str, Any]:
         """What `kept` reads of a turn's meta."""
-        return ({"name": self.name} if self.name else {}) | ({"cuts": list(self.cuts)} if self.cuts else {})
+        calls = [msgspec.to_builtins(call) for call in self.tool_calls]
+        found = {"name": self.name, "cuts": list(self.cuts), "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        return {name: value for name, value in found.items() if value}
 
 
 @runtime_checkable

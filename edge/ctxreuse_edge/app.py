@@ -32,6 +32,7 @@ _ROUTES = (
     ("/v1/completions", "completions"),
     ("/v1/messages", "messages"),
     ("/v1/models", "models"),
+    ("/v1/responses", "responses"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/api/contexts", "contexts"),

@@ -22,12 +22,14 @@ from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
 from ctxreuse.why import RequestInfo
 
-__all__ = ["NamedContext", "NamedContexts"]
+__all__ = ["RESPONSES", "NamedContext", "NamedContexts", "with_tokens"]
 
 log = logging.getLogger(__name__)
 
 #: Role of a turn that is plain text, not a message.
 TEXT = "text"
+#: How the names of stored responses begin, and no others.
+RESPONSES = "resp_"
 
 _WHOLE = np.array([-1], "<i4")
 _FLUSH_SECONDS = 30.0
@@ -81,10 +83,10 @@ class NamedContexts:
             found = encode_prompt(model, messages, generate=False, max_tokens=self._runtime.space.max_tokens)
             turns = [NewTurn(m.role, m.content, m.meta) for m in messages]
         request = self._runtime.request(found.ids, parts=found.parts, branches=found.ends, priority=BACKGROUND)
-        space = self._runtime.space.digest
-        packed = np.concatenate([_WHOLE, request.ids]).astype("<i4").tobytes()
-        turns[-1] = msgspec.structs.replace(turns[-1], tokens=packed, space=space)
+        turns[-1] = with_tokens(turns[-1], request.ids, self._runtime.space.digest)
         if name is not None:
+            if name.startswith(RESPONSES):
+                raise SessionError(f"{name[:60]!r} cannot name a context", fix=f"{RESPONSES} begins ids of responses")
             self._ledger.check_name(name)
         # Computed first, stored in one step: what ends in between leaves nothing that holds the name.
         id = new_session_id()
@@ -95,8 +97,10 @@ class NamedContexts:
         return self.get(session.id), usage
 
     def newest(self, limit: int, offset: int = 0, *, prefix: str = "") -> list[NamedContext]:
-        """Return contexts, last changed first, or those whose names start with ``prefix`` in the order of names."""
-        return [self._describe(session) for session in self._ledger.sessions(limit, offset, prefix=prefix)]
+        """Return contexts, last changed first, or those whose names start with ``prefix`` in the order of names:
+        with a prefix of `RESPONSES`, these too."""
+        found = self._ledger.sessions(limit, offset, prefix=prefix, beside=RESPONSES)
+        return [self._describe(session) for session in found]
 
     def get(self, id_or_name: str) -> NamedContext:
         """Return the context with that id or name. Raises SessionError."""
@@ -154,8 +158,8 @@ class NamedContexts:
         self._unpin(id)
 
     def count(self) -> int:
-        """Return the number of contexts."""
-        return self._ledger.count()
+        """Return the number of contexts, without responses."""
+        return self._ledger.count(beside=RESPONSES)
 
     def _describe(self, session: Session) -> NamedContext:
         ids = self.tokens(session)
@@ -192,6 +196,11 @@ class NamedContexts:
         """Raise AssertionError if a pin belongs to no context."""
         ids = {session.id for session in self._ledger.sessions()}
         assert set(self._pins) <= ids, "a pin without a context"
+
+
+def with_tokens(turn: NewTurn, ids: Tokens, space: bytes) -> NewTurn:
+    """The last turn of a context, with the ids of all of it; ``space``: digest of their model space."""
+    return msgspec.structs.replace(turn, tokens=np.concatenate([_WHOLE, ids]).astype("<i4").tobytes(), space=space)
 
 
 def _read_pins(file: Path) -> list[str]:

@@ -34,6 +34,7 @@ from ctxreuse_edge.idle import IdleTasks
 from ctxreuse_edge.links import CloudLinks
 from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
 from ctxreuse_edge.pins import PrefixPins
+from ctxreuse_edge.responses import StoredResponses
 from ctxreuse_edge.worker import RequestPool
 
 __all__ = ["EdgeNode"]
@@ -126,6 +127,7 @@ class EdgeNode:
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts)
         self.forget.resume()
         self.pins.start()
+        self.responses = StoredResponses(self.ledger, self.forget.session)
         idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs)
         stack.callback(idle.close)
         idle.watch(metrics)

@@ -49,6 +49,7 @@ __all__ = ["Ledger", "new_session_id"]
 T = TypeVar("T")
 
 _MAP_SIZE = 1 << 36
+_NOT_IN = "List the session's turns for the ids it has"
 
 
 def new_session_id() -> str:
@@ -196,6 +197,7 @@ class Ledger:
         turns: Sequence[NewTurn] = (),
         tokens: Sequence[Mapping[bytes, bytes]] = (),
         id: str | None = None,
+        origin: str | None = None,
     ) -> Session:
         """Create a session, with its first turns if any, in one transaction: all of it or nothing.
 
@@ -206,14 +208,18 @@ class Ledger:
             turns: turns to append.
             tokens: for each of them token ids in further model spaces, by digest.
             id: 32 hex digits that no session has, for a caller who needs them before.
+            origin: the session that it is forked from, at ``head``.
 
         Raises:
-            SessionError: the name is taken or cannot be one, or a turn cannot be stored.
+            SessionError: the name is taken or cannot be one, ``head`` is not in the origin, or a turn cannot be stored.
         """
 
         def work(txn: Any, history: History) -> Session:
             history.links(head)
-            session = self._create(txn, name, head, None, _stored(max_kl), id)
+            found = self._sessions(txn).find(origin) if origin is not None else None
+            if found is not None and not history.ancestor(head, found.head):
+                raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
+            session = self._create(txn, name, head, found.id if found is not None else None, _stored(max_kl), id)
             added = self._append(txn, history, head, turns)
             for turn, more in zip(added, tokens):
                 for space, ids in more.items():
@@ -344,8 +350,7 @@ class Ledger:
             found = self._sessions(txn).find(session)
             head = found.head if at is None else at
             if not history.ancestor(head, found.head):
-                fix = "List the session's turns for the ids it has"
-                raise SessionError(f"turn {head} is not in session {found.name!r}", fix=fix)
+                raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
             return self._create(txn, name, head, found.id, found.lossy)
 
         return self._write(work)
@@ -431,20 +436,25 @@ class Ledger:
         with self._read() as (txn, _):
             return self._sessions(txn).find(session)
 
-    def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[Session]:
+    def sessions(
+        self, limit: int | None = None, offset: int = 0, *, prefix: str = "", beside: str = ""
+    ) -> list[Session]:
         """Return sessions, the last changed first, or those whose names start with ``prefix`` in the order of names.
 
-        A page of 20 takes about .1 ms, of however many.
+        Without a prefix, those whose names start with ``beside`` are left out. A page of 20 takes about .1 ms, of
+        however many; what is left out, about .5 ms a thousand.
         """
         start, most = max(offset, 0), None if limit is None else max(limit, 0)
         with self._read() as (txn, _):
             sessions = self._sessions(txn)
-            found = sessions.by_name(prefix, start) if prefix else sessions.recent.newest_first(start)
-            return list(islice(found, most))
+            if prefix:
+                return list(islice(sessions.by_name(prefix, start), most))
+            return list(islice(sessions.recent.newest_first(start, sessions.named(beside)), most))
 
-    def count(self) -> int:
-        """Return the number of sessions."""
-        return self.stats().sessions
+    def count(self, *, beside: str = "") -> int:
+        """Return the number of sessions, but those whose names start with ``beside``."""
+        with self._read() as (txn, _):
+            return int(txn.stat(self._env.tables["sessions"])["entries"]) - len(self._sessions(txn).named(beside))
 
     def turn(self, id: int) -> Turn:
         """Return one turn."""

@@ -68,6 +68,10 @@ class SessionTable:
         for _, raw_id in islice(self._starting(require_text(prefix, "a prefix")), offset, None):
             yield decode_session(bytes(raw_id), self._txn.get(raw_id, b"", db=self._sessions))
 
+    def named(self, prefix: str) -> set[bytes]:
+        """The ids of sessions whose names begin so."""
+        return {bytes(id) for _, id in self._starting(require_text(prefix, "a prefix"))} if prefix else set()
+
     def free_name(self, name: str) -> bytes:
         """Return the key of a new name. Raises SessionError if it cannot be one, or is taken."""
         key = require_text(name, "a session name")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.routing import Route
 
 from ctxreuse.daemon.anthropic import answers as anthropic
-from ctxreuse_edge.api import contexts, forget, messages, openapi, status, tokenizer, tokens, v1
+from ctxreuse_edge.api import contexts, forget, messages, openapi, responses, status, tokenizer, tokens, v1
 
 if TYPE_CHECKING:
     from ctxreuse.daemon.openai import ApiError
@@ -20,7 +20,7 @@ def routes(node: EdgeNode) -> list[Route]:
     """All routes but the probes."""
     return [
         route
-        for module in (v1, messages, tokenizer, contexts, forget, tokens, status, openapi)
+        for module in (v1, messages, responses, tokenizer, contexts, forget, tokens, status, openapi)
         for route in module.routes(node)
     ]
 

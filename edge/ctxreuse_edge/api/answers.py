@@ -220,6 +220,9 @@ class HttpAnswer(Response):
     def whole(self) -> Any:
         """Return what is not streamed."""
 
+    async def settle(self) -> None:
+        """Do what has to be done after the last piece, before anyone is told that it was the last."""
+
     def encode(self, value: Any) -> bytes:
         """Return an event as it is sent."""
         return event(value)
@@ -256,6 +259,7 @@ class HttpAnswer(Response):
         async for number, piece in self._pieces():
             self.piece(number, piece)
         if self._complete:
+            await self.settle()
             await json_answer(self.whole())(scope, receive, send)
 
     @property
@@ -287,6 +291,7 @@ class HttpAnswer(Response):
                 return
             if not begun:  # max_tokens was 0
                 await give(self.first())
+            await self.settle()
             await give(self.last())
             await send({"type": "http.response.body", "body": self.end, "more_body": False})
         except CtxReuseError as error:

@@ -18,10 +18,12 @@ import ctxreuse
 from ctxreuse.daemon.anthropic.answers import MessageAnswer, TokensCount
 from ctxreuse.daemon.anthropic.requests import CountTokensRequest, MessagesRequest
 from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
+from ctxreuse.daemon.responses import ResponseObject
 from ctxreuse_edge.api.answers import json_answer
 from ctxreuse_edge.api.chat import EdgeChatRequest
 from ctxreuse_edge.api.contexts import NewContext
 from ctxreuse_edge.api.forget import ForgetRequest
+from ctxreuse_edge.api.responses import EdgeResponsesRequest
 from ctxreuse_edge.api.tokenizer import DetokenizeRequest, TokenizeRequest
 from ctxreuse_edge.api.tokens import TokensRequest
 from ctxreuse_edge.api.v1 import EdgeCompletionRequest
@@ -52,6 +54,11 @@ _OPERATIONS = (
         "POST", "/v1/messages", "Answer a conversation, as Anthropic's API does", MessagesRequest, MessageAnswer
     ),
     _Operation("POST", "/v1/messages/count_tokens", "The length of its prompt", CountTokensRequest, TokensCount),
+    _Operation("POST", "/v1/responses", "Answer a conversation, and keep it", EdgeResponsesRequest, ResponseObject),
+    _Operation("GET", "/v1/responses/{name}", "A stored response", None, ResponseObject),
+    _Operation("DELETE", "/v1/responses/{name}", "Delete a stored response: its text and its KV"),
+    _Operation("GET", "/v1/responses/{name}/input_items", "What a response answered: limit, order and after"),
+    _Operation("POST", "/v1/responses/{name}/cancel", "Refused: no response is made in the background"),
     _Operation("POST", "/tokenize", "A text or a conversation to token ids", TokenizeRequest),
     _Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest),
     _Operation("GET", "/api/contexts", "Named contexts: limit, offset and prefix of names in the query"),

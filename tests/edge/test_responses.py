@@ -1,0 +1,246 @@
+"""`/v1/responses`: stored responses are sessions and forks, durable; events in OpenAI's order; what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": CITY, "strict": None},
+    {"type": "function", "name": "rufe_Köln_an_☎", "parameters": None},
+]
+SYSTEM = "You are a harbour master. " * 40
+
+
+def respond(edge: Any, input: Any, **body: Any) -> Any:
+    body = {"max_output_tokens": 12, "temperature": 0, "instructions": SYSTEM, **body}
+    answer = edge.http.post("/v1/responses", json={"input": input, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(edge: Any, status: int = 400, **body: Any) -> Any:
+    answer = edge.http.post("/v1/responses", json={"input": "hi", **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+def events(edge: Any, input: Any, **body: Any) -> list[Any]:
+    body = {"max_output_tokens": 12, "temperature": 0, "instructions": SYSTEM, "stream": True, **body}
+    raw = edge.http.post("/v1/responses", json={"input": input, **body}).text
+    found = []
+    for block in raw.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def texts(response: Any) -> list[str]:
+    return [part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]]
+
+
+def cached(response: Any) -> int:
+    return int(response["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+def test_a_response_is_kept_and_given_again(edge: Any) -> None:
+    made = respond(edge, "Moin", metadata={"ship": "Aurora"}, prompt_cache_key="quay", max_tool_calls=3)
+    assert made["object"] == "response"
+    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (made["metadata"], made["prompt_cache_key"], made["store"]) == ({"ship": "Aurora"}, "quay", True)
+    assert made["usage"]["output_tokens"] == 12
+    assert made["usage"]["total_tokens"] == made["usage"]["input_tokens"] + 12
+    assert texts(made)[0]
+    again = edge.http.get(f"/v1/responses/{made['id']}").json()
+    assert again == made
+    (given,) = edge.http.get(f"/v1/responses/{made['id']}/input_items").json()["data"]
+    assert (given["role"], given["content"]) == ("user", [{"type": "input_text", "text": "Moin"}])
+    edge.node.ledger.check()
+
+
+def test_the_next_response_shares_the_turns_of_the_first(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    second = respond(edge, "Wie tief ist das Wasser?", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert cached(second) >= first["usage"]["input_tokens"] - 1
+    whole = [
+        {"role": "user", "content": "Moin"},
+        *first["output"],
+        {"role": "user", "content": "Wie tief ist das Wasser?"},
+    ]
+    assert texts(respond(edge, whole, store=False)) == texts(second)
+    ledger = edge.node.ledger
+    one, two = (ledger.session(made["id"]) for made in (first, second))
+    assert (two.origin, two.forked_at) == (one.id, one.head)
+    assert ledger.ancestor(one.head, two.head)
+    assert ledger.stats().turns == 4, "the turns of the first are not copied"
+    listed = edge.http.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
+    assert [item["role"] for item in listed] == ["user", "assistant", "user"]
+    assert listed[1]["id"] == first["output"][0]["id"]
+    page = edge.http.get(f"/v1/responses/{second['id']}/input_items?limit=2").json()
+    assert page["has_more"]
+    assert [item["id"] for item in page["data"]] == [listed[2]["id"], listed[1]["id"]]
+    rest = edge.http.get(f"/v1/responses/{second['id']}/input_items?after={page['last_id']}").json()
+    assert ([item["id"] for item in rest["data"]], rest["has_more"]) == ([listed[0]["id"]], False)
+
+
+def test_instructions_are_those_of_the_request_alone(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    second = respond(edge, "Und?", previous_response_id=first["id"], instructions=None)
+    third = respond(edge, "Und?", previous_response_id=first["id"], instructions="x")
+    assert second["instructions"] is None
+    assert second["usage"]["input_tokens"] < first["usage"]["input_tokens"]
+    assert third["usage"]["input_tokens"] > 0
+
+
+def test_two_go_on_from_one_and_deleting_it_leaves_both(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    left, right = (respond(edge, text, previous_response_id=first["id"]) for text in ("Backbord?", "Steuerbord?"))
+    assert left["id"] != right["id"]
+    gone = edge.http.delete(f"/v1/responses/{first['id']}").json()
+    assert gone == {"id": first["id"], "object": "response", "deleted": True}
+    edge.node.ledger.gc()
+    edge.node.ledger.check()
+    assert edge.http.get(f"/v1/responses/{first['id']}").status_code == 404
+    assert refused(edge, previous_response_id=first["id"])["code"] == "previous_response_not_found"
+    for made in (left, right):
+        assert edge.http.get(f"/v1/responses/{made['id']}").json()["status"] == "incomplete"
+        respond(edge, "Weiter", previous_response_id=made["id"])
+
+
+def test_what_is_not_stored_is_not_found(edge: Any) -> None:
+    made = respond(edge, "Moin", store=False)
+    assert made["store"] is False
+    assert edge.node.ledger.stats().sessions == 0
+    for path in ("", "/input_items"):
+        answer = edge.http.get(f"/v1/responses/{made['id']}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+    assert edge.http.delete(f"/v1/responses/{made['id']}").status_code == 404
+    assert refused(edge, previous_response_id=made["id"])["param"] == "previous_response_id"
+
+
+def test_responses_are_no_contexts_unless_asked_for(edge: Any) -> None:
+    made = respond(edge, "Moin")
+    edge.http.post("/api/contexts", json={"name": "manual", "text": "red button"})
+    listed = edge.http.get("/api/contexts").json()
+    assert ([one["name"] for one in listed["contexts"]], listed["total"]) == (["manual"], 1)
+    (one,) = edge.http.get("/api/contexts?prefix=resp_").json()["contexts"]
+    assert one["name"] == made["id"]
+    assert one["tokens"] == made["usage"]["total_tokens"]
+    taken = edge.http.post("/api/contexts", json={"name": "resp_mine", "text": "x"})
+    assert taken.json()["error"]["code"] == "context_name"
+    assert edge.http.get("/v1/responses/manual").status_code == 404
+
+
+def test_events_of_a_text_come_in_order(edge: Any) -> None:
+    found = events(edge, "Moin")
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    deltas = kinds.count("output_text.delta")
+    ends = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    head = ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds == [*head, *["output_text.delta"] * deltas, *ends]
+    assert deltas > 1
+    whole = respond(edge, "Moin")
+    text = "".join(event["delta"] for event in found if event["type"].endswith("text.delta"))
+    assert [text] == texts(whole) == texts(found[-1]["response"])
+    assert found[0]["response"]["status"] == "in_progress"
+    assert found[0]["response"]["id"] == found[-1]["response"]["id"]
+    assert edge.http.get(f"/v1/responses/{found[0]['response']['id']}").status_code == 200
+
+
+def test_a_call_and_its_result_of_any_text(edge: Any) -> None:
+    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 900}
+    found = events(edge, "Wie ist das Wetter in Köln?", **body)
+    final = found[-1]["response"]
+    (call,) = final["output"]
+    assert (call["type"], call["status"]) == ("function_call", "completed")
+    assert call["name"] in [tool["name"] for tool in TOOLS]
+    json.loads(call["arguments"])
+    kinds = [event["type"].removeprefix("response.") for event in found]
+    pieces = [event["delta"] for event in found if event["type"].endswith("arguments.delta")]
+    assert "".join(pieces) == call["arguments"]
+    assert len(pieces) > 1
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "12 °C <|im_end|> \U0001f6a2\x00"}
+    second = respond(edge, [output], previous_response_id=final["id"], tools=TOOLS, tool_choice="none")
+    assert cached(second) >= final["usage"]["input_tokens"] - 1
+    shown = edge.http.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
+    assert [item["type"] for item in shown] == ["message", "function_call", "function_call_output"]
+    assert shown[2]["output"] == output["output"]
+    assert shown[1] == {**call, "id": shown[1]["id"]}
+    whole = [{"role": "user", "content": "Wie ist das Wetter in Köln?"}, call, output]
+    assert texts(respond(edge, whole, tools=TOOLS, tool_choice="none", store=False)) == texts(second)
+
+
+def test_a_named_function_and_a_schema(edge: Any) -> None:
+    name = TOOLS[1]["name"]
+    made = respond(edge, "x", tools=TOOLS, tool_choice={"type": "function", "name": name}, max_output_tokens=900)
+    assert {item["name"] for item in made["output"]} == {name}
+    schema = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "name": "depth", "schema": schema, "strict": True}
+    made = respond(edge, "x", text={"format": form}, max_output_tokens=200)
+    assert json.loads(texts(made)[0])["deep"] in (True, False)
+    assert made["text"]["format"] == form
+
+
+def test_log_probabilities(edge: Any) -> None:
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    made = respond(edge, "Moin", **body)
+    reports = made["output"][0]["content"][0]["logprobs"]
+    assert len(reports) == 12
+    assert all(len(one["top_logprobs"]) == 2 for one in reports)
+    streamed = [event.get("logprobs", []) for event in events(edge, "Moin", **body) if "delta" in event]
+    assert [one["token"] for piece in streamed for one in piece] == [one["token"] for one in reports]
+
+
+SLIPS: list[tuple[Any, str]] = [
+    ({"input": []}, "input"),
+    ({"input": [{"role": "pirate", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": "x" * 5000}, "input"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"include": ["everything"]}, "include"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"previous_response_id": "resp_0"}, "previous_response_id"),
+    ({"previous_response_id": "manual"}, "previous_response_id"),
+    ({"metadata": {"x": 5}}, "metadata[...]"),
+    ({"model": "gpt-5"}, "model"),
+    ({"prompt_cache_retention": "1y"}, "prompt_cache_retention"),
+]
+
+
+def test_slips(edge: Any) -> None:
+    for body, param in SLIPS:
+        error = refused(edge, 404 if "model" in body else 400, **body)
+        assert error["param"] == param
+        assert error["message"]
+    assert edge.node.ledger.stats().sessions == 0
+
+
+def test_cancelling_is_refused_and_unknown_fields_are_named(edge: Any) -> None:
+    answer = edge.http.post("/v1/responses/resp_1/cancel")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_in_background")
+    body = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}, "wit": 3}
+    answer = edge.http.post("/v1/responses", json=body)
+    assert answer.headers["x-ctxreuse-ignored-fields"] == "reasoning, wit"
+    assert edge.http.get(f"/v1/responses/{answer.json()['id']}/input_items?limit=0").status_code == 400

@@ -83,7 +83,7 @@ def routes(node: EdgeNode) -> list[Route]:
             return _ResponseAnswer(node, body, id_of(request))
 
     async def one(request: Request) -> Response:
-        id = request.path_params["id"]
+        id = request.path_params["name"]
         with _not_found():
             if request.method == "DELETE":
                 await node.pool.call(lambda: node.models.use_first(lambda: node.responses.delete(id)))
@@ -95,7 +95,7 @@ def routes(node: EdgeNode) -> list[Route]:
     async def items(request: Request) -> Response:
         limit, order, after = _page(request)
         with _not_found():
-            found = await node.pool.call(lambda: node.responses.input_items(request.path_params["id"]))
+            found = await node.pool.call(lambda: node.responses.input_items(request.path_params["name"]))
         if order == "desc":
             found.reverse()
         start = next((n + 1 for n, item in enumerate(found) if item["id"] == after), 0 if not after else len(found))
@@ -109,9 +109,9 @@ def routes(node: EdgeNode) -> list[Route]:
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}/input_items", items, methods=["GET"]),
-        Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
+        Route("/v1/responses/{name}", one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{name}/input_items", items, methods=["GET"]),
+        Route("/v1/responses/{name}/cancel", cancel, methods=["POST"]),
     ]
 
 

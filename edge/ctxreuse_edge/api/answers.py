@@ -221,7 +221,7 @@ class HttpAnswer(Response):
         """Return what is not streamed."""
 
     async def settle(self) -> None:
-        """Do what has to be done after the last piece, before anyone is told that it was the last."""
+        """Do what has to be done after the last piece, before the last event is sent."""
 
     def encode(self, value: Any) -> bytes:
         """Return an event as it is sent."""

@@ -151,41 +151,41 @@ def _page(request: Request) -> tuple[int, str, str]:
 
 
 class _ResponseAnswer(HttpAnswer):
-    """A response in the making, which is kept before its end is told."""
+    """A response in the making, which is kept before its last event is sent."""
 
     end = b""
 
-    def __init__(self, node: EdgeNode, asked: EdgeResponsesRequest, request: str) -> None:
+    def __init__(self, node: EdgeNode, wanted: EdgeResponsesRequest, request: str) -> None:
         # What the pool's thread uses, which may begin at once.
-        self._node, self._asked, self._given = node, asked, input_items(asked.input)
+        self._node, self._requested, self._given = node, wanted, input_items(wanted.input)
         self._continued: Continued | None = None
-        if not self._given and not asked.previous_response_id:
+        if not self._given and not wanted.previous_response_id:
             raise ApiError(400, "input: there is nothing to answer", param="input")
-        body = EdgeChatRequest(messages=[], keep_alive=asked.keep_alive, **chat_fields(asked))
+        body = EdgeChatRequest(messages=[], keep_alive=wanted.keep_alive, **chat_fields(wanted))
         self._chat = Chat(node, body, request, self._messages)
         id, model = new_response_id(), self._chat.model
         super().__init__(
             node,
-            running_answer(node, model, body, id, self._begin, asked.keep_alive),
-            stream=bool(asked.stream),
+            running_answer(node, model, body, id, self._begin, wanted.keep_alive),
+            stream=bool(wanted.stream),
         )
-        self._response = ResponseObject.begun(asked, id, model.name.id, int(time.time()))
+        self._response = ResponseObject.begun(wanted, id, model.name.id, int(time.time()))
         self._writer, self._closing = OutputWriter(), list[Any]()
         self._reader: CallReader | None = None
         self._reporter: LogprobReporter | None = None
 
     def _messages(self) -> Sequence[Message]:
         """All messages of the prompt."""
-        asked, before = self._asked, list[Item]()
-        if asked.previous_response_id:
+        wanted, before = self._requested, list[Item]()
+        if wanted.previous_response_id:
             try:
-                self._continued = self._node.responses.continued(asked.previous_response_id)
+                self._continued = self._node.responses.continued(wanted.previous_response_id)
             except SessionError as error:
                 where = "previous_response_id"
                 raise ApiError(400, f"{where}: {error}", code="previous_response_not_found", param=where) from None
             before = self._continued.items
         check_outputs(before, self._given)
-        first = [Message("system", asked.instructions)] if asked.instructions else []
+        first = [Message("system", wanted.instructions)] if wanted.instructions else []
         return [*first, *messages_of([*before, *self._given])]
 
     def _begin(self, name: str, step: Callable[[], None]) -> list[Completion]:
@@ -196,7 +196,7 @@ class _ResponseAnswer(HttpAnswer):
         return [self._writer.lifecycle(kind, self._response) for kind in ("created", "in_progress")]
 
     def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
-        logprobs = self._logprobs(piece) if self._asked.wants_logprobs else ()
+        logprobs = self._logprobs(piece) if self._requested.wants_logprobs else ()
         deltas = [Delta(content=piece.text)] if piece.text else []
         if self._chat.has_tools:
             if self._reader is None:
@@ -211,7 +211,7 @@ class _ResponseAnswer(HttpAnswer):
         if self._reporter is None:
             text = self._chat.model.runtime.text
             assert text is not None
-            self._reporter = LogprobReporter(text, self._asked.top_logprobs or 0)
+            self._reporter = LogprobReporter(text, self._requested.top_logprobs or 0)
         report = self._reporter.chat([piece])
         return report.content if report is not None else ()
 
@@ -229,7 +229,7 @@ class _ResponseAnswer(HttpAnswer):
             output=self._writer.output,
             usage=response_usage(completion.usage),
         )
-        if self._asked.stored:
+        if self._requested.stored:
             made = [Item.made(item) for item in self._writer.output]
             ids = as_tokens(np.concatenate([self._chat.encoded.ids, as_tokens(completion.tokens)]))
             space = self._chat.model.runtime.space.digest

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from ctxreuse.config import Settings
-from ctxreuse.daemon.access import Access, check_local, read_keys
+from ctxreuse.daemon.access import Access, check_local
+from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.openai import ApiError
@@ -40,7 +41,10 @@ class Sidecar:
         routes = [*probes(self._not_ready, node.metrics.render), Route("/api/status", self._status)]
         routes.append(Route("/api/why/{name:path}", self._why))
         # Probes and scrapes come from other machines; routes that name peers check who asks themselves.
-        access = Access(names=None, admin=read_keys(node.settings.cloud.admin_token_file))
+        tokens = Keys.from_setting(node.settings.cloud.admin_token_file, ("admin",))
+        admin = [keys for keys in (tokens, node.tenants.keys) if keys is not None]
+        daemon.reloaded += admin
+        access = Access(names=None, admin=admin)
         self._api = ApiMiddleware(Router(routes), metrics=node.metrics, route=_route, access=access, bodies=node.bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,9 +65,10 @@ class Sidecar:
         if given is None or self._node.tenants.open or request.scope["state"].get("admin"):
             check_local(request.scope)
         else:
-            tenant = self._node.tenants.find(given.encode("latin-1"))
-            if tenant is None:
+            key = self._node.tenants.find(request.headers.raw)
+            if key is None:
                 raise ApiError(401, "an API key is required: Authorization: Bearer KEY", type="authentication_error")
+            tenant = key.tenant
         proxy = self._node.proxy
         found = proxy.observers.requests.explain(request.path_params["name"], tenant) if proxy is not None else None
         if found is None:

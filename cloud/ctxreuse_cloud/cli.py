@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ctxreuse.cli.common import Json, Url, app_of, daemon_client, load_settings, old_name, print_json, print_rows
+from ctxreuse.cli.api_keys import key_commands
+from ctxreuse.cli.common import Json, Url, app_of, daemon_client, load_settings, print_json, print_rows
 from ctxreuse.cli.errors import run
 
 if TYPE_CHECKING:
     from ctxreuse.daemon.client import Client
-    from ctxreuse_cloud.proxy.tenants import KeyFile
 
 __all__ = ["app", "main"]
 
@@ -39,8 +39,16 @@ app = app_of(
     "The sidecar of a cloud: shares contexts with devices and proxies requests to inference servers.",
     _EXAMPLES,
 )
-tenants = typer.Typer(help="API keys of the proxy, by tenant.", no_args_is_help=True)
-app.add_typer(tenants, name="tenants")
+app.add_typer(
+    key_commands(
+        "API keys of the proxy, by tenant.",
+        "cloud.keys_file",
+        lambda ctx: load_settings(ctx).cloud.keys_file,
+        "tenants.json",
+        old_names=True,
+    ),
+    name="tenants",
+)
 
 _HEALTH = {True: "healthy", False: "unhealthy", None: "unknown"}
 
@@ -153,49 +161,9 @@ def doctor(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
     report_findings(check_cloud(ctx.find_root().obj, lambda: _client(ctx, url)), json=json)
 
 
-@tenants.command("add")
-def add(ctx: typer.Context, name: Annotated[str, typer.Argument(help="The tenant; it may have several keys.")]) -> None:
-    """Create an API key for a tenant and print it; it cannot be shown again."""
-    file = _keys(ctx)
-    typer.echo(file.add(name))
-    typer.echo(f"{file.path} holds its hash; cloud.keys_file must name this file", err=True)
-
-
-@old_name(tenants, "list", "tenants ls")
-@tenants.command("ls")
-def list_(ctx: typer.Context, json: Json = False) -> None:
-    """List tenants and the ids of their keys."""
-    from datetime import UTC, datetime
-
-    keys = _keys(ctx).read().keys
-    if json:
-        print_json([{"tenant": key.tenant, "id": key.id, "created": key.created} for key in keys])
-        return
-    for key in keys:
-        typer.echo(f"{key.tenant:<24} {key.id}  {datetime.fromtimestamp(key.created, UTC):%Y-%m-%d %H:%M}")
-
-
-@old_name(tenants, "revoke", "tenants rm")
-@tenants.command("rm")
-def remove(
-    ctx: typer.Context, name: Annotated[str, typer.Argument(help="A tenant (all of its keys) or the id of a key.")]
-) -> None:
-    """Revoke API keys; a running sidecar follows within a second."""
-    typer.echo(f"{_keys(ctx).revoke(name)} revoked")
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; always ends in SystemExit."""
     run(app, "ctxreuse-cloud", args)
-
-
-def _keys(ctx: typer.Context) -> KeyFile:
-    """The key file of the settings, else ``tenants.json`` beside the config file."""
-    from ctxreuse.config import config_path
-    from ctxreuse_cloud.proxy.tenants import KeyFile
-
-    named = load_settings(ctx).cloud.keys_file
-    return KeyFile(Path(named).expanduser() if named else config_path().with_name("tenants.json"))
 
 
 def _client(ctx: typer.Context, url: str) -> Client:

@@ -25,6 +25,7 @@ from ctxreuse.bus.transport.sockets import check_endpoint
 from ctxreuse.config import Settings
 from ctxreuse.config.hosts import is_loopback
 from ctxreuse.daemon.bodies import BodyBudget
+from ctxreuse.daemon.key_file import KeyFile
 from ctxreuse.errors import ConfigError
 from ctxreuse.identity.keys import giver_id
 from ctxreuse.identity.model import ModelSpace
@@ -44,7 +45,7 @@ from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.pauses import PauseTracker
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.request_log import FILE, ProxyRequestLog
-from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
+from ctxreuse_cloud.proxy.tenants import Tenants
 from ctxreuse_cloud.workers.audit import WorkerAudit
 from ctxreuse_cloud.workers.pool import WorkerPool
 from ctxreuse_cloud.workers.process import WorkerStatus
@@ -124,7 +125,7 @@ class CloudNode:
         stack.callback(requests.close)
         observers = Observers(self._counts, requests, PauseTracker(self.metrics.registry), recorder)
         self.proxy = Proxy(cloud, self.backends, self.tenants, pool, observers, self.bodies)
-        checker = HealthChecker(pool, self.backends, self.tenants, cloud.health)
+        checker = HealthChecker(pool, self.backends, cloud.health)
         await checker.once()
         task = asyncio.create_task(checker.run())
 

@@ -103,8 +103,8 @@ def daemon_client(
     timeout: float = 600.0,
 ) -> Client:
     """Return a client of the daemon at ``url``, else at the address in ``address_file``, else at host and port."""
-    from ctxreuse.daemon.access import read_keys
     from ctxreuse.daemon.client import Client
+    from ctxreuse.daemon.key_file import is_json, read_keys
     from ctxreuse.daemon.lifecycle import read_address
 
     certificate = ""
@@ -112,7 +112,8 @@ def daemon_client(
         found = read_address(address_file)
         url = found.url if found is not None else "http://{}:{}".format(*default)
         certificate = found.certificate if found is not None else ""
-    key = next(iter(read_keys(key_file)), "")
+    # A file with hashes tells no key: then it stands in the URL.
+    key = "" if key_file and is_json(Path(key_file).expanduser()) else next(iter(read_keys(key_file)), "")
     return Client(url, key=key, timeout=timeout, program=program, certificate=certificate)
 
 

@@ -195,7 +195,8 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"
     port: Annotated[int, _about("Port of the HTTP API; 0: any free one", ge=0, le=65535)] = 7351
     api_key_file: Annotated[
-        str, _about("File of API keys, one per line; a request must carry one of them; empty: no key is required")
+        str,
+        _about("File of API keys (`ctxreuse-edge keys`, or one per line), one of which is required; empty: none"),
     ] = ""
     allowed_hosts: Annotated[
         str,
@@ -208,7 +209,8 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
         str, _about("File of tokens that open status and explanations from other machines; empty: from this one only")
     ] = ""
     max_waiting: Annotated[
-        int, _about("Requests queued or running at once; more are refused: 503, or 429 over the share of a key", ge=1)
+        int,
+        _about("Requests queued or running at once; more, and those over the share of a key: 429", ge=1),
     ] = 32
     max_body: Annotated[int, _about("Largest request body", ge=1 << 10, unit="bytes")] = 16 << 20
     max_bodies: Annotated[
@@ -290,7 +292,7 @@ class CloudConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     admin_token_file: Annotated[
         str, _about("File of tokens that open status and explanations from other machines; empty: from this one only")
     ] = ""
-    max_waiting: Annotated[int, _about("Requests queued or running at once; more are refused with 503", ge=1)] = 256
+    max_waiting: Annotated[int, _about("Requests running at once; more are refused with 429", ge=1)] = 256
     max_body: Annotated[int, _about("Largest request body", ge=1 << 10, unit="bytes")] = 16 << 20
     max_bodies: Annotated[
         int,

@@ -1,27 +1,34 @@
-"""Access control: loopback names, web pages, requests that a proxy forwarded, keys and their files."""
+"""Access control: loopback names, web pages, requests that a proxy forwarded, keys and their scopes."""
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from starlette.types import Scope
 
 from ctxreuse.config.hosts import is_loopback
+from ctxreuse.daemon.key_file import ApiKey, KeyScope
+from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.daemon.openai import ApiError
 from ctxreuse.daemon.probes import PROBES
-from ctxreuse.errors import ConfigError
-from ctxreuse.private import warn_if_shared
 
-__all__ = ["Access", "bearer", "check_local", "from_here", "host_names", "is_forwarded", "read_keys"]
+__all__ = ["Access", "KnownKey", "check_local", "from_here", "host_names", "is_forwarded"]
 
 #: Paths that reveal other callers: open to this machine, with a key, or with the admin token.
 _ADMIN_PATHS = ("/api/status", "/api/why")
+#: Scopes of which one opens a path, and what is below it; other paths: ``answers``. Of explanations a key has its own,
+#: with ``admin`` those of others, too.
+_SCOPES: dict[str, tuple[KeyScope, ...]] = {
+    "/metrics": ("metrics", "admin"),
+    "/api/status": ("status", "admin"),
+    "/api/why": ("answers", "admin"),
+}
 #: Probes without private data: open to all callers, under any host name.
-_OPEN_PATHS = tuple(path for path in PROBES if path != "/metrics")
+_METRICS = "/metrics"
+_OPEN_PATHS = tuple(path for path in PROBES if path != _METRICS)
 
 #: ``Host`` (RFC 9110): a name, an IPv4 or a bracketed IPv6 address, and a port; and an ``Origin`` with one.
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
@@ -60,18 +67,6 @@ def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(name in (b"forwarded", b"via", b"x-real-ip") or name.startswith(b"x-forwarded-") for name, _ in headers)
 
 
-def _is_known(key: str, keys: Sequence[bytes]) -> bool:
-    """Return True if ``key`` is one of ``keys``; all are compared, in constant time, so that timing reveals nothing."""
-    given = key.encode()
-    return sum(hmac.compare_digest(given, one) for one in keys) > 0
-
-
-def bearer(scope: Scope) -> str:
-    """Return the key in ``Authorization: Bearer KEY``, else in ``x-api-key``; "" without one."""
-    kind, _, key = _header(scope, b"authorization").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else _header(scope, b"x-api-key").strip()
-
-
 def check_local(scope: Scope, names: Collection[str] = ()) -> None:
     """Raise ApiError (403) unless the caller is on this machine or has the admin token (`Access.admit`)."""
     client = scope.get("client")
@@ -83,64 +78,73 @@ def check_local(scope: Scope, names: Collection[str] = ()) -> None:
         raise ApiError(403, text, type="permission_error")
 
 
+class KnownKey(NamedTuple):
+    """The key of a request, and the keys that it is one of."""
+
+    keys: Keys
+    key: ApiKey
+
+
 @dataclass(frozen=True)
 class Access:
     """Access rules of a daemon.
 
     Attributes:
-        keys: API keys, one of which a request must carry; none: no key is required.
+        keys: API keys, one of which a request must carry; None: no key is required.
         names: without keys, the hosts besides loopback that programs may address it by; None: any host, and each
             route decides.
         forwarded: without keys, requests that a proxy passed on are served, too.
-        admin: tokens that open status and explanations from anywhere.
+        admin: further keys, which open status, explanations and metrics from anywhere, as their scopes say.
     """
 
-    keys: Sequence[str] = ()
+    keys: Keys | None = None
     names: Collection[str] | None = ()
     forwarded: bool = False
-    admin: Sequence[str] = ()
+    admin: Sequence[Keys] = ()
 
     def admit(self, scope: Scope) -> None:
-        """Raise ApiError (401, 403) if the request is not served; its state records whether it had the admin token."""
-        path, key = scope["path"], bearer(scope)
-        if self.admin and path.startswith(_ADMIN_PATHS) and _is_known(key, [one.encode() for one in self.admin]):
-            scope["state"]["admin"] = True
-            return
+        """Raise ApiError (401, 403) if the request is not served.
+
+        Its state records its ``key`` (a `KnownKey`), and whether it may read what reveals others (``admin``).
+        """
+        path = scope["path"]
         if path in _OPEN_PATHS:
             return
-        if self.keys:
-            if path not in PROBES and not _is_known(key, [one.encode() for one in self.keys]):
-                raise ApiError(
-                    401,
-                    "an API key is required: Authorization: Bearer KEY, or x-api-key: KEY",
-                    type="authentication_error",
-                )
-        elif self.names is not None:
-            if not from_here(_header(scope, b"host"), _header(scope, b"origin"), self.names):
-                raise ApiError(403, "only programs of this machine may use this daemon", type="permission_error")
-            if is_forwarded(scope["headers"]) and not self.forwarded:
-                text = "a proxy passed the request on, and without API keys only programs of this machine are served"
-                raise ApiError(403, text, type="permission_error")
-            if path.startswith(_ADMIN_PATHS):
-                check_local(scope, self.names)
+        known = [self.keys, *self.admin] if self.keys is not None else self.admin
+        given = given_key(scope["headers"])
+        found = next((KnownKey(keys, key) for keys in known if (key := keys.find(given)) is not None), None)
+        scopes = _SCOPES.get("/".join(path.split("/", 3)[:3]), ("answers",))
+        guarded = self.keys is not None
+        if path == _METRICS:
+            guarded = any(keys.guard("metrics") for keys in known)
+            if self.keys is not None and not guarded:
+                return
+        granted = found is not None and any(one in found.key.scopes for one in scopes)
+        if granted and "admin" in scopes and found is not None and "admin" in found.key.scopes:
+            scope["state"]["admin"] = True
+        if guarded:
+            if found is None:
+                text = "a valid API key is required: Authorization: Bearer KEY, or x-api-key: KEY"
+                raise ApiError(401, text, type="authentication_error", code="invalid_api_key")
+            if not granted:
+                raise ApiError(403, f"this key has not the scope {' or '.join(scopes)}", type="permission_error")
+            scope["state"]["key"] = found
+        elif "admin" not in scope["state"]:
+            self._check_caller(scope)
+
+    def _check_caller(self, scope: Scope) -> None:
+        """Raise ApiError (403) for callers who may be elsewhere, where no key is required."""
+        if self.names is None:
+            return
+        if not from_here(_header(scope, b"host"), _header(scope, b"origin"), self.names):
+            raise ApiError(403, "only programs of this machine may use this daemon", type="permission_error")
+        if is_forwarded(scope["headers"]) and not self.forwarded:
+            text = "a proxy passed the request on, and without API keys only programs of this machine are served"
+            raise ApiError(403, text, type="permission_error")
+        if scope["path"].startswith(_ADMIN_PATHS):
+            check_local(scope, self.names)
 
 
 def _header(scope: Scope, name: bytes) -> str:
     found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
     return found.decode("latin-1")
-
-
-def read_keys(file: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one per line, ``#`` begins a comment; none for "". Raises ConfigError."""
-    if not file:
-        return ()
-    place = Path(file).expanduser()
-    warn_if_shared(place, "the API keys in")
-    try:
-        lines = place.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the API key file cannot be read: {error}", where=file) from None
-    keys = tuple(line for line in (line.partition("#")[0].strip() for line in lines) if line)
-    if not keys:
-        raise ConfigError("the API key file is empty", where=file, fix="Write one key per line, or name no file")
-    return keys

@@ -151,6 +151,6 @@ def _error(status: int, body: bytes, url: str) -> CtxReuseError:
         message, code = str(error["message"]), str(error["code"])
     if status == 401:
         return ConfigError(message, where=url, fix="Write the API key into the address: http://KEY@127.0.0.1:7351")
-    if status in (502, 503):
+    if status in (429, 502, 503):
         return LinkDownError(message, where=url)
     return _KINDS.get(code, EngineError)(message, where=url)

@@ -15,14 +15,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon import logs
-from ctxreuse.daemon.access import Access, bearer
+from ctxreuse.daemon.access import Access, KnownKey
 from ctxreuse.daemon.bodies import BodyBudget, NoRoomError
+from ctxreuse.daemon.broken import last_piece
+from ctxreuse.daemon.keys import KeyEndedError
 from ctxreuse.daemon.openai import ApiError, api_error
 from ctxreuse.daemon.probes import PROBES
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.metrics import Metrics
 
-__all__ = ["CALLER", "IGNORED_FIELDS", "ApiMiddleware", "new_id", "read_body", "request_id"]
+__all__ = ["CALLER", "IGNORED_FIELDS", "ApiMiddleware", "new_id", "read_body", "request_id", "spend"]
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +32,13 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: Header of an answer: fields of the request that mean nothing here, such as misspelt ones.
 IGNORED_FIELDS = "x-ctxreuse-ignored-fields"
 
-#: The API key of the request that is being served, "" where none is required: whose share it takes.
+#: Whose key the request that is being served has, "" where none is required: whose share it takes.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 _MAX_BODIES, _RECEIVE = 256 << 20, 30.0
+# Seconds for a client to take the error at the end of its answer.
+_LAST = 5.0
+_TYPE = b"content-type"
 _CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
 
@@ -99,42 +104,71 @@ class ApiMiddleware:
         identity = request_id(_header(scope, b"x-request-id").encode("latin-1"))
         scope.setdefault("state", {})["request_id"] = identity
         scope["app"] = self._app  # makes a bare router raise what it would answer as plain text
-        started, status, begun = self._clock(), 0, False
+        started, status, media, over = self._clock(), 0, "", False
 
         async def answer(message: Message) -> None:
-            nonlocal status, begun
+            nonlocal status, media, over
             if message["type"] == "http.response.start":
-                status, begun = message["status"], True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity.encode())]
+                status = message["status"]
+                media = next((value.decode("latin-1") for name, value in message["headers"] if name == _TYPE), "-")
+                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
                 if ignored := scope["state"].get("ignored"):
                     message["headers"].append((IGNORED_FIELDS.encode(), ignored.encode()))
+                if (known := _known(scope)) is not None:
+                    message["headers"] += known.keys.rates(known.key).headers()
+            over = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         with logs.fields(request_id=identity):
             try:
                 self._admit(scope)
-                tenant = bearer(scope) if self._access.keys else None
-                CALLER.set(tenant or "")
-                with self._bodies.body(tenant) as take:
-                    await self._app(scope, self._receiver(receive, take), answer)
+                await self._served(scope, receive, answer)
             except ClientDisconnect:
                 status = status or 499
             except Exception as error:
                 refusal = self._refusal(error, scope)
-                if begun:
-                    # Only closing the connection can mark the answer as incomplete.
-                    raise
-                await refuse(refusal, answer, self._errors(refusal, scope["path"], identity))
+                if not status:
+                    await refuse(refusal, answer, self._errors(refusal, scope["path"], identity))
+                elif not over:
+                    last = None
+                    if isinstance(error, ApiError):
+                        last = last_piece(refusal, scope["path"], media, identity)
+                    if last is None:
+                        # Only closing the connection can mark the answer as incomplete.
+                        raise
+                    async with asyncio.timeout(_LAST):
+                        await send({"type": "http.response.body", "body": last})
             finally:
                 path = scope["path"]
                 self._metrics.add("ctxreuse_http_requests_total", 1, self._route(path), _CLASSES[status // 100 - 1])
                 level = logging.DEBUG if path in PROBES else logging.INFO
                 seconds = round(self._clock() - started, 4)
-                extra = {"status": status, "seconds": seconds}
+                extra: dict[str, object] = {"status": status, "seconds": seconds}
+                if (known := _known(scope)) is not None:
+                    extra["key"] = known.key.tenant
                 if status < 400:
                     log.log(level, "%s %s", scope["method"], path, extra=extra)
                 else:  # these cost a caller nothing
                     self._refused.write(_caller(scope), level, "%s %s", scope["method"], path, extra=extra)
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an admitted request within the limits of its key, until that ends."""
+        known = _known(scope)
+        CALLER.set(known.key.tenant if known is not None else "")
+        with self._bodies.body(known.key.tenant if known is not None else None) as take:
+            if known is None:
+                await self._app(scope, self._receiver(receive, take), send)
+                return
+            if scope["path"] not in PROBES:
+                known.keys.rates(known.key).begin()
+            with known.keys.hold(known.key) as held:
+                try:
+                    await self._app(scope, self._receiver(receive, take), send)
+                except asyncio.CancelledError:
+                    if not held.was_cancelled():
+                        raise  # the daemon is being stopped
+                    text = str(KeyEndedError())
+                    raise ApiError(401, text, type="authentication_error", code="invalid_api_key") from None
 
     def _admit(self, scope: Scope) -> None:
         self._access.admit(scope)
@@ -196,6 +230,17 @@ def _caller(scope: Scope) -> str:
     """Return whose budget of log lines a request takes: its key's, else its address's."""
     client = scope.get("client")
     return CALLER.get() or (client[0] if client is not None else "")
+
+
+def _known(scope: Scope) -> KnownKey | None:
+    found: KnownKey | None = scope["state"].get("key")
+    return found
+
+
+def spend(scope: Scope, tokens: int) -> None:
+    """Count tokens of a request against its key."""
+    if (known := _known(scope)) is not None:
+        known.keys.rates(known.key).spend(tokens)
 
 
 def _header(scope: Scope, name: bytes) -> str:

@@ -9,8 +9,9 @@ from starlette.routing import Router
 
 from ctxreuse.config import Settings
 from ctxreuse.config.hosts import is_loopback
-from ctxreuse.daemon.access import Access, host_names, read_keys
+from ctxreuse.daemon.access import Access, host_names
 from ctxreuse.daemon.bodies import BodyBudget
+from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.probes import PROBES, probes
@@ -72,12 +73,13 @@ def application(node: EdgeNode, daemon: Daemon) -> ApiMiddleware:
     """
     edge = node.settings.edge
     access = Access(
-        keys=read_keys(edge.api_key_file),
+        keys=Keys.from_setting(edge.api_key_file),
         names=host_names(edge.host, edge.allowed_hosts),
         forwarded=edge.insecure,
-        admin=read_keys(edge.admin_token_file),
+        admin=[keys] if (keys := Keys.from_setting(edge.admin_token_file, ("admin",))) is not None else [],
     )
-    if not access.keys and not is_loopback(edge.host):
+    daemon.reloaded += [*access.admin, *([access.keys] if access.keys is not None else [])]
+    if access.keys is None and not is_loopback(edge.host):
         if not edge.insecure:
             raise ConfigError(
                 "beyond loopback the edge requires API keys",

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import typer
 
+from ctxreuse.cli.api_keys import key_commands
 from ctxreuse.cli.common import Json, ProgressBars, Url, app_of, daemon_client, load_settings, print_json, print_rows
 from ctxreuse.cli.errors import run
 
@@ -29,6 +30,8 @@ ctxreuse-edge serve --record traffic.jsonl             for `ctxreuse replay`: ha
 
 ctxreuse-edge status                                   state of the running daemon
 
+ctxreuse-edge keys add laptop --expires 30d            create an API key
+
 ctxreuse-edge pin manual                               protect a context's KV from eviction
 
 curl 127.0.0.1:7351/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -40,6 +43,16 @@ app = app_of(
     "ctxreuse-edge",
     "The daemon of a device: one model, one store, an OpenAI-compatible API for local programs.",
     _EXAMPLES,
+)
+
+app.add_typer(
+    key_commands(
+        "API keys of the daemon.",
+        "edge.api_key_file",
+        lambda ctx: load_settings(ctx).edge.api_key_file,
+        "edge-keys.json",
+    ),
+    name="keys",
 )
 
 # Seconds between rounds of sync, and without progress after which the rest is left to the daemon.

@@ -147,14 +147,14 @@ class RequestPool:
         ends there if the client has left. ``using`` is entered before, and left when the answers have ended;
         ``answers``: how many, which the caller's turn is charged for.
 
-        Raises ApiError (429, 503) at the limit, now or from the answer."""
+        Raises ApiError (429) at the limit, now or from the answer; 503 while draining."""
         running = RunningAnswer(make, using)
         caller, work = self._submit(running.run, running.fail, priority, answers)
         running.on_cancel = lambda: self._give_up(caller, work)
         return running
 
     async def call(self, work: Callable[[], T], priority: int = 0) -> T:
-        """Run ``work`` in a thread. Raises ApiError (429, 503) at the limit, and what ``work`` raises."""
+        """Run ``work`` in a thread. Raises ApiError (429 at the limit, 503 draining), and what ``work`` raises."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -247,8 +247,7 @@ class RequestPool:
 
 def _refusal(mine: int, active: int, *, shared: bool) -> ApiError:
     """Return the error of a request without a place; ``shared``: its caller has a share, of which ``mine`` are used."""
-    code = "too_many_requests"
+    text = f"{active} requests run or wait already"
     if shared and mine:
         text = "your other requests take your share of this daemon"
-        return ApiError(429, text, type="rate_limit_error", code=code, retry_after=1)
-    return ApiError(503, f"{active} requests run or wait already", type="server_error", code=code, retry_after=1)
+    return ApiError(429, text, type="rate_limit_error", code="too_many_requests", retry_after=1)

@@ -10,10 +10,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
+from ctxreuse_cloud.proxy.tenants import Tenants
 from yarl import URL
 
 from ctxreuse.config import BackendConfig
+from ctxreuse.daemon.key_file import KeyFile
 from support.scripted import STREAM, RunningProxy, Scripted, fronted
 from support.waiting import async_until, patient
 
@@ -259,7 +260,8 @@ def test_keys_tenants_and_salts(tmp_path: Path) -> None:
                 assert all(len(salt) == 32 for salt in salts)
                 assert {got["authorization"] for _, got, _ in a.seen} == {"Bearer upstream"}
                 file.revoke("ada")
-                assert tenants.refresh()
+                assert tenants.keys is not None
+                assert tenants.keys.refresh()
                 assert (await front.ask(headers={"authorization": f"Bearer {ada}"}))[0] == 401
                 assert (await front.ask(headers={"authorization": f"Bearer {bob}"}))[0] == 200
 

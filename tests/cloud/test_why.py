@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.request_log import FILE, CloudWhy, ProxyRequestLog
-from ctxreuse_cloud.proxy.tenants import KeyFile
 
+from ctxreuse.daemon.key_file import KeyFile
 from ctxreuse.testing.clock import FakeClock
 from support.sidecar import Edge
 from support.waiting import patient

@@ -12,6 +12,7 @@ from starlette.routing import Route, Router
 from ctxreuse.daemon.access import Access
 from ctxreuse.daemon.bodies import BodyBudget
 from ctxreuse.daemon.client import Client
+from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.metrics import Metrics
@@ -32,7 +33,7 @@ def serve() -> Iterator[Callable[..., Client]]:
         receive: float = 30.0,
     ) -> Client:
         daemon = Daemon("test", drain=0, receive=receive)
-        access = access or Access(keys=keys)
+        access = access or Access(keys=Keys.of(*keys) if keys else None)
         app = ApiMiddleware(Router(routes), metrics=Metrics(), route=str, access=access, bodies=bodies)
         url = daemon.bind()
 

@@ -15,9 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ctxreuse.config.hosts import is_loopback
-from ctxreuse.daemon.access import Access, from_here, host_names, is_forwarded, read_keys
+from ctxreuse.daemon.access import Access, from_here, host_names, is_forwarded
 from ctxreuse.daemon.bodies import BodyBudget, NoRoomError
 from ctxreuse.daemon.client import Client
+from ctxreuse.daemon.key_file import read_keys
+from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.middleware import read_body
 from ctxreuse.errors import ConfigError
 from support.waiting import patient, until
@@ -96,7 +98,7 @@ ROUTES = [Route(path, hello) for path in ("/v1/models", "/api/status", "/api/why
 
 
 def test_who_is_served_without_keys(serve: Serve) -> None:
-    client = serve(*ROUTES, access=Access(names={"box.lan"}, admin=["secret"]))
+    client = serve(*ROUTES, access=Access(names={"box.lan"}, admin=[Keys.of("secret", scopes=("admin",))]))
     assert get(client, "/v1/models")[0] == get(client, "/v1/models", host="box.lan:1")[0] == 200
     for headers in ({"host": "rebound.evil.com"}, {"origin": "http://evil.com"}, {"host": "evil.com\\@127.0.0.1"}):
         assert get(client, "/v1/models", **headers)[0] == get(client, "/metrics", **headers)[0] == 403
@@ -148,7 +150,7 @@ def posting(serve: Serve, **limits: float) -> tuple[Client, BodyBudget]:
 
     bodies = BodyBudget(int(limits.pop("total", 1 << 20)), limits.pop("seconds", 30.0))
     route = Route("/v1/size", size, methods=["POST"])
-    return serve(route, access=Access(keys=["a", "b"]), bodies=bodies, **limits), bodies
+    return serve(route, access=Access(keys=Keys.of("a", "b")), bodies=bodies, **limits), bodies
 
 
 def beginning(client: Client, key: str, length: int, sent: int) -> socket.socket:

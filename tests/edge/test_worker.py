@@ -124,7 +124,7 @@ def test_a_full_house_says_when_to_come_again(serve: Any) -> None:
         lines = [one.iter_lines(), two.iter_lines()]  # letting go of them would hang up
         assert all(next(each) for each in lines)
         refused = edge.http.post("/v1/chat/completions", json=LONG)
-        assert refused.status_code == 503
+        assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "too_many_requests"
         assert edge.http.get("/readyz").status_code == 200

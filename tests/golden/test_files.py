@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 from ctxreuse_cloud.proxy.request_log import FILE, ProxyRequestLog
-from ctxreuse_cloud.proxy.tenants import KeyFile, Tenants
+from ctxreuse_cloud.proxy.tenants import Tenants
 
 from ctxreuse.bus.auth.allowlist import ALLOW_FILE, AllowList
 from ctxreuse.bus.auth.curve import KeyPair, ServerAuth, public_key
-from ctxreuse.daemon.access import read_keys
+from ctxreuse.daemon.key_file import KeyFile, read_keys
 from ctxreuse.identity.keys import tenant_salt
 from ctxreuse.lab.opening import open_trace
 from ctxreuse.peer.quarantine import Quarantine
@@ -70,7 +70,9 @@ def test_quarantine(folder: Path) -> None:
 def test_tenants_of_a_cloud(folder: Path) -> None:
     table = Tenants(KeyFile(folder / "tenants.json"))
     for name, (tenant, key, salt) in FILES["tenants"].items():
-        assert table.find(f"Bearer {key}".encode()) == tenant
+        found = table.find([(b"authorization", f"Bearer {key}".encode())])
+        known = (found.tenant, found.scopes, found.expires) if found is not None else None
+        assert known == ((tenant, ("answers",), 0.0) if tenant is not None else None)
         assert table.salt(name) == salt
 
 

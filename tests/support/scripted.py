@@ -180,7 +180,7 @@ async def fronted(
         counts = ProxyCounts(registry, backends)
         observers = Observers(counts, ProxyRequestLog(), PauseTracker(registry))
         proxy = Proxy(config, backends, tenants, pool, observers, BodyBudget(config.max_bodies, config.receive))
-        await HealthChecker(pool, backends, tenants, 1.0).once()
+        await HealthChecker(pool, backends, 1.0).once()
         server = uvicorn.Server(
             uvicorn.Config(proxy, port=0, lifespan="off", log_config=None, access_log=False, server_header=False)
         )

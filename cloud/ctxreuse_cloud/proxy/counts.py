@@ -13,8 +13,9 @@ from ctxreuse_cloud.proxy.stream import ReportedUsage
 __all__ = ["OUTCOMES", "ProxyCounts"]
 
 #: ``refused``: no backend was tried; ``upstream``: the backend's error was passed on; ``failed``: no backend
-#: answered; ``broken``: the answer ended early; ``cancelled``: by the caller; ``stalled``: the caller did not read.
-OUTCOMES = ("ok", "refused", "upstream", "failed", "broken", "cancelled", "stalled")
+#: answered; ``broken``: the answer ended early; ``cancelled``: by the caller; ``stalled``: the caller did not read;
+#: ``revoked``: its key ended.
+OUTCOMES = ("ok", "refused", "upstream", "failed", "broken", "cancelled", "stalled", "revoked")
 
 #: Kinds of tokens, and their names in version 0.1.0, which are counted for one version, too.
 _OLD = {"relocated": "moved", "recomputed": "mended"}

@@ -51,6 +51,17 @@ class ProxyCall:
         #: Its number in the recording, -1: not recorded.
         self.recorded = -1
 
+    def spent(self, nbytes: int) -> int:
+        """Return the tokens that were computed: of the prompt without what was cached, and of the answer.
+
+        Where the backend did not report them, one for each four bytes of the request and of the answer's ``nbytes``.
+        """
+        if not self.tried:
+            return 0
+        if self.usage is None:
+            return (len(self.request.body("")) + nbytes) // 4
+        return max(0, self.usage.prompt_tokens - self.usage.cached) + self.usage.completion_tokens
+
 
 class Forwarder:
     """Sends calls to backends; for one event loop."""

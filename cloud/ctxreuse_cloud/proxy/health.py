@@ -8,10 +8,8 @@ import logging
 import aiohttp
 import msgspec
 
-from ctxreuse.errors import ConfigError
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.stream import read_whole
-from ctxreuse_cloud.proxy.tenants import Tenants
 
 __all__ = ["HealthChecker", "check_backend"]
 
@@ -71,34 +69,18 @@ async def _get(pool: aiohttp.ClientSession, backend: Backend, path: str) -> tupl
 
 
 class HealthChecker:
-    """Checks all backends every ``interval`` seconds and reloads the key file within a second of a change."""
+    """Checks all backends every ``interval`` seconds."""
 
-    def __init__(self, pool: aiohttp.ClientSession, backends: Backends, tenants: Tenants, interval: float) -> None:
-        self._pool, self._backends, self._tenants, self._interval = pool, backends, tenants, interval
+    def __init__(self, pool: aiohttp.ClientSession, backends: Backends, interval: float) -> None:
+        self._pool, self._backends, self._interval = pool, backends, interval
 
     async def once(self) -> None:
         """Check all backends at once."""
         timeout = min(self._interval, 5.0)
         await asyncio.gather(*(check_backend(self._pool, backend, timeout) for backend in self._backends.all))
 
-    async def keys(self) -> None:
-        """Reload the key file when it changes, until cancelled."""
-        last = ""
-        while True:
-            await asyncio.sleep(1.0)
-            try:
-                if self._tenants.refresh():
-                    log.info("API keys reloaded")
-                last = ""
-            except ConfigError as error:
-                if str(error) != last:
-                    last = str(error)
-                    log.error("API keys not reloaded: %s", last)
-
     async def run(self) -> None:
         """Check until cancelled; the first check is at once."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.keys())
-            while True:
-                await self.once()
-                await asyncio.sleep(self._interval)
+        while True:
+            await self.once()
+            await asyncio.sleep(self._interval)

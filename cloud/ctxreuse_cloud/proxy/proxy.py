@@ -22,7 +22,11 @@ from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.config import CloudConfig
 from ctxreuse.daemon.access import from_here, is_forwarded
 from ctxreuse.daemon.bodies import BodyBudget, NoRoomError
+from ctxreuse.daemon.broken import last_piece
+from ctxreuse.daemon.key_file import ApiKey
+from ctxreuse.daemon.keys import KeyEndedError
 from ctxreuse.daemon.middleware import request_id
+from ctxreuse.daemon.openai import ApiError
 from ctxreuse.errors import FormatError
 from ctxreuse_cloud.proxy.admission import Admission
 from ctxreuse_cloud.proxy.backends import Backends
@@ -111,6 +115,13 @@ class Proxy:
         own = [_JSON, (REQUEST_ID, call.identity.encode())]
         try:
             await self._answer(method, receive, given, call, answer)
+        except KeyEndedError as ended:
+            call.outcome = "revoked"
+            error = ApiError(401, str(ended), type="authentication_error", code="invalid_api_key")
+            if not answer.begun:
+                await answer.whole(401, own, error.body())
+            elif not answer.over and (last := last_piece(error, call.path, answer.media, call.identity)) is not None:
+                await answer.end(last)  # otherwise the server cuts the connection
         except _RefusedError as refused:
             call.outcome = "refused"
             body = error_body(str(refused), refused.kind, refused.status)
@@ -125,10 +136,17 @@ class Proxy:
     async def _answer(
         self, method: str, receive: Receive, given: dict[bytes, bytes], call: ProxyCall, answer: CallerAnswer
     ) -> None:
-        tenant = self._tenants.find(given.get(b"authorization"))
-        if tenant is None:
+        key = self._tenants.find(call.headers)
+        if key is None:
             challenge = (b"www-authenticate", b"Bearer")
-            raise _RefusedError(401, "an API key is required: Authorization: Bearer …", "invalid_api_key", challenge)
+            raise _RefusedError(
+                401,
+                "a valid API key is required: Authorization: Bearer …",
+                "invalid_api_key",
+                challenge,
+            )
+        if "answers" not in key.scopes:
+            raise _RefusedError(403, "this key has not the scope answers", "permission_error")
         host, origin = (given.get(name, b"").decode("latin-1") for name in (b"host", b"origin"))
         if self._tenants.open and (not from_here(host, origin) or is_forwarded(given.items())):
             raise _RefusedError(403, "without API keys only programs of this machine are served", "permission_error")
@@ -140,18 +158,40 @@ class Proxy:
         elif method == "POST":
             if not _PATH.fullmatch(call.path):
                 raise _RefusedError(404, "no such path", "not_found_error")
-            with self._all.enter("") as room, self._tenant.enter(tenant) as allowed:
-                if not (room and allowed):
-                    scope = "your " if room else ""
-                    raise _RefusedError(
-                        429, f"too many of {scope}requests run", "rate_limit_error", (b"retry-after", b"1")
-                    )
-                with self.bodies.body(None if self._tenants.open else tenant) as take:
-                    await self._post(receive, take, given, tenant, call, answer)
+            await self._limited(receive, given, key, call, answer)
         else:
             raise _RefusedError(
                 405, "only GET and POST are supported", "invalid_request_error", (b"allow", b"GET, POST")
             )
+
+    async def _limited(
+        self, receive: Receive, given: dict[bytes, bytes], key: ApiKey, call: ProxyCall, answer: CallerAnswer
+    ) -> None:
+        """Answer within the limits of a key, until that ends. Raises KeyEndedError."""
+        rates = self._tenants.rates(key)
+        try:
+            rates.begin()
+        except ApiError as early:
+            after = (b"retry-after", str(early.retry_after).encode())
+            raise _RefusedError(429, early.message, early.type, after, *rates.headers()) from None
+        answer.extra = [*rates.headers()]
+        tenant = key.tenant
+        with self._all.enter("") as room, self._tenant.enter(tenant) as allowed:
+            if not (room and allowed):
+                scope = "your " if room else ""
+                raise _RefusedError(429, f"too many of {scope}requests run", "rate_limit_error", (b"retry-after", b"1"))
+            with (
+                self.bodies.body(None if self._tenants.open else tenant) as take,
+                self._tenants.hold(key) as held,
+            ):
+                try:
+                    await self._post(receive, take, given, tenant, call, answer)
+                except asyncio.CancelledError:
+                    if held is None or not held.was_cancelled():
+                        raise
+                    raise KeyEndedError from None
+                finally:
+                    rates.spend(call.spent(answer.nbytes))
 
     def _models(self, path: str) -> dict[str, Any]:
         listed = [

@@ -105,6 +105,11 @@ class CallerAnswer:
     def __init__(self, send: Send, silence: float) -> None:
         self._send, self._silence = send, silence
         self.begun = self.over = False
+        #: Added to the headers of the answer; its content type.
+        self.extra: RawHeaders = []
+        self.media = ""
+        #: Bytes of the body so far.
+        self.nbytes = 0
         # One timer for the answer: one per piece would cost as much as passing it on.
         self._waits: float | None = None
         self._limit = asyncio.timeout(None)
@@ -135,15 +140,20 @@ class CallerAnswer:
     async def start(self, status: int, headers: RawHeaders) -> None:
         """Send status and headers."""
         self.begun = True
+        self.media = next((value.decode("latin-1") for name, value in headers if name == b"content-type"), "")
+        if self.extra:
+            headers = [pair for pair in headers if not pair[0].startswith(b"x-ratelimit-")] + self.extra
         await self._put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body; returns when the connection takes more."""
+        self.nbytes += len(data)
         await self._put({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
         """Send the last piece."""
         self.over = True
+        self.nbytes += len(data)
         await self._put({"type": "http.response.body", "body": data, "more_body": False})
 
     async def whole(self, status: int, headers: RawHeaders, body: bytes) -> None:

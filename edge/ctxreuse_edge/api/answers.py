@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ctxreuse.block.levels import allowed_by, check_limit, check_lossy, expected_kl, limit_of
 from ctxreuse.daemon.logprobs import LogprobReporter, mean_logprob
-from ctxreuse.daemon.middleware import new_id, read_body
+from ctxreuse.daemon.middleware import new_id, read_body, spend
 from ctxreuse.daemon.openai import (
     DONE,
     ApiError,
@@ -238,6 +238,10 @@ class HttpAnswer(Response):
             await (self._events(send) if self._stream else self._body(scope, receive, send))
         finally:
             self._running.cancel()
+            usages = [completion.usage for completion in self.completions]
+            if usages:
+                usage = total_usage(usages)
+                spend(scope, usage.tokens.computed + usage.completion_tokens)
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching

@@ -13,9 +13,9 @@ from pathlib import Path
 from ctxreuse.daemon.key_file import ApiKey, KeyList, KeyScope, hash_key, is_json, key_list, read_keys
 from ctxreuse.daemon.rates import KeyRates
 
-__all__ = ["HeldKey", "KeyEndedError", "Keys", "given_key"]
+__all__ = ["KeyEndedError", "Keys", "WatchedRequest", "given_key"]
 
-#: Scopes of keys that stand in lines: whoever has one may ask, and see status.
+#: Scopes of keys that stand in lines: their owner may ask, and see status.
 _LINES: tuple[KeyScope, ...] = ("answers", "status")
 _MAX_KEY = 512
 
@@ -41,7 +41,7 @@ class KeyEndedError(Exception):
         super().__init__("the API key was revoked or has expired")
 
 
-class HeldKey:
+class WatchedRequest:
     """The key of one running request, whose task is cancelled when the key ends."""
 
     def __init__(self, key: ApiKey) -> None:
@@ -55,7 +55,7 @@ class HeldKey:
             self._task.cancel()
 
     def was_cancelled(self) -> bool:
-        """Return True if the cancellation that was just caught is that of `end`, and nobody else's."""
+        """Return True if the cancellation that was just caught is that of `end`, and no other."""
         return self.ended and self._task is not None and not self._task.uncancel()
 
 
@@ -73,7 +73,7 @@ class Keys:
         self._path, self._read, self._clock = path, read, clock
         self._seen = self._state()
         self._rates: dict[str, KeyRates] = {}
-        self._held: set[HeldKey] = set()
+        self._watched: set[WatchedRequest] = set()
         self._use(self._read(path))
 
     @classmethod
@@ -105,9 +105,9 @@ class Keys:
             self._seen = state
             return True
         finally:
-            for held in [one for one in self._held if not self._valid(one.key)]:
-                self._held.discard(held)
-                held.end()
+            for watched in [one for one in self._watched if not self._valid(one.key)]:
+                self._watched.discard(watched)
+                watched.end()
 
     def find(self, key: str) -> ApiKey | None:
         """Return what is known of a key; None if it is not valid."""
@@ -124,14 +124,14 @@ class Keys:
         return any(scope in key.scopes for key in self._known.values())
 
     @contextmanager
-    def hold(self, key: ApiKey) -> Iterator[HeldKey]:
+    def watch(self, key: ApiKey) -> Iterator[WatchedRequest]:
         """Note that the present task answers a request of this key; until the block is left `refresh` may cancel it."""
-        held = HeldKey(key)
-        self._held.add(held)
+        watched = WatchedRequest(key)
+        self._watched.add(watched)
         try:
-            yield held
+            yield watched
         finally:
-            self._held.discard(held)
+            self._watched.discard(watched)
 
     def rates(self, key: ApiKey) -> KeyRates:
         """Return what the key may still take."""

@@ -161,11 +161,11 @@ class ApiMiddleware:
                 return
             if scope["path"] not in PROBES:
                 known.keys.rates(known.key).begin()
-            with known.keys.hold(known.key) as held:
+            with known.keys.watch(known.key) as watched:
                 try:
                     await self._app(scope, self._receiver(receive, take), send)
                 except asyncio.CancelledError:
-                    if not held.was_cancelled():
+                    if not watched.was_cancelled():
                         raise  # the daemon is being stopped
                     text = str(KeyEndedError())
                     raise ApiError(401, text, type="authentication_error", code="invalid_api_key") from None

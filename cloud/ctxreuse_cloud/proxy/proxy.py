@@ -182,12 +182,12 @@ class Proxy:
                 raise _RefusedError(429, f"too many of {scope}requests run", "rate_limit_error", (b"retry-after", b"1"))
             with (
                 self.bodies.body(None if self._tenants.open else tenant) as take,
-                self._tenants.hold(key) as held,
+                self._tenants.watch(key) as watched,
             ):
                 try:
                     await self._post(receive, take, given, tenant, call, answer)
                 except asyncio.CancelledError:
-                    if held is None or not held.was_cancelled():
+                    if watched is None or not watched.was_cancelled():
                         raise
                     raise KeyEndedError from None
                 finally:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable
 
 from ctxreuse.daemon.key_file import ApiKey, KeyFile
-from ctxreuse.daemon.keys import HeldKey, Keys, given_key
+from ctxreuse.daemon.keys import Keys, WatchedRequest, given_key
 from ctxreuse.daemon.rates import KeyRates
 from ctxreuse.identity.keys import tenant_salt
 
@@ -34,9 +34,9 @@ class Tenants:
         """Return the key in the headers of a request, see `given_key`; None without a valid one."""
         return self.keys.find(given_key(headers)) if self.keys is not None else _ANYONE
 
-    def hold(self, key: ApiKey) -> contextlib.AbstractContextManager[HeldKey | None]:
-        """See `Keys.hold`; None where no key is required."""
-        return self.keys.hold(key) if self.keys is not None else contextlib.nullcontext()
+    def watch(self, key: ApiKey) -> contextlib.AbstractContextManager[WatchedRequest | None]:
+        """See `Keys.watch`; None where no key is required."""
+        return self.keys.watch(key) if self.keys is not None else contextlib.nullcontext()
 
     def rates(self, key: ApiKey) -> KeyRates:
         """Return what a key may still take."""

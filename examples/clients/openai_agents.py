@@ -9,7 +9,7 @@ import sys
 
 from openai import AsyncOpenAI
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 
 
 @function_tool
@@ -26,22 +26,21 @@ def add(a: int, b: int) -> int:
 
 def main(url: str) -> None:
     set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel(
-        model="smollm2", openai_client=AsyncOpenAI(base_url=url + "/v1", api_key="none", timeout=600)
-    )
+    set_default_openai_client(AsyncOpenAI(base_url=url + "/v1", api_key="none", timeout=600))
     # A model of a billion parameters or more decides by itself: leave out tool_choice.
-    settings = ModelSettings(tool_choice="required", temperature=0, max_tokens=64)
+    settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, temperature=0, max_tokens=256)
     agent = Agent(
         name="helper",
         instructions="You help with the weather and with sums.",
-        model=model,
+        model="smollm2",
         tools=[get_weather, add],
         model_settings=settings,
     )
-    history = []
+    # Each turn continues the response that the last one ended with, which the server has kept.
+    last = None
     for question in ("What is the weather in Paris?", "Add 2 and 3.", "And in Rome?"):
-        done = Runner.run_sync(agent, [*history, {"role": "user", "content": question}], max_turns=6)
-        history = done.to_input_list()
+        done = Runner.run_sync(agent, question, previous_response_id=last, max_turns=6)
+        last = done.last_response_id
         for item in done.new_items:
             if item.type == "tool_call_item":
                 print(f"call    {item.raw_item.name}({item.raw_item.arguments})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from support.waiting import patient, until
 
 pytestmark = [pytest.mark.clients, pytest.mark.model, pytest.mark.daemon]
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clients").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clients").glob("*.*"))
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         daemon.wait(patient(60))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_agent_calls_tools_and_its_prompt_is_reused(url: str, example: Path) -> None:
-    python = os.environ["CLIENTS_PYTHON"]
-    command = [python, "-W", "ignore", str(example), url]
+    place = Path(os.environ["CLIENTS"])
+    if example.suffix == ".mjs":  # Node.js looks for packages beside the program
+        command = ["node", shutil.copy(example, place / "js"), url]
+    else:
+        command = [str(place / "bin" / "python"), "-W", "ignore", str(example), url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
@@ -11,8 +11,9 @@ import msgspec
 
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError, GrammarError, SessionError
-from ctxreuse.identity.keys import Tokens
-from ctxreuse.runtime import Completion
+from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.runtime import Completion, Runtime
+from ctxreuse.runtime.compaction import finish_deletions
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
 from ctxreuse.toolcalls import Tool, ToolChoice, call_grammar, special_markers
@@ -206,11 +207,33 @@ class SessionCore:
         ledger.set_head(record.id, target, expected_head=record.head)
         return ledger.turn(target) if target else None
 
-    def delete(self) -> None:
-        """Delete the session, and what the request log knows of it."""
-        self.state.ledger.delete(self.id)
-        if self.state.runtime is not None:
-            self.state.runtime.forget_requests(self.id)
+    def delete(self) -> int:
+        """Delete the session, and what was computed of it; returns the number of blocks of KV."""
+        state, runtime = self.state, self.state.runtime
+        if runtime is None or runtime.text is None:
+            state.ledger.delete(self.id)
+            return 0
+        if not isinstance(runtime, Runtime):
+            blocks = runtime.erase(self._ids(), session=self.id, keep=self._others())
+            state.ledger.delete(self.id)
+            return blocks
+        plan = runtime.eraser.plan_context(self._ids(), self.id, self._others())
+        state.ledger.delete(self.id, note=msgspec.msgpack.encode(plan))
+        return finish_deletions(state.ledger, runtime.eraser.carry_out)[1]
+
+    def _ids(self) -> Tokens:
+        with suppress(CtxReuseError):  # a history that the template refuses was never computed
+            return self.tokens()
+        return as_tokens([])
+
+    def _others(self) -> Iterator[Tokens]:
+        """Contexts of the other sessions that begin with the same turn."""
+        ledger, segments = self.state.ledger, self.state.engine()[1]
+        mine = self.turns()[:1]
+        for session in ledger.sessions() if mine else ():
+            turns = ledger.turns(session.head) if session.id != self.id else []
+            if turns and (turns[0].role, turns[0].content) == (mine[0].role, mine[0].content):
+                yield segments.context(turns)
 
     def after(self, ancestor: int, head: int) -> list[Turn]:
         """Return the turns after ``ancestor`` up to ``head``, by their ids; 0: before the first."""

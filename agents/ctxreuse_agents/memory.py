@@ -21,7 +21,8 @@ from ctxreuse.errors import SessionError
 from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import RecomputeBudget, parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
-from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, open_store
+from ctxreuse.runtime.compaction import compact, finish_deletions
+from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, TieredStore, open_store
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_agents import transfer
 from ctxreuse_agents._state import MemoryState
@@ -122,6 +123,8 @@ class Memory:
                 options = RuntimeOptions(tenant=tenant, requests=requests, recompute=recompute)
                 runtime = Runtime(runs, store, options)
                 opened.callback(runtime.close)
+            if isinstance(runtime, Runtime) and not readonly:
+                finish_deletions(ledger, runtime.eraser.carry_out)
             memory = cls(ledger, runtime, readonly=readonly, max_kl=max_kl)
             memory._state.owned = opened.pop_all()
         return memory
@@ -206,10 +209,23 @@ class Memory:
         return self._state.ledger.search(text, limit)
 
     def delete(self, session: Session | str) -> None:
-        """Delete a session; its forks keep their whole history. Waits for an unfinished answer."""
+        """Delete a session: its text, and what was computed of it, in a daemon and its clouds too.
+
+        Its forks keep their whole history. Waits for an unfinished answer. Files still hold it until `compact`.
+        """
         found = session if isinstance(session, Session) else self.session(session, create=False)
         with found._core.lock.hold():
             found._core.delete()
+
+    def compact(self) -> int:
+        """Rewrite the files of this memory, so that nothing that was deleted is in them; about a second a gigabyte.
+
+        Returns the number of turns that no session reached. Raises StoreError if the disk has no room for it.
+        """
+        store = self._blocks
+        if isinstance(store, TieredStore):
+            return compact(self._state.ledger, store)
+        return self._state.ledger.compact()
 
     def export_json(self, session: Session | str) -> dict[str, Any]:
         """Return a session as a JSON-compatible dict: turns, their meta, times and token ids. See `transfer`."""

@@ -7,7 +7,7 @@ of text and ids come back as they are generated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -102,6 +102,11 @@ class RemoteRuntime:
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
         """See `RuntimeProtocol.forget`."""
         return int(self._call("forget", tokens)["blocks"])
+
+    def erase(self, tokens: Sequence[int] | Tokens, *, session: str = "", keep: Iterable[Tokens] = ()) -> int:
+        """See `RuntimeProtocol.erase`; the daemon knows what its other contexts need, and not ``keep``."""
+        body = {"tokens": as_tokens(tokens).tolist(), "session": session}
+        return int(self.client.call("POST", "/api/forget", body)["blocks"])
 
     def pause(
         self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, max_kl: float | None = None

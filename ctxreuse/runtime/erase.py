@@ -52,8 +52,7 @@ class Eraser:
         self._store, self._requests, self._contexts, self._paused = store, requests, contexts, paused
         self._space, self._salt = space, salt
 
-    def begun_with(self, tokens: Tokens, session: str = "") -> list[LoggedEntry]:
-        """Return the logged requests that begin with these ids, or are of that session."""
+    def _begun_with(self, tokens: Tokens, session: str) -> list[LoggedEntry]:
         return self._entries(
             lambda entry: (
                 (bool(session) and entry.session == session)
@@ -80,6 +79,10 @@ class Eraser:
     def _entries(self, fits: Callable[[LoggedEntry], bool]) -> list[LoggedEntry]:
         tenant = self._requests.tenant(self._salt)
         return [entry for entry in self._requests.entries() if entry.tenant == tenant and fits(entry)]
+
+    def plan_context(self, tokens: Tokens, session: str = "", keep: Iterable[Tokens] = ()) -> Erasure:
+        """Return what goes with a context of these ids, and with the requests that begin so or are of ``session``."""
+        return self.plan([tokens] if len(tokens) else [], self._begun_with(tokens, session), keep)
 
     def plan(self, tokens: Sequence[Tokens], entries: Sequence[LoggedEntry], keep: Iterable[Tokens] = ()) -> Erasure:
         """Return what goes with contexts of these ids and with these requests.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -80,6 +80,13 @@ class RuntimeProtocol(Protocol):
 
     def forget(self, tokens: Sequence[int] | Tokens) -> int:
         """Drop the KV of ``tokens`` that no other context shares; returns the number of blocks. Text is untouched."""
+
+    def erase(self, tokens: Sequence[int] | Tokens, *, session: str = "", keep: Iterable[Tokens] = ()) -> int:
+        """Delete what was kept of a context, and of requests that went on from it or were of its ``session``: KV,
+        token ids, explanations, hints; returns the number of blocks.
+
+        What other requests in the log, and contexts of the ids in ``keep``, share with it stays.
+        """
 
     def pause(
         self, tokens: Sequence[int] | Tokens, kind: str, *, expect: float | None = None, max_kl: float | None = None

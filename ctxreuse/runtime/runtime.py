@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -330,6 +330,10 @@ class Runtime:
             return 0
         self.store.flush()
         return self.store.forget(self.keys(ids))
+
+    def erase(self, tokens: Sequence[int] | Tokens, *, session: str = "", keep: Iterable[Tokens] = ()) -> int:
+        """See `RuntimeProtocol.erase`."""
+        return self.eraser.carry_out(self.eraser.plan_context(as_tokens(tokens), session, keep))
 
     def supersede(self, tokens: Sequence[int] | Tokens, keep: int) -> int:
         """See `RuntimeProtocol.supersede`."""

@@ -51,9 +51,7 @@ class Forgetter:
         """
         with self._lock:
             session, eraser = self._ledger.session(id_or_name), self._models.first.runtime.eraser
-            ids = self._contexts.tokens(session)
-            entries = eraser.begun_with(ids, session.id)
-            plan = eraser.plan([ids] if len(ids) else [], entries, self._kept(session.id))
+            plan = eraser.plan_context(self._contexts.tokens(session), session.id, self._kept(session.id))
             self._contexts.unpin_deleted(session.id)
             self._ledger.delete(session.id, note=msgspec.msgpack.encode(plan))
             return msgspec.structs.replace(self._finish(), deleted=1)
@@ -80,8 +78,7 @@ class Forgetter:
         """Delete what is kept of a context that a program keeps itself, and of the requests of its ``session``."""
         with self._lock:
             eraser = self._models.first.runtime.eraser
-            entries = eraser.begun_with(tokens, session)
-            return self._erase(eraser.plan([tokens] if len(tokens) else [], entries, self._kept()))
+            return self._erase(eraser.plan_context(tokens, session, self._kept()))
 
     def resume(self) -> None:
         """Complete the deletions that a crash cut short. Call it once, before requests are answered."""

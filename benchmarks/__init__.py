@@ -12,7 +12,7 @@ from ctxreuse.bench import Suite
 __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
-    "agents", "agents_http", "answers", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
+    "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
     "evict", "fetch", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order", "pauses",
     "pipeline", "policy", "proxy", "qa", "rans", "resume", "scale", "shapes", "states", "together", "tools", "tree",
 )  # fmt: skip

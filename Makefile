@@ -51,7 +51,7 @@ nightly: $(READY) ## lint and everything there is, at full depth
 
 # The examples of examples/clients, each on its framework, in an environment that has those and not this project.
 CLIENTS := .venv-clients
-test-clients: $(READY) ## agents on the OpenAI SDK, LangChain and others against a daemon with a real model
+test-clients: $(READY) ## agents on the SDKs of OpenAI and Anthropic, LangChain and others against a daemon with a real model
 	@command -v npm >/dev/null || { echo "test-clients runs JavaScript clients too: install Node.js 20 or later, with npm" >&2; exit 1; }
 	mkdir -p $(CLIENTS)/js && cp tests/clients/package.json $(CLIENTS)/js/
 	npm install --prefix $(CLIENTS)/js --no-package-lock --no-audit --no-fund --loglevel=error

@@ -111,7 +111,8 @@ class ApiMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 media = next((value.decode("latin-1") for name, value in message["headers"] if name == _TYPE), "-")
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                names = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
+                message["headers"] = [*message["headers"], *((name, identity.encode()) for name in names)]
                 if ignored := scope["state"].get("ignored"):
                     message["headers"].append((IGNORED_FIELDS.encode(), ignored.encode()))
                 if (known := _known(scope)) is not None:

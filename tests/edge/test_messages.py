@@ -151,7 +151,7 @@ def test_documents_are_parts_and_what_is_no_text_is_refused_by_its_place(edge: A
         assert found.json()["type"] == "error"
         assert found.json()["error"]["type"] == "invalid_request_error"
         assert found.json()["error"]["message"].startswith(place)
-        assert found.json()["request_id"] == found.headers["x-request-id"]
+        assert found.json()["request_id"] == found.headers["request-id"]
     search = {"type": "web_search_20250305", "name": "web_search"}
     assert "web_search" in post(edge, 400, tools=[search]).json()["error"]["message"]
     ended = post(edge, 400, messages=[*HELLO, {"role": "assistant", "content": "It is"}]).json()["error"]

@@ -171,7 +171,6 @@ class _MessageAnswer(HttpAnswer):
         self._reader: CallReader | None = None
         running = running_answer(node, chat.model, chat_body, self._name, self._begin, None)
         super().__init__(node, running, stream=bool(body.stream))
-        self.headers["request-id"] = request
 
     def _begin(self, name: str, step: Callable[[], None]) -> Sequence[Completion]:
         chat = self._chat

@@ -12,9 +12,9 @@ __all__ = [
     "OllamaAnswer",
     "OllamaCall",
     "OllamaChatRequest",
+    "OllamaEmbedRequest",
     "OllamaEmbedding",
     "OllamaEmbeddings",
-    "OllamaEmbedRequest",
     "OllamaEmbeddingsRequest",
     "OllamaFunction",
     "OllamaGenerateRequest",
@@ -81,10 +81,12 @@ class OllamaRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
-    """``POST /api/chat``; without messages the model is loaded, or with ``keep_alive`` 0 unloaded."""
+    """``POST /api/chat``; without messages the model is loaded, or with ``keep_alive`` 0 unloaded. ``tool_choice`` is
+    the OpenAI API's: small models call no tool unless they must."""
 
     messages: Annotated[list[OllamaMessage], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from ctxreuse.daemon.probes import PROBES, probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse.engines import Engine
 from ctxreuse.errors import ConfigError
-from ctxreuse_edge.api import error_body, routes
+from ctxreuse_edge.api import error_body, ollama, routes
 from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["ADDRESS_FILE", "address_file", "application", "serve"]
@@ -37,6 +37,7 @@ _ROUTES = (
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/api/contexts", "contexts"),
+    *((path, "ollama") for path in ollama.PATHS),
     ("/api/", "api"),
 )
 

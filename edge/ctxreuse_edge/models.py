@@ -18,6 +18,7 @@ from ctxreuse.errors import ConfigError
 from ctxreuse.units import parse_duration
 
 if TYPE_CHECKING:
+    from ctxreuse.identity.model import ModelSpace
     from ctxreuse.runtime import Runtime
 
 __all__ = ["ModelName", "ServedModel", "ServedModels", "check_keep_alive", "model_name", "parse_keep_alive"]
@@ -78,9 +79,14 @@ class ServedModel:
         return self._runtime is not None
 
     @property
+    def space(self) -> ModelSpace | None:
+        """What its KV depends on; None before it was first opened."""
+        return self._runtime.space if self._runtime is not None else None
+
+    @property
     def max_tokens(self) -> int:
         """Positions of the model; 0 before it was first opened."""
-        return self._runtime.space.max_tokens if self._runtime is not None else 0
+        return self.space.max_tokens if self.space is not None else 0
 
     @property
     def child(self) -> ChildEngine | None:

@@ -39,7 +39,7 @@ from ctxreuse.why import RequestInfo
 from ctxreuse_edge.api.answers import HttpAnswer, body_of, finish_of, id_of, json_answer, running_answer, sampling_of
 from ctxreuse_edge.api.chat import Chat, EdgeChatRequest
 from ctxreuse_edge.api.formats import constrained, format_of
-from ctxreuse_edge.api.prompts import prompt_ids
+from ctxreuse_edge.api.v1 import prompt_ids
 from ctxreuse_edge.models import check_keep_alive
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def routes(node: EdgeNode) -> list[Route]:
         model = found_model(node, body.model)
         if not body.messages:
             return await _load(node, model, body, OllamaReply("assistant", ""))
-        chat_body = _chat_request(body, model, chat_messages(body.messages), body.tools)
+        chat_body = _chat_request(body, model, chat_messages(body.messages))
+        tools = {"tools": body.tools or None, "tool_choice": body.tool_choice}
+        chat_body = msgspec.structs.replace(chat_body, **tools)
         one = Chat(node, chat_body, id_of(request))
         return _OllamaStream(node, body, model, chat_body, one.begin, one)
 
@@ -87,9 +89,9 @@ def routes(node: EdgeNode) -> list[Route]:
             return await _load(node, model, body, None)
         messages = [ChatMessage("system", body.system)] if body.system else []
         messages.append(ChatMessage("user", body.prompt))
-        chat_body = _chat_request(body, model, messages, None)
-        make = _raw(node, model, chat_body, body.prompt, id_of(request))
-        make = make if body.raw else Chat(node, chat_body, id_of(request)).begin
+        chat_body = _chat_request(body, model, messages)
+        raw = _raw(model, chat_body, body.prompt, id_of(request))
+        make = raw if body.raw else Chat(node, chat_body, id_of(request)).begin
         return _OllamaStream(node, body, model, chat_body, make, None)
 
     async def tags(_: Request) -> Response:
@@ -122,9 +124,7 @@ def found_model(node: EdgeNode, name: str) -> ServedModel:
     return node.models.find(name if name in names else name.removesuffix(":latest"))
 
 
-def _chat_request(
-    body: OllamaRequest, model: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None
-) -> EdgeChatRequest:
+def _chat_request(body: OllamaRequest, model: ServedModel, messages: list[ChatMessage]) -> EdgeChatRequest:
     options, wanted = body.options or OllamaOptions(), None
     if isinstance(body.format, dict):
         wanted = ResponseFormat("json_schema", JsonSchema(schema=body.format))
@@ -135,7 +135,6 @@ def _chat_request(
     return EdgeChatRequest(
         model=model.name.id,
         messages=messages,
-        tools=tools or None,
         max_tokens=options.num_predict if options.num_predict >= 0 else None,
         temperature=options.temperature,
         top_p=options.top_p,
@@ -151,7 +150,7 @@ def _chat_request(
     )
 
 
-def _raw(node: EdgeNode, model: ServedModel, body: EdgeChatRequest, prompt: str, request: str) -> Make:
+def _raw(model: ServedModel, body: EdgeChatRequest, prompt: str, request: str) -> Make:
     """Begin answers to a prompt that is taken as it is."""
     wanted = format_of(body)
 
@@ -183,7 +182,11 @@ async def _load(node: EdgeNode, model: ServedModel, body: OllamaRequest, message
 
 def _described(node: EdgeNode, model: ServedModel) -> OllamaModel:
     space, name = model.space, model.name.id
-    details = {"format": "gguf" if model.name.folder.endswith(".gguf") else "", "family": "", "families": None}
+    details: dict[str, Any] = {
+        "format": "gguf" if model.name.folder.endswith(".gguf") else "",
+        "family": "",
+        "families": None,
+    }
     details |= {"parent_model": "", "parameter_size": "", "quantization_level": ""}
     if space is not None:
         details |= {"family": space.architecture, "families": [space.architecture]}
@@ -227,7 +230,8 @@ class _OllamaStream(HttpAnswer):
     ) -> None:
         self._start, self._loaded = time.perf_counter_ns(), 0
         self._model, self._chat = model, chat
-        self._is_chat, self._reader = isinstance(body, OllamaChatRequest), None
+        self._is_chat = isinstance(body, OllamaChatRequest)
+        self._reader: CallReader | None = None
         self._text: list[str] = []
         self._calls: list[OllamaCall] = []
         self._call: tuple[str, list[str]] | None = None
@@ -238,8 +242,6 @@ class _OllamaStream(HttpAnswer):
 
         running = running_answer(node, model, chat_body, new_id("ollama"), begin, chat_body.keep_alive)
         super().__init__(node, running, stream=body.stream is not False)
-
-    _reader: CallReader | None
 
     def first(self) -> Sequence[Any]:
         return []

@@ -17,6 +17,13 @@ from starlette.routing import Route
 import ctxreuse
 from ctxreuse.daemon.anthropic.answers import MessageAnswer, TokensCount
 from ctxreuse.daemon.anthropic.requests import CountTokensRequest, MessagesRequest
+from ctxreuse.daemon.ollama import (
+    OllamaAnswer,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaModels,
+    ShowRequest,
+)
 from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
 from ctxreuse.daemon.responses import ResponseObject
 from ctxreuse_edge.api.answers import json_answer
@@ -59,6 +66,12 @@ _OPERATIONS = (
     _Operation("DELETE", "/v1/responses/{name}", "Delete a stored response: its text and its KV"),
     _Operation("GET", "/v1/responses/{name}/input_items", "What a response answered: limit, order and after"),
     _Operation("POST", "/v1/responses/{name}/cancel", "Refused: no response is made in the background"),
+    _Operation("POST", "/api/chat", "Answer a conversation, as Ollama does", OllamaChatRequest, OllamaAnswer),
+    _Operation("POST", "/api/generate", "Answer a text, as Ollama does", OllamaGenerateRequest, OllamaAnswer),
+    _Operation("GET", "/api/tags", "The models that are served, as Ollama lists them", None, OllamaModels),
+    _Operation("GET", "/api/ps", "The models that are loaded, as Ollama lists them", None, OllamaModels),
+    _Operation("POST", "/api/show", "One model, as Ollama describes it", ShowRequest),
+    _Operation("GET", "/api/version", "The daemon's version"),
     _Operation("POST", "/tokenize", "A text or a conversation to token ids", TokenizeRequest),
     _Operation("POST", "/detokenize", "Token ids to text", DetokenizeRequest),
     _Operation("GET", "/api/contexts", "Named contexts: limit, offset and prefix of names in the query"),

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import httpx
+
+from support.waiting import until
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
 TOOLS = [
@@ -11,6 +17,12 @@ TOOLS = [
     {"type": "function", "name": "rufe_Köln_an_☎", "parameters": None},
 ]
 SYSTEM = "You are a harbour master. " * 40
+
+
+class Client(NamedTuple):
+    """What stands for a daemon in this process where it is one of its own."""
+
+    http: httpx.Client
 
 
 def respond(edge: Any, input: Any, **body: Any) -> Any:
@@ -244,3 +256,99 @@ def test_cancelling_is_refused_and_unknown_fields_are_named(edge: Any) -> None:
     answer = edge.http.post("/v1/responses", json=body)
     assert answer.headers["x-ctxreuse-ignored-fields"] == "reasoning, wit"
     assert edge.http.get(f"/v1/responses/{answer.json()['id']}/input_items?limit=0").status_code == 400
+
+
+def test_a_stream_cut_in_a_call_leaves_nothing_and_what_was_before_goes_on(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    flags = {"type": "array", "items": {"type": "boolean"}, "minItems": 400}
+    tool = {"type": "function", "name": "set_flags", "parameters": {"type": "object", "properties": {"flags": flags}}}
+    tool["parameters"]["required"] = ["flags"]
+    body = {"input": "x", "tools": [tool], "tool_choice": "required", "previous_response_id": first["id"]}
+    with edge.http.stream("POST", "/v1/responses", json={**body, "instructions": SYSTEM, "stream": True}) as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+        id = next(lines)["response"]["id"]
+        assert next(event for event in lines if event["type"] == "response.function_call_arguments.delta")
+    until(lambda: edge.node.pool.active == 0)
+    assert edge.http.get(f"/v1/responses/{id}").status_code == 404
+    assert edge.node.ledger.stats().turns == 2
+    second = respond(edge, "Weiter", previous_response_id=first["id"])
+    assert cached(second) >= first["usage"]["input_tokens"] - 64
+    edge.node.ledger.check()
+
+
+def test_two_clients_go_on_from_one_response_at_once(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    with ThreadPoolExecutor(2) as threads:
+        texts = ("Backbord?", "Steuerbord?")
+        made = list(threads.map(lambda text: respond(edge, text, previous_response_id=first["id"]), texts))
+    for text, one in zip(texts, made):
+        listed = edge.http.get(f"/v1/responses/{one['id']}/input_items").json()["data"]
+        assert listed[0]["content"][0]["text"] == text
+        assert listed[1]["id"] == first["output"][0]["id"]
+    assert edge.node.ledger.stats().turns == 6
+    edge.node.ledger.check()
+
+
+def test_any_unicode_in_names_arguments_and_results(edge: Any) -> None:
+    names = ['say "hi"\\', "привет", "رحلة", "🚢" * 60, "<|im_end|>", "</tool_call>"]
+    tools = [{"type": "function", "name": name, "parameters": CITY} for name in names]
+    for name in names:
+        choice = {"type": "function", "name": name}
+        body = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 900}
+        found = events(edge, f"Ruf {name}", **body, instructions=None)[-1]["response"]
+        (call,) = found["output"]
+        assert (call["name"], call["status"]) == (name, "completed")
+        given = {"type": "function_call", "call_id": "c", "name": name, "arguments": json.dumps({"ort": name})}
+        outputs = [{"type": "function_call_output", "call_id": id, "output": name} for id in (call["call_id"], "c")]
+        second = respond(edge, [given, *outputs], previous_response_id=found["id"], instructions=None)
+        shown = edge.http.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
+        assert [item.get("name", item.get("output")) for item in shown[1:]] == [name] * 4
+        assert shown[2]["arguments"] == given["arguments"]
+    joined = {"type": "function", "name": "a\u200db"}
+    assert "printable" in refused(edge, tools=[joined])["message"]
+    lone = edge.http.post("/v1/responses", content=b'{"input": "\\ud800"}')
+    assert lone.status_code == 400
+
+
+def test_a_result_of_a_megabyte_is_refused_and_costs_nothing(edge: Any) -> None:
+    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 900}
+    first = respond(edge, "Wetter?", **body)
+    id = first["output"][0]["call_id"]
+    output = {"type": "function_call_output", "call_id": id, "output": "wind\n" * 200_000}
+    error = refused(edge, input=[output], previous_response_id=first["id"])
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    second = respond(edge, [{**output, "output": "wind"}], previous_response_id=first["id"], tools=TOOLS)
+    assert cached(second) >= first["usage"]["input_tokens"] - 1
+
+
+def test_hints_on_the_cache(edge: Any) -> None:
+    made = respond(edge, "Moin", prompt_cache_key="quay 5", prompt_cache_retention="24h")
+    respond(edge, "Moin")
+    why = edge.http.get("/api/why?session=quay 5").json()
+    assert why == edge.http.get(f"/api/why/{made['id']}").json()
+    until(lambda: len(edge.node.pins) == 1)
+    assert edge.node.pins.nbytes > 0
+    respond(edge, "Moin, moin", instructions="Other. " * 40, prompt_cache_options={"ttl": "30m"})
+    until(lambda: len(edge.node.pins) == 2)
+    respond(edge, "Tach", instructions="Third. " * 40, prompt_cache_retention="in_memory")
+    edge.node.pins.work()
+    assert len(edge.node.pins) == 2
+
+
+def test_responses_and_their_kv_are_found_after_a_kill(process: Any) -> None:
+    daemon = process()
+    with daemon.ready() as http:
+        first = respond(Client(http), "Moin")
+        second = events(Client(http), "Und?", previous_response_id=first["id"])[-1]["response"]
+        until(lambda: http.get("/api/status").json()["store"]["stats"]["queued"] == 0)
+        daemon.end(signal.SIGKILL)
+    daemon = process()
+    with daemon.ready() as http:
+        for made in (first, second):
+            assert http.get(f"/v1/responses/{made['id']}").json() == made
+        third = respond(Client(http), "Weiter", previous_response_id=second["id"])
+        assert cached(third) >= second["usage"]["input_tokens"] - 64
+        assert third["usage"]["input_tokens_details"]["sources"]["disk"] >= 256
+        listed = http.get(f"/v1/responses/{third['id']}/input_items").json()["data"]
+        answers = [item["id"] for made in (second, first) for item in made["output"]]
+        assert [item["id"] for item in listed if item["role"] == "assistant"] == answers

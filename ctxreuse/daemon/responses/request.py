@@ -25,6 +25,7 @@ _INCLUDES = (
     "web_search_call.results",
 )
 
+_DAY = 86_400.0
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -70,6 +71,13 @@ class TextConfig(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
+class CacheOptions(msgspec.Struct, frozen=True):
+    """``ttl``: how long the KV of the prompt is kept at least."""
+
+    ttl: Literal["30m", "12h"] | None = None
+    mode: str | None = None
+
+
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /v1/responses``; ``previous_response_id``: the stored response that it continues, without the
     instructions of that one. ``ctxreuse`` and ``priority``: as in a chat request."""
@@ -94,8 +102,9 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str, msgspec.Meta(max_length=200)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -107,6 +116,13 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     def stored(self) -> bool:
         """True if the response is to be found again."""
         return self.store is not False
+
+    @property
+    def kept_seconds(self) -> float:
+        """How long KV is to be kept after its last use; 0: as long as there is room."""
+        least = self.prompt_cache_options.ttl if self.prompt_cache_options is not None else None
+        day = _DAY if self.prompt_cache_retention == "24h" else 0.0
+        return max(day, {"30m": 1800.0, "12h": _DAY / 2}.get(least or "", 0.0))
 
     @property
     def wants_logprobs(self) -> bool:

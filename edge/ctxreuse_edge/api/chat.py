@@ -71,15 +71,22 @@ class Chat:
         body: the request.
         request: its id, under which `why` explains it.
         before: messages that come before its own, asked for when the prompt is made; None: those of its context.
+        session: what its client says it belongs to: `why` finds its last request, and the scheduler groups by it.
 
     Raises:
         ApiError: for a model that is not served, and for fields that contradict each other.
     """
 
     def __init__(
-        self, node: EdgeNode, body: EdgeChatRequest, request: str, before: Callable[[], Sequence[Message]] | None = None
+        self,
+        node: EdgeNode,
+        body: EdgeChatRequest,
+        request: str,
+        before: Callable[[], Sequence[Message]] | None = None,
+        *,
+        session: str = "",
     ) -> None:
-        self._node, self._body, self._request = node, body, request
+        self._node, self._body, self._request, self._session = node, body, request, session
         self._before = before if before is not None else self._of_context
         #: The model that answers.
         self.model = node.models.find(body.model)
@@ -138,13 +145,14 @@ class Chat:
             form, sampling = tools.format(family, text, form), shown(sampling, family, text)
         sampling = constrained(sampling, form, runtime)
         names = [tool.name for tool in tools.tools] if tools is not None else ()
+        about = about_messages(messages, found, self._request, name, names)
         was = PauseKind(TOOL_CALL) if messages and messages[-1].role in _TOOL_ROLES else None
         self.prompt = prompt = runtime.request(
             found.ids,
             parts=found.parts,
             branches=branches_of(found.ends),
             max_kl=max_kl_of(node, body.ctxreuse.lossy, runtime),
-            about=about_messages(messages, found, self._request, name, names),
+            about=msgspec.structs.replace(about, session=self._session),
             priority=body.priority,
             caller=CALLER.get(),
         )

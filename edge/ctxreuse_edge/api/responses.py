@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ctxreuse.daemon.logprobs import LogprobReporter, TokenLogprob
+from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import ApiError, Delta
 from ctxreuse.daemon.responses import (
     Item,
@@ -162,7 +163,7 @@ class _ResponseAnswer(HttpAnswer):
         if not self._given and not wanted.previous_response_id:
             raise ApiError(400, "input: there is nothing to answer", param="input")
         body = EdgeChatRequest(messages=[], keep_alive=wanted.keep_alive, **chat_fields(wanted))
-        self._chat = Chat(node, body, request, self._messages)
+        self._chat = Chat(node, body, request, self._messages, session=wanted.prompt_cache_key or "")
         id, model = new_response_id(), self._chat.model
         super().__init__(
             node,
@@ -229,10 +230,13 @@ class _ResponseAnswer(HttpAnswer):
             output=self._writer.output,
             usage=response_usage(completion.usage),
         )
+        ids = as_tokens(np.concatenate([self._chat.encoded.ids, as_tokens(completion.tokens)]))
+        runtime = self._chat.model.runtime
+        if self._requested.kept_seconds:
+            self._node.pins.keep(runtime.keys(ids), self._requested.kept_seconds, CALLER.get())
         if self._requested.stored:
             made = [Item.made(item) for item in self._writer.output]
-            ids = as_tokens(np.concatenate([self._chat.encoded.ids, as_tokens(completion.tokens)]))
-            space = self._chat.model.runtime.space.digest
+            space = runtime.space.digest
             await asyncio.to_thread(
                 self._node.responses.store, self._response, self._given, made, self._continued, ids, space
             )

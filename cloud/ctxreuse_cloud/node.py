@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack
@@ -38,6 +39,7 @@ from ctxreuse.peer.serve.service import ServeOptions, StoreService
 from ctxreuse.private import make_private_folder
 from ctxreuse.runtime.fetch.audit import SPAN_TOKENS
 from ctxreuse.store import TieredStore, open_store
+from ctxreuse.store.idle_compaction import IdleCompaction
 from ctxreuse_cloud.proxy.backends import Backends, BackendStatus, connections
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.health import HealthChecker
@@ -56,6 +58,8 @@ log = logging.getLogger(__name__)
 
 # Seconds that the bus waits for models to load: its welcome tells peers which models compute here.
 _LOADING = 120.0
+# Seconds between two looks at what was deleted.
+_COMPACTION = 10.0
 
 
 def tenants_of(settings: Settings) -> Tenants:
@@ -174,8 +178,30 @@ class CloudNode:
         self._bus = BusServer(self._service, bus.bind, auth=auth, limits=Limits(terms=terms), insecure=bus.insecure)
         self._bus.start()
         stack.callback(self._bus.close, cloud.drain)
+        self._compact_when_idle(stack, store, self._service)
         self._watch(workers, self._bus)
         log.info("bus listening", extra={"endpoint": self._bus.endpoint, "secured": auth is not None})
+
+    def _compact_when_idle(self, stack: ExitStack, store: TieredStore, service: StoreService) -> None:
+        """Take what devices deleted out of the files, by itself and within a day."""
+        disk, end = store.disk, threading.Event()
+        if disk is None:
+            return
+        compaction = IdleCompaction(
+            service.deleted.since,
+            lambda: service.deleted.compacted(disk.compact),
+            lambda: self.proxy is not None and self.proxy.running > 0,
+            self._clock,
+        )
+
+        def work() -> None:
+            while not end.wait(_COMPACTION):
+                compaction.round()
+
+        thread = threading.Thread(target=work, name="ctxreuse-compaction", daemon=True)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(end.set)
 
     def _reconnect_peers(self, space: ModelSpace) -> None:
         """Drop peers, which connect again and learn in their welcome that this model computes here now."""

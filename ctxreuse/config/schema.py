@@ -253,6 +253,9 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     request_log: Annotated[
         Literal["text", "hashes"], _about("Recent requests, kept to explain misses: as token ids (text) or as hashes")
     ] = "text"
+    retention: Annotated[
+        str, _about("Age at which contexts not used since, and logged requests, are deleted: 30d; empty: never")
+    ] = ""
     sync: Annotated[bool, _about("Send clouds the contexts they miss, while the device is idle")] = True
     sync_rate: Annotated[float, _about("Bandwidth of sync at most; 0: unlimited", ge=0, unit="bytes/s")] = 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,10 +23,12 @@ __all__ = ["Eraser", "Erasure", "erase_stored"]
 
 
 class Erasure(msgspec.Struct, frozen=True, array_like=True):
-    """What is to be deleted: ``keys`` of blocks, with all that is stored below them, in a row; ids of requests."""
+    """What is to be deleted: ``keys`` of blocks, with all that is stored below them, in a row; ids of requests; keys of
+    the blocks under the salt of each cloud, by its name."""
 
     keys: bytes = b""
     requests: tuple[str, ...] = ()
+    clouds: dict[str, bytes] = {}
 
     @property
     def blocks(self) -> list[bytes]:
@@ -51,6 +53,8 @@ class Eraser:
     ) -> None:
         self._store, self._requests, self._contexts, self._paused = store, requests, contexts, paused
         self._space, self._salt = space, salt
+        #: The salts under which clouds may have copies, by their names.
+        self.salts: Callable[[], Mapping[str, bytes]] = dict
 
     def _begun_with(self, tokens: Tokens, session: str) -> list[LoggedEntry]:
         return self._entries(
@@ -67,6 +71,10 @@ class Eraser:
             for other in self._entries(lambda entry, one=one: _same_chat(one, entry)):  # type: ignore[misc]
                 found[id(other)] = other
         return list(found.values())
+
+    def before(self, time: float) -> list[LoggedEntry]:
+        """Return the logged requests made before a time, in seconds since 1970."""
+        return self._entries(lambda entry: entry.at < time)
 
     def saying(self, text: str, decode: Callable[[Tokens], str]) -> list[LoggedEntry]:
         """Return the logged requests of this model whose text contains ``text``, and those of the same chats."""
@@ -96,38 +104,48 @@ class Eraser:
             for at in range(0, len(entry.keys), SHORT_KEY)
         }
         paths = [(self._space, ids) for ids in tokens]
-        hashes: list[bytes] = []
         for entry in entries:
             space = self._requests.space(entry.space)
-            if entry.ids and space is not None:
-                paths.append((space, entry.numbers))
-            else:
-                hashes.append(entry.keys)
+            if space is not None:
+                paths.append((space, entry.numbers if entry.ids else self._stored_ids(entry)))
         for ids in keep:
             if any(common_prefix(ids, own) >= self._space.block_tokens for _, own in paths):
                 kept.update(key[:SHORT_KEY] for key in more_keys(self._space, self._salt, ids, ()))
-        doomed = dict.fromkeys(self._whole(hashes, kept))
+        doomed: dict[bytes, tuple[ModelSpace, Tokens]] = {}
         for space, ids in paths:
+            size = space.block_tokens
             keys = more_keys(space, self._salt, ids, ())
-            first = next((key for key in keys if key[:SHORT_KEY] not in kept), None)
+            first = next((i for i, key in enumerate(keys) if key[:SHORT_KEY] not in kept), None)
             if first is not None:
-                doomed[first] = None
-            else:
-                doomed.update(dict.fromkeys(self._partly(keys, ids[len(keys) * space.block_tokens :], kept)))
-        return Erasure(b"".join(doomed), tuple(dict.fromkeys(entry.request for entry in entries)))
+                doomed[keys[first]] = space, ids[: (first + 1) * size]
+                continue
+            head, tail = ids[: len(keys) * size], ids[len(keys) * size :]
+            for key, block in self._partly(keys, tail, kept):
+                doomed[key] = space, np.concatenate([head, block])
+        clouds = {
+            name: b"".join(dict.fromkeys(more_keys(space, salt, ids, ())[-1] for space, ids in doomed.values()))
+            for name, salt in (self.salts().items() if doomed else ())
+        }
+        return Erasure(b"".join(doomed), tuple(dict.fromkeys(entry.request for entry in entries)), clouds)
 
-    def _whole(self, rows: Sequence[bytes], kept: set[bytes]) -> list[bytes]:
-        """Return stored keys for the first short key of each row that is not kept."""
-        wanted: set[bytes] = set()
-        for row in rows:
-            short = (row[at : at + SHORT_KEY] for at in range(0, len(row), SHORT_KEY))
-            wanted.update([key for key in short if key not in kept][:1])
-        if not wanted or self._store is None:
-            return []
-        return [entry.key for entry in self._store.walk() if entry.key[:SHORT_KEY] in wanted]
+    def _stored_ids(self, entry: LoggedEntry) -> Tokens:
+        """Return the ids of a request of which only keys were logged, as far as its blocks are stored."""
+        found: list[Tokens] = []
+        short = [entry.keys[at : at + SHORT_KEY] for at in range(0, len(entry.keys), SHORT_KEY)]
+        if self._store is not None and short:
+            wanted = frozenset(short)
+            known = {one.key[:SHORT_KEY]: one.key for one in self._store.walk() if one.key[:SHORT_KEY] in wanted}
+            with self._store.read() as reader:
+                for key in short:
+                    view = reader.peek(known[key]) if key in known else None
+                    if view is None:
+                        break
+                    found.append(np.frombuffer(view.header.tokens, "<i4").copy())
+                    del view
+        return np.concatenate(found) if found else np.zeros(0, "<i4")
 
-    def _partly(self, keys: Sequence[bytes], tail: Tokens, kept: set[bytes]) -> list[bytes]:
-        """Return the blocks after ``keys`` that begin with ``tail``, which fills no block itself."""
+    def _partly(self, keys: Sequence[bytes], tail: Tokens, kept: set[bytes]) -> list[tuple[bytes, Tokens]]:
+        """Return the blocks after ``keys`` that begin with ``tail``, which fills no block itself, and their ids."""
         if self._store is None or not len(tail):
             return []
         parent, found = keys[-1] if keys else ROOT, []
@@ -135,8 +153,10 @@ class Eraser:
         with self._store.read() as reader:
             for key in below:
                 view = None if key[:SHORT_KEY] in kept else reader.peek(key)
-                if view is not None and view.header.tokens[: 4 * len(tail)] == np.asarray(tail, "<i4").tobytes():
-                    found.append(key)
+                if view is not None:
+                    block = np.frombuffer(view.header.tokens, "<i4").copy()
+                    if np.array_equal(block[: len(tail)], tail):
+                        found.append((key, block))
                 del view
         return found
 

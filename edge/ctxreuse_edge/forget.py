@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ctxreuse.errors import ConfigError
+from ctxreuse.errors import ConfigError, SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.runtime.compaction import compact, finish_deletions
 from ctxreuse.runtime.erase import Erasure
 from ctxreuse.store import Ledger, TieredStore
 
 if TYPE_CHECKING:
+    from ctxreuse.peer.sync.deletions import CloudDeletions
     from ctxreuse_edge.contexts import NamedContexts
     from ctxreuse_edge.models import ServedModels
 
@@ -26,12 +28,13 @@ _SHORTEST = 4
 
 class Forgotten(msgspec.Struct, frozen=True):
     """What was deleted: contexts, logged requests and blocks of KV. ``contexts``: names of contexts that contain the
-    text and stay, as they are deleted by name."""
+    text and stay, as they are deleted by name. ``clouds``: blocks that each cloud has still to delete."""
 
     deleted: int = 0
     requests: int = 0
     blocks: int = 0
     contexts: tuple[str, ...] = ()
+    clouds: dict[str, int] = {}
 
 
 class Forgetter:
@@ -40,8 +43,18 @@ class Forgetter:
     What is to be done is written down before it is done, so that a deletion that was begun is completed after a crash.
     """
 
-    def __init__(self, ledger: Ledger, store: TieredStore, models: ServedModels, contexts: NamedContexts) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: TieredStore,
+        models: ServedModels,
+        contexts: NamedContexts,
+        clouds: CloudDeletions | None = None,
+    ) -> None:
         self._ledger, self._store, self._models, self._contexts = ledger, store, models, contexts
+        self._clouds = clouds
+        if clouds is not None:
+            models.first.runtime.eraser.salts = clouds.salts
         self._lock = threading.Lock()
 
     def session(self, id_or_name: str) -> Forgotten:
@@ -73,6 +86,16 @@ class Forgetter:
             entries = runtime.eraser.saying(text, decode)
             done = self._erase(runtime.eraser.plan([], entries, self._kept()))
             return msgspec.structs.replace(done, contexts=tuple(self._saying(text)))
+
+    def older_than(self, time: float) -> int:
+        """Delete contexts last changed, and requests made, before a time (seconds since 1970); returns how many."""
+        names = [session.id for session in self._ledger.sessions() if session.updated < time]
+        for name in names:
+            with contextlib.suppress(SessionError):  # deleted meanwhile
+                self.session(name)
+        with self._lock:
+            eraser = self._models.first.runtime.eraser
+            return len(names) + self._erase(eraser.plan([], eraser.before(time), self._kept())).requests
 
     def tokens(self, tokens: Tokens, session: str = "") -> Forgotten:
         """Delete what is kept of a context that a program keeps itself, and of the requests of its ``session``."""
@@ -113,13 +136,17 @@ class Forgetter:
     def _finish(self) -> Forgotten:
         """Carry out all that is noted."""
         requests, blocks = finish_deletions(self._ledger, self._carry_out)
-        return Forgotten(0, requests, blocks)
+        clouds = {} if self._clouds is None else self._clouds.waiting()
+        return Forgotten(0, requests, blocks, clouds=clouds)
 
     def _carry_out(self, plan: Erasure) -> int:
         for model in self._models.open:
             model.context_cache.clear()
             model.paused.forget(plan.blocks)
-        return self._models.first.runtime.eraser.carry_out(plan)
+        blocks = self._models.first.runtime.eraser.carry_out(plan)
+        if self._clouds is not None:
+            self._clouds.add(plan.clouds)
+        return blocks
 
 
 def _no_text(_: Sequence[int] | Tokens) -> str:

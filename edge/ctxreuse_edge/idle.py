@@ -22,10 +22,19 @@ _INTERVAL = 0.5
 class IdleTasks:
     """One thread that works twice a second unless the daemon is ``busy``; close it.
 
-    ``file`` stores the learned pause lengths between runs; ``save`` is called in each round.
+    ``file`` stores the learned pause lengths between runs; ``save`` is called in each round; ``daily``: in each, busy
+    or not, for what must be done within a day.
     """
 
-    def __init__(self, runtime: Runtime, busy: Callable[[], bool], file: Path, save: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        busy: Callable[[], bool],
+        file: Path,
+        save: Callable[[], None],
+        daily: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._daily = daily
         self._paused, self._busy, self._file, self._save = runtime.paused, busy, file, save
         self._prepare = runtime.grammars.warm  # else the first request with tools would wait for the vocabulary
         self._paused.recall(file)
@@ -38,13 +47,14 @@ class IdleTasks:
             with suppress(ConfigError):  # told to the request that needs it
                 self._prepare()
         while not self._end.wait(_INTERVAL):
-            if not self._busy():
-                try:
+            try:
+                self._daily()
+                if not self._busy():
                     self._save()
                     self._paused.work(lambda: self._busy() or self._end.is_set())
-                except Exception:
-                    # One failing round must not end the thread.
-                    log.exception("a round of idle work failed")
+            except Exception:
+                # One failing round must not end the thread.
+                log.exception("a round of idle work failed")
 
     def watch(self, metrics: Metrics) -> None:
         """Add the figures to the metrics."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ctxreuse.peer.fetch.clouds import CloudPool
     from ctxreuse.peer.fetch.profiles import ProfileFetcher
     from ctxreuse.peer.quarantine import Quarantine
+    from ctxreuse.peer.sync.deletions import CloudDeletions
     from ctxreuse.peer.sync.sync import Sync
     from ctxreuse.store import Store
 
@@ -72,6 +73,8 @@ class CloudLinks:
         self._sync: Sync | None = None
         self._clouds: CloudPool | None = None
         self._quarantine: Quarantine | None = None
+        #: What clouds are still to delete; None without clouds.
+        self.deletions: CloudDeletions | None = None
         self._profiles: ProfileFetcher | None = None
         self._on_profile: Callable[[], None] = lambda: None
         self._space: ModelSpace | None = None
@@ -99,6 +102,7 @@ class CloudLinks:
             from ctxreuse.codec import ProfileStore
             from ctxreuse.peer.fetch.clouds import CloudPool
             from ctxreuse.peer.quarantine import Quarantine
+            from ctxreuse.peer.sync.deletions import CloudDeletions
         except ModuleNotFoundError as error:
             raise ConfigError(f"links need {error.name}", fix="Run: pip install 'ctxreuse[edge]'") from error
         keys = KeyPair.read(bus.key_file) if bus.key_file else None
@@ -125,6 +129,8 @@ class CloudLinks:
         self._clouds = CloudPool(
             self._links, quarantine=self._quarantine, seconds=self._seconds, profiles=ProfileStore()
         )
+        self.deletions = CloudDeletions([link for link, _ in self._links], self._folder / "deletions.clouds")
+        self.deletions.start()
         self._space, self._on_profile = space, on_profile
         if lossy:
             self.fetch_profiles()
@@ -219,6 +225,8 @@ class CloudLinks:
             link.close()
         if self._profiles is not None:
             self._profiles.close()
+        if self.deletions is not None:
+            self.deletions.close()
         # Last: it waits for its link.
         if self._sync is not None:
             self._sync.close()

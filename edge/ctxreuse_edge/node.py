@@ -26,7 +26,9 @@ from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.store import Ledger, open_store
+from ctxreuse.store.idle_compaction import IdleCompaction
 from ctxreuse.store.policy.states import StatePolicy
+from ctxreuse.units import parse_duration
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_edge.contexts import NamedContexts
 from ctxreuse_edge.forget import Forgetter
@@ -35,6 +37,7 @@ from ctxreuse_edge.links import CloudLinks
 from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
 from ctxreuse_edge.pins import PrefixPins
 from ctxreuse_edge.responses import StoredResponses
+from ctxreuse_edge.retention import Retention
 from ctxreuse_edge.worker import RequestPool
 
 __all__ = ["EdgeNode"]
@@ -124,11 +127,18 @@ class EdgeNode:
             links.start_sync(store, rate=edge.sync_rate, busy=self._busy, on_withdrawn=runtime.context_cache.clear)
         self.models = self._served(stack, others)
         self.contexts = NamedContexts(self.ledger, runtime, store, folder / "pins.json")
-        self.forget = Forgetter(self.ledger, store, self.models, self.contexts)
+        self.forget = Forgetter(self.ledger, store, self.models, self.contexts, links.deletions)
         self.forget.resume()
         self.pins.start()
         self.responses = StoredResponses(self.ledger, self.forget.session)
-        idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs)
+        compaction = IdleCompaction(self.ledger.deleted_since, self.forget.compact, self._busy, time.time)
+        retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None, time.time)
+
+        def daily() -> None:
+            retention.round()
+            compaction.round()
+
+        idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs, daily)
         stack.callback(idle.close)
         idle.watch(metrics)
         disk = store.disk

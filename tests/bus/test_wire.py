@@ -51,6 +51,9 @@ MESSAGES: list[messages.Message] = [
     messages.Ping(17),
     messages.Pong(17),
     messages.Bye("maintenance"),
+    messages.Hello(1, 1, NODE, "ctxreuse 1", forgets=True),
+    messages.Welcome(1, NODE, 7, b"salt" * 4, forgets=True),
+    messages.Forget(6, KEYS),
     messages.FetchCard(5, 1, SPACE, b"c" * 32, 65536, ((0, 4096, b"checksum"),), 8),
 ]
 
@@ -64,7 +67,7 @@ def frames_of(message: messages.Message) -> list[wire.Frame]:
 
 def test_every_type_is_here() -> None:
     types = {type(message).TYPE: type(message) for message in MESSAGES}
-    assert sorted(types) == list(range(1, 22))
+    assert sorted(types) == list(range(1, 23))
     for number, kind in types.items():
         row = f"\n    {number:<5} {kind.__name__.lower():<10}"
         assert row in (wire.__doc__ or ""), f"the docstring has no row for {kind.__name__}"

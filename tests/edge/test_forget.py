@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ctxreuse_edge.retention import Retention
 
+from ctxreuse.errors import ConfigError
+from ctxreuse.store import NewTurn
+from ctxreuse.testing.clock import FakeClock
 from support.raw_files import found_in_files
 
 BERTH = "The Aurora lies at the ninth berth behind the blue crane. "
@@ -99,3 +104,28 @@ def test_wrong_requests(edge: Any, body: dict[str, str]) -> None:
     answer = edge.http.post("/api/forget", json=body)
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["message"]
+
+
+def test_what_is_old_is_deleted_by_itself(edge: Any) -> None:
+    edge.http.post("/api/contexts", json={"name": "old", "text": SECRET})
+    ask(edge, ("user", SECRET))
+    clock = FakeClock(time.time())
+    retention = Retention(edge.node.forget, 30 * 86400.0, clock)
+    assert retention.round() == 0
+    clock.advance(29 * 86400.0)
+    assert retention.round() == 0
+    edge.node.ledger.create("new", turns=[NewTurn("text", OTHER)])
+    edge.node.ledger._clock = clock  # what is made from now on is young
+    edge.node.ledger.rename("new", "young")
+    clock.advance(2 * 86400.0)
+    assert retention.round() >= 2
+    assert [one["name"] for one in edge.http.get("/api/contexts").json()["contexts"]] == ["young"]
+    compact(edge)
+    assert traces(edge, SECRET) == []
+    clock.advance(60)
+    assert retention.round() == 0
+
+
+def test_a_wrong_age_is_an_error_at_the_start(serve: Any) -> None:
+    with pytest.raises(ConfigError, match="fortnight"):
+        serve(**{"edge.retention": "a fortnight"})

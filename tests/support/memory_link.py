@@ -185,6 +185,12 @@ class DictNode:
             raise LinkRefusedError(self.refuse)
         return Grant(f"tenant-{user}", SALT, ())
 
+    def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
+        held = [key for key in keys if key in self.blocks]
+        for key in held:
+            self.evict(key)
+        return len(held)
+
     def match(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> MatchResult:
         held = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
         return MatchResult(held, held, sum(len(self.blocks[key]) for key in keys[:held]))

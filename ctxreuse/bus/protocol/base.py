@@ -226,6 +226,9 @@ class Service(Protocol):
         Raises LinkRefusedError (``space`` not served, too many waiting, tokens out of range).
         """
 
+    def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
+        """Delete those of ``keys`` that are the tenant's, and all below them; returns how many were stored."""
+
     def snapshot(self, tenant: str) -> tuple[int, Sequence[bytes]]:
         """Return a version and the keys of all of the tenant's blocks at that version."""
 
@@ -281,6 +284,12 @@ class Link(Protocol):
             window: Payloads on their way; ``payload * window`` should exceed bandwidth times round trip.
             compute: The cloud computes blocks that it does not store, and sends them as they are made.
             on_done: Called with the seconds until the first bytes and until the end, once all is here. Any thread.
+        """
+
+    def forget(self, keys: Sequence[bytes], timeout: float) -> int | None:
+        """Have the cloud delete blocks, and all that it stores below them; returns how many it had.
+
+        None without an answer in time, or from a cloud of a version that cannot.
         """
 
     def put(self, request: PutRequest, read: Callable[[int], Buffer], *, timeout: float = 60.0) -> PutResult:

@@ -14,6 +14,7 @@ from ctxreuse.bus.protocol.messages import (
     Credit,
     Fetch,
     FetchCard,
+    Forget,
     LevelRequest,
     Match,
     Message,
@@ -34,10 +35,10 @@ __all__ = ["ClientSession", "FetchReceiver", "PendingMatch"]
 
 
 class PendingMatch(msgspec.Struct, eq=False):
-    """A match that waits for its answer."""
+    """A match, or a deletion, that waits for its answer."""
 
     request: Request[MatchResult]
-    message: Match
+    message: Match | Forget
     sent: bool = False
 
 
@@ -124,6 +125,7 @@ class ClientSession(Session):
         on_up: Called when a cloud has accepted, before requests are opened again.
         on_pace: Called with the `Payload.pace` of each payload.
         bandwidth: The link's present bytes/s (0: unknown).
+        forgets: It may ask to delete blocks.
     """
 
     #: The name of the program in hello.
@@ -139,8 +141,10 @@ class ClientSession(Session):
         on_up: Callable[[Welcome], None] = lambda _: None,
         on_pace: Callable[[Pace], None] = lambda _: None,
         bandwidth: Callable[[], float] = lambda: 0.0,
+        forgets: bool = False,
     ) -> None:
         super().__init__(limits or Limits())
+        self._forgets = forgets
         self.node, self.spaces = node, tuple(spaces)
         self._models = tuple(map(msgspec.msgpack.encode, models))
         self.welcome: Welcome | None = None
@@ -165,6 +169,16 @@ class ClientSession(Session):
         request = request or Request()
         message = messages.Match(self._last_id + 1, space, wire.join_keys(keys))
         if self._admit(request.fail):
+            self._start(PendingMatch(request, message))
+        return request
+
+    def forget(self, keys: Sequence[bytes], request: Request[MatchResult] | None = None) -> Request[MatchResult]:
+        """Ask to delete blocks (at most 8,192) and all below them; the result counts those that were stored."""
+        request = request or Request()
+        message = messages.Forget(self._last_id + 1, wire.join_keys(keys))
+        if self.welcome is None or not self.welcome.forgets:
+            request.fail(LinkDownError("this cloud cannot delete blocks"))
+        elif self._admit(request.fail):
             self._start(PendingMatch(request, message))
         return request
 
@@ -271,7 +285,14 @@ class ClientSession(Session):
         self._pinged, self._answered = self._time, False
         known, most = self._known, self.limits.terms.max_payload
         hello = messages.Hello(
-            wire.VERSION, wire.VERSION, self.node, self.program, self.spaces, most, models=self._models
+            wire.VERSION,
+            wire.VERSION,
+            self.node,
+            self.program,
+            self.spaces,
+            most,
+            models=self._models,
+            forgets=self._forgets,
         )
         if known.version:
             hello = msgspec.structs.replace(hello, epoch=known.epoch, version=known.version)

@@ -32,6 +32,7 @@ __all__ = [
     "Done",
     "Fetch",
     "FetchCard",
+    "Forget",
     "Have",
     "Hello",
     "LevelRequest",
@@ -106,7 +107,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Body, frozen=True, array_like=True):
-    """First message of a connection, from the edge."""
+    """First message of a connection, from the edge; ``forgets``: it would send `Forget`."""
 
     TYPE: ClassVar[int] = 1
     oldest: _Number
@@ -118,6 +119,7 @@ class Hello(Body, frozen=True, array_like=True):
     epoch: _Number = 0
     version: _Number = 0
     models: _Models = ()
+    forgets: bool = False
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +136,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(Body, frozen=True, array_like=True):
-    """The cloud's answer to hello: version, node, the link's salt and terms."""
+    """The cloud's answer to hello: version, node, the link's salt and terms; whether it takes `Forget`."""
 
     TYPE: ClassVar[int] = 2
     version: _Number
@@ -145,6 +147,7 @@ class Welcome(Body, frozen=True, array_like=True):
     terms: Terms = Terms()
     packs: _Levels = ()
     cards: _Cards = ()
+    forgets: bool = False
 
 
 class LevelRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -367,7 +370,15 @@ class FetchCard(Body, frozen=True, array_like=True):
     credit: _Credit = 0
 
 
+class Forget(Body, frozen=True, array_like=True):
+    """Ask to delete blocks of this tenant, with all that is stored below them; answered by `Matched`."""
+
+    TYPE: ClassVar[int] = 22
+    id: _Id
+    keys: _Keys
+
+
 Message: TypeAlias = (
     Hello | Welcome | Refused | Announce | Resync | Match | Matched | Fetch | Payload | Credit | Done | Cancel | Put
-    | Want | Stored | Skip | Prefill | Ping | Pong | Bye | FetchCard
+    | Want | Stored | Skip | Prefill | Ping | Pong | Bye | FetchCard | Forget
 )  # fmt: skip

@@ -129,6 +129,8 @@ class ServerSession(Session):
                 self._payload(message, payload)
             case messages.Match():
                 self._answer(message, grant)
+            case messages.Forget():
+                self._delete(message, grant)
             case messages.Fetch() | messages.Prefill() | messages.FetchCard():
                 self._open_transfer(message, grant)
             case messages.Put():
@@ -177,7 +179,11 @@ class ServerSession(Session):
         terms, encoder = self.limits.terms, self.service.encoder
         packs = encoder.packs if encoder is not None else ()
         cards = encoder.offered_profiles(list(self._models.values())) if encoder is not None else ()
-        self._say(messages.Welcome(wire.VERSION, self.node, self.epoch, grant.salt, grant.spaces, terms, packs, cards))
+        self._say(
+            messages.Welcome(
+                wire.VERSION, self.node, self.epoch, grant.salt, grant.spaces, terms, packs, cards, message.forgets
+            )
+        )
         since = message.version if message.epoch == self.epoch else 0
         self._announcer.begin(grant.tenant, since, self._time)
 
@@ -196,6 +202,14 @@ class ServerSession(Session):
             self._refuse(message.id, 0, "failed", error.what)
             return
         self._say(messages.Matched(message.id, found.blocks, found.state_blocks, found.nbytes))
+
+    def _delete(self, message: messages.Forget, grant: Grant) -> None:
+        try:
+            count = self.service.forget(grant.tenant, wire.split_keys(message.keys))
+        except CtxReuseError as error:
+            self._refuse(message.id, 0, "failed", error.what)
+            return
+        self._say(messages.Matched(message.id, count, 0, 0))
 
     def _room(self, message: _Opening | messages.Put, count: int, most: int) -> bool:
         """Return True if this request may be opened; close an older round of it."""

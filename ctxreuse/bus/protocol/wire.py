@@ -26,11 +26,13 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     type  name      by  fields
     1     hello     E   oldest, newest (versions spoken), node[16], program, spaces[32 each], max_payload,
                         epoch and version (of the announcements that it still knows; 0, 0: none), models
-                        (descriptions of spaces, MessagePack, whose digests are among spaces)
+                        (descriptions of spaces, MessagePack, whose digests are among spaces), forgets (it would
+                        send *forget*; left out if not)
     2     welcome   C   version (spoken from now on), node[16], epoch (of this life of the cloud), salt[16] (for keys on
                         this link), spaces[32 each] (in which it prefills), terms: max_payload, transfers, puts,
                         max_block, window, heartbeat_ms, silence_ms; packs (levels without a card that it can
-                        send), cards [(space[32], card[32])] (that it can encode with, and has to give)
+                        send), cards [(space[32], card[32])] (that it can encode with, and has to give), forgets
+                        (it takes *forget*, and the edge would send it; left out if not)
     3     refused   EC  id (0: the whole link), code, text, round
     4     announce  C   seq, base, version, part, parts, added and removed (first 8 bytes of each key, in a row),
                         withdrawn (likewise; left out if there are none)
@@ -59,6 +61,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     19    pong      C   number
     20    bye       EC  text: no new requests; what is on its way is finished
     21    fetchcard E   id, round, space[32], digest[32], payload, have, credit
+    22    forget    E   id, keys (not consecutive): delete these blocks and all below them, if they are this tenant's;
+                        answered by *matched* (blocks: how many were stored); only if welcome says ``forgets``
 
 **Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
 ``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
@@ -185,6 +189,7 @@ from ctxreuse.bus.protocol.messages import (
     Announce,
     Body,
     Fetch,
+    Forget,
     Hello,
     Match,
     Message,
@@ -244,6 +249,8 @@ def encode(message: Message, payload: Frame | None = None) -> list[Frame]:
     body: object = message
     if isinstance(message, Announce) and not message.withdrawn:
         body = msgspec.structs.astuple(message)[:-1]  # as before there were withdrawals
+    if isinstance(message, Hello | Welcome) and not message.forgets:
+        body = msgspec.structs.astuple(message)[:-1]  # likewise
     header = _PRELUDES[kind] + _encoder.encode(body)
     if len(header) > MAX_HEADER:
         raise ValueError(f"header of {len(header)} bytes")
@@ -290,7 +297,7 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
         case Payload() if payload is not None:
             if sum(piece[2] for piece in message.pieces) != len(payload) or len(payload) > MAX_PAYLOAD:
                 raise _bad(f"pieces do not add up to the payload's {len(payload)} bytes", name)
-        case Match() | Fetch() | Put():
+        case Match() | Fetch() | Put() | Forget():
             if len(message.keys) % KEY_BYTES:
                 raise _bad(f"keys of {len(message.keys)} bytes", name)
             if isinstance(message, Put) and len(message.sizes) * KEY_BYTES != len(message.keys):

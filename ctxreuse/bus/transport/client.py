@@ -72,6 +72,7 @@ class BusClient:
             on_up=lambda _: self._dialer.came_up(),
             on_pace=lambda pace: self._dialer.paced(pace),
             bandwidth=lambda: estimate.bandwidth if estimate is not None else 0.0,
+            forgets=True,
         )
         self._dialer = Dialer(endpoint, self._session, self.name, options)
         self._dialer.start()
@@ -107,6 +108,20 @@ class BusClient:
         except LinkError:
             self._dialer.post(lambda: self._session.cancel(request))
             return None
+
+    def forget(self, keys: Sequence[bytes], timeout: float) -> int | None:
+        """See `Link.forget`."""
+        found = 0
+        for at in range(0, len(keys), MAX_KEYS):
+            request: Request[MatchResult] = Request()
+            some = keys[at : at + MAX_KEYS]
+            self._dialer.post(partial(self._session.forget, some, request), request.fail)
+            try:
+                found += request.wait(timeout).blocks
+            except LinkError:
+                self._dialer.post(partial(self._session.cancel, request))
+                return None
+        return found
 
     @property
     def withdrawn(self) -> frozenset[bytes]:

@@ -17,6 +17,7 @@ from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, prefix_key
 from ctxreuse.peer.quarantine import Quarantine
 from ctxreuse.peer.serve.audit import Audit, Auditor, AuditResult
 from ctxreuse.peer.serve.encoder import BlockEncoder
+from ctxreuse.peer.serve.forgetting import DeletionMark, Forgetting
 from ctxreuse.peer.serve.owners import Namespace, OwnerIndex, node_secret
 from ctxreuse.peer.serve.prefill import Prefiller, PrefillJob, PrefillSource, Sealed
 from ctxreuse.peer.serve.receiver import Contributions, PutOffer, StoreReceiver
@@ -26,6 +27,8 @@ from ctxreuse.store.base import Store
 
 __all__ = ["ServeOptions", "StoreService"]
 
+#: In the folder: when the first deletion was since the cache was rewritten.
+DELETED_FILE = "deleted"
 #: How long a peer that put forged blocks is kept out.
 _QUARANTINE_SECONDS = 24 * 3600.0
 #: Bytes of blocks that may wait for the audit; of this and the next limit each tenant has a share.
@@ -78,6 +81,8 @@ class StoreService:
         self._auditor = None
         if options.audit is not None:
             self._auditor = Auditor(options.audit, limit=_AUDIT_BYTES, alone=owners.has_one_tenant)
+        self.deleted = DeletionMark(place / DELETED_FILE, options.clock)
+        self._forgetting = Forgetting(store, owners, self.deleted, options.clock)
         self._withdrawals = Withdrawals(store, self._owners, place / "withdrawn")
         self._contributions = Contributions(
             store, self._owners, self.quarantine, self._prefiller, self._auditor, self._withdrawals, self._count
@@ -189,6 +194,13 @@ class StoreService:
             self._count("shared")
         return PrefillSource(job, who, first, state, lambda: self._end_job(name, job))
 
+    def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
+        """See `Service.forget`."""
+        self._settle()
+        count = self._forgetting.forget(tenant, keys)
+        self._count("forgotten", count)
+        return count
+
     def snapshot(self, tenant: str) -> tuple[int, Sequence[bytes]]:
         """See `Service.snapshot`."""
         self._settle()
@@ -242,6 +254,7 @@ class StoreService:
                 self._take_verdict(result)
         self._follow_revoked()
         self._owners.refresh()
+        self._forgetting.settle()
 
     def _follow_revoked(self) -> None:
         revoked = self._revoked()

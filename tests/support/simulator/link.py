@@ -79,6 +79,9 @@ class FaultyNode(DictNode):
         if self.fails():
             raise StoreFullError("the disk has no room left")
 
+    def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
+        return 0
+
     def match(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> MatchResult:
         self._fail()
         return super().match(tenant, space, keys)

@@ -31,6 +31,7 @@ ADDRESS_FILE = "edge.json"
 _ROUTES = (
     ("/v1/chat/completions", "chat"),
     ("/v1/completions", "completions"),
+    ("/v1/embeddings", "embeddings"),
     ("/v1/messages", "messages"),
     ("/v1/models", "models"),
     ("/v1/responses", "responses"),

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -17,6 +17,7 @@ import psutil
 
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig, Settings
+from ctxreuse.embed import Embedder, open_embedder
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.engines.process import ChildEngine
 from ctxreuse.errors import ConfigError
@@ -179,6 +180,11 @@ class EdgeNode:
 
     def _busy(self) -> bool:
         return self.pool.active > 0
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """Makes vectors of texts; opened at its first use. Raises ConfigError without the extra ``embed``."""
+        return open_embedder()
 
     @property
     def failing(self) -> str:

@@ -8,7 +8,19 @@ from starlette.routing import Route
 
 from ctxreuse.daemon.anthropic import answers as anthropic
 from ctxreuse.daemon.ollama import error_body as ollama_error
-from ctxreuse_edge.api import contexts, forget, messages, ollama, openapi, responses, status, tokenizer, tokens, v1
+from ctxreuse_edge.api import (
+    contexts,
+    embeddings,
+    forget,
+    messages,
+    ollama,
+    openapi,
+    responses,
+    status,
+    tokenizer,
+    tokens,
+    v1,
+)
 
 if TYPE_CHECKING:
     from ctxreuse.daemon.openai import ApiError
@@ -21,7 +33,19 @@ def routes(node: EdgeNode) -> list[Route]:
     """All routes but the probes."""
     return [
         route
-        for module in (v1, messages, responses, ollama, tokenizer, contexts, forget, tokens, status, openapi)
+        for module in (
+            v1,
+            messages,
+            responses,
+            ollama,
+            embeddings,
+            tokenizer,
+            contexts,
+            forget,
+            tokens,
+            status,
+            openapi,
+        )
         for route in module.routes(node)
     ]
 

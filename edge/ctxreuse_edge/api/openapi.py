@@ -20,6 +20,10 @@ from ctxreuse.daemon.anthropic.requests import CountTokensRequest, MessagesReque
 from ctxreuse.daemon.ollama import (
     OllamaAnswer,
     OllamaChatRequest,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaModels,
     ShowRequest,
@@ -55,6 +59,7 @@ class _Operation(NamedTuple):
 _OPERATIONS = (
     _Operation("POST", "/v1/chat/completions", "Answer a conversation", EdgeChatRequest, ChatCompletion),
     _Operation("POST", "/v1/completions", "Continue a text or token ids", EdgeCompletionRequest, Completion),
+    _Operation("POST", "/v1/embeddings", "Vectors of texts", EmbeddingsRequest, EmbeddingsAnswer),
     _Operation("GET", "/v1/models", "The models that are served", None, ModelList),
     _Operation("GET", "/v1/models/{name}", "One model", None, Model),
     _Operation(
@@ -68,6 +73,8 @@ _OPERATIONS = (
     _Operation("POST", "/v1/responses/{name}/cancel", "Refused: no response is made in the background"),
     _Operation("POST", "/api/chat", "Answer a conversation, as Ollama does", OllamaChatRequest, OllamaAnswer),
     _Operation("POST", "/api/generate", "Answer a text, as Ollama does", OllamaGenerateRequest, OllamaAnswer),
+    _Operation("POST", "/api/embed", "Vectors of texts, as Ollama gives them", OllamaEmbedRequest, OllamaEmbeddings),
+    _Operation("POST", "/api/embeddings", "The vector of a text", OllamaEmbeddingsRequest, OllamaEmbedding),
     _Operation("GET", "/api/tags", "The models that are served, as Ollama lists them", None, OllamaModels),
     _Operation("GET", "/api/ps", "The models that are loaded, as Ollama lists them", None, OllamaModels),
     _Operation("POST", "/api/show", "One model, as Ollama describes it", ShowRequest),

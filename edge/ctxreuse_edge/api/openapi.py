@@ -17,6 +17,7 @@ from starlette.routing import Route
 import ctxreuse
 from ctxreuse.daemon.anthropic.answers import MessageAnswer, TokensCount
 from ctxreuse.daemon.anthropic.requests import CountTokensRequest, MessagesRequest
+from ctxreuse.daemon.embeddings import EmbeddingsAnswer, EmbeddingsRequest
 from ctxreuse.daemon.ollama import (
     OllamaAnswer,
     OllamaChatRequest,

@@ -176,7 +176,7 @@ class ClientSession(Session):
         """Ask to delete blocks (at most 8,192) and all below them; the result counts those that were stored."""
         request = request or Request()
         message = messages.Forget(self._last_id + 1, wire.join_keys(keys))
-        if self.welcome is None or not self.welcome.forgets:
+        if self.welcome is None or self.welcome.forgets is not True:
             request.fail(LinkDownError("this cloud cannot delete blocks"))
         elif self._admit(request.fail):
             self._start(PendingMatch(request, message))

@@ -5,7 +5,7 @@ Field types carry the limits, so that decoding checks them.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -119,7 +119,7 @@ class Hello(Body, frozen=True, array_like=True):
     epoch: _Number = 0
     version: _Number = 0
     models: _Models = ()
-    forgets: bool = False
+    forgets: Any = False  # only True counts: a recorded other version has something else here
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
@@ -147,7 +147,7 @@ class Welcome(Body, frozen=True, array_like=True):
     terms: Terms = Terms()
     packs: _Levels = ()
     cards: _Cards = ()
-    forgets: bool = False
+    forgets: Any = False  # only True counts: a recorded other version has something else here
 
 
 class LevelRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -181,7 +181,15 @@ class ServerSession(Session):
         cards = encoder.offered_profiles(list(self._models.values())) if encoder is not None else ()
         self._say(
             messages.Welcome(
-                wire.VERSION, self.node, self.epoch, grant.salt, grant.spaces, terms, packs, cards, message.forgets
+                wire.VERSION,
+                self.node,
+                self.epoch,
+                grant.salt,
+                grant.spaces,
+                terms,
+                packs,
+                cards,
+                message.forgets is True,
             )
         )
         since = message.version if message.epoch == self.epoch else 0

@@ -249,7 +249,7 @@ def encode(message: Message, payload: Frame | None = None) -> list[Frame]:
     body: object = message
     if isinstance(message, Announce) and not message.withdrawn:
         body = msgspec.structs.astuple(message)[:-1]  # as before there were withdrawals
-    if isinstance(message, Hello | Welcome) and not message.forgets:
+    if isinstance(message, Hello | Welcome) and message.forgets is not True:
         body = msgspec.structs.astuple(message)[:-1]  # likewise
     header = _PRELUDES[kind] + _encoder.encode(body)
     if len(header) > MAX_HEADER:

@@ -234,6 +234,9 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     keep_alive: Annotated[
         str, _about("Time after its last request for which a model stays loaded: 5m; 0: not at all; -1: for ever")
     ] = "-1"
+    keep_responses: Annotated[
+        str, _about("Time for which responses of /v1/responses are stored, unless they are pinned: 30d; -1: for ever")
+    ] = "30d"
     drain: Annotated[float, _about("Time for running requests to finish after a stop signal", ge=0, unit="seconds")] = (
         30.0
     )

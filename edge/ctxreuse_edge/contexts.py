@@ -21,8 +21,9 @@ from ctxreuse.runtime import Runtime, Usage
 from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
 from ctxreuse.why import RequestInfo
+from ctxreuse_edge.token_records import ids_at, with_ids
 
-__all__ = ["RESPONSES", "NamedContext", "NamedContexts", "with_tokens"]
+__all__ = ["RESPONSES", "NamedContext", "NamedContexts"]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ TEXT = "text"
 #: How the names of stored responses begin, and no others.
 RESPONSES = "resp_"
 
-_WHOLE = np.array([-1], "<i4")
 _FLUSH_SECONDS = 30.0
 
 
@@ -83,7 +83,7 @@ class NamedContexts:
             found = encode_prompt(model, messages, generate=False, max_tokens=self._runtime.space.max_tokens)
             turns = [NewTurn(m.role, m.content, m.meta) for m in messages]
         request = self._runtime.request(found.ids, parts=found.parts, branches=found.ends, priority=BACKGROUND)
-        turns[-1] = with_tokens(turns[-1], request.ids, self._runtime.space.digest)
+        turns[-1] = with_ids(turns[-1], request.ids, self._runtime.space.digest)
         if name is not None:
             if name.startswith(RESPONSES):
                 raise SessionError(f"{name[:60]!r} cannot name a context", fix=f"{RESPONSES} begins ids of responses")
@@ -118,9 +118,9 @@ class NamedContexts:
         model = self._runtime.text
         if not session.head or model is None:
             return as_tokens([])
-        raw = self._ledger.tokens(session.head, self._runtime.engine.space.digest)
-        if raw is not None and len(raw) % 4 == 0 and raw[:4] == _WHOLE.tobytes():
-            return as_tokens(np.frombuffer(raw, "<i4")[1:])
+        found = ids_at(self._ledger, session.head, self._runtime.engine.space.digest)
+        if found is not None:
+            return found
         turns = self._ledger.turns(session.head)
         if turns[0].role == TEXT:
             return model.encode(turns[0].content, markers=False)
@@ -156,6 +156,12 @@ class NamedContexts:
     def unpin_deleted(self, id: str) -> None:
         """Remove the protection of a context that is about to be deleted."""
         self._unpin(id)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The ids of those that are pinned."""
+        with self._lock:
+            return frozenset(self._pins)
 
     def count(self) -> int:
         """Return the number of contexts, without responses."""
@@ -196,11 +202,6 @@ class NamedContexts:
         """Raise AssertionError if a pin belongs to no context."""
         ids = {session.id for session in self._ledger.sessions()}
         assert set(self._pins) <= ids, "a pin without a context"
-
-
-def with_tokens(turn: NewTurn, ids: Tokens, space: bytes) -> NewTurn:
-    """The last turn of a context, with the ids of all of it; ``space``: digest of their model space."""
-    return msgspec.structs.replace(turn, tokens=np.concatenate([_WHOLE, ids]).astype("<i4").tobytes(), space=space)
 
 
 def _read_pins(file: Path) -> list[str]:

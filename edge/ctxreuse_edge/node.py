@@ -131,12 +131,15 @@ class EdgeNode:
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts, links.deletions)
         self.forget.resume()
         self.pins.start()
-        self.responses = StoredResponses(self.ledger, self.forget.session)
+        self.responses = StoredResponses(
+            self.ledger, self.contexts, self.forget.session, seconds=parse_keep_alive(edge.keep_responses)
+        )
         compaction = IdleCompaction(self.ledger.deleted_since, self.forget.compact, self._busy, time.time)
         retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None, time.time)
 
         def daily() -> None:
             retention.round()
+            self.responses.expire()
             compaction.round()
 
         idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs, daily)

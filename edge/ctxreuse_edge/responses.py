@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,12 +14,17 @@ from ctxreuse.daemon.responses import Item, ResponseObject
 from ctxreuse.errors import SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.store import Ledger, NewTurn, Turn, new_session_id
-from ctxreuse_edge.contexts import RESPONSES, with_tokens
+from ctxreuse_edge.contexts import RESPONSES, NamedContexts
+from ctxreuse_edge.token_records import ids_at, with_ids
 
 __all__ = ["Continued", "StoredResponses", "new_response_id"]
 
 #: In the last turn's meta: the response without its id and output, as JSON; how many of its turns are its output.
 _RECORD, _OUTPUTS = "response", "outputs"
+
+
+#: Seconds between two looks for what is kept no longer, and how many are deleted at a time.
+_LOOK, _BATCH = 3600.0, 100
 
 
 class Continued(NamedTuple):
@@ -40,9 +48,25 @@ class StoredResponses:
     are none of them, as the next response has its own. Methods raise SessionError for an unknown response.
     """
 
-    def __init__(self, ledger: Ledger, forget: Callable[[str], Any]) -> None:
-        """``forget``: deletes a session and what was computed for it."""
-        self._ledger, self._forget = ledger, forget
+    def __init__(
+        self,
+        ledger: Ledger,
+        contexts: NamedContexts,
+        forget: Callable[[str], Any],
+        *,
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            ledger: where they are kept.
+            contexts: knows which are pinned.
+            forget: deletes a session and what was computed for it.
+            seconds: how long they are kept.
+            clock: seconds since 1970.
+        """
+        self._ledger, self._contexts, self._forget = ledger, contexts, forget
+        self._seconds, self._clock, self._next = seconds, clock, 0.0
 
     def store(
         self,
@@ -67,7 +91,8 @@ class StoredResponses:
         turns = [item.turn for item in (*given, *made)]
         last = turns[-1]
         meta = {**last.meta, _RECORD: record, _OUTPUTS: len(made)}
-        turns[-1] = with_tokens(NewTurn(last.role, last.content, meta), ids, space)
+        known = ids_at(self._ledger, continued.head, space) if continued is not None else None
+        turns[-1] = with_ids(NewTurn(last.role, last.content, meta), ids, space, known, len(turns))
         self._ledger.create(
             response.id,
             continued.head if continued is not None else 0,
@@ -96,6 +121,22 @@ class StoredResponses:
         """Delete a response, and KV that nothing else shares; what continues it keeps its own history."""
         self._find(id)
         self._forget(id)
+
+    def expire(self) -> None:
+        """Delete the texts of responses that are kept no longer, some at a time; their KV is evicted where its room is
+        needed. Call it often: it looks once an hour."""
+        now = self._clock()
+        if now < self._next or math.isinf(self._seconds):
+            return
+        listed, pinned = self._ledger.sessions(prefix=RESPONSES), self._contexts.pinned
+        old = [one for one in listed if one.created < now - self._seconds and one.id not in pinned]
+        for session in old[:_BATCH]:
+            with contextlib.suppress(SessionError):  # deleted meanwhile
+                self._ledger.delete(session.id)
+        if len(old) <= _BATCH:
+            self._next = now + _LOOK
+            if old:
+                self._ledger.gc()
 
     def _find(self, id: str) -> tuple[str, list[Turn], int]:
         """Return the session, the turns and the number of outputs of a response."""

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
+from ctxreuse_edge.responses import StoredResponses
 
 from support.waiting import until
 
@@ -89,6 +91,16 @@ def test_the_next_response_shares_the_turns_of_the_first(edge: Any) -> None:
     assert (two.origin, two.forked_at) == (one.id, one.head)
     assert ledger.ancestor(one.head, two.head)
     assert ledger.stats().turns == 4, "the turns of the first are not copied"
+    ids, space = edge.node.contexts.tokens(two), edge.node.runtime.space.digest
+    assert len(ids) == second["usage"]["total_tokens"]
+    alone = respond(edge, whole)
+    copied = edge.node.contexts.tokens(ledger.session(alone["id"]))
+    assert np.array_equal(ids, copied)
+    assert len(ledger.tokens(two.head, space)) < len(copied) * 4 / 8, "ids of the first are not copied"
+    third = respond(edge, "Und?", previous_response_id=second["id"])
+    longer = edge.node.contexts.tokens(ledger.session(third["id"]))
+    assert len(longer) == third["usage"]["total_tokens"]
+    assert np.array_equal(longer[: len(ids) - 12], ids[:-12])
     listed = edge.http.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
     assert [item["role"] for item in listed] == ["user", "assistant", "user"]
     assert listed[1]["id"] == first["output"][0]["id"]
@@ -319,6 +331,30 @@ def test_a_result_of_a_megabyte_is_refused_and_costs_nothing(edge: Any) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     second = respond(edge, [{**output, "output": "wind"}], previous_response_id=first["id"], tools=TOOLS)
     assert cached(second) >= first["usage"]["input_tokens"] - 1
+
+
+def test_old_responses_are_deleted_unless_they_are_pinned(edge: Any) -> None:
+    made = [respond(edge, f"Moin {n}") for n in range(3)]
+    edge.http.post("/api/contexts", json={"name": "manual", "text": "red button"})
+    edge.http.post(f"/api/contexts/{made[1]['id']}/pin")
+    last = respond(edge, "Und?", previous_response_id=made[2]["id"])
+    ledger = edge.node.ledger
+    clock = [ledger.session(last["id"]).created]
+    kept = StoredResponses(ledger, edge.node.contexts, ledger.delete, seconds=0, clock=lambda: clock[0])
+    kept.expire()
+    found = [edge.http.get(f"/v1/responses/{one['id']}").status_code for one in (*made, last)]
+    assert found == [404, 200, 404, 200]
+    assert edge.http.get("/api/contexts/manual").status_code == 200
+    respond(edge, "Weiter", previous_response_id=last["id"])
+    clock[0] += 3599
+    kept.expire()
+    assert edge.http.get(f"/v1/responses/{last['id']}").status_code == 200
+    clock[0] += 2
+    kept.expire()
+    assert edge.http.get(f"/v1/responses/{last['id']}").status_code == 404
+    ledger.check()
+    turns = ledger.turns(ledger.session(made[1]["id"]).head)
+    assert ledger.stats().turns == len(turns) + 1
 
 
 def test_hints_on_the_cache(edge: Any) -> None:

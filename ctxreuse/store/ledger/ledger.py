@@ -466,6 +466,11 @@ class Ledger:
         with self._read() as (_, history):
             return [history.turn(id) for id in history.up(head)][::-1]
 
+    def before(self, id: int, count: int) -> int:
+        """Return the turn so many turns before turn ``id``, 0 if it has fewer. O(log count)."""
+        with self._read() as (_, history):
+            return history.at_depth(id, max(history.links(id).depth - count, 0))
+
     def ancestor(self, a: int, b: int) -> bool:
         """Return True if turn ``a`` is ``b`` or in its history (0 is in all)."""
         with self._read() as (_, history):

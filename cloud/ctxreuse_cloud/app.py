@@ -19,7 +19,7 @@ from ctxreuse.daemon.probes import probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse_cloud.node import CloudNode
 from ctxreuse_cloud.proxy.http import Receive
-from ctxreuse_cloud.proxy.proxy import Scope
+from ctxreuse_cloud.proxy.proxy import Scope, is_proxied
 from ctxreuse_cloud.proxy.stream import Send
 
 __all__ = ["ADDRESS_FILE", "Sidecar", "address_file", "serve"]
@@ -34,7 +34,7 @@ def address_file(settings: Settings) -> Path:
 
 
 class Sidecar:
-    """ASGI application: ``/v1`` goes straight to the proxy, everything else to probes, status and explanations."""
+    """ASGI application: what backends serve goes to the proxy, everything else to probes, status and explanations."""
 
     def __init__(self, node: CloudNode, daemon: Daemon) -> None:
         self._node, self._daemon = node, daemon
@@ -50,7 +50,7 @@ class Sidecar:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         proxy = self._node.proxy
-        if proxy is not None and scope["type"] == "http" and scope["path"].startswith("/v1/"):
+        if proxy is not None and scope["type"] == "http" and is_proxied(scope["path"]):
             await proxy(scope, receive, send)
         else:
             await self._api(scope, receive, send)

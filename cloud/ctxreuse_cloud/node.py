@@ -47,6 +47,8 @@ from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.pauses import PauseTracker
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.request_log import FILE, ProxyRequestLog
+from ctxreuse_cloud.proxy.stored import FILE as STORED
+from ctxreuse_cloud.proxy.stored import StoredObjects
 from ctxreuse_cloud.proxy.tenants import Tenants
 from ctxreuse_cloud.workers.audit import WorkerAudit
 from ctxreuse_cloud.workers.pool import WorkerPool
@@ -128,7 +130,9 @@ class CloudNode:
         requests = ProxyRequestLog(cloud.folder() / FILE if cloud.backends else None)
         stack.callback(requests.close)
         observers = Observers(self._counts, requests, PauseTracker(self.metrics.registry), recorder)
-        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, observers, self.bodies)
+        stored = StoredObjects(cloud.folder() / STORED if cloud.backends else None)
+        stack.callback(stored.close)
+        self.proxy = Proxy(cloud, self.backends, self.tenants, pool, observers, self.bodies, stored)
         checker = HealthChecker(pool, self.backends, cloud.health)
         await checker.once()
         task = asyncio.create_task(checker.run())

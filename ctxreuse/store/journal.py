@@ -73,11 +73,19 @@ def read_journal(path: Path, limit: int) -> list[bytes]:
 class Journal:
     """Writes a journal. Not thread-safe. A disk error ends the writing, with a warning.
 
-    ``limit``: bytes of both halves. ``head``: records that each new half begins with.
+    ``limit``: bytes of both halves. ``head``: records that each new half begins with. ``lost``: what
+    a damaged file means, for the log.
     """
 
-    def __init__(self, path: Path, limit: int, head: Callable[[], Sequence[bytes]] = lambda: ()) -> None:
-        self.path, self._limit, self._head = path, limit, head
+    def __init__(
+        self,
+        path: Path,
+        limit: int,
+        head: Callable[[], Sequence[bytes]] = lambda: (),
+        *,
+        lost: str = "past misses cannot be explained any more",
+    ) -> None:
+        self.path, self._limit, self._head, self._lost = path, limit, head, lost
         self._fd = -1
         self._size = 0
 
@@ -90,7 +98,7 @@ class Journal:
             for data in read_journal(self.path, self._limit):
                 take(data)
         except FormatError as error:
-            log.warning("past misses cannot be explained any more: %s", error)
+            log.warning("%s: %s", self._lost, error)
             for half in (self.path, _older(self.path)):
                 with contextlib.suppress(OSError):
                     half.replace(half.with_name(half.name + ".bad"))

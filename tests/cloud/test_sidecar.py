@@ -6,6 +6,7 @@ import asyncio
 import json
 import runpy
 import signal
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from ctxreuse.bus.remote import FetchRequest
 from ctxreuse.bus.transport import BusClient, ClientOptions
 from ctxreuse.identity.keys import prefix_keys
 from ctxreuse.peer.serve.engine import compute_blocks
+from support.certificates import Authority
 from support.scripted import STREAM, Scripted
 from support.sidecar import Edge
 from support.waiting import async_until, patient, until
@@ -115,35 +117,67 @@ def test_a_stream_ends_before_the_sidecar_does(sidecar: Callable[..., Any]) -> N
     asyncio.run(asyncio.wait_for(test(), patient(90)))
 
 
-def test_our_own_edge_daemon_as_a_backend(sidecar: Callable[..., Any], tiny_folder: Path, tmp_path: Path) -> None:
-    edge = Edge(tmp_path, tiny_folder)
+def test_our_own_edge_daemon_as_a_backend_over_https(
+    sidecar: Callable[..., Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    files = [dict(zip(("CERTIFICATE", "KEY"), map(str, authority.issue(name)))) for name in ("edge", "cloud")]
+    edge = Edge(tmp_path, tiny_folder, **{f"CTXREUSE_EDGE__TLS_{name}": file for name, file in files[0].items()})
+    trusting = ssl.create_default_context(cafile=str(authority.file))
     try:
-        one = sidecar("--workers", "0", "--backend", edge.url)
-        with urllib.request.urlopen(one.url + "/v1/models", timeout=patient(10)) as answer:
-            model = json.loads(answer.read())["data"][0]["id"]
+        env = {f"CTXREUSE_CLOUD__TLS_{name}": file for name, file in files[1].items()}
+        one = sidecar("--workers", "0", "--backend", edge.url, SSL_CERT_FILE=str(authority.file), **env)
+        assert edge.url.startswith("https:")
+        assert one.url.startswith("https:")
+
+        def call(path: str, body: Any = None, method: str | None = None) -> bytes:
+            headers = {"content-type": "application/json", "x-request-id": "through"}
+            data = json.dumps(body).encode() if body is not None else None
+            request = urllib.request.Request(one.url + path, data, headers, method=method)
+            with urllib.request.urlopen(request, timeout=patient(60), context=trusting) as answer:
+                assert answer.headers["x-request-id"] == "through"
+                found: bytes = answer.read()
+                return found
+
+        def counted(kind: str) -> float:
+            text = call("/metrics").decode()
+            return float(text.partition(f'ctxreuse_proxy_tokens_total{{kind="{kind}"}} ')[2].split()[0])
+
+        model = json.loads(call("/v1/models"))["data"][0]["id"]
         messages = [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Hello"}]
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
-        answers = []
-        for stream in (False, True):
-            more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-            request = urllib.request.Request(
-                one.url + "/v1/chat/completions",
-                json.dumps(body | more).encode(),
-                {"content-type": "application/json", "x-request-id": "through"},
-            )
-            with urllib.request.urlopen(request, timeout=patient(60)) as answer:
-                assert answer.headers["x-request-id"] == "through"
-                answers.append(answer.read())
-        whole = json.loads(answers[0])
-        events = [json.loads(line[6:]) for line in answers[1].split(b"\n\n") if line.startswith(b"data: {")]
+        whole = json.loads(call("/v1/chat/completions", body))
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = call("/v1/chat/completions", body | more)
+        events = [json.loads(line[6:]) for line in streamed.split(b"\n\n") if line.startswith(b"data: {")]
         text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
         assert text == whole["choices"][0]["message"]["content"]
-        assert answers[1].rstrip().endswith(b"data: [DONE]")
+        assert streamed.rstrip().endswith(b"data: [DONE]")
         # The second request found the first one's context, and the sidecar counted that.
         cached = events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached > 0
-        with urllib.request.urlopen(one.url + "/metrics", timeout=patient(10)) as answer:
-            assert f'ctxreuse_proxy_tokens_total{{kind="cached"}} {float(cached)}'.encode() in answer.read()
+        assert counted("cached") == cached
+
+        before = counted("prompt")
+        given = {"model": model, "input": "Hello " * 40, "max_output_tokens": 16}
+        first = json.loads(call("/v1/responses", given))
+        second = {"model": model, "input": "And?", "previous_response_id": first["id"], "max_output_tokens": 16}
+        made = call("/v1/responses", second | {"stream": True})
+        done = json.loads(made.decode().strip().rpartition("data: ")[2])["response"]
+        assert done["previous_response_id"] == first["id"]
+        assert counted("prompt") - before == first["usage"]["input_tokens"] + done["usage"]["input_tokens"]
+        assert json.loads(call(f"/v1/responses/{done['id']}"))["id"] == done["id"]
+        assert json.loads(call(f"/v1/responses/{done['id']}", method="DELETE"))["deleted"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            call(f"/v1/responses/{done['id']}")
+
+        before = counted("completion")
+        asked = {"model": model, "max_tokens": 5, "messages": messages[1:], "system": "Be brief. " * 30}
+        said = json.loads(call("/v1/messages", asked))
+        call("/v1/messages", asked | {"stream": True})
+        assert counted("completion") - before == 2 * said["usage"]["output_tokens"]
+        tokens = json.loads(call("/tokenize", {"model": model, "prompt": "Hello"}))["tokens"]
+        assert json.loads(call("/detokenize", {"model": model, "tokens": tokens}))["prompt"]
     finally:
         edge.end()
 

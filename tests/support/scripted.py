@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.pauses import PauseTracker
 from ctxreuse_cloud.proxy.proxy import Proxy
 from ctxreuse_cloud.proxy.request_log import ProxyRequestLog
+from ctxreuse_cloud.proxy.stored import StoredObjects
 from ctxreuse_cloud.proxy.tenants import Tenants
 from prometheus_client import CollectorRegistry
 
@@ -35,15 +36,18 @@ STREAM = [event("a"), event("b"), event("c"), event("", usage=USAGE), b"data: [D
 
 
 class Scripted:
-    """``plan`` is taken from the left, one entry a request; when it is empty, ``stream``.
+    """``plan`` is taken from the left, one entry a POST request; when it is empty, ``stream``.
 
     ``stream``, ``json``, ``flood`` (without end), ``hang``; ``drop`` (no answer), ``garbage``, ``headers`` (and no
-    body), ``torn`` (two events and a half); a number: that status.
+    body), ``torn`` (two events and a half); a number: that status; a content type and pieces, the last of which may be
+    None: the connection is cut there. What is in ``stored`` is answered, others are 404; ``asked``: methods and paths.
     """
 
     def __init__(self, name: str, models: Iterable[str] = ("m",)) -> None:
         self.name, self.models = name, list(models)
-        self.plan: list[str | int] = []
+        self.plan: list[str | int | tuple[str, Sequence[bytes | None]]] = []
+        self.stored: set[str] = set()
+        self.asked: list[str] = []
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.health = 200
         self.pause = 0.0
@@ -87,7 +91,9 @@ class Scripted:
         method, path, _ = head[0].split(" ")
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        if method == "GET":
+        if path not in ("/health", "/v1/models"):
+            self.asked.append(f"{method} {path}")
+        if method != "POST":
             await self._get(path, writer)
             return True
         self.seen.append((path, headers, body))
@@ -100,11 +106,29 @@ class Scripted:
     async def _get(self, path: str, writer: asyncio.StreamWriter) -> None:
         body = json.dumps({"data": [{"id": name} for name in self.models]}).encode() if "models" in path else b"{}"
         status = 200 if "models" in path else self.health
+        if path.startswith("/v1/responses/"):
+            known = path.split("/")[3].partition("?")[0] in self.stored
+            status, body = (200, b'{"stored": "%s"}' % self.name.encode()) if known else (404, b"{}")
+        elif path != "/health" and "models" not in path:
+            body = json.dumps({"from": self.name}).encode()
         writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body)
         await writer.drain()
 
-    async def _answer(self, how: str | int, writer: asyncio.StreamWriter) -> bool:
+    async def _answer(self, how: str | int | tuple[str, Sequence[bytes | None]], writer: asyncio.StreamWriter) -> bool:
         """True if the connection lives on."""
+        if isinstance(how, tuple):
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head % how[0].encode())
+            for one in how[1]:
+                if one is None:
+                    await writer.drain()
+                    return False
+                if self.steps is not None:
+                    await self.steps.acquire()
+                writer.write(b"%x\r\n%s\r\n" % (len(one), one))
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+            return True
         if isinstance(how, int):
             body = json.dumps({"error": {"message": f"{self.name} says {how}"}}).encode()
             head = b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\nX-From: %s\r\nContent-Length: %d\r\n\r\n"
@@ -168,7 +192,11 @@ class RunningProxy:
 
 @contextlib.asynccontextmanager
 async def fronted(
-    *servers: Scripted, tenants: Tenants | None = None, rows: Iterable[BackendConfig] = (), **settings: Any
+    *servers: Scripted,
+    tenants: Tenants | None = None,
+    rows: Iterable[BackendConfig] = (),
+    stored: StoredObjects | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningProxy]:
     """The proxy in front of ``servers``, looked at once, served by uvicorn."""
     configs = list(rows) or [BackendConfig(url=server.url, name=server.name) for server in servers]
@@ -179,7 +207,7 @@ async def fronted(
         registry = CollectorRegistry()
         counts = ProxyCounts(registry, backends)
         observers = Observers(counts, ProxyRequestLog(), PauseTracker(registry))
-        proxy = Proxy(config, backends, tenants, pool, observers, BodyBudget(config.max_bodies, config.receive))
+        proxy = Proxy(config, backends, tenants, pool, observers, BodyBudget(config.max_bodies, config.receive), stored)
         await HealthChecker(pool, backends, 1.0).once()
         server = uvicorn.Server(
             uvicorn.Config(proxy, port=0, lifespan="off", log_config=None, access_log=False, server_header=False)

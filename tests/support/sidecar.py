@@ -38,11 +38,12 @@ class Sidecar:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **names, **env})
         until(lambda: self.ready_file.exists() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()
-        self.url = json.loads(self.ready_file.read_text())["url"]
+        found = json.loads(self.ready_file.read_text())
+        self.url, self._certificate = found["url"], found["certificate"]
         self.bus = self.status()["bus"]["endpoint"]
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = Client(self.url).call("GET", "/api/status")
+        found: dict[str, Any] = Client(self.url, certificate=self._certificate).call("GET", "/api/status")
         return found
 
     def stop(self) -> int:
@@ -68,10 +69,10 @@ class Sidecar:
 class Edge:
     """``python -m ctxreuse_edge serve``, as a backend; ready when the constructor returns."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, **more: str) -> None:
         store, log = folder / "edge", folder / "edge.log"
         command = [sys.executable, "-m", "ctxreuse_edge", "serve", "--port", "0", "--store", str(store)]
-        env = {"CTXREUSE_CONFIG": "", "XDG_CONFIG_HOME": str(folder), "CTXREUSE_ENGINE__THREADS": "1"}
+        env = {"CTXREUSE_CONFIG": "", "XDG_CONFIG_HOME": str(folder), "CTXREUSE_ENGINE__THREADS": "1"} | more
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
                 [*command, "--model", str(model)], stdout=out, stderr=out, env={**os.environ, **env}

@@ -11,12 +11,24 @@ from collections.abc import Callable
 import aiohttp
 
 from ctxreuse.bus.log_limit import LimitedLog
+from ctxreuse.daemon.broken import last_piece
+from ctxreuse.daemon.openai import ApiError
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
 from ctxreuse_cloud.proxy.request import EMPTY_REQUEST
 from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
-from ctxreuse_cloud.proxy.stream import CallerAnswer, ReportedUsage, pass_on, read_whole, usage_of
+from ctxreuse_cloud.proxy.stored import StoredObjects, id_of_answer, stored_id
+from ctxreuse_cloud.proxy.stream import (
+    EVENTS,
+    LINES,
+    CallerAnswer,
+    ReportedUsage,
+    error_body,
+    pass_on,
+    read_whole,
+    usage_of,
+)
 
 __all__ = ["Forwarder", "ProxyCall"]
 
@@ -26,17 +38,21 @@ limited = LimitedLog(logging.getLogger(__name__))
 _TAIL = 1 << 15
 #: Bytes kept of a backend's error.
 _ERROR = 1 << 16
+#: Seconds in which backends say whether they have something stored.
+_ASKING = 5.0
 
 
 class ProxyCall:
     """One request: what is sent, which backends were tried, and how it ended."""
 
-    def __init__(self, path: str, query: bytes, headers: RawHeaders, identity: str) -> None:
-        self.path, self.headers, self.identity = path, headers, identity
+    def __init__(self, method: str, path: str, query: bytes, headers: RawHeaders, identity: str) -> None:
+        self.method, self.path, self.headers, self.identity = method, path, headers, identity
         self.target = f"{path}?{query.decode('latin-1')}" if query else path
         #: The body, and the ``cache_salt`` for backends that take one.
         self.request, self.salt = EMPTY_REQUEST, ""
         self.tried: list[Backend] = []
+        #: The only backend that has what the request builds on; None: any may answer.
+        self.place: Backend | None = None
         #: Its tenant, and the usage that the backend reported.
         self.tenant = ""
         self.usage: ReportedUsage | None = None
@@ -50,6 +66,12 @@ class ProxyCall:
         self.conversation = b""
         #: Its number in the recording, -1: not recorded.
         self.recorded = -1
+
+    @property
+    def stores(self) -> bool:
+        """True if the answer has the id of something that the backend stores."""
+        collection, identity = stored_id(self.path)
+        return self.method == "POST" and bool(collection) and not identity and self.request.stores
 
     def spent(self, nbytes: int) -> int:
         """Return the tokens that were computed: of the prompt without what was cached, and of the answer.
@@ -71,12 +93,13 @@ class Forwarder:
         backends: Backends,
         pool: aiohttp.ClientSession,
         counts: ProxyCounts,
+        stored: StoredObjects,
         *,
         attempts: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._backends, self._pool, self._counts, self._attempts, self._clock = backends, pool, counts, attempts, clock
-        self._budget = Budget()
+        self._budget, self._stored = Budget(), stored
         self._rng = random.Random()
 
     async def send(self, call: ProxyCall, answer: CallerAnswer) -> None:
@@ -95,26 +118,52 @@ class Forwarder:
     def _again(self, call: ProxyCall, failed: FailedError) -> float | None:
         """Return the seconds to wait before the next attempt; None: no further attempt."""
         n = len(call.tried)
-        if (failed.sent and not repeatable(call.path)) or failed.wait > PATIENCE or n >= self._attempts:
+        again = repeatable(call.method, call.path, stores=call.request.stores)
+        if (failed.sent and not again) or failed.wait > PATIENCE or n >= self._attempts:
             return None
-        following = self._backends.choose(call.request.model, call.request.context, call.tried)
+        following = self._choose(call)
         if following is None or not self._budget.take():
             return None
         # No wait before a backend that has not been tried yet.
         return failed.wait or pause(n, self._rng) if following in call.tried else 0.0
 
+    def _choose(self, call: ProxyCall) -> Backend | None:
+        if call.place is not None:
+            return call.place if call.place.ready() else None
+        return self._backends.choose(call.request.model, call.request.context, call.tried)
+
+    async def find(self, path: str) -> Backend | None:
+        """Ask all backends for something stored, such as ``/v1/responses/ID``, and return the one that has it."""
+
+        async def ask(backend: Backend) -> bool:
+            headers = {"authorization": f"Bearer {backend.key}"} if backend.key else {}
+            try:
+                async with (
+                    asyncio.timeout(_ASKING),
+                    self._pool.get(backend.url + path, headers=headers, allow_redirects=False) as response,
+                ):
+                    return response.status == 200
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                return False
+
+        asked = [backend for backend in self._backends.all if backend.healthy is not False]
+        found = await asyncio.gather(*map(ask, asked))
+        return next((backend for backend, has in zip(asked, found) if has), None)
+
     async def _attempt(self, call: ProxyCall, answer: CallerAnswer) -> None:
-        backend = self._backends.choose(call.request.model, call.request.context, call.tried)
+        backend = self._choose(call)
         if backend is None:
             raise FailedError(503, "no backend is available", wait=max(PATIENCE + 1, self._backends.wait()))
         self._counts.tried(backend.name, again=bool(call.tried))
         call.tried.append(backend)
-        body = call.request.body(call.salt if backend.config.cache_salt else "")
+        body = None
+        if call.method == "POST":
+            body = call.request.body(call.salt if backend.config.cache_salt else "")
         headers = request_headers(call.headers, call.identity, backend.key)
         with backend.request():
             try:
-                async with self._pool.post(
-                    backend.url + call.target, data=body, headers=headers, allow_redirects=False
+                async with self._pool.request(
+                    call.method, backend.url + call.target, data=body, headers=headers, allow_redirects=False
                 ) as response:
                     await self._take(call, backend, response, answer)
             except FailedError as failed:
@@ -146,11 +195,13 @@ class Forwarder:
             wait = retry_after(response.headers) or 0.0
             kept = (headers, body) if whole else None
             raise FailedError(status, f"{backend.name} answers {status}", sent=status >= 500, wait=wait, answer=kept)
-        events = response.content_type == "text/event-stream"
-        if events:
-            first, whole = await response.content.readany(), False
+        framing = {"text/event-stream": EVENTS, "application/x-ndjson": LINES}.get(response.content_type, b"")
+        if framing:
+            first, whole = await _first(response, framing), False
         else:
             first, whole = await read_whole(response)
+        if call.stores and status == 200 and (identity := id_of_answer(first)):
+            self._stored.note(identity, call.tenant, backend.name)
         backend.succeeded()
         call.first = self._clock()
         if status >= 400:
@@ -162,9 +213,29 @@ class Forwarder:
             self._counts.passed(len(first), call.usage)
             return
         await answer.start(status, headers)
-        passed = await pass_on(response, first, answer, events=events)
+        last = _broken(call, response.content_type)
+        passed = await pass_on(response, first, answer, framing=framing, last=last)
         call.usage, call.tail = passed.usage, passed.tail
         self._counts.passed(passed.nbytes, passed.usage)
         if passed.broke:
             call.outcome = "broken"
             self._failed(call, backend, passed.broke)
+
+
+async def _first(response: aiohttp.ClientResponse, until: bytes) -> bytes:
+    """Return the beginning of a stream, at least to the end of its first event."""
+    first = await response.content.readany()
+    while until not in first and b"\r\n\r\n" not in first and len(first) < _ERROR:
+        piece = await response.content.readany()
+        if not piece:
+            break
+        first += piece
+    return first
+
+
+def _broken(call: ProxyCall, media: str) -> bytes:
+    """Return the last event of a stream that its backend broke off."""
+    text, kind = "the backend broke off during the answer", "upstream_error"
+    if media != "text/event-stream" or call.path.startswith(("/v1/messages", "/v1/responses")):
+        return last_piece(ApiError(502, text, type=kind, code=kind), call.path, media, call.identity) or b""
+    return b"data: " + error_body(text, kind, 502) + b"\n\n"

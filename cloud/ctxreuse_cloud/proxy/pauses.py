@@ -21,9 +21,13 @@ _TOOL_ROLES = frozenset(("tool", "function"))
 _MAX = 2048
 #: Bytes read of the end of an answer: the stop reason is there, and most tool calls are short enough, too.
 _TAIL = 1 << 15
-_FINISH = re.compile(rb'"(?:finish_reason|stop_reason)"\s*:\s*"([a-z_]{1,32})"')
+_FINISH = re.compile(rb'"(?:finish_reason|stop_reason|done_reason)"\s*:\s*"([a-z_]{1,32})"')
 _TOOL = re.compile(rb'"function"\s*:\s*\{\s*"name"\s*:\s*"([\w.\-]{1,64})"')
-_TEXT = re.compile(rb'"content"\s*:\s*"[^"]')
+_TEXT = re.compile(rb'"(?:content|text)"\s*:\s*"[^"]')
+#: Calls of ``/v1/responses`` and ``/v1/messages``, and how the former says that it ended.
+_CALL = re.compile(rb'"type"\s*:\s*"(?:function_call|tool_use)"(?:[^{}]{0,400}?"name"\s*:\s*"([\w.\-]{1,64})")?')
+_STATUS = re.compile(rb'"object"\s*:\s*"response"|"type"\s*:\s*"response\.(?:completed|incomplete)"')
+_CUT = re.compile(rb'"incomplete_details"\s*:\s*\{\s*"reason"\s*:\s*"max_output_tokens"')
 _THOUGHT = re.compile(rb'"reasoning(?:_content)?"\s*:\s*"[^"]')
 
 
@@ -32,7 +36,10 @@ def stop_of(tail: bytes) -> PauseKind:
     tail = tail[-_TAIL:]
     finish = _FINISH.findall(tail)
     tools = [name.decode("ascii", "replace") for name in _TOOL.findall(tail)]
+    tools += [name.decode("ascii", "replace") for name in _CALL.findall(tail)]
     reason = finish[-1].decode() if finish else None
+    if reason is None and _STATUS.search(tail):
+        reason = "length" if _CUT.search(tail) else "tool_calls" if tools else "stop"
     if reason in ("tool_calls", "tool_use", "function_call") and not tools:
         tools = [""]  # the tool's name came before the tail
     return infer(reason, tools, text=bool(_TEXT.search(tail)), thinking=bool(_THOUGHT.search(tail)))

@@ -1,4 +1,4 @@
-"""The proxy: an ASGI application for ``/v1`` in front of one or more OpenAI-compatible servers.
+"""The proxy: an ASGI application in front of one or more OpenAI-compatible servers, for `is_proxied` paths.
 
 Life of a request: authentication (401), admission (429), body (413, 400), choice of a backend, and then the answer as
 it comes. Nothing is sent to the caller before a backend has sent the first byte of a good answer, so until then another
@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -41,20 +42,27 @@ from ctxreuse_cloud.proxy.http import (
 )
 from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.request import parse_request
-from ctxreuse_cloud.proxy.retry import FailedError
+from ctxreuse_cloud.proxy.retry import PURE, FailedError
+from ctxreuse_cloud.proxy.stored import StoredObjects, is_public, stored_id
 from ctxreuse_cloud.proxy.stream import CallerAnswer, Send, StalledError, error_body
 from ctxreuse_cloud.proxy.tenants import Tenants
 
-__all__ = ["Proxy", "Scope"]
+__all__ = ["Proxy", "Scope", "is_proxied"]
 
 limited = LimitedLog(logging.getLogger(__name__))
 
 Scope: TypeAlias = MutableMapping[str, Any]
 
 _JSON = (b"content-type", b"application/json")
-#: Paths that are passed on. With ``..`` or an escape, the backend could take it for another route than we do, such as
-#: one that only its operator may use.
+#: Paths that are passed on: all below ``/v1``, and those of other APIs that are for callers, not for the operator. With
+#: ``..`` or an escape, the backend could take one for another route than we do.
 _PATH = re.compile(r"/v1(?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9._~:@+,=-]+)+")
+_OTHERS = frozenset(path for path in PURE if not path.startswith("/v1/")) | {"/api/ps", "/api/tags", "/api/version"}
+
+
+def is_proxied(path: str) -> bool:
+    """Return True if a path belongs to the backends, not to this node."""
+    return path.startswith("/v1/") or path in _OTHERS
 
 
 class _RefusedError(Exception):
@@ -66,7 +74,8 @@ class _RefusedError(Exception):
 
 
 class Proxy:
-    """Serves requests under ``/v1``; for one event loop. ``pool`` and the observers stay the caller's to close."""
+    """Serves requests for backends; for one event loop. ``pool``, ``stored`` and the observers stay the caller's to
+    close."""
 
     def __init__(
         self,
@@ -76,12 +85,13 @@ class Proxy:
         pool: aiohttp.ClientSession,
         observers: Observers,
         bodies: BodyBudget,
+        stored: StoredObjects | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.bodies = bodies
+        self.bodies, self._stored = bodies, stored or StoredObjects()
         self._config, self._backends, self._tenants, self._clock = config, backends, tenants, clock
         self.observers = observers
-        self._forward = Forwarder(backends, pool, observers.counts, attempts=config.attempts, clock=clock)
+        self._forward = Forwarder(backends, pool, observers.counts, self._stored, attempts=config.attempts, clock=clock)
         self._all, self._tenant = Admission(config.max_waiting), Admission(config.tenant_requests)
 
     @property
@@ -90,16 +100,15 @@ class Proxy:
         return self._all.running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request whose path begins with ``/v1/``."""
+        """Answer one HTTP request whose path `is_proxied`."""
         started = self._clock()
         given = dict(scope["headers"])
-        call = ProxyCall(
-            scope["path"], scope.get("query_string", b""), scope["headers"], request_id(given.get(REQUEST_ID, b""))
-        )
+        identity, query = request_id(given.get(REQUEST_ID, b"")), scope.get("query_string", b"")
+        call = ProxyCall(scope["method"], scope["path"], query, scope["headers"], identity)
         answer = CallerAnswer(send, self._config.silence)
         try:
             async with answer:
-                await self._respond(scope["method"], receive, given, call, answer)
+                await self._respond(receive, given, call, answer)
         except DisconnectedError:
             call.outcome = "cancelled"
         except StalledError as stalled:
@@ -109,33 +118,35 @@ class Proxy:
         self.observers.end(call, started, self._clock())
 
     async def _respond(
-        self, method: str, receive: Receive, given: dict[bytes, bytes], call: ProxyCall, answer: CallerAnswer
+        self, receive: Receive, given: dict[bytes, bytes], call: ProxyCall, answer: CallerAnswer
     ) -> None:
         """Answer; an error becomes an answer, too."""
         own = [_JSON, (REQUEST_ID, call.identity.encode())]
         try:
-            await self._answer(method, receive, given, call, answer)
+            await self._answer(receive, given, call, answer)
         except KeyEndedError as ended:
             call.outcome = "revoked"
             error = ApiError(401, str(ended), type="authentication_error", code="invalid_api_key")
             if not answer.begun:
-                await answer.whole(401, own, error.body())
+                body = error_body(error.message, error.type, 401, call.path, call.identity)
+                await answer.whole(401, own, body)
             elif not answer.over and (last := last_piece(error, call.path, answer.media, call.identity)) is not None:
                 await answer.end(last)  # otherwise the server cuts the connection
         except _RefusedError as refused:
             call.outcome = "refused"
-            body = error_body(str(refused), refused.kind, refused.status)
+            body = error_body(str(refused), refused.kind, refused.status, call.path, call.identity)
             await answer.whole(refused.status, [*own, *refused.headers], body)
         except FailedError as failed:
             call.outcome = "failed"
-            headers, body = failed.answer or (own, error_body(str(failed), "upstream_error", failed.status))
+            headers, body = failed.answer or (
+                own,
+                error_body(str(failed), "upstream_error", failed.status, call.path, call.identity),
+            )
             if failed.wait and failed.answer is None:
                 headers = [*headers, (b"retry-after", str(math.ceil(failed.wait)).encode())]
             await answer.whole(failed.status, headers, body)
 
-    async def _answer(
-        self, method: str, receive: Receive, given: dict[bytes, bytes], call: ProxyCall, answer: CallerAnswer
-    ) -> None:
+    async def _answer(self, receive: Receive, given: dict[bytes, bytes], call: ProxyCall, answer: CallerAnswer) -> None:
         key = self._tenants.find(call.headers)
         if key is None:
             challenge = (b"www-authenticate", b"Bearer")
@@ -152,17 +163,16 @@ class Proxy:
             raise _RefusedError(403, "without API keys only programs of this machine are served", "permission_error")
         if not self._backends.all:
             raise _RefusedError(503, "no backend is configured: this node only serves its bus", "no_backend")
-        if method == "GET":
-            body = self._models(call.path)
-            await answer.whole(200, [_JSON, (REQUEST_ID, call.identity.encode())], msgspec.json.encode(body))
-        elif method == "POST":
-            if not _PATH.fullmatch(call.path):
-                raise _RefusedError(404, "no such path", "not_found_error")
-            await self._limited(receive, given, key, call, answer)
-        else:
-            raise _RefusedError(
-                405, "only GET and POST are supported", "invalid_request_error", (b"allow", b"GET, POST")
-            )
+        if call.method == "GET" and f"{call.path}/".startswith("/v1/models/"):
+            listed = self._models(call.path)
+            await answer.whole(200, [_JSON, (REQUEST_ID, call.identity.encode())], msgspec.json.encode(listed))
+            return
+        if call.method not in ("GET", "POST", "DELETE"):
+            allowed = (b"allow", b"GET, POST, DELETE")
+            raise _RefusedError(405, "only GET, POST and DELETE are supported", "invalid_request_error", allowed)
+        if not _PATH.fullmatch(call.path) and call.path not in _OTHERS:
+            raise _RefusedError(404, "no such path", "not_found_error")
+        await self._limited(receive, given, key, call, answer)
 
     async def _limited(
         self, receive: Receive, given: dict[bytes, bytes], key: ApiKey, call: ProxyCall, answer: CallerAnswer
@@ -185,7 +195,7 @@ class Proxy:
                 self._tenants.watch(key) as watched,
             ):
                 try:
-                    await self._post(receive, take, given, tenant, call, answer)
+                    await self._pass_on(receive, take, given, tenant, call, answer)
                 except asyncio.CancelledError:
                     if watched is None or not watched.was_cancelled():
                         raise
@@ -204,20 +214,38 @@ class Proxy:
                 return model
         raise _RefusedError(404, f"no such path: {path[:200]}", "not_found_error")
 
-    async def _post(
-        self,
-        receive: Receive,
-        take: Callable[[int], None],
-        given: dict[bytes, bytes],
-        tenant: str,
-        call: ProxyCall,
-        answer: CallerAnswer,
+    async def _find_place(self, call: ProxyCall) -> None:
+        """Set the backend that has what the request names: by its answer, or, where no key is required, by asking all.
+
+        Where keys are required, what is not known to be the tenant's own is refused: it may be another's.
+        """
+        named = [stored_id(call.path), *call.request.continues()]
+        if not self._tenants.open and call.method != "POST" and not named[0][1] and not is_public(call.path):
+            raise _RefusedError(404, "lists of all tenants are not passed on", "not_found_error")
+        for collection, identity in named:
+            if not identity:
+                continue
+            name = self._stored.find(identity, call.tenant)
+            place = next((backend for backend in self._backends.all if backend.name == name), None)
+            if place is None and not self._tenants.open:
+                raise _RefusedError(404, f"{identity[:80]!r} is not known here", "not_found_error")
+            if place is None and len(self._backends.all) > 1:
+                place = await self._forward.find(f"/v1/{collection}/{quote(identity, safe='')}")
+                if place is not None:
+                    self._stored.note(identity, call.tenant, place.name)
+            call.place = call.place or place
+
+    async def _read(
+        self, receive: Receive, take: Callable[[int], None], given: dict[bytes, bytes], tenant: str, call: ProxyCall
     ) -> None:
+        """Read the body of a POST request."""
         limit, length = self._config.max_body, given.get(b"content-length", b"")
         try:
             body = await read_body(receive, length, take, limit=limit, timeout=self.bodies.seconds)
             form = given.get(b"content-type", b"").lower().startswith(b"multipart/")
-            call.request = parse_request(body, tenant, opaque=form and "completions" not in call.path)
+            opaque = form and "completions" not in call.path
+            lenient = call.path not in PURE and call.path != "/v1/responses"
+            call.request = parse_request(body, tenant, opaque=opaque, lenient=lenient)
         except TooLargeError:
             message = f"the request is larger than {limit} bytes"
             raise _RefusedError(413, message, "invalid_request_error", (b"connection", b"close")) from None
@@ -228,7 +256,20 @@ class Proxy:
             raise _RefusedError(status, str(full), kind, (b"retry-after", b"1")) from None
         except FormatError as error:
             raise _RefusedError(400, error.what, "invalid_request_error") from None
+
+    async def _pass_on(
+        self,
+        receive: Receive,
+        take: Callable[[int], None],
+        given: dict[bytes, bytes],
+        tenant: str,
+        call: ProxyCall,
+        answer: CallerAnswer,
+    ) -> None:
+        if call.method == "POST":
+            await self._read(receive, take, given, tenant, call)
         call.tenant, call.salt = tenant, self._tenants.salt(tenant)
+        await self._find_place(call)
         self.observers.begin(call, self._clock())
         task = asyncio.current_task()
         assert task is not None

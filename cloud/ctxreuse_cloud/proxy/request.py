@@ -14,7 +14,7 @@ __all__ = ["EMPTY_REQUEST", "ProxyRequest", "parse_request"]
 _PREFIX = 4096
 
 #: Fields that become the prompt, in this order.
-_READ = ("tools", "functions", "instructions", "messages", "prompt", "input")
+_READ = ("tools", "functions", "instructions", "system", "messages", "prompt", "input")
 
 _NULL = msgspec.Raw(b"null")
 
@@ -22,11 +22,24 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str | None)
 
 
+class _Part(msgspec.Struct):
+    type: str = ""
+
+
 class _Role(msgspec.Struct):
+    """A message, or an item of ``/v1/responses``; of parts only the type is read."""
+
     role: str = ""
+    type: str = ""
+    content: msgspec.Raw = _NULL
 
 
-_role = msgspec.json.Decoder(_Role)
+class _Conversation(msgspec.Struct):
+    id: str = ""
+
+
+_role, _conversation = msgspec.json.Decoder(_Role), msgspec.json.Decoder(_Conversation)
+_parts = msgspec.json.Decoder(list[_Part])
 _items = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
@@ -41,15 +54,44 @@ class ProxyRequest:
 
     def messages(self) -> list[tuple[str, bytes]]:
         """Return what the model reads, as (name, bytes) in order: tools, then each message by its role."""
-        fields, found = self._fields or {}, []
-        if "tools" in fields:
-            found.append(("tools", bytes(fields["tools"])))
+        fields = self._fields or {}
+        found: list[tuple[str, bytes]] = []
+        for name in ("tools", "instructions", "system"):
+            if name in fields:
+                found.append((name, bytes(fields[name])))
         try:
             for raw in _items.decode(fields.get("messages", _NULL)) or ():
-                found.append((_role.decode(raw).role, bytes(raw)))
+                found.append((_name(raw), bytes(raw)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return []
-        found += [(name, bytes(fields[name])) for name in ("prompt", "input") if name in fields]
+        for name in ("prompt", "input"):
+            raw = fields.get(name, _NULL)
+            if bytes(memoryview(raw)[:1]) == b"[" and name == "input":
+                try:
+                    found += [(_name(item), bytes(item)) for item in _items.decode(raw) or ()]
+                    continue
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    pass  # texts or token ids
+            if name in fields:
+                found.append((name, bytes(raw)))
+        return found
+
+    @property
+    def stores(self) -> bool:
+        """True unless the body says that nothing is to be stored."""
+        return bytes((self._fields or {}).get("store", _NULL)) != b"false"
+
+    def continues(self) -> list[tuple[str, str]]:
+        """Return the stored objects that the request builds on, as collections and ids."""
+        found = []
+        for name, collection in (("previous_response_id", "responses"), ("conversation", "conversations")):
+            raw = (self._fields or {}).get(name, _NULL)
+            try:
+                identity = _text.decode(raw) if bytes(memoryview(raw)[:1]) != b"{" else _conversation.decode(raw).id
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                identity = None
+            if identity:
+                found.append((collection, identity))
         return found
 
     def body(self, salt: str) -> bytes:
@@ -77,11 +119,12 @@ class ProxyRequest:
 EMPTY_REQUEST = ProxyRequest(b"", None, "", b"")
 
 
-def parse_request(body: bytes, tenant: str, *, opaque: bool = False) -> ProxyRequest:
-    """Parse a body; one that is ``opaque`` (a form with a file) has neither model nor context. Raises FormatError.
+def parse_request(body: bytes, tenant: str, *, opaque: bool = False, lenient: bool = False) -> ProxyRequest:
+    """Parse a body; one that is ``opaque`` (a form with a file) has neither model nor context. Raises FormatError;
+    ``lenient``: what is no request of the API is opaque.
 
-    The context is a hash of tenant, model, and the first 4,096 bytes of ``prompt_cache_key``, else of the first
-    message, prompt or input.
+    The context is a hash of tenant, model, and the first 4,096 bytes of ``prompt_cache_key``, else of the instructions,
+    the first message, prompt or input.
     """
     if opaque:
         return ProxyRequest(body, None, "", b"")
@@ -90,6 +133,8 @@ def parse_request(body: bytes, tenant: str, *, opaque: bool = False) -> ProxyReq
         model = _text.decode(fields["model"]) or "" if "model" in fields else ""
         start = _beginning(fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if lenient:
+            return ProxyRequest(body, None, "", b"")
         raise FormatError(f"not a request of the API: {error}") from None
     if not start:
         return ProxyRequest(body, fields, model, b"")
@@ -97,8 +142,20 @@ def parse_request(body: bytes, tenant: str, *, opaque: bool = False) -> ProxyReq
     return ProxyRequest(body, fields, model, hashlib.blake2b(named, digest_size=16).digest())
 
 
+def _name(raw: msgspec.Raw) -> str:
+    """Return the role of a message; results of tools are of the role ``tool``, whatever their API calls them."""
+    found = _role.decode(raw)
+    try:
+        parts = _parts.decode(found.content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        parts = []  # a text
+    if found.type.endswith("_call_output") or any(part.type == "tool_result" for part in parts):
+        return "tool"
+    return found.role or found.type
+
+
 def _beginning(fields: dict[str, msgspec.Raw]) -> bytes:
-    for name in ("prompt_cache_key", "messages", "prompt", "input"):
+    for name in ("prompt_cache_key", "instructions", "system", "messages", "prompt", "input"):
         raw = fields.get(name, _NULL)
         if name == "messages":
             raw = next(iter(_items.decode(raw) or ()), _NULL)

@@ -7,22 +7,28 @@ from collections.abc import Mapping
 
 from ctxreuse_cloud.proxy.http import RawHeaders
 
-__all__ = ["PATIENCE", "Budget", "FailedError", "pause", "repeatable", "retry_after", "retry_status"]
+__all__ = ["PATIENCE", "PURE", "Budget", "FailedError", "pause", "repeatable", "retry_after", "retry_status"]
 
 #: Requests without side effects; files, batches and stored responses are sent once.
-_PURE = frozenset(
-    f"/v1/{name}"
-    for name in [
-        "chat/completions",
-        "completions",
-        "embeddings",
-        "rerank",
-        "score",
-        "classify",
-        "pooling",
-        "tokenize",
-        "detokenize",
-    ]
+PURE = (
+    frozenset(["/tokenize", "/detokenize", "/rerank", "/score", "/classify", "/pooling"])
+    | frozenset(f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show"))
+    | frozenset(
+        f"/v1/{name}"
+        for name in [
+            "chat/completions",
+            "completions",
+            "embeddings",
+            "messages",
+            "messages/count_tokens",
+            "rerank",
+            "score",
+            "classify",
+            "pooling",
+            "tokenize",
+            "detokenize",
+        ]
+    )
 )
 
 
@@ -36,9 +42,12 @@ def pause(tried: int, rng: random.Random) -> float:
     return min(_LONGEST, _FIRST * 2.0 ** (tried - 1)) * rng.uniform(0.5, 1.0)
 
 
-def repeatable(path: str) -> bool:
-    """Return True if a request may be sent again although a backend may have begun it."""
-    return path in _PURE
+def repeatable(method: str, path: str, *, stores: bool) -> bool:
+    """Return True if a request may be sent again although a backend may have begun it.
+
+    ``stores``: a response is stored, unless its request says otherwise.
+    """
+    return method == "GET" or path in PURE or (path == "/v1/responses" and not stores)
 
 
 def retry_status(status: int) -> bool:

@@ -6,15 +6,21 @@ Back-pressure bounds memory: a piece is read when the caller's connection has ta
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
 
+from ctxreuse.daemon.anthropic import answers as anthropic
+from ctxreuse.daemon.openai import ApiError
 from ctxreuse_cloud.proxy.http import RawHeaders
 
 __all__ = [
+    "EVENTS",
+    "LINES",
     "CallerAnswer",
     "Passed",
     "ReportedUsage",
@@ -33,6 +39,10 @@ _EVENT = 1 << 16
 #: Answers that are not streams are passed on whole, up to this size: until then another backend may be tried.
 _WHOLE = 1 << 20
 _TAIL = 1 << 14
+_LONGEST = 1 << 12  # of a usage
+
+#: What ends an event of server-sent events, and a line of JSON lines.
+EVENTS, LINES = b"\n\n", b"\n"
 
 
 class StalledError(Exception):
@@ -74,11 +84,54 @@ class ReportedUsage(msgspec.Struct):
         return min(self.counts().values()) >= 0
 
 
+class _Usage(ReportedUsage):
+    """As ``/v1/responses`` (``input_tokens_details``) and ``/v1/messages`` (``cache_…``) report it, too."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def plain(self) -> ReportedUsage | None:
+        """Return it in the words of chat completions; None if it counts nothing."""
+        if self.input_tokens is None and self.output_tokens is None:
+            found = ReportedUsage(self.prompt_tokens, self.completion_tokens, self.prompt_tokens_details)
+            return found if found.prompt_tokens or found.completion_tokens else None
+        read, written = self.cache_read_input_tokens or 0, self.cache_creation_input_tokens or 0
+        details = self.input_tokens_details or _Details(read)
+        return ReportedUsage((self.input_tokens or 0) + read + written, self.output_tokens or 0, details)
+
+
+class _Message(msgspec.Struct):
+    usage: _Usage | None = None
+
+
 class _Event(msgspec.Struct):
-    usage: ReportedUsage | None = None
+    """The end of an answer, or an event of its stream; ``response``, ``message``: of ``/v1/responses`` and
+    ``/v1/messages``; the counts: Ollama's."""
+
+    usage: _Usage | None = None
+    response: msgspec.Raw = msgspec.Raw(b"null")
+    message: msgspec.Raw = msgspec.Raw(b"null")
+    prompt_eval_count: int = 0
+    eval_count: int = 0
+
+    def found(self) -> ReportedUsage | None:
+        """Return the usage; None if there is none."""
+        if self.prompt_eval_count or self.eval_count:
+            return ReportedUsage(self.prompt_eval_count, self.eval_count)
+        usage = self.usage
+        for raw in (self.response, self.message):
+            if usage is None and bytes(memoryview(raw)[:1]) == b"{":
+                usage = _message.decode(raw).usage
+        return usage.plain() if usage is not None else None
 
 
-_event = msgspec.json.Decoder(_Event)
+_event, _message = msgspec.json.Decoder(_Event), msgspec.json.Decoder(_Message)
+_raw_usage = msgspec.json.Decoder(_Usage)
+#: The beginning of a usage; in a text of the answer its quotes would be escaped.
+_USAGE, _OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)'), json.JSONDecoder()
 
 
 class Passed(msgspec.Struct):
@@ -90,8 +143,12 @@ class Passed(msgspec.Struct):
     tail: bytes = b""
 
 
-def error_body(message: str, kind: str, status: int) -> bytes:
-    """Return an error in the format of OpenAI's API."""
+def error_body(message: str, kind: str, status: int, path: str = "", request: str = "") -> bytes:
+    """Return an error in the format of the API that a path belongs to; ``request``: its id."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error_body(ApiError(status, message, type=kind), request)
+    if path.startswith("/api/"):
+        return msgspec.json.encode({"error": message})
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
@@ -179,55 +236,72 @@ async def read_whole(response: aiohttp.ClientResponse, limit: int = _WHOLE) -> t
     return b"".join(pieces), True
 
 
-async def pass_on(response: aiohttp.ClientResponse, first: bytes, answer: CallerAnswer, *, events: bool) -> Passed:
+async def pass_on(
+    response: aiohttp.ClientResponse, first: bytes, answer: CallerAnswer, *, framing: bytes = b"", last: bytes = b""
+) -> Passed:
     """Pass on ``first`` and the rest of a body, after `CallerAnswer.start`.
 
-    If the backend breaks off, a stream of server-sent ``events`` gets an error as its last event; any other body is
-    left incomplete, so that the connection is cut.
+    ``framing``: what ends an event of a stream, or a line; such a stream gets ``last`` as its last event if the backend
+    breaks off. Any other body is left incomplete, so that the connection is cut.
     """
     piece, pending, nbytes = first, b"", 0
-    before = last = b""
+    before = end = b""
     try:
         while piece:
             data = pending + piece if pending else piece
-            cut = _end_of_events(data) if events else len(data)
+            cut = _end_of_events(data, framing) if framing else len(data)
             whole, pending = (data, b"") if cut == len(data) else (data[:cut], data[cut:])
             if whole:
                 await answer.write(whole)
                 nbytes += len(whole)
-                before, last = last, whole
+                before, end = end, whole
             piece = await response.content.readany()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = str(error) or type(error).__name__
-        if events:
-            body = error_body("the backend broke off during the answer", "upstream_error", 502)
-            await answer.end(b"data: " + body + b"\n\n")
+        if framing:
+            await answer.end(last)
         return Passed(nbytes, None, reason)
     await answer.end(pending)
-    tail = before[-_TAIL:] + last[-_TAIL:] + pending
-    return Passed(nbytes + len(pending), usage_of(tail, events=events), tail=tail)
+    tail = before[-_TAIL:] + end[-_TAIL:] + pending
+    usage = usage_of(tail, events=bool(framing))
+    began = usage_of(first.partition(framing)[0], events=True) if framing else None
+    if usage is not None and not usage.prompt_tokens and began is not None:
+        usage = ReportedUsage(began.prompt_tokens, usage.completion_tokens, began.prompt_tokens_details)
+    return Passed(nbytes + len(pending), usage, tail=tail)
 
 
-def _end_of_events(data: bytes) -> int:
+def _end_of_events(data: bytes, framing: bytes) -> int:
     """Return the end of the last complete event."""
-    if data.endswith((b"\n\n", b"\r\n\r\n")):
+    if data.endswith(framing):
         return len(data)
-    lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
-    cut = max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
+    cut = data.rfind(framing) + len(framing) if framing in data else 0
+    if framing == EVENTS:
+        crlf = data.rfind(b"\r\n\r\n")
+        cut = max(cut, crlf + 4 if crlf >= 0 else 0)
     return cut if cut or len(data) < _EVENT else len(data)
 
 
 def usage_of(tail: bytes, *, events: bool) -> ReportedUsage | None:
     """Return the usage at the end of an answer; None if there is none."""
-    if b'"usage"' not in tail:
+    if b'"usage"' not in tail and b'"eval_count"' not in tail:
         return None
-    lines = [line[5:] for line in tail.splitlines() if line.startswith(b"data:")] if events else [tail]
+    lines = [line.removeprefix(b"data:") for line in tail.splitlines()] if events else [tail]
     for line in reversed(lines):
-        if b'"usage"' in line:
+        if b'"usage"' in line or b'"eval_count"' in line:
             try:
-                usage = _event.decode(line).usage
+                usage = _event.decode(line).found()
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
+                usage = _last_usage(line)  # the beginning of the line is not in the tail
             if usage is not None and usage.valid():
                 return usage
+    return None
+
+
+def _last_usage(line: bytes) -> ReportedUsage | None:
+    for found in reversed([*_USAGE.finditer(line)]):
+        try:
+            text = line[found.end() : found.end() + _LONGEST].decode("utf-8", "replace")
+            return _raw_usage.decode(text[: _OBJECT.raw_decode(text)[1]]).plain()
+        except (ValueError, RecursionError):
+            continue
     return None

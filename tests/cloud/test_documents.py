@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from ctxreuse_cloud.proxy.stream import usage_of
+from ctxreuse_cloud.proxy.reported import usage_of
 
 from support.scripted import Scripted, event, fronted
 from support.waiting import patient

@@ -12,9 +12,9 @@ from ctxreuse_cloud.proxy.admission import Admission
 from ctxreuse_cloud.proxy.backends import Backends, choose
 from ctxreuse_cloud.proxy.breaker import Breaker
 from ctxreuse_cloud.proxy.http import answer_headers, request_headers
+from ctxreuse_cloud.proxy.reported import usage_of
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.retry import Budget, pause, retry_after, retry_status
-from ctxreuse_cloud.proxy.stream import usage_of
 from ctxreuse_cloud.proxy.tenants import Tenants
 from hypothesis import given
 from hypothesis import strategies as st

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from ctxreuse_cloud.proxy.proxy import is_proxied
+from ctxreuse_cloud.proxy.reported import usage_of
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.stored import StoredObjects, id_of_answer, stored_id
-from ctxreuse_cloud.proxy.stream import usage_of
 from ctxreuse_cloud.proxy.tenants import Tenants
 
 from ctxreuse.daemon.key_file import KeyFile

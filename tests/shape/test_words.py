@@ -41,7 +41,7 @@ FIXED: dict[str, set[str]] = {
     "ctxreuse.calibrate.run": {"held_out"},
     "ctxreuse.daemon.openai": {"moved", "mended"},
     "ctxreuse_agents.memory": {"repair"},
-    "ctxreuse_cloud.proxy.stream": {"moved", "mended"},
+    "ctxreuse_cloud.proxy.reported": {"moved", "mended"},
 }
 
 

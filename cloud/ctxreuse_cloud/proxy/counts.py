@@ -8,7 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ctxreuse_cloud.proxy.backends import Backend, Backends
-from ctxreuse_cloud.proxy.stream import ReportedUsage
+from ctxreuse_cloud.proxy.reported import ReportedUsage
 
 __all__ = ["OUTCOMES", "ProxyCounts"]
 

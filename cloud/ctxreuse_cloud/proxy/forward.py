@@ -16,6 +16,7 @@ from ctxreuse.daemon.openai import ApiError
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
+from ctxreuse_cloud.proxy.reported import ReportedUsage, usage_of
 from ctxreuse_cloud.proxy.request import EMPTY_REQUEST
 from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
 from ctxreuse_cloud.proxy.stored import StoredObjects, id_of_answer, stored_id
@@ -23,11 +24,9 @@ from ctxreuse_cloud.proxy.stream import (
     EVENTS,
     LINES,
     CallerAnswer,
-    ReportedUsage,
     error_body,
     pass_on,
     read_whole,
-    usage_of,
 )
 
 __all__ = ["Forwarder", "ProxyCall"]
@@ -146,9 +145,9 @@ class Forwarder:
             except (aiohttp.ClientError, TimeoutError, OSError):
                 return False
 
-        asked = [backend for backend in self._backends.all if backend.healthy is not False]
-        found = await asyncio.gather(*map(ask, asked))
-        return next((backend for backend, has in zip(asked, found) if has), None)
+        places = [backend for backend in self._backends.all if backend.healthy is not False]
+        found = await asyncio.gather(*map(ask, places))
+        return next((backend for backend, has in zip(places, found) if has), None)
 
     async def _attempt(self, call: ProxyCall, answer: CallerAnswer) -> None:
         backend = self._choose(call)

@@ -8,8 +8,8 @@ from ctxreuse.lab.recorder import Recorder
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.forward import ProxyCall
 from ctxreuse_cloud.proxy.pauses import PauseTracker, stop_of
+from ctxreuse_cloud.proxy.reported import ReportedUsage
 from ctxreuse_cloud.proxy.request_log import ProxyRequestLog
-from ctxreuse_cloud.proxy.stream import ReportedUsage
 
 __all__ = ["Observers"]
 

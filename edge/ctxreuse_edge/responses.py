@@ -93,13 +93,15 @@ class StoredResponses:
         meta = {**last.meta, _RECORD: record, _OUTPUTS: len(made)}
         known = ids_at(self._ledger, continued.head, space) if continued is not None else None
         turns[-1] = with_ids(NewTurn(last.role, last.content, meta), ids, space, known, len(turns))
-        self._ledger.create(
-            response.id,
-            continued.head if continued is not None else 0,
-            turns=turns,
-            id=response.id.removeprefix(RESPONSES),
-            origin=continued.session if continued is not None else None,
-        )
+        id = response.id.removeprefix(RESPONSES)
+        if continued is None:
+            self._ledger.create(response.id, turns=turns, id=id)
+            return
+        try:
+            self._ledger.create(response.id, continued.head, turns=turns, id=id, origin=continued.session)
+        except SessionError as error:
+            fix = "Send the whole conversation as input"
+            raise SessionError("the response that it continues was deleted meanwhile", fix=fix) from error
 
     def continued(self, id: str) -> Continued:
         """Return what continues a response."""

@@ -288,6 +288,20 @@ def test_a_stream_cut_in_a_call_leaves_nothing_and_what_was_before_goes_on(edge:
     edge.node.ledger.check()
 
 
+def test_a_response_whose_beginning_is_deleted_meanwhile_fails(edge: Any) -> None:
+    first = respond(edge, "Moin")
+    body = {"input": "x", "previous_response_id": first["id"], "stream": True, "max_output_tokens": 2000}
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "array", "items": {"type": "null"}, "minItems": 200}}
+    with edge.http.stream("POST", "/v1/responses", json={**body, "text": {"format": form}}) as answer:
+        lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+        assert next(event for event in lines if event["type"] == "response.output_text.delta")
+        assert edge.http.delete(f"/v1/responses/{first['id']}").status_code == 200
+        *_, last = lines
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert "deleted meanwhile" in last["response"]["error"]["message"]
+    assert edge.node.ledger.stats().sessions == 0
+
+
 def test_two_clients_go_on_from_one_response_at_once(edge: Any) -> None:
     first = respond(edge, "Moin")
     with ThreadPoolExecutor(2) as threads:
@@ -320,6 +334,22 @@ def test_any_unicode_in_names_arguments_and_results(edge: Any) -> None:
     assert "printable" in refused(edge, tools=[joined])["message"]
     lone = edge.http.post("/v1/responses", content=b'{"input": "\\ud800"}')
     assert lone.status_code == 400
+
+
+def test_a_long_conversation_drops_its_beginning_if_told_to(edge: Any) -> None:
+    tool = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    look = [tool, {"type": "function_call_output", "call_id": "c", "output": "wind\n" * 200_000}]
+    said = [{"role": "user", "content": f"{n} " + "x" * 96} for n in range(60)]
+    assert refused(edge, input=[*look, *said])["code"] == "context_length_exceeded"
+    first = respond(edge, [*look, *said], truncation="auto", instructions=None)
+    assert first["truncation"] == "auto"
+    assert 1500 < first["usage"]["input_tokens"] <= 4096 - 12
+    second = respond(edge, "Und?", previous_response_id=first["id"], truncation="auto", instructions=None)
+    assert cached(second) >= first["usage"]["input_tokens"] - 64, "the same items are dropped"
+    listed = edge.http.get(f"/v1/responses/{second['id']}/input_items?order=asc&limit=100").json()["data"]
+    assert len(listed[1]["output"]) == 1_000_000, "what was dropped from the prompt is kept"
+    error = refused(edge, input="x" * 5000, truncation="auto")
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_a_result_of_a_megabyte_is_refused_and_costs_nothing(edge: Any) -> None:

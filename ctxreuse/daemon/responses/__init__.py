@@ -8,7 +8,7 @@ from ctxreuse.daemon.responses.answer import (
     response_usage,
 )
 from ctxreuse.daemon.responses.events import OutputWriter, named_event
-from ctxreuse.daemon.responses.items import Item, check_outputs, input_items, messages_of
+from ctxreuse.daemon.responses.items import Item, check_outputs, input_items, latest, messages_of
 from ctxreuse.daemon.responses.request import InputItem, ResponsesRequest, chat_fields
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "chat_fields",
     "check_outputs",
     "input_items",
+    "latest",
     "messages_of",
     "named_event",
     "response_usage",

@@ -16,7 +16,7 @@ from ctxreuse.store import NewTurn, Turn
 if TYPE_CHECKING:
     from ctxreuse.daemon.responses.answer import FunctionCall, OutputMessage
 
-__all__ = ["Item", "check_outputs", "input_items", "messages_of"]
+__all__ = ["Item", "check_outputs", "input_items", "latest", "messages_of"]
 
 #: Who may say a message of the input.
 _ROLES = ("user", "assistant", "system", "developer")
@@ -101,6 +101,12 @@ def check_outputs(before: Iterable[Item], given: Iterable[Item]) -> None:
         if item.message.tool_call_id and item.message.tool_call_id not in calls:
             what = f"no function_call with call_id {item.message.tool_call_id[:80]!r} comes before its output"
             raise ApiError(400, what, param="input")
+
+
+def latest(items: Sequence[Item], dropped: int) -> Sequence[Item]:
+    """The items but the first ``dropped``, and outputs of calls that are among these."""
+    calls = {call.id for item in items[:dropped] for call in item.message.tool_calls}
+    return [item for item in items[dropped:] if item.message.tool_call_id not in calls] if calls else items[dropped:]
 
 
 def messages_of(items: Iterable[Item]) -> list[Message]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from ctxreuse.daemon.responses import (
     chat_fields,
     check_outputs,
     input_items,
+    latest,
     messages_of,
     named_event,
     response_usage,
@@ -67,6 +69,10 @@ _WORDS = {
     "response_format": "text.format",
     "messages": "input",
 }
+
+
+#: How many items are dropped at a time.
+_DOZEN = 12
 
 
 class EdgeResponsesRequest(ResponsesRequest, frozen=True, kw_only=True):
@@ -160,6 +166,7 @@ class _ResponseAnswer(HttpAnswer):
         # What the pool's thread uses, which may begin at once.
         self._node, self._requested, self._given = node, wanted, input_items(wanted.input)
         self._continued: Continued | None = None
+        self._dropped = 0
         if not self._given and not wanted.previous_response_id:
             raise ApiError(400, "input: there is nothing to answer", param="input")
         body = EdgeChatRequest(messages=[], keep_alive=wanted.keep_alive, **chat_fields(wanted))
@@ -187,11 +194,36 @@ class _ResponseAnswer(HttpAnswer):
             before = self._continued.items
         check_outputs(before, self._given)
         first = [Message("system", wanted.instructions)] if wanted.instructions else []
-        return [*first, *messages_of([*before, *self._given])]
+        return [*first, *messages_of(latest([*before, *self._given], self._dropped))]
 
     def _begin(self, name: str, step: Callable[[], None]) -> list[Completion]:
         with _our_words():
+            if self._requested.truncation == "auto":
+                self._make_room(step)
             return self._chat.begin(name, step)
+
+    def _make_room(self, step: Callable[[], None]) -> None:
+        """Drop as few of the oldest items as make the prompt fit, with room for an answer.
+
+        They go by the dozen while there are more: the beginning of the next prompts stays the same then, and its KV.
+        """
+        longest = self._chat.model.runtime.space.max_tokens
+        room = longest - min(self._requested.max_output_tokens or longest // 8, longest // 2)
+
+        def fits(dropped: int) -> bool:
+            step()
+            self._dropped = dropped
+            try:
+                return len(self._chat.encode().ids) <= room
+            except ContextTooLongError:
+                return False
+
+        if not fits(0):
+            count = len(self._given) + (len(self._continued.items) if self._continued is not None else 0)
+            last = max(count - 1, 0)
+            steps = sorted({*range(_DOZEN, last, _DOZEN), *range(max(last - _DOZEN, 0), last + 1)})
+            found = bisect.bisect_left(steps, True, key=fits)
+            self._dropped = steps[min(found, len(steps) - 1)]
 
     def first(self) -> Sequence[Any]:
         return [self._writer.lifecycle(kind, self._response) for kind in ("created", "in_progress")]

@@ -87,7 +87,8 @@ class PrefixPins:
     @property
     def nbytes(self) -> int:
         """Bytes of all pinned blocks."""
-        return sum(self._sizes.values())
+        with self._changed:
+            return sum(self._sizes.values())
 
     def __len__(self) -> int:
         return len(self._pins)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.hermes import hermes_folder
 from support.waiting import until
 
 CITY = {"type": "string", "maxLength": 6}
@@ -206,3 +207,54 @@ def test_the_key_may_come_as_anthropics_clients_send_it(serve: Any, tmp_path: An
     assert refused["type"] == "authentication_error"
     edge.http.headers.update({"x-api-key": "sesame", "anthropic-version": "2023-06-01"})
     assert message(edge, max_tokens=1)["usage"]["output_tokens"] == 1
+
+
+@pytest.fixture(params=["generic", "hermes", "llama3"])
+def served(request: pytest.FixtureRequest, serve: Any, engine: Any, tmp_path: Any) -> Any:
+    """Daemons whose models show tools in different places."""
+    if request.param == "llama3":
+        return serve(**{"edge.tools": "llama3"})
+    if request.param == "generic":
+        return serve(engine)
+    from ctxreuse.engines import open_engine
+
+    return serve(open_engine(str(hermes_folder(tmp_path / "hermes"))))
+
+
+PLACES = ("tools", "first of system", "system", "first of message", "message", "result")
+
+
+def marked(place: str, rest: str) -> Any:
+    """A request with a mark at a place, after which the words are different with ``rest``."""
+    kept = {"cache_control": {"type": "ephemeral"}}
+    # These templates show tools behind the system's text, so that is part of their prefix.
+    last = PLACES.index("system" if place == "tools" else place)
+
+    def text(name: str) -> Any:
+        words = f"{rest if PLACES.index(name) > last else place} {name}. " * 12
+        return {"type": "text", "text": words} | (kept if name == place else {})
+
+    call = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Köln"}}
+    said = text("result")
+    result = {**said, "type": "tool_result", "tool_use_id": "toolu_1", "content": said["text"]}
+    return {
+        "tools": [TOOLS[0], TOOLS[1] | (kept if place == "tools" else {})],
+        "system": [text("first of system"), text("system")],
+        "messages": [
+            {"role": "user", "content": [text("first of message"), text("message")]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+        "max_tokens": 1,
+    }
+
+
+def test_what_was_kept_up_to_a_mark_is_read_whatever_follows_it(served: Any) -> None:
+    for number, place in enumerate(PLACES, 1):
+        first = message(served, **marked(place, "Now"))["usage"]
+        again = message(served, **marked(place, "But then"))["usage"]
+        assert first["cache_read_input_tokens"] < 64
+        assert first["cache_creation_input_tokens"] >= 128, place
+        assert again["cache_read_input_tokens"] >= first["cache_creation_input_tokens"], place
+        assert again["cache_creation_input_tokens"] == 0, place
+        until(lambda count=number: len(served.node.pins) == count)

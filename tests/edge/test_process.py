@@ -34,12 +34,16 @@ def test_killed_and_started_again_it_answers_from_disk(process: Any) -> None:
     daemon = process()
     with daemon.ready() as http:
         first = ask(http)
+        marked = QUESTION | {"model": "", "cache_control": {"type": "ephemeral"}}
+        assert http.post("/v1/messages", json=marked).status_code == 200
         until(lambda: http.get("/api/status").json()["store"]["stats"]["queued"] == 0)
+        pinned = until(lambda: (found := http.get("/api/status").json()["pinned"])["prefixes"] and found)
     assert daemon.end(signal.SIGKILL)[0] == -signal.SIGKILL
     assert (daemon.store / "edge.json").exists()
 
     daemon = process()
     with daemon.ready() as http:
+        assert http.get("/api/status").json()["pinned"] == pinned
         again = ask(http)
     assert again["choices"] == first["choices"]
     assert again["usage"]["prompt_tokens_details"]["sources"]["disk"] >= 256

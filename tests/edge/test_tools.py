@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ctxreuse.engines import open_engine
-from support.tiny_text import save_model
+from support.hermes import hermes_folder
 
 CITY = {"type": "string", "maxLength": 6}
 WEATHER = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
@@ -26,24 +25,6 @@ def tools(description: str = "The weather of a place.") -> list[Any]:
 
 SYSTEM = {"role": "system", "content": "You are a harbour master. " * 40}
 HELLO = [SYSTEM, {"role": "user", "content": "Wie ist das Wetter in Köln?"}]
-
-HERMES = (
-    "{% if tools %}<|im_start|>system\n{{ messages[0]['content'] }}\n<tools>"
-    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n{{ m['content'] }}"
-    "{% for c in m['tool_calls'] %}{% if not loop.first or m['content'] %}\n{% endif %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|im_end|>\n{% elif m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n</tool_response>"
-    "<|im_end|>\n{% elif not loop.first or not tools %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def hermes_folder(place: Path) -> Path:
-    folder = save_model(place, positions=4096)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES}))
-    return folder
 
 
 @pytest.fixture(scope="session")

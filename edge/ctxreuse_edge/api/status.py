@@ -49,6 +49,7 @@ def routes(node: EdgeNode) -> list[Route]:
             "models": [{"id": one.name.id, "running": one.running} | _engine(one) for one in node.models.served],
             "live": {"contexts": len(runtime.context_cache), "bytes": runtime.context_cache.nbytes},
             "contexts": node.contexts.count(),
+            "pinned": {"prefixes": len(node.pins), "bytes": node.pins.nbytes},
             "requests": {"running": running, "limit": limit, "held": running, "most": limit},  # held, most: 0.1.0
             "tokens": {source: int(metrics.read("ctxreuse_prompt_tokens_total", source)) for source in SOURCES},
             "clouds": node.links.status(),

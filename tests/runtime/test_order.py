@@ -106,8 +106,10 @@ def test_the_next_turn_of_a_conversation_does_not_wait_for_others_first_ones() -
     begun.started = True
     assert order.first([begun, long, question], 1.0, {question}) is question
     assert order.first([begun, long], 1.0) is begun
-    # Those who have waited for long go before it, so that questions hold up nothing for ever.
+    # Those who have waited for long take turns with it, so that questions hold up nothing for ever.
     question.since = 20.0
+    assert order.first([begun, long, question], 30.0, {question}) is question
+    order.charge(question, 40, 60, short=True)
     assert order.first([begun, long, question], 30.0, {question}) is begun
 
 
@@ -169,3 +171,30 @@ def test_an_engine_that_does_not_batch_learns_from_its_prefill_passes() -> None:
         slices.observe(0, slices.tokens(1), 0.0005 * slices.tokens(1))
     assert 0.05 + 0.0005 * slices.tokens(1) <= STALL * 0.05
     assert slices.tokens(1) > 100
+
+
+def test_a_question_does_not_wait_for_prompts_that_have_waited_long() -> None:
+    order, now = PrefillOrder(), 100.0
+    long = [RequestTurn(number, 0.0) for number in range(8)]
+    question, urgent = RequestTurn(9, now), RequestTurn(10, now, priority=INTERACTIVE)
+    assert order.first([*long, question], now, {question}) is question
+    assert order.first([RequestTurn(0, now), urgent, question], now, {question}) is urgent
+    late = RequestTurn(11, now, priority=BACKGROUND)
+    assert order.first([*long, late], now, {late}) in long
+
+
+def test_questions_without_end_leave_every_other_pass_to_who_has_waited_long() -> None:
+    order, long, now = PrefillOrder(), RequestTurn(0, 0.0), 100.0
+    served = []
+    for number in range(1, 21):
+        question = RequestTurn(number, now)
+        first = order.first([long, question], now, {question})
+        order.charge(first, 40, 1_000, short=first is question)
+        first.started = True
+        served.append(first is long)
+    assert served == [False, True] * 10
+    # Until then they go first: each delays it by little.
+    fresh = [RequestTurn(30, now), RequestTurn(31, now)]
+    for _ in range(3):
+        assert order.first(fresh, now + 1, {fresh[1]}) is fresh[1]
+        order.charge(fresh[1], 40, 0, short=True)

@@ -16,7 +16,7 @@ from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import TokenRangeError
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.runtime.steps.order import RequestCancelledError, RequestTurn
-from ctxreuse.runtime.steps.passes import MOST, PassPlanner, Waiting
+from ctxreuse.runtime.steps.passes import MOST, PATIENT, PassPlanner, Waiting
 from ctxreuse.runtime.steps.scheduler import StepScheduler
 from ctxreuse.runtime.steps.slices import FIRST_SLICE
 from support.fetch_scene import tokens
@@ -57,7 +57,8 @@ def test_all_who_decode_go_with_a_slice_of_the_first_prefill(llama: TorchEngine)
     chosen, limit = planner.plan(all_of_them, now, batches=True)
     assert chosen == [all_of_them[1], all_of_them[3], all_of_them[2]]
     assert limit == FIRST_SLICE
-    assert planner.plan(all_of_them[:1], now + 1, batches=True) == (all_of_them[:1], None)
+    assert planner.plan(all_of_them[:1], now + 1, batches=True) == (all_of_them[:1], PATIENT)
+    assert planner.plan(all_of_them[:1], now + 31, batches=True) == (all_of_them[:1], None)
     assert planner.plan(all_of_them, now, batches=False) == ([all_of_them[2]], FIRST_SLICE)
     assert planner.plan(all_of_them[1:], now, batches=False) == ([all_of_them[1]], FIRST_SLICE)
     many = waiting(llama, *[(1, i) for i in range(2 * MOST)], (9, 0))
@@ -70,13 +71,23 @@ def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -
     decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))
     planner.done(decoding, 0.01, 5.0)
     assert planner.plan(prefill, 5.1, batches=True)[1] == FIRST_SLICE
-    assert planner.plan(prefill, 6.0, batches=True)[1] is None
+    assert planner.plan(prefill, 6.0, batches=True)[1] == PATIENT, "others may come"
+    assert planner.plan(prefill, 36.0, batches=True)[1] is None
     two = waiting(llama, (1, 1), (1, 2))
-    planner.done(two, 0.01, 7.0)
+    planner.done(two, 0.01, 37.0)
     planner.end(two[0].turn)
-    assert planner.plan(prefill, 7.1, batches=True)[1] == FIRST_SLICE
+    assert planner.plan(prefill, 37.1, batches=True)[1] == FIRST_SLICE
     planner.end(two[1].turn)
-    assert planner.plan(prefill, 7.1, batches=True)[1] is None
+    assert planner.plan(prefill, 37.1, batches=True)[1] == PATIENT
+
+
+def test_prefills_take_turns_with_short_ones_that_come_meanwhile(llama: TorchEngine) -> None:
+    planner = PassPlanner()
+    one, two = waiting(llama, (600, 1), (500, 2))
+    assert planner.plan([one], 0.0, batches=True) == ([one], None), "nobody else is there"
+    assert planner.plan([one, two], 1.0, batches=True) == ([one], PATIENT)
+    (short,) = waiting(llama, (40, 3))
+    assert planner.plan([one, two, short], 2.0, batches=True) == ([short], PATIENT)
 
 
 def test_a_prompt_right_behind_an_answer_has_the_passes_of_any_other(llama: TorchEngine) -> None:

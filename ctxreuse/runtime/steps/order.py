@@ -58,12 +58,14 @@ class PrefillOrder:
     Background prefills yield to all others. Of the rest, tenants take turns by the tokens computed for each. A tenant's
     own go by priority; of equal ones first the short (the next turn of a conversation need not wait until others' first
     ones are computed, and delays them by little), then who was begun (prefills end one after the other, as in turns all
-    of them would end late), then the session whose turn it is, then who came first.
+    of them would end late), then the session whose turn it is, then who came first. Waiting raises no other of its
+    priority above a short one, or where many are computed all questions would wait for them; such take turns with it.
     """
 
     def __init__(self) -> None:
         self._tenants = Turns[str](_BURST)
         self._sessions = Turns[tuple[str, str]]()
+        self._was_short = False
 
     def first(self, turns: Sequence[RequestTurn], now: float, short: Collection[RequestTurn] = ()) -> RequestTurn:
         """Return which of ``turns`` (one or more) is next; ``short``: those of which little is left to compute."""
@@ -75,13 +77,16 @@ class PrefillOrder:
 
         def rank(turn: RequestTurn) -> tuple[bool, int, int, bool, bool, int]:
             aged, of = turn.aged(now), sessions[_session(turn)]
+            if turn in short and not self._was_short:
+                aged = min(other.aged(now) for other in came if other.priority >= turn.priority)
             return aged >= BACKGROUND, tenants[turn.tenant], aged, turn not in short, not turn.started, of
 
         return min(came, key=rank)
 
-    def charge(self, turn: RequestTurn, computed: int, left: int) -> None:
+    def charge(self, turn: RequestTurn, computed: int, left: int, *, short: bool = False) -> None:
         """Note that ``computed`` tokens of a prefill were computed, the first ones unless it is `started`, and how many
-        are left."""
+        are left; ``short``: it was one of the short."""
+        self._was_short = short
         self._tenants.charge(turn.tenant, computed)
         if not turn.started:
             self._sessions.charge(_session(turn), computed + left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-__all__ = ["FIRST_SLICE", "STALL", "SliceEstimator"]
+__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "SliceEstimator"]
 
 #: A pass with a slice of a prefill may take so many times as long as one that only decodes.
 STALL = 3.0
@@ -13,7 +13,7 @@ STALL = 3.0
 _AIM = 0.85
 #: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
 #: the weights are read once for all: with fewer, prefills would take for ever, and nothing would wait much less.
-FIRST_SLICE, _LEAST, _LARGEST = 16, 16, 512
+FIRST_SLICE, _LEAST, LARGEST = 16, 16, 512
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
 _LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
 #: Passes that only decode, of which the median counts; and how many are enough to begin with.
@@ -51,7 +51,7 @@ class SliceEstimator:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end
                 planned = round(planned * change)
-            self._tokens[_magnitude(decoding)] = max(_LEAST, min(planned, _LARGEST))
+            self._tokens[_magnitude(decoding)] = max(_LEAST, min(planned, LARGEST))
 
     @property
     def measured(self) -> bool:

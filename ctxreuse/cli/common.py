@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -97,12 +97,15 @@ def daemon_client(
     url: str,
     address_file: Path,
     default: tuple[str, int],
-    key_file: str = "",
+    key_files: Sequence[str] = (),
     *,
     program: str = "ctxreuse-edge",
     timeout: float = 600.0,
 ) -> Client:
-    """Return a client of the daemon at ``url``, else at the address in ``address_file``, else at host and port."""
+    """Return a client of the daemon at ``url``, else at the address in ``address_file``, else at host and port.
+
+    It has the first key in the first of ``key_files`` that has keys, not hashes; else it stands in the URL.
+    """
     from ctxreuse.daemon.client import Client
     from ctxreuse.daemon.key_file import is_json, read_keys
     from ctxreuse.daemon.lifecycle import read_address
@@ -112,8 +115,8 @@ def daemon_client(
         found = read_address(address_file)
         url = found.url if found is not None else "http://{}:{}".format(*default)
         certificate = found.certificate if found is not None else ""
-    # A file with hashes tells no key: then it stands in the URL.
-    key = "" if key_file and is_json(Path(key_file).expanduser()) else next(iter(read_keys(key_file)), "")
+    plain = [file for file in key_files if file and not is_json(Path(file).expanduser())]
+    key = read_keys(plain[0])[0] if plain else ""
     return Client(url, key=key, timeout=timeout, program=program, certificate=certificate)
 
 

@@ -92,7 +92,7 @@ class Client:
         certificate, the only one that is accepted then."""
         self._certificate = certificate
         self._address, self._program = parse_address(url), program
-        self._key = key or self._address.key
+        self._key = self._address.key or key
         self._timeout = timeout
         self.url = self._address.url
 

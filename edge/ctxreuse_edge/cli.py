@@ -247,7 +247,9 @@ def _client(ctx: typer.Context, url: str) -> Client:
 
     settings = load_settings(ctx)
     edge = settings.edge
-    return daemon_client(url, address_file(settings), (edge.host, edge.port), edge.api_key_file)
+    return daemon_client(
+        url, address_file(settings), (edge.host, edge.port), (edge.api_key_file, edge.admin_token_file)
+    )
 
 
 def _engine(engine: dict[str, Any]) -> str:

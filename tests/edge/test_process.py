@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import httpx
 import pytest
 from ctxreuse_edge.cli import main
 
-from support.certificates import Authority
 from support.waiting import patient, until
 
 QUESTION = {"messages": [{"role": "user", "content": "What is in the box? " * 16}], "temperature": 0, "max_tokens": 10}
@@ -179,27 +177,6 @@ def run(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stopped:
         main(args)
     return int(stopped.value.code or 0), *capfd.readouterr()
-
-
-def test_commands_find_a_daemon_that_serves_https(
-    process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    authority = Authority(tmp_path)
-    certificate, key = map(str, authority.issue("edge", "DNS:edge.example,IP:127.0.0.1"))
-    daemon = process(CTXREUSE_EDGE__TLS_CERTIFICATE=certificate, CTXREUSE_EDGE__TLS_KEY=key)
-    daemon.ready().close()
-    assert daemon.url.startswith("https://127.0.0.1:")
-    monkeypatch.setenv("CTXREUSE_CONFIG", os.devnull)
-    monkeypatch.setenv("CTXREUSE_STORE__PATH", str(tmp_path / "store"))
-    code, out, err = run(capfd, "status", "--json")
-    assert (code, json.loads(out)["pid"]) == (0, daemon.child.pid), err
-    code, _, err = run(capfd, "status", "--url", daemon.url)
-    assert (code, "SSL_CERT_FILE" in err) == (3, True)
-    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-    assert run(capfd, "status", "--url", daemon.url)[0] == 0
-    trusting = ssl.create_default_context(cafile=str(authority.file))
-    with httpx.Client(base_url=daemon.url, verify=trusting, timeout=patient(60)) as http:
-        assert ask(http)["choices"]
 
 
 def test_verbs_talk_to_the_daemon_of_the_store(

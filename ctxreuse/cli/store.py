@@ -1,4 +1,4 @@
-"""The commands ``ctxreuse store ls|stat|verify|gc|compact|backup|restore|rescue``."""
+"""The commands ``ctxreuse store ls|stat|verify|gc|compact|migrate|backup|restore|rescue``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ ctxreuse store gc                     drop what is corrupt or unreachable
 
 ctxreuse store compact                rewrite the files: what was deleted is in none of them
 
+ctxreuse store migrate                rewrite a store of an earlier version as this one does
+
 ctxreuse store backup ~/backups/today copy all text, while it is written
 
 ctxreuse store restore ~/backups/today --replace   bring it back
 
 ctxreuse store rescue ~/rescued        save what can be read of a damaged ledger
 
-Reading and backup are safe while another process owns the store, compact asks a daemon that does; gc, restore and
-rescue need it closed.
+Reading and backup are safe while another process owns the store, compact asks a daemon that does; gc,
+migrate, restore and rescue need it closed.
 """
 
 app = typer.Typer(help="The store of contexts on this machine.", no_args_is_help=True, epilog=_EXAMPLES)
@@ -203,6 +205,22 @@ def compact(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
     typer.echo(f"Rewritten without {made.turns:,} turns that no session reaches: {sizes}.")
     for file in made.kept:
         typer.echo(f"`restore --replace` kept {file}: delete it if nothing of it is to stay.")
+
+
+@app.command("migrate", epilog=_EXAMPLES)
+def migrate(ctx: typer.Context, path: _Path = None, json: Json = False) -> None:
+    """Rewrite a store of any earlier version as this one writes it; stores of those open without it, too."""
+    from ctxreuse.runtime.compaction import migrate_folder
+    from ctxreuse.units import rounded_bytes
+
+    settings = _store(ctx, path)
+    with ProgressBars() as bars:
+        made = migrate_folder(settings, partial(bars.advance, "rewriting"))
+    if json:
+        print_json(made)
+        return
+    sizes = f"{rounded_bytes(made.bytes_before)} before, {rounded_bytes(made.bytes_after)} now"
+    typer.echo(f"{made.turns:,} turns rewritten, {made.dropped:,} entries of the cache dropped: {sizes}.")
 
 
 @app.command("backup", epilog=_EXAMPLES)

@@ -15,7 +15,7 @@ from ctxreuse.runtime.erase import Erasure, erase_stored
 from ctxreuse.store import Ledger, Progress, TieredStore, open_store
 from ctxreuse.why import FILE, RequestLog
 
-__all__ = ["Compacted", "compact", "compact_folder", "finish_deletions"]
+__all__ = ["Compacted", "Migrated", "compact", "compact_folder", "finish_deletions", "migrate_folder"]
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,30 @@ def compact_folder(config: StoreConfig, progress: Progress | None = None) -> Com
             requests.close()
         turns = compact(ledger, store, progress)
     return Compacted(turns, before, _size(place), _kept(place))
+
+
+class Migrated(msgspec.Struct, frozen=True):
+    """The result of `migrate_folder`: turns of an earlier version that were rewritten, entries of the cache that this
+    version cannot read and dropped, and bytes of the files before and after."""
+
+    turns: int
+    dropped: int
+    bytes_before: int
+    bytes_after: int
+
+
+def migrate_folder(config: StoreConfig, progress: Progress | None = None) -> Migrated:
+    """Rewrite a store of an earlier version, which nothing has open, as this version does. Raises StoreError."""
+    place = config.folder()
+    before = _size(place)
+    with Ledger.open(place) as ledger, open_store(config, progress=progress) as store:
+        turns = ledger.migrate()
+        disk = store.disk
+        bad = disk.verify(progress) if disk is not None else []
+        for key, _ in bad:
+            store.drop(key, "corrupt")
+        compact(ledger, store, progress)
+    return Migrated(turns, len(bad), before, _size(place))
 
 
 def _kept(place: Path) -> tuple[str, ...]:

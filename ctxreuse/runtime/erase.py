@@ -56,7 +56,8 @@ class Eraser:
         #: The salts under which clouds may have copies, by their names.
         self.salts: Callable[[], Mapping[str, bytes]] = dict
 
-    def _begun_with(self, tokens: Tokens, session: str) -> list[LoggedEntry]:
+    def begun_with(self, tokens: Tokens, session: str = "") -> list[LoggedEntry]:
+        """Return the logged requests that begin with these ids, or are of that session."""
         return self._entries(
             lambda entry: (
                 (bool(session) and entry.session == session)
@@ -90,7 +91,7 @@ class Eraser:
 
     def plan_context(self, tokens: Tokens, session: str = "", keep: Iterable[Tokens] = ()) -> Erasure:
         """Return what goes with a context of these ids, and with the requests that begin so or are of ``session``."""
-        return self.plan([tokens] if len(tokens) else [], self._begun_with(tokens, session), keep)
+        return self.plan([tokens] if len(tokens) else [], self.begun_with(tokens, session), keep)
 
     def plan(self, tokens: Sequence[Tokens], entries: Sequence[LoggedEntry], keep: Iterable[Tokens] = ()) -> Erasure:
         """Return what goes with contexts of these ids and with these requests.

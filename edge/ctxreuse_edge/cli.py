@@ -192,6 +192,34 @@ def rm(ctx: typer.Context, name: _Name, url: Url = "") -> None:
 
 
 @app.command()
+def forget(
+    ctx: typer.Context,
+    request: Annotated[str, typer.Argument(help="Id of one of the chat's requests, such as chatcmpl-….")] = "",
+    text: Annotated[str, typer.Option("--text", help="All chats that contain this text.")] = "",
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Delete what is kept of a chat that has no name, here and in the clouds; `rm` deletes a named context."""
+    found = _client(ctx, url).call("POST", "/api/forget", {"text": text} if text else {"request": request})
+    if json:
+        print_json(found)
+        return
+    typer.echo(f"{found['requests']:,} requests forgotten, with {found['blocks']:,} blocks of KV")
+    for name in found["contexts"]:
+        typer.echo(f"the context {name} contains the text, too: `ctxreuse-edge rm` deletes it")
+    for name, count in found["clouds"].items():
+        typer.echo(f"{name} deletes {count:,} blocks with all below them as soon as it is connected")
+    if found["requests"] or found["blocks"]:
+        typer.echo("The files still hold it until they are rewritten, within a day: `ctxreuse store compact`")
+
+
+@app.command()
+def export(ctx: typer.Context, name: _Name, url: Url = "") -> None:
+    """Print all that is kept of a context, as JSON."""
+    print_json(_client(ctx, url).call("GET", f"/api/contexts/{quote(name, safe='')}/export"))
+
+
+@app.command()
 def sync(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
     """Send the clouds the contexts they miss, now, and show progress; ends when nothing is pending."""
     client = _client(ctx, url)

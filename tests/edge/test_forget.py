@@ -129,3 +129,19 @@ def test_what_is_old_is_deleted_by_itself(edge: Any) -> None:
 def test_a_wrong_age_is_an_error_at_the_start(serve: Any) -> None:
     with pytest.raises(ConfigError, match="fortnight"):
         serve(**{"edge.retention": "a fortnight"})
+
+
+def test_a_person_gets_what_is_kept_of_them(edge: Any) -> None:
+    edge.http.post("/api/contexts", json={"name": "mine", "messages": [{"role": "system", "content": SECRET * 4}]})
+    chat = ask(edge, ("system", SECRET * 4), ("user", "Where is she?"))
+    ask(edge, ("system", OTHER * 4), ("user", "What nests there?"))
+    answer = edge.http.get("/api/contexts/mine/export")
+    assert answer.status_code == 200
+    found = answer.json()
+    assert [turn["content"] for turn in found["turns"]] == [SECRET * 4]
+    assert found["tokens"] == next(iter(found["turns"][0]["tokens"].values()))[1:]
+    assert chat["id"] in [one["id"] for one in found["requests"]]
+    assert all(SECRET in one["text"] for one in found["requests"])
+    assert OTHER not in answer.text
+    assert found["kv"]["tokens"] > 0
+    assert edge.http.get("/api/contexts/nobody/export").status_code == 404

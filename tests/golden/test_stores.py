@@ -13,10 +13,12 @@ import pytest
 from ctxreuse_agents import Memory
 from ctxreuse_edge.contexts import NamedContexts
 
+from ctxreuse.config import StoreConfig
 from ctxreuse.cost import CostModel
 from ctxreuse.daemon.lifecycle import read_address
 from ctxreuse.runtime import Runtime
-from ctxreuse.store import Ledger, TieredStore, open_store
+from ctxreuse.runtime.compaction import migrate_folder
+from ctxreuse.store import Ledger, TieredStore, open_store, verify
 from ctxreuse.store.lmdb.owner import boot_id
 from ctxreuse.why import FILE, RequestLog, read_requests
 
@@ -226,3 +228,20 @@ def test_exported_sessions(tmp_path: Path) -> None:
             assert copy.name == session["name"] == name
             assert plain(memory.export_json(copy)) == session
         memory.check()
+
+
+def test_a_store_is_migrated(unpacked: Unpacked) -> None:
+    """``ctxreuse store migrate``: all is there as before, and every record has its checksum."""
+    folder = unpacked("stores/edge") / "store"
+    with Ledger.open(folder, readonly=True) as ledger:
+        before = {one.id: ledger.turns(one.head) for one in ledger.sessions()}
+        names = plain(ledger.sessions())
+    assert verify(folder).unchecked > 0
+    made = migrate_folder(StoreConfig(path=str(folder), capacity=64 << 20))
+    assert made.turns > 0
+    assert (verify(folder).clean, verify(folder).unchecked) == (True, 0)
+    with Ledger.open(folder) as ledger:
+        assert plain(ledger.sessions()) == names
+        assert {one.id: ledger.turns(one.head) for one in ledger.sessions()} == before
+        ledger.check()
+    assert migrate_folder(StoreConfig(path=str(folder), capacity=64 << 20)).turns == 0

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,7 +141,9 @@ def main() -> None:
         if not child:
             os.close(hear)
             try:
-                work(folder, say, 1000 * (number + 1))
+                work(folder, say, 100 * (number + 1))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(3)
         os.close(say)

@@ -18,6 +18,7 @@ from ctxreuse.block.levels import EXACT, limit_name
 from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
 from ctxreuse.store.ledger.deletions import Deletions
 from ctxreuse.store.ledger.history import History, turn_key
+from ctxreuse.store.ledger.migrate import migrate_records
 from ctxreuse.store.ledger.opening import checked_from, open_env
 from ctxreuse.store.ledger.reading import read_records
 from ctxreuse.store.ledger.recent import RecentSessions
@@ -556,6 +557,12 @@ class Ledger:
                     break
                 reached.add(key)
         return reached
+
+    def migrate(self) -> int:
+        """Rewrite the records of earlier versions, all or none; returns the number of turns that were."""
+        count = self._write(lambda txn, history: migrate_records(txn, history, self._env.tables, self._checked_from))
+        self._checked_from = checked_from(self._env)
+        return count
 
     def stats(self) -> LedgerStats:
         """Return counts and size."""

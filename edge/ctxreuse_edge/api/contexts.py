@@ -25,6 +25,7 @@ from ctxreuse.daemon.openai import ApiError, ChatMessage, usage_of
 from ctxreuse.errors import SessionError
 from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse_edge.api.answers import body_of, json_answer
+from ctxreuse_edge.export import export_context
 
 if TYPE_CHECKING:
     from ctxreuse_edge.contexts import NamedContext
@@ -78,6 +79,10 @@ def routes(node: EdgeNode) -> list[Route]:
             return json_answer({"blocks": (await used(lambda: node.forget.session(name))).blocks})
         return json_answer({"context": _plain(await used(lambda: node.contexts.get(name)))})
 
+    async def export(request: Request) -> Response:
+        name = request.path_params["name"]
+        return json_answer(await used(lambda: export_context(node, name)))
+
     async def pin(request: Request) -> Response:
         name, verb = request.path_params["name"], request.path_params["verb"]
         if verb not in ("pin", "unpin"):
@@ -89,6 +94,7 @@ def routes(node: EdgeNode) -> list[Route]:
         Route("/api/contexts", create, methods=["POST"]),
         Route("/api/contexts", listing, methods=["GET"]),
         Route("/api/contexts/{name}", one, methods=["GET", "DELETE"]),
+        Route("/api/contexts/{name}/export", export, methods=["GET"]),
         Route("/api/contexts/{name}/{verb}", pin, methods=["POST"]),
     ]
 

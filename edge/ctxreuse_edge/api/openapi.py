@@ -86,6 +86,7 @@ _OPERATIONS = (
     _Operation("POST", "/api/contexts", "Compute a context in advance, and name it", NewContext),
     _Operation("GET", "/api/contexts/{name}", "One context"),
     _Operation("DELETE", "/api/contexts/{name}", "Delete a context: its text and its KV"),
+    _Operation("GET", "/api/contexts/{name}/export", "All that is kept of a context"),
     _Operation("POST", "/api/forget", "Delete what is kept of a chat", ForgetRequest, Forgotten),
     _Operation("POST", "/api/compact", "Rewrite the files: what was deleted is in none of them"),
     _Operation("POST", "/api/contexts/{name}/pin", "Keep a context's KV"),

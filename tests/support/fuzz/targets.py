@@ -504,6 +504,23 @@ def _openai(data: bytes) -> None:
         as_tokens(asked.tokens)
 
 
+def _responses(data: bytes) -> None:
+    from ctxreuse.daemon.openai import parse
+    from ctxreuse.daemon.responses import Item, ResponseObject, ResponsesRequest, chat_fields, input_items, messages_of
+    from ctxreuse.store.ledger.records import Links, decode_turn, encode_turn
+
+    asked = parse(data, ResponsesRequest)
+    chat_fields(asked)
+    msgspec.json.encode(ResponseObject.begun(asked, "resp_1", "m", 1))
+    items = input_items(asked.input)
+    for id, item in enumerate(items, 1):
+        kept = Item.kept(decode_turn(id, encode_turn(id, Links(0, 0, 1), item.turn, 1.0)))
+        msgspec.json.encode(kept.plain)
+        if kept.message != item.message or (item.id and kept.id != item.id):
+            raise Finding("responses: an item is kept otherwise than it was given")
+    messages_of(items)
+
+
 def _api_errors() -> tuple[type[Exception], ...]:
     from ctxreuse.daemon.openai import ApiError
 
@@ -550,6 +567,7 @@ TARGETS: dict[str, Target] = {
         Target("journal", _journal, of_bytes, ("files/*.journal",)),
         Target("quarantine", _quarantine, of_json, ("files/quarantine.json",), refusals=()),
         Target("openai", _openai, _after_a_byte(of_json), refusals=_api_errors()),
+        Target("responses", _responses, of_json, refusals=_api_errors()),
         Target("gguf", _gguf, of_bytes, refusals=(FormatError, ConfigError), seconds=3.0, memory=256 << 20, slow=True),
     )
 }

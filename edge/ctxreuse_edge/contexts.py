@@ -23,7 +23,7 @@ from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
 from ctxreuse.why import RequestInfo
 from ctxreuse_edge.token_records import ids_at, with_ids
 
-__all__ = ["RESPONSES", "NamedContext", "NamedContexts"]
+__all__ = ["RECORD", "RESPONSES", "NamedContext", "NamedContexts"]
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 TEXT = "text"
 #: How the names of stored responses begin, and no others.
 RESPONSES = "resp_"
+#: Role of the last turn of a response, which is no message.
+RECORD = "response"
 
 _FLUSH_SECONDS = 30.0
 
@@ -111,7 +113,7 @@ class NamedContexts:
         turns = self._ledger.turns(self._ledger.session(id_or_name).head)
         if any(turn.role == TEXT for turn in turns):
             raise SessionError("the context is a plain text, not messages", where=id_or_name)
-        return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns]
+        return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns if turn.role != RECORD]
 
     def tokens(self, session: Session) -> Tokens:
         """Return its ids, int32 [n]: those stored at its creation, if it was created with this model."""

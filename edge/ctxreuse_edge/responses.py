@@ -14,13 +14,13 @@ from ctxreuse.daemon.responses import Item, ResponseObject
 from ctxreuse.errors import SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.store import Ledger, NewTurn, Turn, new_session_id
-from ctxreuse_edge.contexts import RESPONSES, NamedContexts
+from ctxreuse_edge.contexts import RECORD, RESPONSES, NamedContexts
 from ctxreuse_edge.token_records import ids_at, with_ids
 
 __all__ = ["Continued", "StoredResponses", "new_response_id"]
 
-#: In the last turn's meta: the response without its id and output, as JSON; how many of its turns are its output.
-_RECORD, _OUTPUTS = "response", "outputs"
+#: In the meta of the last turn: how many of the items before it are the response's output.
+_OUTPUTS = "outputs"
 
 
 #: Seconds between two looks for what is kept no longer, and how many are deleted at a time.
@@ -28,8 +28,7 @@ _LOOK, _BATCH = 3600.0, 100
 
 
 class Continued(NamedTuple):
-    """A stored response that another continues: its session, and its last turn, which may be another's later; and all
-    items up to it."""
+    """A stored response that another continues: its session, the turn of its last item, and all items up to that."""
 
     session: str
     head: int
@@ -44,8 +43,9 @@ def new_response_id() -> str:
 class StoredResponses:
     """All stored responses of one daemon. Thread-safe.
 
-    A response is a session with its id as a name. Its turns are the items of the conversation, one each; instructions
-    are none of them, as the next response has its own. Methods raise SessionError for an unknown response.
+    A response is a session with its id as a name. Its turns are the items of the conversation, one each, and behind
+    them one that has the rest: what continues the response shares the items, and not its instructions. Methods raise
+    SessionError for an unknown response.
     """
 
     def __init__(
@@ -88,11 +88,10 @@ class StoredResponses:
             space: digest of the model space of these.
         """
         record = msgspec.json.encode(msgspec.structs.replace(response, output=[])).decode()
-        turns = [item.turn for item in (*given, *made)]
-        last = turns[-1]
-        meta = {**last.meta, _RECORD: record, _OUTPUTS: len(made)}
+        items = [item.turn for item in (*given, *made)]
         known = ids_at(self._ledger, continued.head, space) if continued is not None else None
-        turns[-1] = with_ids(NewTurn(last.role, last.content, meta), ids, space, known, len(turns))
+        items[-1] = with_ids(items[-1], ids, space, known, len(items))
+        turns = [*items, with_ids(NewTurn(RECORD, record, {_OUTPUTS: len(made)}), ids, space, ids, 1)]
         id = response.id.removeprefix(RESPONSES)
         if continued is None:
             self._ledger.create(response.id, turns=turns, id=id)
@@ -106,18 +105,18 @@ class StoredResponses:
     def continued(self, id: str) -> Continued:
         """Return what continues a response."""
         session, turns, _ = self._find(id)
-        return Continued(session, turns[-1].id, [Item.kept(turn) for turn in turns])
+        return Continued(session, turns[-2].id, [Item.kept(turn) for turn in turns[:-1]])
 
     def get(self, id: str) -> dict[str, Any]:
         """Return a response as its client was given it."""
         _, turns, outputs = self._find(id)
-        found: dict[str, Any] = msgspec.json.decode(turns[-1].meta[_RECORD])
-        return found | {"output": [_shown(turn) for turn in turns[len(turns) - outputs :]]}
+        found: dict[str, Any] = msgspec.json.decode(turns[-1].content)
+        return found | {"output": [Item.kept(turn).plain for turn in turns[-1 - outputs : -1]]}
 
     def input_items(self, id: str) -> list[dict[str, Any]]:
         """Return all items that a response answered, those of the responses before it too; the first one first."""
         _, turns, outputs = self._find(id)
-        return [Item.kept(turn).plain for turn in turns[: len(turns) - outputs]]
+        return [Item.kept(turn).plain for turn in turns[: -1 - outputs]]
 
     def delete(self, id: str) -> None:
         """Delete a response, and KV that nothing else shares; what continues it keeps its own history."""
@@ -141,13 +140,13 @@ class StoredResponses:
                 self._ledger.gc()
 
     def _find(self, id: str) -> tuple[str, list[Turn], int]:
-        """Return the session, the turns and the number of outputs of a response."""
+        """Return the session of a response, its turns with the record last, and how many items are its output."""
         try:
             session = self._ledger.session(id if id.startswith(RESPONSES) else "-")
         except SessionError:
             raise _unknown(id) from None
         turns = self._ledger.turns(session.head)
-        if session.name != id or not turns or not isinstance(turns[-1].meta.get(_RECORD), str):
+        if session.name != id or len(turns) < 2 or turns[-1].role != RECORD:
             raise _unknown(id)
         return session.id, turns, int(turns[-1].meta[_OUTPUTS])
 
@@ -155,7 +154,3 @@ class StoredResponses:
 def _unknown(id: str) -> SessionError:
     what = f"there is no stored response {id[:80]!r}"
     return SessionError(what, fix="It was deleted, made with store false, or its stream was cut before its end")
-
-
-def _shown(turn: Turn) -> dict[str, Any]:
-    return Item.kept(turn).plain

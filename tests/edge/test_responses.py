@@ -88,9 +88,9 @@ def test_the_next_response_shares_the_turns_of_the_first(edge: Any) -> None:
     assert texts(respond(edge, whole, store=False)) == texts(second)
     ledger = edge.node.ledger
     one, two = (ledger.session(made["id"]) for made in (first, second))
-    assert (two.origin, two.forked_at) == (one.id, one.head)
-    assert ledger.ancestor(one.head, two.head)
-    assert ledger.stats().turns == 4, "the turns of the first are not copied"
+    assert (two.origin, two.forked_at) == (one.id, ledger.before(one.head, 1))
+    assert ledger.ancestor(two.forked_at, two.head)
+    assert ledger.stats().turns == 6, "the turns of the first are not copied"
     ids, space = edge.node.contexts.tokens(two), edge.node.runtime.space.digest
     assert len(ids) == second["usage"]["total_tokens"]
     alone = respond(edge, whole)
@@ -121,13 +121,16 @@ def test_instructions_are_those_of_the_request_alone(edge: Any) -> None:
 
 
 def test_two_go_on_from_one_and_deleting_it_leaves_both(edge: Any) -> None:
-    first = respond(edge, "Moin")
+    first = respond(edge, "Moin", instructions="Be the secret harbour master. " * 20)
     left, right = (respond(edge, text, previous_response_id=first["id"]) for text in ("Backbord?", "Steuerbord?"))
     assert left["id"] != right["id"]
+    assert edge.node.ledger.search("secret harbour")
     gone = edge.http.delete(f"/v1/responses/{first['id']}").json()
     assert gone == {"id": first["id"], "object": "response", "deleted": True}
     edge.node.ledger.gc()
     edge.node.ledger.check()
+    assert not edge.node.ledger.search("secret harbour"), "what only the first had"
+    assert len(edge.node.ledger.search("Moin")) == 1, "what the others have, too"
     assert edge.http.get(f"/v1/responses/{first['id']}").status_code == 404
     assert refused(edge, previous_response_id=first["id"])["code"] == "previous_response_not_found"
     for made in (left, right):
@@ -154,6 +157,8 @@ def test_responses_are_no_contexts_unless_asked_for(edge: Any) -> None:
     (one,) = edge.http.get("/api/contexts?prefix=resp_").json()["contexts"]
     assert one["name"] == made["id"]
     assert one["tokens"] == made["usage"]["total_tokens"]
+    chat = {"context": made["id"], "messages": [{"role": "user", "content": "Und?"}], "max_tokens": 1}
+    assert edge.http.post("/v1/chat/completions", json=chat).status_code == 200
     taken = edge.http.post("/api/contexts", json={"name": "resp_mine", "text": "x"})
     assert taken.json()["error"]["code"] == "context_name"
     assert edge.http.get("/v1/responses/manual").status_code == 404
@@ -282,7 +287,7 @@ def test_a_stream_cut_in_a_call_leaves_nothing_and_what_was_before_goes_on(edge:
         assert next(event for event in lines if event["type"] == "response.function_call_arguments.delta")
     until(lambda: edge.node.pool.active == 0)
     assert edge.http.get(f"/v1/responses/{id}").status_code == 404
-    assert edge.node.ledger.stats().turns == 2
+    assert edge.node.ledger.stats().turns == 3
     second = respond(edge, "Weiter", previous_response_id=first["id"])
     assert cached(second) >= first["usage"]["input_tokens"] - 64
     edge.node.ledger.check()
@@ -311,7 +316,7 @@ def test_two_clients_go_on_from_one_response_at_once(edge: Any) -> None:
         listed = edge.http.get(f"/v1/responses/{one['id']}/input_items").json()["data"]
         assert listed[0]["content"][0]["text"] == text
         assert listed[1]["id"] == first["output"][0]["id"]
-    assert edge.node.ledger.stats().turns == 6
+    assert edge.node.ledger.stats().turns == 3 + 3 + 3
     edge.node.ledger.check()
 
 

@@ -11,7 +11,7 @@ from starlette.routing import Route, Router
 
 from ctxreuse.config import Settings
 from ctxreuse.daemon.access import Access, check_local
-from ctxreuse.daemon.keys import Keys
+from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.openai import ApiError
@@ -60,9 +60,8 @@ class Sidecar:
 
     async def _why(self, request: Request) -> Response:
         """With an API key: a request of its tenant; with the admin token, or from this machine without a key: any."""
-        given = request.headers.get("authorization")
         tenant: str | None = None
-        if given is None or self._node.tenants.open or request.scope["state"].get("admin"):
+        if not given_key(request.headers.raw) or self._node.tenants.open or request.scope["state"].get("admin"):
             check_local(request.scope)
         else:
             key = self._node.tenants.find(request.headers.raw)

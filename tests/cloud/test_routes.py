@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ctxreuse_cloud.proxy.pauses import stop_of
 from ctxreuse_cloud.proxy.proxy import is_proxied
 from ctxreuse_cloud.proxy.reported import usage_of
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.stored import StoredObjects, id_of_answer, stored_id
 from ctxreuse_cloud.proxy.tenants import Tenants
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctxreuse.daemon.key_file import KeyFile
 from support.scripted import RunningProxy, Scripted, event, fronted
 from support.waiting import async_until, patient
 
 EVENTS = "text/event-stream"
+FIELDS = st.sampled_from(("messages", "input", "role", "type", "content", "id", "previous_response_id", "conversation"))
+COUNTS = st.sampled_from(
+    ("usage", "response", "message", "input_tokens", "prompt_tokens", "cached_tokens", "eval_count")
+)
 RESPONSE_USAGE = {"input_tokens": 30, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
 
 
@@ -319,6 +326,28 @@ def test_what_is_read_of_requests_and_answers() -> None:
     usage = usage_of(fake.encode(), events=True)
     assert usage is not None
     assert (usage.prompt_tokens, usage.cached, usage.completion_tokens) == (30, 16, 3)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+    lambda one: st.lists(one, max_size=3) | st.dictionaries(FIELDS | COUNTS | st.text(max_size=9), one, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(JSON, st.binary(max_size=40), st.integers(0, 60))
+def test_any_request_and_any_answer_is_read_or_refused(value: Any, odd: bytes, cut: int) -> None:
+    body = json.dumps(value).encode()
+    for raw in (body, body[cut:], body[:cut], odd + body, b"data: " + body + b"\n\ndata: " + odd + b"\n"):
+        request = parse_request(raw, "t", lenient=True)
+        assert request.body("") == raw or "cache_salt" in value
+        assert all(isinstance(name, str) for name, _ in request.messages())
+        assert all(identity for _, identity in request.continues())
+        for events in (False, True):
+            usage = usage_of(raw, events=events)
+            assert usage is None or usage.valid()
+        assert isinstance(id_of_answer(raw), str)
+        stop_of(raw)
 
 
 def test_places_are_bounded_and_a_damaged_file_costs_nothing_else(tmp_path: Path) -> None:

@@ -143,6 +143,11 @@ def test_our_own_edge_daemon_as_a_backend_over_https(
             text = call("/metrics").decode()
             return float(text.partition(f'ctxreuse_proxy_tokens_total{{kind="{kind}"}} ')[2].split()[0])
 
+        # As its image asks.
+        image = (ROOT / "cloud" / "deploy" / "Dockerfile").read_text()
+        check = image.partition('"-c", \\\n    "')[2].partition('"]')[0]
+        exec(check.replace("/var/lib/ctxreuse-cloud/store/cloud.json", str(one.ready_file)), {})
+
         model = json.loads(call("/v1/models"))["data"][0]["id"]
         messages = [{"role": "system", "content": "Be brief. " * 30}, {"role": "user", "content": "Hello"}]
         body = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import configparser
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,15 @@ def test_the_image_sets_what_there_is() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     assert set(re.findall(r"CTXREUSE_\w+", text)) <= VARIABLES
     assert f"EXPOSE {load(env={}).settings.edge.port}" in text
+
+
+def test_the_image_asks_the_daemon_whether_it_is_ready(serve: Any, tmp_path: Path) -> None:
+    found = re.search(r'HEALTHCHECK .*?"-c", \\\n\s*"(.*?)"\]', (DEPLOY / "Dockerfile").read_text(), re.DOTALL)
+    assert found is not None
+    check = [sys.executable, "-c", found[1].replace("/data/store", str(tmp_path / "store"))]
+    assert subprocess.run(check, capture_output=True, check=False).returncode == 1, "there is none yet"
+    serve()
+    assert subprocess.run(check, capture_output=True, check=False).returncode == 0
 
 
 def test_the_example_runs(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:

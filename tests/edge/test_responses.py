@@ -113,7 +113,10 @@ def test_the_next_response_shares_the_turns_of_the_first(edge: Any) -> None:
 
 def test_instructions_are_those_of_the_request_alone(edge: Any) -> None:
     first = respond(edge, "Moin")
-    second = respond(edge, "Und?", previous_response_id=first["id"], instructions=None)
+    body = {"input": "Und?", "previous_response_id": first["id"]}
+    second = respond(edge, **body, instructions=None)
+    counted = edge.http.post("/v1/responses/input_tokens", json=body).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": second["usage"]["input_tokens"]}
     third = respond(edge, "Und?", previous_response_id=first["id"], instructions="x")
     assert second["instructions"] is None
     assert second["usage"]["input_tokens"] < first["usage"]["input_tokens"]

@@ -443,7 +443,7 @@ class Ledger:
         """Return sessions, the last changed first, or those whose names start with ``prefix`` in the order of names.
 
         Without a prefix, those whose names start with ``beside`` are left out. A page of 20 takes about .1 ms, of
-        however many; what is left out, about .5 ms a thousand.
+        however many; what is left out, about 1 ms a thousand.
         """
         start, most = max(offset, 0), None if limit is None else max(limit, 0)
         with self._read() as (txn, _):

@@ -35,7 +35,7 @@ from ctxreuse_edge.api.answers import json_answer
 from ctxreuse_edge.api.chat import EdgeChatRequest
 from ctxreuse_edge.api.contexts import NewContext
 from ctxreuse_edge.api.forget import ForgetRequest
-from ctxreuse_edge.api.responses import EdgeResponsesRequest
+from ctxreuse_edge.api.response_prompt import EdgeResponsesRequest
 from ctxreuse_edge.api.tokenizer import DetokenizeRequest, TokenizeRequest
 from ctxreuse_edge.api.tokens import TokensRequest
 from ctxreuse_edge.api.v1 import EdgeCompletionRequest
@@ -68,6 +68,7 @@ _OPERATIONS = (
     ),
     _Operation("POST", "/v1/messages/count_tokens", "The length of its prompt", CountTokensRequest, TokensCount),
     _Operation("POST", "/v1/responses", "Answer a conversation, and keep it", EdgeResponsesRequest, ResponseObject),
+    _Operation("POST", "/v1/responses/input_tokens", "The length of its prompt", EdgeResponsesRequest),
     _Operation("GET", "/v1/responses/{name}", "A stored response", None, ResponseObject),
     _Operation("DELETE", "/v1/responses/{name}", "Delete a stored response: its text and its KV"),
     _Operation("GET", "/v1/responses/{name}/input_items", "What a response answered: limit, order and after"),

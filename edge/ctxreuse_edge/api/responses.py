@@ -3,6 +3,7 @@
 ::
 
     POST   /v1/responses                  {"input", "previous_response_id"?, "store"?, "stream"?, …}
+    POST   /v1/responses/input_tokens     the length of its prompt
     GET    /v1/responses/ID               DELETE, too
     GET    /v1/responses/ID/input_items   ?limit=20&order=desc&after=ITEM
     POST   /v1/responses/ID/cancel        refused: none is made in the background
@@ -11,10 +12,9 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,54 +31,28 @@ from ctxreuse.daemon.responses import (
     OutputWriter,
     ResponseFailure,
     ResponseObject,
-    ResponsesRequest,
-    chat_fields,
-    check_outputs,
-    input_items,
-    latest,
-    messages_of,
     named_event,
     response_usage,
 )
-from ctxreuse.engines.text import Message
-from ctxreuse.errors import ContextTooLongError, SessionError
+from ctxreuse.errors import SessionError
 from ctxreuse.identity.keys import as_tokens
 from ctxreuse_edge.api.answers import (
     HttpAnswer,
-    KeepAlive,
     body_of,
     finish_of,
     id_of,
     json_answer,
     running_answer,
 )
-from ctxreuse_edge.api.chat import Chat, EdgeChatRequest
-from ctxreuse_edge.responses import Continued, new_response_id
+from ctxreuse_edge.api.response_prompt import EdgeResponsesRequest, ResponsePrompt
+from ctxreuse_edge.responses import new_response_id
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import GeneratedToken
-    from ctxreuse.runtime import Completion
     from ctxreuse_edge.api.calls import CallReader
     from ctxreuse_edge.node import EdgeNode
 
-__all__ = ["EdgeResponsesRequest", "routes"]
-
-#: Fields of a chat request as this API calls them.
-_WORDS = {
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "messages": "input",
-}
-
-
-#: How many items are dropped at a time.
-_DOZEN = 12
-
-
-class EdgeResponsesRequest(ResponsesRequest, frozen=True, kw_only=True):
-    """A request for a response; ``keep_alive``: see `EdgeChatRequest`."""
-
-    keep_alive: KeepAlive = None
+__all__ = ["routes"]
 
 
 def routes(node: EdgeNode) -> list[Route]:
@@ -86,8 +60,16 @@ def routes(node: EdgeNode) -> list[Route]:
 
     async def create(request: Request) -> Response:
         body = await body_of(request, node, EdgeResponsesRequest)
-        with _our_words():
-            return _ResponseAnswer(node, body, id_of(request))
+        return _ResponseAnswer(node, body, id_of(request))
+
+    async def count(request: Request) -> Response:
+        prompt = ResponsePrompt(node, await body_of(request, node, EdgeResponsesRequest), id_of(request))
+
+        def work() -> int:
+            with node.models.using(prompt.chat.model):
+                return prompt.count()
+
+        return json_answer({"object": "response.input_tokens", "input_tokens": await node.pool.call(work)})
 
     async def one(request: Request) -> Response:
         id = request.path_params["name"]
@@ -116,26 +98,11 @@ def routes(node: EdgeNode) -> list[Route]:
 
     return [
         Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count, methods=["POST"]),
         Route("/v1/responses/{name}", one, methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/input_items", items, methods=["GET"]),
         Route("/v1/responses/{name}/cancel", cancel, methods=["POST"]),
     ]
-
-
-@contextlib.contextmanager
-def _our_words() -> Iterator[None]:
-    """Let errors of the shared chat name the fields of this API."""
-    try:
-        yield
-    except ContextTooLongError as error:
-        raise ApiError(400, str(error), code="context_length_exceeded", param="input") from None
-    except ApiError as error:
-        for theirs, ours in _WORDS.items():
-            if error.param is not None and error.param.startswith(theirs):
-                error.message = error.message.replace(error.param, ours + error.param[len(theirs) :], 1)
-                error.param = ours + error.param[len(theirs) :]
-                break
-        raise
 
 
 @contextlib.contextmanager
@@ -162,68 +129,15 @@ class _ResponseAnswer(HttpAnswer):
 
     end = b""
 
-    def __init__(self, node: EdgeNode, wanted: EdgeResponsesRequest, request: str) -> None:
-        # What the pool's thread uses, which may begin at once.
-        self._node, self._requested, self._given = node, wanted, input_items(wanted.input)
-        self._continued: Continued | None = None
-        self._dropped = 0
-        if not self._given and not wanted.previous_response_id:
-            raise ApiError(400, "input: there is nothing to answer", param="input")
-        body = EdgeChatRequest(messages=[], keep_alive=wanted.keep_alive, **chat_fields(wanted))
-        self._chat = Chat(node, body, request, self._messages, session=wanted.prompt_cache_key or "")
-        id, model = new_response_id(), self._chat.model
-        super().__init__(
-            node,
-            running_answer(node, model, body, id, self._begin, wanted.keep_alive),
-            stream=bool(wanted.stream),
-        )
-        self._response = ResponseObject.begun(wanted, id, model.name.id, int(time.time()))
+    def __init__(self, node: EdgeNode, body: EdgeResponsesRequest, request: str) -> None:
+        self._requested, self._prompt = body, ResponsePrompt(node, body, request)
+        id, model, begin = new_response_id(), self._prompt.chat.model, self._prompt.begin
+        running = running_answer(node, model, self._prompt.chat_request, id, begin, body.keep_alive)
+        super().__init__(node, running, stream=bool(body.stream))
+        self._response = ResponseObject.begun(body, id, model.name.id, int(time.time()))
         self._writer, self._closing = OutputWriter(), list[Any]()
         self._reader: CallReader | None = None
         self._reporter: LogprobReporter | None = None
-
-    def _messages(self) -> Sequence[Message]:
-        """All messages of the prompt."""
-        wanted, before = self._requested, list[Item]()
-        if wanted.previous_response_id:
-            try:
-                self._continued = self._node.responses.continued(wanted.previous_response_id)
-            except SessionError as error:
-                where = "previous_response_id"
-                raise ApiError(400, f"{where}: {error}", code="previous_response_not_found", param=where) from None
-            before = self._continued.items
-        check_outputs(before, self._given)
-        first = [Message("system", wanted.instructions)] if wanted.instructions else []
-        return [*first, *messages_of(latest([*before, *self._given], self._dropped))]
-
-    def _begin(self, name: str, step: Callable[[], None]) -> list[Completion]:
-        with _our_words():
-            if self._requested.truncation == "auto":
-                self._make_room(step)
-            return self._chat.begin(name, step)
-
-    def _make_room(self, step: Callable[[], None]) -> None:
-        """Drop as few of the oldest items as make the prompt fit, with room for an answer.
-
-        They go by the dozen while there are more: the beginning of the next prompts stays the same then, and its KV.
-        """
-        longest = self._chat.model.runtime.space.max_tokens
-        room = longest - min(self._requested.max_output_tokens or longest // 8, longest // 2)
-
-        def fits(dropped: int) -> bool:
-            step()
-            self._dropped = dropped
-            try:
-                return len(self._chat.encode().ids) <= room
-            except ContextTooLongError:
-                return False
-
-        if not fits(0):
-            count = len(self._given) + (len(self._continued.items) if self._continued is not None else 0)
-            last = max(count - 1, 0)
-            steps = sorted({*range(_DOZEN, last, _DOZEN), *range(max(last - _DOZEN, 0), last + 1)})
-            found = bisect.bisect_left(steps, True, key=fits)
-            self._dropped = steps[min(found, len(steps) - 1)]
 
     def first(self) -> Sequence[Any]:
         return [self._writer.lifecycle(kind, self._response) for kind in ("created", "in_progress")]
@@ -231,9 +145,9 @@ class _ResponseAnswer(HttpAnswer):
     def piece(self, number: int, piece: GeneratedToken) -> Sequence[Any]:
         logprobs = self._logprobs(piece) if self._requested.wants_logprobs else ()
         deltas = [Delta(content=piece.text)] if piece.text else []
-        if self._chat.has_tools:
+        if self._prompt.chat.has_tools:
             if self._reader is None:
-                self._reader = self._chat.reader()
+                self._reader = self._prompt.chat.reader()
             deltas = self._reader.feed(piece.text)
         if logprobs and not deltas:
             deltas = [Delta()]
@@ -242,7 +156,7 @@ class _ResponseAnswer(HttpAnswer):
 
     def _logprobs(self, piece: GeneratedToken) -> Sequence[TokenLogprob]:
         if self._reporter is None:
-            text = self._chat.model.runtime.text
+            text = self._prompt.chat.model.runtime.text
             assert text is not None
             self._reporter = LogprobReporter(text, self._requested.top_logprobs or 0)
         report = self._reporter.chat([piece])
@@ -262,15 +176,15 @@ class _ResponseAnswer(HttpAnswer):
             output=self._writer.output,
             usage=response_usage(completion.usage),
         )
-        ids = as_tokens(np.concatenate([self._chat.encoded.ids, as_tokens(completion.tokens)]))
-        runtime = self._chat.model.runtime
+        prompt, runtime = self._prompt, self._prompt.chat.model.runtime
+        ids = as_tokens(np.concatenate([prompt.chat.encoded.ids, as_tokens(completion.tokens)]))
         if self._requested.kept_seconds:
             self._node.pins.keep(runtime.keys(ids), self._requested.kept_seconds, CALLER.get())
         if self._requested.stored:
             made = [Item.made(item) for item in self._writer.output]
             space = runtime.space.digest
             await asyncio.to_thread(
-                self._node.responses.store, self._response, self._given, made, self._continued, ids, space
+                self._node.responses.store, self._response, prompt.given, made, prompt.continued, ids, space
             )
 
     def last(self) -> Sequence[Any]:

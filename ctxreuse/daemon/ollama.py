@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -188,7 +189,7 @@ def chat_messages(messages: list[OllamaMessage]) -> list[ChatMessage]:
     Raises ApiError, naming the place, for what is not supported.
     """
     found: list[ChatMessage] = []
-    waiting: list[ApiToolCall] = []
+    waiting: dict[str, deque[str]] = defaultdict(deque)
     count = 0
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
@@ -199,17 +200,17 @@ def chat_messages(messages: list[OllamaMessage]) -> list[ChatMessage]:
             arguments = bytes(one.function.arguments).decode()
             # Nine letters and digits, which the templates of some models insist on.
             calls.append(ApiToolCall(ApiFunction(one.function.name, arguments), one.id or f"call{count:05d}"))
+            waiting[one.function.name].append(calls[-1].id)
             count += 1
-        waiting += calls
-        answered = message.tool_call_id or ""
-        if message.role == "tool" and not answered and waiting:
-            named = [call for call in waiting if call.function.name == message.tool_name]
-            call = (named or waiting)[0]
-            waiting.remove(call)
-            answered = call.id
-        found.append(
-            ChatMessage(message.role, message.content or "", message.tool_name, calls or None, answered or None)
-        )
+            if count > MAX_MESSAGES:
+                raise ApiError(400, f"{where}.tool_calls: more than {MAX_MESSAGES:,} calls", param=where)
+        answered = message.tool_call_id
+        if message.role == "tool" and answered is None:
+            name = message.tool_name or next((name for name, ids in waiting.items() if ids), "")
+            answered = waiting[name].popleft() if waiting.get(name) else None
+            if not waiting.get(name):
+                waiting.pop(name, None)
+        found.append(ChatMessage(message.role, message.content or "", message.tool_name, calls or None, answered))
     return found
 
 

@@ -67,3 +67,23 @@ def counted(url: str, before: Any) -> tuple[int, int]:
 def status(url: str) -> Any:
     with urllib.request.urlopen(url + "/api/status") as answer:
         return json.load(answer)["tokens"]
+
+
+EMBED = """
+import sys
+from ollama import Client
+from openai import OpenAI
+texts = ["The weather in Paris is sunny.", "It is warm in the French capital.", "The bank raised its rates."]
+openai = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
+rows = [row.embedding for row in openai.embeddings.create(model="default", input=texts).data]
+dots = [sum(a * b for a, b in zip(rows[0], row)) for row in rows]
+assert dots[0] > dots[1] > dots[2], dots
+same = Client(host=sys.argv[1]).embed(model="wordllama-l2-256", input=texts).embeddings
+assert all(abs(a - b) < 1e-6 for one, two in zip(rows, same) for a, b in zip(one, two))
+"""
+
+
+def test_embeddings_are_read_by_the_clients_of_openai_and_ollama(url: str) -> None:
+    command = [str(Path(os.environ["CLIENTS"]) / "bin" / "python"), "-W", "ignore", "-c", EMBED, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
+    assert done.returncode == 0, done.stderr[-3000:]

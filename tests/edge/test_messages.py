@@ -145,6 +145,9 @@ def test_documents_are_parts_and_what_is_no_text_is_refused_by_its_place(edge: A
     ]
     given = [{"role": "user", "content": blocks}, {"role": "user", "content": "Say it."}]
     assert message(edge, messages=given, max_tokens=2)["content"]
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}]}
+    assert message(edge, messages=[thought, *given], max_tokens=2)["content"]
+    assert post(edge, 400, messages=[thought]).json()["error"]["message"].startswith("messages")
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
     for wrong, place in ((image, "messages[0].content[1]"), (pdf, "messages[0].content[1].source")):
@@ -158,6 +161,13 @@ def test_documents_are_parts_and_what_is_no_text_is_refused_by_its_place(edge: A
     ended = post(edge, 400, messages=[*HELLO, {"role": "assistant", "content": "It is"}]).json()["error"]
     assert "assistant" in ended["message"]
     assert post(edge, 404, model="claude").json()["error"]["type"] == "not_found_error"
+    for depth in (4, 100, 400, 5000):
+        deep = '[{"type": "search_result", "content": ' * depth + '"x"' + "}]" * depth
+        raw = '{"model": "", "max_tokens": 1, "messages": [{"role": "user", "content": ' + deep + "}]}"
+        assert edge.http.post("/v1/messages", content=raw).status_code == 400
+    many = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}] * 20_000
+    crowd = post(edge, 400, messages=[*HELLO, {"role": "assistant", "content": many}, *HELLO]).json()["error"]
+    assert "16,384" in crowd["message"]
     missing = edge.http.post("/v1/messages", json={"model": "", "messages": HELLO})
     assert (missing.status_code, "max_tokens" in missing.text) == (400, True)
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from ctxreuse.daemon.anthropic.requests import (
     AnthropicMessage,
     AnthropicTool,
@@ -16,7 +14,7 @@ from ctxreuse.daemon.anthropic.requests import (
     ContentBlock,
     CountTokensRequest,
 )
-from ctxreuse.daemon.openai import ApiError, ApiFunction, ApiToolCall, ChatMessage, ContentPart
+from ctxreuse.daemon.openai import MAX_MESSAGES, ApiError, ApiFunction, ApiToolCall, ChatMessage, ContentPart
 
 __all__ = ["MAX_MARKS", "ChatParts", "Mark", "chat_parts", "tool_choice_of"]
 
@@ -24,6 +22,8 @@ __all__ = ["MAX_MARKS", "ChatParts", "Mark", "chat_parts", "tool_choice_of"]
 MAX_MARKS = 4
 #: Blocks of an assistant's past thoughts, which no prompt has.
 _THOUGHTS = ("thinking", "redacted_thinking")
+#: A text in a document in a result.
+_DEPTH = 2
 _NEW_LINE = ContentPart("text", "\n")
 
 
@@ -52,13 +52,13 @@ def chat_parts(body: CountTokensRequest) -> ChatParts:
         made.message(AnthropicMessage("system", body.system), "system")
     for number, message in enumerate(body.messages):
         made.message(message, f"messages[{number}]")
-    if not made.messages or made.messages[-1].role == "assistant":
+    if not made.drafts or made.drafts[-1].role == "assistant":
         text = "the last message is an assistant's, and an answer cannot be begun for the model here: end with a user's"
         raise ApiError(400, f"messages: {text}", param="messages")
     if body.cache_control is not None:
         made.mark(body.cache_control, "cache_control")
     _check(made.marks)
-    return ChatParts(made.messages, tools, made.marks)
+    return ChatParts([draft.message for draft in made.drafts], tools, made.marks)
 
 
 def tool_choice_of(given: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
@@ -77,13 +77,26 @@ def _check(marks: Sequence[Mark]) -> None:
         raise ApiError(400, text, param="cache_control")
 
 
+class _Draft:
+    """A message in the making: many blocks may belong to it."""
+
+    def __init__(self, role: str, call_id: str | None = None) -> None:
+        self.role, self._call_id = role, call_id
+        self.parts: list[ContentPart] = []
+        self.calls: list[ApiToolCall] = []
+
+    @property
+    def message(self) -> ChatMessage:
+        return ChatMessage(self.role, self.parts, None, self.calls or None, self._call_id)
+
+
 class _Translation:
     """The messages so far."""
 
     def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
+        self.drafts: list[_Draft] = []
         self.marks: list[Mark] = []
-        self._tools = 0
+        self._tools = self._blocks = 0
 
     def tool(self, tool: AnthropicTool, where: str) -> dict[str, Any]:
         if tool.type not in (None, "custom"):
@@ -103,41 +116,44 @@ class _Translation:
         where = where if where == "system" else f"{where}.content"
         content = message.content
         blocks = [ContentBlock("text", content)] if isinstance(content, str) else content
-        if self.messages and self.messages[-1].role == message.role and blocks:
-            self._extend(message.role, [_NEW_LINE])
+        if self.drafts and self.drafts[-1].role == message.role and blocks:
+            self.drafts[-1].parts.append(_NEW_LINE)
         for number, block in enumerate(blocks):
             place = where if isinstance(content, str) else f"{where}[{number}]"
             if block.type == "tool_result" and message.role == "user":
+                self._count(place)
                 self._result(block, place)
             elif block.type == "tool_use" and message.role == "assistant":
+                self._count(place)
                 self._call(block, place)
             elif block.type not in _THOUGHTS:
-                self._extend(message.role, [ContentPart("text", _text(block, place))])
+                self._of(message.role).parts.append(ContentPart("text", _text(block, place)))
             self.mark(block.cache_control, place)
         if not blocks:
-            self._extend(message.role, [])
+            self._of(message.role)
 
     def mark(self, control: CacheControl | None, where: str) -> None:
         """Keep the prefix up to here."""
         if control is None:
             return
-        if not self.messages:
-            mark = Mark(None, self._tools, control.seconds)
-        else:
-            content = self.messages[-1].content
-            parts = len(content) if isinstance(content, list) else 1
-            mark = Mark(len(self.messages) - 1, parts, control.seconds)
+        mark = Mark(None, self._tools, control.seconds)
+        if self.drafts:
+            mark = Mark(len(self.drafts) - 1, len(self.drafts[-1].parts), control.seconds)
         # The automatic one may fall on a block that has one.
         if not self.marks or where != "cache_control" or self.marks[-1][:2] != mark[:2]:
             self.marks.append(mark)
 
-    def _extend(self, role: str, parts: list[ContentPart]) -> None:
-        if self.messages and self.messages[-1].role == role:
-            last = self.messages[-1]
-            assert isinstance(last.content, list)
-            self.messages[-1] = msgspec.structs.replace(last, content=[*last.content, *parts])
-        else:
-            self.messages.append(ChatMessage(role, parts))
+    def _count(self, where: str) -> None:
+        """Raise ApiError for more calls and results than there may be messages."""
+        self._blocks += 1
+        if self._blocks > MAX_MESSAGES:
+            raise ApiError(400, f"{where}: more than {MAX_MESSAGES:,} calls and results of tools", param=where)
+
+    def _of(self, role: str) -> _Draft:
+        """The last message, if it is of that role, else a new one."""
+        if not self.drafts or self.drafts[-1].role != role:
+            self.drafts.append(_Draft(role))
+        return self.drafts[-1]
 
     def _call(self, block: ContentBlock, where: str) -> None:
         arguments = bytes(block.input).strip()
@@ -145,38 +161,38 @@ class _Translation:
             raise ApiError(400, f"{where}.input: an object is required", param=f"{where}.input")
         if not block.name:
             raise ApiError(400, f"{where}.name is missing", param=f"{where}.name")
-        self._extend("assistant", [])
-        last = self.messages[-1]
-        call = ApiToolCall(ApiFunction(block.name, arguments.decode()), block.id)
-        self.messages[-1] = msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call])
+        self._of("assistant").calls.append(ApiToolCall(ApiFunction(block.name, arguments.decode()), block.id))
 
     def _result(self, block: ContentBlock, where: str) -> None:
-        parts = [ContentPart("text", text) for text in _texts(block.content, f"{where}.content")]
+        result = _Draft("tool", block.tool_use_id)
+        result.parts = [ContentPart("text", text) for text in _texts(block.content, f"{where}.content")]
         if block.is_error:
-            parts.insert(0, ContentPart("text", "error: "))
-        self.messages.append(ChatMessage("tool", parts, tool_call_id=block.tool_use_id))
+            result.parts.insert(0, ContentPart("text", "error: "))
+        self.drafts.append(result)
 
 
-def _texts(content: str | list[ContentBlock] | None, where: str) -> list[str]:
+def _texts(content: str | list[ContentBlock] | None, where: str, depth: int = 1) -> list[str]:
     if content is None or isinstance(content, str):
         return [content] if content else []
-    return [_text(block, f"{where}[{number}]") for number, block in enumerate(content)]
+    return [_text(block, f"{where}[{number}]", depth) for number, block in enumerate(content)]
 
 
-def _text(block: ContentBlock, where: str) -> str:
-    """The text of a block. Raises ApiError for one that is none."""
+def _text(block: ContentBlock, where: str, depth: int = 0) -> str:
+    """The text of a block, which is in so many others. Raises ApiError for one that is none."""
     source = block.source
+    if depth > _DEPTH:
+        raise ApiError(400, f"{where}: blocks are in each other more than {_DEPTH} deep", param=where)
     if block.type == "text":
         return block.text
     if block.type == "search_result":
         head = [block.title, source if isinstance(source, str) else None]
-        return _lines(head, _texts(block.content, f"{where}.content"))
+        return _lines(head, _texts(block.content, f"{where}.content", depth + 1))
     if block.type == "document":
         head = [block.title, block.context]
         if not isinstance(source, str) and source is not None and source.type == "text":
             return _lines(head, [source.data])
         if not isinstance(source, str) and source is not None and source.type == "content":
-            return _lines(head, _texts(source.content, f"{where}.source.content"))
+            return _lines(head, _texts(source.content, f"{where}.source.content", depth + 1))
         what = "only documents of text are supported (source types text and content)"
         raise ApiError(400, f"{where}.source: {what}", param=f"{where}.source")
     raise ApiError(400, f"{where}: content of type {block.type[:64]!r} is not supported, only text is", param=where)

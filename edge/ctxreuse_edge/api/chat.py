@@ -168,6 +168,8 @@ class Chat:
         last = parts >= len(one.cuts)
         if last and len(ends) == len(self.messages):
             return ends[at]
+        if last and at == len(self.messages) - 1 and ends:
+            return ends[-1]  # it is looked for in prompts of any length, see `encode_prompt`
         if not last:
             cut = one.cuts[parts - 1]
             one = msgspec.structs.replace(one, content=one.content[: cut + 1], cuts=(*one.cuts[:parts],))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ctxreuse.embed import Embedder, Embeddings
     from ctxreuse_edge.node import EdgeNode
 
-__all__ = ["routes"]
+__all__ = ["routes", "texts_of"]
 
 _NAMES = ("", "default", NAME, f"{NAME}:latest")
 
@@ -57,7 +57,7 @@ def routes(node: EdgeNode) -> list[Route]:
 
     async def openai(request: Request) -> Response:
         body = await body_of(request, node, EmbeddingsRequest)
-        texts = _texts(body.input)
+        texts = texts_of(body.input)
         found = await embedded(request, body.model, texts, body.dimensions, cut=False)
         rows: list[Any] = found.vectors.tolist()
         if body.encoding_format == "base64":
@@ -96,8 +96,8 @@ def _work(node: EdgeNode, texts: Sequence[str], dimensions: int | None) -> Calla
     return work
 
 
-def _texts(given: str | list[Any]) -> list[str]:
-    """The texts of the OpenAI API's ``input``. Raises ApiError, naming the place."""
+def texts_of(given: str | list[Any]) -> list[str]:
+    """Return the texts of the OpenAI API's ``input``. Raises ApiError, naming the place."""
     texts = [given] if isinstance(given, str) else given
     for number, text in enumerate(texts):
         where = "input" if isinstance(given, str) else f"input[{number}]"

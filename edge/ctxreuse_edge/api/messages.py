@@ -175,7 +175,8 @@ class _MessageAnswer(HttpAnswer):
     def _begin(self, name: str, step: Callable[[], None]) -> Sequence[Completion]:
         chat = self._chat
         completions = chat.begin(name, step)
-        for message, parts, seconds in self._marks:
+        # Of the same time only the last: its prefix has the others in it.
+        for message, parts, seconds in {mark.seconds: mark for mark in self._marks}.values():
             end = chat.end_of_tools(parts) if message is None else chat.end_of(message, parts)
             block = chat.model.runtime.space.block_tokens
             self._prefixes.append((end // block * block, seconds))

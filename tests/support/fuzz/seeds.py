@@ -95,6 +95,28 @@ def _bodies() -> Iterator[tuple[str, bytes]]:
     yield "context", b"\3" + json.dumps({"name": "c", "messages": messages, "pin": True}).encode()
 
 
+def _door_bodies() -> Iterator[tuple[str, bytes]]:
+    kept = {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    text = {"type": "text", "text": "a"} | kept
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": [1, {"y": "z"}]}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text], "is_error": True}
+    document = {"type": "document", "title": "T", "source": {"type": "content", "content": [text]}}
+    said = [("user", [text, document]), ("assistant", [call]), ("user", [result, text]), ("user", "b")]
+    tool = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "type": "custom"}
+    yield "messages", b"\0" + json.dumps({
+        "model": "m", "max_tokens": 3, "system": [text], "tools": [tool], "tool_choice": {"type": "tool", "name": "f"},
+        "messages": [{"role": role, "content": content} for role, content in said], "stop_sequences": ["x"],
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}, "temperature": 0.5,
+    }).encode()  # fmt: skip
+    calls = [{"function": {"name": "f", "arguments": {"x": 1}}}, {"function": {"name": "g"}, "id": "t"}]
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    chat += [{"role": "tool", "content": "b", "tool_name": "f"}, {"role": "tool", "content": "c"}]
+    options = {"num_predict": 3, "top_k": 4, "stop": ["a"], "temperature": 0.5}
+    body = {"model": "m", "messages": chat, "options": options, "format": {"type": "object"}, "keep_alive": "5m"}
+    yield "ollama", b"\1" + json.dumps(body).encode()
+    yield "embeddings", b"\2" + json.dumps({"input": ["a", "b"], "dimensions": 4, "encoding_format": "base64"}).encode()
+
+
 def _gguf() -> Iterator[tuple[str, bytes]]:
     import gguf
 
@@ -138,6 +160,7 @@ def main() -> int:
     short = targets._joined([[frames[0], *(frame[:64] for frame in frames[1:])] for frames in talks["server"][:8]])
     made = {
         "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
+        "doors": _door_bodies(),
         "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
         "client": [("talk", joined["client"])], "wire": [("kinds", targets._joined(list(kinds.values())))],
     }  # fmt: skip

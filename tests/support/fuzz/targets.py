@@ -521,6 +521,38 @@ def _responses(data: bytes) -> None:
     messages_of(items)
 
 
+def _doors(data: bytes) -> None:
+    """As `_openai`, the bodies of other APIs: what they say is what goes to the chat."""
+    from ctxreuse_edge.api.embeddings import texts_of
+
+    from ctxreuse.daemon.anthropic.requests import MessagesRequest
+    from ctxreuse.daemon.anthropic.translate import chat_parts, tool_choice_of
+    from ctxreuse.daemon.embeddings import EmbeddingsRequest
+    from ctxreuse.daemon.ollama import OllamaChatRequest, chat_messages
+    from ctxreuse.daemon.openai import parse
+
+    kinds: tuple[Any, ...] = (MessagesRequest, OllamaChatRequest, EmbeddingsRequest)
+    asked = parse(data[1:], kinds[(data[0] if data else 0) % len(kinds)])
+    if isinstance(asked, EmbeddingsRequest):
+        texts_of(asked.input)
+        return
+    if isinstance(asked, OllamaChatRequest):
+        messages = chat_messages(asked.messages or [])
+        if len(messages) != len(asked.messages or []):
+            raise Finding("doors: a message was lost")
+    else:
+        found = chat_parts(asked)
+        messages = found.messages
+        tool_choice_of(asked.tool_choice)
+        for mark in found.marks:
+            content = messages[mark.message].content if mark.message is not None else found.tools
+            if content is None or mark.parts > len(content):
+                raise Finding("doors: a mark is behind what it marks")
+    for message in messages:
+        message.message()
+        message.cuts  # noqa: B018
+
+
 def _api_errors() -> tuple[type[Exception], ...]:
     from ctxreuse.daemon.openai import ApiError
 
@@ -568,6 +600,7 @@ TARGETS: dict[str, Target] = {
         Target("quarantine", _quarantine, of_json, ("files/quarantine.json",), refusals=()),
         Target("openai", _openai, _after_a_byte(of_json), refusals=_api_errors()),
         Target("responses", _responses, of_json, refusals=_api_errors()),
+        Target("doors", _doors, _after_a_byte(of_json), refusals=_api_errors()),
         Target("gguf", _gguf, of_bytes, refusals=(FormatError, ConfigError), seconds=3.0, memory=256 << 20, slow=True),
     )
 }

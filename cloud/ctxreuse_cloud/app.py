@@ -11,6 +11,7 @@ from starlette.routing import Route, Router
 
 from ctxreuse.config import Settings
 from ctxreuse.daemon.access import Access, check_local
+from ctxreuse.daemon.key_metrics import KeyMetrics
 from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
@@ -44,6 +45,8 @@ class Sidecar:
         tokens = Keys.from_setting(node.settings.cloud.admin_token_file, ("admin",))
         admin = [keys for keys in (tokens, node.tenants.keys) if keys is not None]
         daemon.reloaded += admin
+        if node.tenants.keys is not None:
+            node.metrics.registry.register(KeyMetrics(node.tenants.keys))
         access = Access(names=None, admin=admin)
         self._api = ApiMiddleware(Router(routes), metrics=node.metrics, route=_route, access=access, bodies=node.bodies)
 

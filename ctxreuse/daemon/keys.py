@@ -140,6 +140,15 @@ class Keys:
             found = self._rates[key.sha256] = KeyRates(key.requests, key.tokens)
         return found
 
+    def used(self) -> dict[str, tuple[int, int, int]]:
+        """Return requests, refused ones and tokens by name, of keys in the file. May be called by any thread."""
+        found: dict[str, tuple[int, int, int]] = {}
+        for key in self._known.values():
+            rates, before = self._rates.get(key.sha256), found.get(key.tenant, (0, 0, 0))
+            mine = (rates.begun, rates.refused, rates.spent) if rates is not None else (0, 0, 0)
+            found[key.tenant] = before[0] + mine[0], before[1] + mine[1], before[2] + mine[2]
+        return found
+
     def _valid(self, key: ApiKey) -> bool:
         now = self._known.get(key.sha256)
         return now is not None and not 0 < now.expires <= self._clock()

@@ -48,6 +48,8 @@ class KeyRates:
 
     def __init__(self, requests: int, tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = requests, tokens
+        #: Requests that began, that were refused, and tokens, since the key was first used.
+        self.begun = self.refused = self.spent = 0
         self._buckets = {
             name: Bucket(limit, clock) for name, limit in (("requests", requests), ("tokens", tokens)) if limit
         }
@@ -57,14 +59,17 @@ class KeyRates:
         for name, bucket in self._buckets.items():
             wait = bucket.wait(1.0)
             if wait > 0:
+                self.refused += 1
                 text = f"this key may have {bucket.limit:,} {name} a minute: try again in {_rounded(wait)}"
                 after = math.ceil(wait)
                 raise ApiError(429, text, type=name, code="rate_limit_exceeded", retry_after=after)
+        self.begun += 1
         if "requests" in self._buckets:
             self._buckets["requests"].take(1.0)
 
     def spend(self, tokens: int) -> None:
         """Count the tokens of a request."""
+        self.spent += tokens
         if "tokens" in self._buckets:
             self._buckets["tokens"].take(tokens)
 

@@ -11,6 +11,7 @@ from ctxreuse.config import Settings
 from ctxreuse.config.hosts import is_loopback
 from ctxreuse.daemon.access import Access, host_names
 from ctxreuse.daemon.bodies import BodyBudget
+from ctxreuse.daemon.key_metrics import KeyMetrics
 from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
@@ -80,7 +81,10 @@ def application(node: EdgeNode, daemon: Daemon) -> ApiMiddleware:
         forwarded=edge.insecure,
         admin=[keys] if (keys := Keys.from_setting(edge.admin_token_file, ("admin",))) is not None else [],
     )
-    daemon.reloaded += [*access.admin, *([access.keys] if access.keys is not None else [])]
+    daemon.reloaded += access.admin
+    if access.keys is not None:
+        daemon.reloaded.append(access.keys)
+        node.metrics.registry.register(KeyMetrics(access.keys))
     if access.keys is None and not is_loopback(edge.host):
         if not edge.insecure:
             raise ConfigError(

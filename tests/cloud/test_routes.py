@@ -16,7 +16,7 @@ from ctxreuse_cloud.proxy.reported import usage_of
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.stored import StoredObjects, id_of_answer, stored_id
 from ctxreuse_cloud.proxy.tenants import Tenants
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ctxreuse.daemon.key_file import KeyFile
@@ -335,6 +335,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(JSON, st.binary(max_size=40), st.integers(0, 60))
 def test_any_request_and_any_answer_is_read_or_refused(value: Any, odd: bytes, cut: int) -> None:
     body = json.dumps(value).encode()

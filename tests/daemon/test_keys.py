@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -82,6 +82,7 @@ def test_tokens_a_minute_are_taken_when_they_are_known() -> None:
     assert list(free.headers()) == []
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 100), st.integers(0, 3000)), max_size=40))
 def test_no_more_is_taken_than_the_limit_allows(limit: int, steps: list[tuple[float, int]]) -> None:
     time = Time(0.0)

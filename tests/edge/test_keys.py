@@ -115,4 +115,10 @@ def test_tokens_that_were_computed_count_and_those_that_were_reused_do_not(
             computed = usage["prompt_tokens_details"]["sources"]["compute"] + usage["completion_tokens"]
             assert spent[-1] == computed
         assert answer.headers["x-ratelimit-limit-requests"] == "100"
+        assert "laptop" not in httpx.get(f"{edge.url}/metrics").text
+        scraper = run("keys", "add", "prometheus", "--scope", "metrics")[1].strip()
+        until(lambda: httpx.get(f"{edge.url}/metrics").status_code == 401)
+        page = httpx.get(f"{edge.url}/metrics", headers={"x-api-key": scraper}).text
+        assert 'ctxreuse_key_requests_total{key="laptop"} 2.0' in page
+        assert f'ctxreuse_key_tokens_total{{key="laptop"}} {float(sum(spent))}' in page
         assert spent[1] < spent[0] / 4

@@ -13,15 +13,17 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from ctxreuse.constrain import HasVocabulary, Vocabulary
+from ctxreuse.engines.generate import GeneratedToken
 
 if TYPE_CHECKING:
-    from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.engines.scoring import TokenScores
     from ctxreuse.engines.text import TextModel
 
 __all__ = [
     "ChatLogprobs",
     "CompletionLogprobs",
     "LogprobReporter",
+    "PromptLogprob",
     "TokenLogprob",
     "TopLogprob",
     "mean_logprob",
@@ -56,12 +58,28 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The tokens of a completion; ``text_offset``: characters of the choice's text before each."""
+    """The tokens of a completion; ``text_offset``: characters of the choice's text before each. The first token of a
+    prompt has no log-probability."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+    def followed_by(self, other: CompletionLogprobs | None) -> CompletionLogprobs:
+        """Return both as one."""
+        if other is None:
+            return self
+        fields = self.__struct_fields__
+        return CompletionLogprobs(*([*getattr(self, name), *getattr(other, name)] for name in fields))
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token of a prompt, or one that could stand in its place; ``rank``: 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class LogprobReporter:
@@ -99,6 +117,27 @@ class LogprobReporter:
             self._offset += len(self._decoder.decode(bytes(one.bytes)))
         return report if report.tokens else None
 
+    def echoed(self, ids: Sequence[int], scores: TokenScores) -> CompletionLogprobs:
+        """Report on a prompt, before the answer's pieces."""
+        pieces = [GeneratedToken("", token, None, *of) for token, of in zip(ids, [(None, ()), *_rows(scores)])]
+        report = self.completion(pieces) or CompletionLogprobs([], [], [], [])
+        return msgspec.structs.replace(
+            report,
+            token_logprobs=[None, *report.token_logprobs[1:]],
+            top_logprobs=[None, *report.top_logprobs[1:]],
+        )
+
+    def prompt(self, ids: Sequence[int], scores: TokenScores) -> list[dict[str, PromptLogprob] | None]:
+        """Report on a prompt as vLLM does: for each token, by ids, itself and the likeliest in its place."""
+        found: list[dict[str, PromptLogprob] | None] = [None]
+        for token, rank, (logprob, top) in zip(ids[1:], scores.ranks.tolist(), _rows(scores)):
+            listed = {i: (value, place) for place, (i, value) in enumerate(top, 1)} | {int(token): (logprob, rank)}
+            found.append(
+                {str(i): PromptLogprob(max(value, _LEAST), at, self._top(i, value).token)
+                 for i, (value, at) in listed.items()}
+            )  # fmt: skip
+        return found
+
     def _ends(self, piece: GeneratedToken) -> bool:
         return piece.finish == "stop" and piece.token in self._text.stop_ids
 
@@ -108,6 +147,12 @@ class LogprobReporter:
     def _top(self, token: int, logprob: float | None) -> TopLogprob:
         raw = self._bytes[token] if token < len(self._bytes) else self._text.decode([token]).encode()
         return TopLogprob(raw.decode("utf-8", "replace"), max(logprob or 0.0, _LEAST), list(raw))
+
+
+def _rows(scores: TokenScores) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """Of each token its log-probability, and the likeliest ones in its place."""
+    columns = scores.logprobs.tolist(), scores.top.tolist(), scores.top_logprobs.tolist()
+    return [(own, tuple(zip(ids, values))) for own, ids, values in zip(*columns)]
 
 
 def spelling_of(text: TextModel) -> Vocabulary:

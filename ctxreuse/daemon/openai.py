@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from ctxreuse.daemon.formats import ResponseFormat, StructuredOutputs
-from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs
+from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprob
 from ctxreuse.engines.sampling import MAX_BIAS
 from ctxreuse.engines.text import Message, ToolCall
 from ctxreuse.errors import (
@@ -275,7 +275,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: _Whole | None = None
     logprobs: bool | None = None
     top_logprobs: _Alternatives | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _Alternatives | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -299,7 +299,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)] | None = None
     logprobs: _Alternatives | None = None
     suffix: str | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _Alternatives | None = None
 
     @property
     def answers(self) -> int:
@@ -457,6 +457,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: ApiUsage
     system_fingerprint: str
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -492,6 +493,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     index: int = 0
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from ctxreuse.constrain import GrammarCompiler
 from ctxreuse.cost import CostModel
 from ctxreuse.engines.chunks import ChunkEngine
 from ctxreuse.engines.prompt import rewrites_history
+from ctxreuse.engines.scoring import TokenScores, score_tokens
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
 from ctxreuse.pauses import kind_of
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 _CALIBRATE = "To reuse documents in any order: `ctxreuse calibrate NAME --chunks`"
 #: Every so many prompts the store's policy gets the present recompute cost.
 _PRICED = 32
+#: Tokens of a prompt that are scored between others' passes: their logits are 12 MB for a vocabulary of 50,000.
+_SCORED = 64
 
 
 class Runtime:
@@ -229,6 +232,23 @@ class Runtime:
     def constrain(self, grammar: Grammar) -> Constraint:
         """Compile a grammar, or find it compiled. Raises what `GrammarCompiler.compile` raises."""
         return self.grammars.compile(grammar)
+
+    def score(self, prompt: PromptLike, top: int = 0, check: Callable[[], None] = lambda: None) -> TokenScores:
+        """Return how likely the model finds each token of a prompt but the first, after those before it.
+
+        All of the prompt is computed, as what is kept of it has no logits; others' passes go between its parts.
+        ``top``: so many of the likeliest tokens in each place; ``check`` is called before each part, and may raise.
+        Raises what `request` and `Engine.prefill` raise.
+        """
+        ids = self._request(prompt).ids
+        context, found = self.engine.new_context(len(ids)), list[TokenScores]()
+        for start in range(0, len(ids) - 1, _SCORED):
+            part = ids[start : min(start + _SCORED, len(ids) - 1)]
+            check()
+            with self.steps.exclusive():
+                found.append(score_tokens(self.engine, context, part, ids[start + 1 :][: len(part)], top))
+        self.context_cache.put(context)
+        return TokenScores.joined(found)
 
     def warm(self, prompt: PromptLike) -> Usage:
         """See `RuntimeProtocol.warm`."""

@@ -126,14 +126,50 @@ def test_echo_gives_the_prompt_first(edge: Any) -> None:
     assert [one["text"] for one in nothing] == ["once upon a time"]
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_answering_it(edge: Any) -> None:
+    letters = {"structured_outputs": {"regex": "[a-z ]{6}"}}  # else its tokens would be bytes of no character
+    how = {"temperature": 0, "max_tokens": 6, "logprobs": 2, **letters}
+    prompt = "once upon a time there was a lighthouse " * 4
+    said = ask(edge, "/v1/completions", prompt=prompt, **how).json()["choices"][0]
+    full = ask(edge, "/v1/completions", prompt=prompt + said["text"], **how | {"max_tokens": 0}, echo=True).json()
+    report = full["choices"][0]["logprobs"]
+    assert "".join(report["tokens"]) == full["choices"][0]["text"] == prompt + said["text"]
+    assert (report["token_logprobs"][0], report["top_logprobs"][0]) == (None, None)
+    count = len(said["logprobs"]["tokens"])
+    assert report["tokens"][-count:] == said["logprobs"]["tokens"]
+    np.testing.assert_allclose(report["token_logprobs"][-count:], said["logprobs"]["token_logprobs"], atol=1e-3)
+    assert report["text_offset"][-count:] == [len(prompt) + at for at in said["logprobs"]["text_offset"]]
+    # With an answer behind it.
+    both = ask(edge, "/v1/completions", prompt=prompt, **how, echo=True, prompt_logprobs=3).json()["choices"][0]
+    assert both["logprobs"]["tokens"] == report["tokens"]
+    listed = both["prompt_logprobs"]
+    assert listed[0] is None
+    assert len(listed) == len(report["tokens"]) - count
+    for place, own in zip(listed[1:], report["token_logprobs"][1:]):
+        assert 3 <= len(place) <= 4
+        assert min(abs(one["logprob"] - own) for one in place.values()) < 1e-3
+        assert sorted(one["rank"] for one in place.values())[:3] == [1, 2, 3]
+        assert all(one["logprob"] <= 0 and one["decoded_token"] for one in place.values())
+    assert "prompt_logprobs" not in said
+
+
+def test_a_chat_tells_the_log_probabilities_of_its_prompt(edge: Any) -> None:
+    answer = ask(edge, prompt_logprobs=0, max_tokens=2).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert [len(place) for place in answer["prompt_logprobs"][1:]] == [1] * (answer["usage"]["prompt_tokens"] - 1)
+    again = ask(edge, max_tokens=2).json()["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"suffix": "x"}, "suffix"),
     ],
 )

@@ -127,7 +127,7 @@ def test_models(edge: Any) -> None:
         ({"n": 65}, 400, "n"),
         ({"top_logprobs": 2}, 400, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-        ({"prompt_logprobs": 0}, 400, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, 400, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, 400, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "null"}}}]}, 400, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a"}}] * 2}, 400, "tools[1]"),

@@ -37,6 +37,7 @@ from ctxreuse.engines.llama_cpp.pool import LlamaPool
 from ctxreuse.engines.llama_cpp.state import LlamaState, StateLayout
 from ctxreuse.engines.llama_cpp.text import open_text
 from ctxreuse.engines.llama_cpp.windows import fits, read_windows, seal_windows
+from ctxreuse.engines.scoring import TokenScores, score_logits
 from ctxreuse.engines.stepping import first_slice
 from ctxreuse.engines.user_codec import UserCodec
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, FormatError
@@ -146,6 +147,18 @@ class LlamaEngine(UserCodec):
             (logits,) = self._compute([part])
             if not part.left:
                 return logits
+
+    def score(self, context: Context, tokens: Tokens, targets: Tokens, top: int) -> TokenScores:
+        """See `ScoringEngine.score`."""
+        own, found = self._own(context), list[TokenScores]()
+        ids = check_prompt(self.space, own.n, tokens)
+        self._pool.check_room(own.n + len(ids))
+        own.finish_load()
+        own.run_start, own.cropped = None, False
+        for start in range(0, len(ids), self._chunk):
+            rows = self._pool.compute([(own, ids[start : start + self._chunk])], every=True)
+            found += [score_logits(row, int(targets[start + i]), top) for i, row in enumerate(rows)]
+        return TokenScores.joined(found)
 
     def _next(self, own: LlamaContext, tokens: Tokens, limit: int | None) -> _Part:
         """What of ``tokens`` goes through the model next."""

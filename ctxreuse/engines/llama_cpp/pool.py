@@ -52,8 +52,9 @@ class LlamaPool:
                 fix="Set engine.kv_bytes higher, or shorten the prompt",
             )
 
-    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens]]) -> list[Logits]:
-        """Append tokens to different contexts in one pass; the logits after the last of each.
+    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens]], *, every: bool = False) -> list[Logits]:
+        """Append tokens to different contexts in one pass; the logits after the last of each. ``every``: of one
+        context, after each token.
 
         As many of the first contexts as fit into one pass, one at least, and none of the others. A context takes at
         most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
@@ -71,7 +72,7 @@ class LlamaPool:
             self._seat(cells, [one for one, _ in now])
             order = sorted(range(count), key=lambda i: now[i][0].slot)
             try:
-                found = cells.decode([SlotRun(now[i][0].slot, now[i][0].n, now[i][1]) for i in order])
+                found = cells.decode([SlotRun(now[i][0].slot, now[i][0].n, now[i][1]) for i in order], every=every)
             except BaseException:
                 for one, _ in now:
                     cells.crop(one.slot, one.n)
@@ -80,6 +81,8 @@ class LlamaPool:
                 raise
             for one, ids in now:
                 one.set_tokens(np.concatenate([one.tokens, ids]))
+            if every:
+                return found
             logits = dict(zip(order, found))
             return [logits[i] for i in range(count)]
 

@@ -25,6 +25,7 @@ from ctxreuse.engines.process.loading import ChildLoading
 from ctxreuse.engines.process.supervisor import EngineState, Supervisor
 from ctxreuse.engines.process.text import ChildText
 from ctxreuse.engines.process.wire import ContextFacts, Opening, WireError, encode_headers
+from ctxreuse.engines.scoring import TokenScores
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import Tokens, as_tokens
 
@@ -210,6 +211,13 @@ class ChildEngine:
         found = self._call("prefill", on=[own], appended=[ids], arrays=[ids], room=self._logits_bytes)
         logits: Logits = found.arrays[0]
         return logits
+
+    def score(self, context: Context, tokens: Tokens, targets: Tokens, top: int) -> TokenScores:
+        """See `ScoringEngine.score`."""
+        own, ids = self._own(context), as_tokens(tokens)
+        room = len(ids) * (8 + 8 * top) + 256
+        found = self._call("score", top, on=[own], appended=[ids], arrays=[ids, as_tokens(targets)], room=room)
+        return TokenScores(*found.arrays)
 
     def step(
         self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None

@@ -44,6 +44,7 @@ from ctxreuse.engines.process.wire import (
     pack_arrays,
     unpack_arrays,
 )
+from ctxreuse.engines.scoring import score_tokens
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineError
 
@@ -54,9 +55,10 @@ log = logging.getLogger(__name__)
 # Threads for what does not compute: waits for loads, exports, texts.
 _THREADS = 8
 #: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
-_COMPUTES = frozenset(
-    ("fork", "prefill", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention", "recompute_rows")
-)
+_COMPUTES = frozenset((
+    "fork", "prefill", "score", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention",
+    "recompute_rows",
+))  # fmt: skip
 
 #: The result of a verb: a value, and arrays.
 Outcome = tuple[Any, Sequence[Array]]
@@ -183,6 +185,9 @@ class _Server:
 
     def do_prefill(self, context: Context, ids: Array, *, call: Call) -> Outcome:
         return None, [self._engine.prefill(context, ids)]
+
+    def do_score(self, context: Context, top: int, ids: Array, targets: Array, *, call: Call) -> Outcome:
+        return None, list(score_tokens(self._engine, context, ids, targets, top))
 
     def do_step(self, *given: Any, call: Call) -> Outcome:
         contexts, (counts, limit, ids) = given[:-3], given[-3:]

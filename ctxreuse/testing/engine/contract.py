@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ctxreuse.block.format import parse
 from ctxreuse.engines.base import Context, Engine
+from ctxreuse.engines.scoring import TokenScores, score_logits, score_tokens
 from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, LinkDownError, TokenRangeError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.testing.engine.forks import ForkContract
@@ -30,6 +31,8 @@ from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, resume,
 __all__ = ["EngineContract", "Sealed", "continuation", "random_tokens", "resume", "seal", "views"]
 
 _BLOCKS = 6
+#: Nats by which scores of a pass may differ from those of single tokens, as engines round by the length of a pass.
+_SCORE = 0.02
 
 
 class EngineContract(ForkContract):
@@ -48,6 +51,21 @@ class EngineContract(ForkContract):
         assert context.n == len(ids)
         assert np.array_equal(context.tokens, ids)
         assert context.nbytes > 0
+
+    def test_scores_are_those_of_one_token_after_the_other(self, engine: Engine) -> None:
+        ids = random_tokens(engine, engine.space.block_tokens + 9)
+        context, plain = engine.new_context(), engine.new_context()
+        found = score_tokens(engine, context, ids[:-1], ids[1:], 3)
+        assert np.array_equal(context.tokens, ids[:-1])
+        rows = [engine.prefill(plain, ids[i : i + 1]) for i in range(len(ids) - 1)]
+        expected = TokenScores.joined([score_logits(row, int(target), 3) for row, target in zip(rows, ids[1:])])
+        assert np.abs(found.logprobs - expected.logprobs).max() < _SCORE
+        assert np.abs(found.top_logprobs - expected.top_logprobs).max() < _SCORE
+        assert found.top.shape == (len(ids) - 1, 3)
+        likeliest = found.ranks == 1
+        assert np.array_equal(found.top[likeliest, 0], ids[1:][likeliest])
+        # It goes on as any other context does.
+        assert self.close(engine.prefill(context, ids[-1:]), engine.prefill(plain, ids[-1:]))
 
     def test_same_prefill_gives_the_same_bits(self, engine: Engine) -> None:
         ids = random_tokens(engine, 3 * engine.space.block_tokens + 1)

@@ -345,10 +345,14 @@ class OpenAiAnswer(HttpAnswer):
         if not self._requested.wants_logprobs:
             return None
         if number not in self._reporters:
-            text = self._model.runtime.text
-            assert text is not None
-            self._reporters[number] = LogprobReporter(text, self._requested.listed_logprobs)
+            self._reporters[number] = self.reporter(self._requested.listed_logprobs)
         return self.report(self._reporters[number], pieces)
+
+    def reporter(self, count: int) -> LogprobReporter:
+        """Return one that names the ``count`` likeliest tokens in each place."""
+        text = self._model.runtime.text
+        assert text is not None
+        return LogprobReporter(text, count)
 
     @abstractmethod
     def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from ctxreuse.daemon.logprobs import spelling_of
+from ctxreuse.daemon.logprobs import LogprobReporter, PromptLogprob, spelling_of
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import ApiError, ChatRequest, CompletionRequest
 from ctxreuse.engines.prompt import EncodedPrompt, encode_prompt
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ctxreuse.runtime.request import Request
     from ctxreuse_edge.node import EdgeNode
 
-__all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "encode_chat", "refuse_prompt_logprobs", "spell"]
+__all__ = ["Chat", "EdgeChatRequest", "about_messages", "branches_of", "check_prompt_logprobs", "encode_chat", "spell"]
 
 #: Roles of messages with a tool's result: the session has waited for a tool, whatever its last answer ended with.
 _TOOL_ROLES = frozenset(("tool", "function"))
@@ -93,6 +93,8 @@ class Chat:
         _refuse_unsupported(body)
         self._wanted, self._tools = format_of(body), tools_of(body)
         self._family: Family | None = None
+        #: Of each token of the prompt what the model thinks of it, where the request wants that; after `begin`.
+        self.prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
         #: The messages and where their text stands in the prompt, and the prompt; after `begin`.
         self.messages: Sequence[Message] = ()
         self.encoded = EncodedPrompt(as_tokens([]), ())
@@ -158,6 +160,9 @@ class Chat:
         )
         node.pins.use(prompt.keys)
         step()
+        if body.prompt_logprobs is not None:
+            scores = runtime.score(prompt, body.prompt_logprobs, step)
+            self.prompt_logprobs = LogprobReporter(text, body.prompt_logprobs).prompt(found.ids.tolist(), scores)
         return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
 
     def end_of(self, message: int, parts: int) -> int:
@@ -226,17 +231,16 @@ def about_messages(
 def _refuse_unsupported(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-    refuse_prompt_logprobs(body)
+    check_prompt_logprobs(body)
 
 
-def refuse_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
-    """Raise ApiError if log-probabilities of the prompt are wanted."""
-    if body.prompt_logprobs is not None:
-        what = "prompt_logprobs is not supported: what is reused of a prompt has none"
-        raise ApiError(400, what, param="prompt_logprobs")
+def check_prompt_logprobs(body: ChatRequest | CompletionRequest) -> None:
+    """Raise ApiError for log-probabilities of a prompt that are to be streamed."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs cannot be streamed", param="prompt_logprobs")
 
 
 def spell(body: ChatRequest | CompletionRequest, text: TextModel) -> None:
     """Build the table that log-probabilities are spelled with, if the request wants them."""
-    if body.wants_logprobs:
+    if body.wants_logprobs or body.prompt_logprobs is not None:
         spelling_of(text)

@@ -7,13 +7,15 @@ with ``"ctxreuse": {"lossy": …}``, or ``edge.max_kl`` in the settings, its KV 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, LogprobReporter
+from ctxreuse.daemon.logprobs import ChatLogprobs, CompletionLogprobs, LogprobReporter, PromptLogprob
 from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.openai import (
     ApiError,
@@ -46,11 +48,12 @@ from ctxreuse_edge.api.answers import (
     sampling_of,
 )
 from ctxreuse_edge.api.calls import CallReader
-from ctxreuse_edge.api.chat import Chat, EdgeChatRequest, refuse_prompt_logprobs, spell
+from ctxreuse_edge.api.chat import Chat, EdgeChatRequest, check_prompt_logprobs, spell
 from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import GeneratedToken
+    from ctxreuse.engines.scoring import TokenScores
     from ctxreuse.engines.text import TextModel
     from ctxreuse.runtime import Completion
     from ctxreuse_edge.models import ServedModel
@@ -126,7 +129,7 @@ class _ChatAnswer(OpenAiAnswer):
 
     def whole(self) -> Any:
         choices = [self._choice(index, number, report) for index, (number, report) in enumerate(self.chosen)]
-        return ChatCompletion(*self.head, choices, self.usage, self.fingerprint)
+        return ChatCompletion(*self.head, choices, self.usage, self.fingerprint, self._chat.prompt_logprobs)
 
     def _choice(self, index: int, number: int, report: Any) -> ChatChoice:
         text, finish = self.completions[number].text, self.finish(number)
@@ -168,13 +171,13 @@ def _completions(node: EdgeNode) -> list[Route]:
         model = node.models.find(body.model)
         wanted = format_of(body)
         _check_completion(body)
-        echo: list[str] = []
+        said = _Prompt()
 
         def make(name: str, step: Callable[[], None]) -> list[Completion]:
             runtime, space = model.runtime, model.runtime.space
             ids = prompt_ids(body.prompt, runtime.text, space.max_tokens)
             if runtime.text is not None:
-                echo.extend([runtime.text.decode(ids)] if body.echo else [])
+                said.text = runtime.text.decode(ids) if body.echo else ""
                 spell(body, runtime.text)
             step()
             limit = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -182,24 +185,35 @@ def _completions(node: EdgeNode) -> list[Route]:
             max_kl, about = max_kl_of(node, body.ctxreuse.lossy, runtime), RequestInfo(id_of(request), name)
             prompt = runtime.request(ids, max_kl=max_kl, about=about, priority=body.priority, caller=CALLER.get())
             step()
+            if runtime.text is not None and (body.prompt_logprobs is not None or (body.echo and body.wants_logprobs)):
+                top = max(body.prompt_logprobs or 0, body.listed_logprobs)
+                said.ids, said.scores = ids.tolist(), runtime.score(prompt, top, step)
             return runtime.complete_many(prompt, sampling.answers(body.answers))
 
-        return _TextAnswer(node, model, body, "cmpl", make, body.keep_alive, echo)
+        return _TextAnswer(node, model, body, "cmpl", make, body.keep_alive, said)
 
     return [Route("/v1/completions", answer, methods=["POST"])]
 
 
 def _check_completion(body: CompletionRequest) -> None:
-    refuse_prompt_logprobs(body)
+    check_prompt_logprobs(body)
     if body.suffix:
         raise ApiError(400, "suffix is not supported", param="suffix")
-    if body.echo and body.wants_logprobs:
-        what = "echo with logprobs is not supported: what is reused of a prompt has no log-probabilities"
-        raise ApiError(400, what, param="echo")
+    if body.echo and body.wants_logprobs and body.stream:
+        raise ApiError(400, "echo with logprobs cannot be streamed", param="echo")
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise ApiError(400, "best_of must be n or more", param="best_of")
     if body.stream and body.answers > (body.n or 1):
         raise ApiError(400, "best_of is not streamed: the best is known at the end", param="best_of")
+
+
+@dataclass
+class _Prompt:
+    """A prompt, as soon as it was read: its text, where it is echoed, and its ids with their scores, where wanted."""
+
+    text: str = ""
+    ids: Sequence[int] = ()
+    scores: TokenScores | None = None
 
 
 class _TextAnswer(OpenAiAnswer):
@@ -211,11 +225,10 @@ class _TextAnswer(OpenAiAnswer):
         prefix: str,
         make: Make,
         keep_alive: KeepAlive,
-        echo: Sequence[str],
+        prompt: _Prompt,
     ) -> None:
         super().__init__(node, model, body, prefix, make, keep_alive)
-        #: The prompt, as soon as it was read, where it is wanted.
-        self._echo = echo
+        self._text_request, self._prompt = body, prompt
 
     def event(
         self, content: str | None, finish: str | None, usage: Usages, number: int = 0, logprobs: Any = None
@@ -224,19 +237,34 @@ class _TextAnswer(OpenAiAnswer):
         return TextCompletion(*self.head, choices, self.fingerprint, usage)
 
     def first(self) -> Sequence[Any]:
-        return [self.event(self._echo[0], None, self.no_usage, n) for n in range(len(self.completions)) if self._echo]
+        text = self._prompt.text
+        return [self.event(text, None, self.no_usage, n) for n in range(len(self.completions)) if text]
 
     def whole(self) -> Any:
         choices = [
             CompletionChoice(
-                "".join(self._echo) + self.completions[number].text, finish_of(self.completions[number]), index, report
+                self._prompt.text + self.completions[number].text,
+                finish_of(self.completions[number]),
+                index,
+                report,
+                self._prompt_logprobs(),
             )
             for index, (number, report) in enumerate(self.chosen)
         ]
         return TextCompletion(*self.head, choices, self.fingerprint, self.usage)
 
+    def _prompt_logprobs(self) -> list[dict[str, PromptLogprob] | None] | msgspec.UnsetType:
+        count, prompt = self._text_request.prompt_logprobs, self._prompt
+        if count is None or prompt.scores is None:
+            return msgspec.UNSET
+        return self.reporter(count).prompt(prompt.ids, prompt.scores)
+
     def report(self, reporter: LogprobReporter, pieces: Sequence[GeneratedToken]) -> CompletionLogprobs | None:
-        return reporter.completion(pieces)
+        prompt = self._prompt
+        if self._stream or not self._text_request.echo or prompt.scores is None:
+            return reporter.completion(pieces)
+        echoed = reporter.echoed(prompt.ids, prompt.scores)
+        return echoed.followed_by(reporter.completion(pieces))
 
 
 def _models(node: EdgeNode) -> list[Route]:

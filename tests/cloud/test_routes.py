@@ -295,6 +295,9 @@ def test_requests_and_tokens_a_minute_of_a_key(tmp_path: Path) -> None:
             await front.ask(**two)  # 30 tokens of a prompt, 16 of them cached, and 3
             status, _, headers = await front.ask(**two)
             assert (status, headers["x-ratelimit-remaining-tokens"]) == (200, "23")
+            a.plan = [("application/json", [b'{"tokens": []}'])]
+            assert (await front.ask("/tokenize", **two, prompt="x" * 1000))[0] == 200, "it computes nothing"
+            assert (await get(front, "/api/tags", key=little))[0] == 200
             a.plan = [(EVENTS, [event("x" * 400)])]  # without a usage: by its bytes
             await front.ask(**two)
             assert (await front.ask(**two))[0] == 429
@@ -317,7 +320,10 @@ def test_what_is_read_of_requests_and_answers() -> None:
     for odd in ("[1, 2]", '["a", "b"]', '"text"', "null", "{}"):
         parse_request(f'{{"input": {odd}}}'.encode(), "t").messages()
     assert stored_id("/v1/responses/r/cancel") == ("responses", "r")
-    assert stored_id("/v1/responses") == ("responses", "")
+    assert stored_id("/v1/messages/batches/b/results") == ("messages/batches", "b")
+    for route in ("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact"):
+        assert stored_id(route) == ("responses", "")
+    assert stored_id("/v1/responses/compacted") == ("responses", "compacted")
     assert stored_id("/v1/chat/completions") == stored_id("/v1/responsesx/r") == ("", "")
     assert id_of_answer(b"".join(piece for piece in response_stream("resp_7") if piece)) == "resp_7"
     assert [id_of_answer(odd) for odd in (b"", b"[]", b'{"id": 3}', b"data: {", b"event: x\n\n")] == [""] * 5

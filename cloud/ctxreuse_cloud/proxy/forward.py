@@ -39,6 +39,10 @@ _TAIL = 1 << 15
 _ERROR = 1 << 16
 #: Seconds in which backends say whether they have something stored.
 _ASKING = 5.0
+#: Routes that compute nothing.
+_COUNTING = frozenset(
+    ("/tokenize", "/detokenize", "/api/show", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
+)
 
 
 class ProxyCall:
@@ -77,7 +81,7 @@ class ProxyCall:
 
         Where the backend did not report them, one for each four bytes of the request and of the answer's ``nbytes``.
         """
-        if not self.tried:
+        if not self.tried or self.method != "POST" or self.path in _COUNTING:
             return 0
         if self.usage is None:
             return (len(self.request.body("")) + nbytes) // 4

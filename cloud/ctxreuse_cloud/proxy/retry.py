@@ -21,6 +21,7 @@ PURE = (
             "embeddings",
             "messages",
             "messages/count_tokens",
+            "responses/input_tokens",
             "rerank",
             "score",
             "classify",

@@ -19,10 +19,12 @@ FILE = "stored.journal"
 _MAX, _LIMIT, _DIGEST = 1 << 16, 8 << 20, 16
 #: Collections whose objects are kept by the backend that made them.
 _COLLECTIONS = (
-    "assistants", "batches", "containers", "conversations", "evals", "files", "responses", "threads", "uploads",
-    "vector_stores", "videos",
+    "assistants", "batches", "containers", "conversations", "evals", "files", "fine_tuning/jobs", "messages/batches",
+    "responses", "threads", "uploads", "vector_stores", "videos",
 )  # fmt: skip
-_STORED = re.compile(rf"/v1/({'|'.join(_COLLECTIONS)})(?:/([^/]+))?(?:/.*)?")
+#: Routes that stand where an id would.
+_ROUTES = ("compact", "input_tokens", "runs")
+_STORED = re.compile(rf"/v1/({'|'.join(_COLLECTIONS)})(?:/(?!(?:{'|'.join(_ROUTES)})(?:/|\Z))([^/]+))?(?:/.*)?")
 #: What a tenant may read that is no object of its own: nothing of others is in it.
 _PUBLIC = ("/api/ps", "/api/tags", "/api/version")
 

@@ -13,7 +13,7 @@ __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
     "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
-    "evict", "fetch", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order", "pauses",
+    "evict", "fetch", "forget", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order", "pauses",
     "pipeline", "policy", "proxy", "qa", "rans", "resume", "scale", "shapes", "states", "together", "tools", "tree",
 )  # fmt: skip
 

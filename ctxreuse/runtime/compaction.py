@@ -63,6 +63,11 @@ def compact_folder(config: StoreConfig, progress: Progress | None = None) -> Com
     """Finish deletions and rewrite the files of a store that no process has open. Raises StoreError."""
     place = config.folder()
     before = _size(place)
+    if not (place / "ledger" / "data.mdb").exists():  # a cloud's, which has no texts
+        with open_store(config, progress=progress) as store:
+            if store.disk is not None:
+                store.disk.compact(progress)
+        return Compacted(0, before, _size(place))
     with Ledger.open(place) as ledger, open_store(config, progress=progress) as store:
         requests = RequestLog(place / FILE).open()
         try:

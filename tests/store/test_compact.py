@@ -14,7 +14,7 @@ from ctxreuse.store import BlockStore, Ledger, NewTurn, verify
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store_context import Context
 from support.raw_files import found_in_files
-from support.waiting import patient
+from support.waiting import patient, until
 
 SECRET, OTHER = "the key lies under the ninth stone", "swallows nest in May"
 SPACE = b"s" * 32
@@ -129,6 +129,26 @@ def test_a_process_that_reads_beside_goes_on_with_the_new_files(tmp_path: Path) 
             assert seen(gone) == [4, 6]
             assert seen(kept) == [4, 6]
             beside.communicate(timeout=patient(60))
+
+
+def test_puts_while_the_cache_is_rewritten_are_stored(tmp_path: Path) -> None:
+    with BlockStore.open(tmp_path, capacity=64 << 20) as store:
+        first, second = Context(6, seed=1), Context(6, seed=2)
+        first.fill(store)
+        puts: list[bool] = []
+
+        def put(done: int, total: int) -> None:
+            if not puts:
+                puts.extend(store.put(second.keys[i], second.block(i)) for i in range(6))
+                until(lambda: store._writer is not None and len(store._writer._queue) < 6)
+
+        store.compact(put)
+        store.flush()
+        assert puts == [True] * 6
+        assert first.intact(store)
+        assert second.intact(store)
+        assert not any(store.stats().errors.values())
+        store.check()
 
 
 def test_who_only_reads_cannot_compact(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def corrupt(env: Env, progress: Progress | None = None) -> list[tuple[bytes, str
 
 def write_plan(env: Env, plan: Plan, doomed: Sequence[bytes]) -> None:
     """Write a plan and delete ``doomed`` keys in one transaction. Raises lmdb.Error, StoreError."""
-    blocks, states, meta, info = (env.tables[name] for name in TABLES)
 
     def work(txn: Any) -> None:
+        blocks, states, meta, info = (env.tables[name] for name in TABLES)  # another file may have come meanwhile
         for removed in plan.stripped:
             txn.delete(removed.key, db=states)
             txn.delete(_GIVEN["state"] + removed.key, db=info)

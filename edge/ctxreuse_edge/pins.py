@@ -113,8 +113,11 @@ class PrefixPins:
         with self._changed:
             wanted, self._wanted = self._wanted, []
         if wanted:
-            with contextlib.suppress(StoreError):  # queued blocks are pinned in memory
+            try:
                 self._store.flush(_FLUSH_SECONDS)
+            except StoreError as error:  # what the disk does not take would be pinned in memory, which has less room
+                log.warning("prefixes are not pinned: %s", error)
+                wanted = []
         with self._changed:
             for one in wanted:
                 self._pin(one, self._clock() + one.seconds)

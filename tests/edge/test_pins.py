@@ -11,6 +11,7 @@ from ctxreuse_edge.pins import PrefixPins
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ctxreuse.errors import StoreError
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
@@ -128,6 +129,24 @@ def test_pins_have_a_share_of_the_store_and_the_greediest_caller_gives_first(tmp
         pins.check()
         flood(store, 200)
         assert 20 <= kept(store, endless) <= 32
+
+
+def test_nothing_is_pinned_that_the_disk_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(4)
+    with opened(tmp_path, FakeClock()) as (store, pins):
+        context.fill(store)
+
+        def full(timeout: float | None = None) -> None:
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "flush", full)
+            pins.keep(context.keys, 300.0)
+            pins.work()
+        assert len(pins) == 0
+        pins.keep(context.keys, 300.0)
+        pins.work()
+        assert len(pins) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '[{"key": "?", "seconds": 1, "expires": 1e18}]'])

@@ -88,6 +88,10 @@ def test_prefills_take_turns_with_short_ones_that_come_meanwhile(llama: TorchEng
     assert planner.plan([one, two], 1.0, batches=True) == ([one], PATIENT)
     (short,) = waiting(llama, (40, 3))
     assert planner.plan([one, two, short], 2.0, batches=True) == ([short], PATIENT)
+    more = waiting(llama, (50, 4), (60, 5), (30, 6))
+    assert planner.plan([one, short, *more], 2.0, batches=True) == ([short, more[0]], PATIENT), "whole ones, in order"
+    assert planner.plan([one, short, *more], 2.0, batches=False) == ([short], PATIENT)
+    assert planner.plan([one, *waiting(llama, (900, 7))], 2.0, batches=True) == ([one], PATIENT), "long ones go alone"
 
 
 def test_a_prompt_right_behind_an_answer_has_the_passes_of_any_other(llama: TorchEngine) -> None:

@@ -87,11 +87,11 @@ class PassPlanner:
     def plan(self, waiting: Sequence[Waiting], now: float, *, batches: bool) -> tuple[list[Waiting], int | None]:
         """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
 
-        ``waiting`` are in the order in which they came. All who decode, and a slice of one prefill. An engine that does
-        not batch takes who has waited longest, or the first prefill if that is one.
+        ``waiting`` are in the order in which they came. All who decode, and a slice of one prefill, or as many whole
+        short ones as such a slice may have tokens. An engine that does not batch takes who has waited longest, or the
+        first prefill if that is one.
         """
         decoding = [one for one in waiting if one.decodes]
-        prefill = self._prefill([one for one in waiting if not one.decodes], now)
         self._decoded = {turn: at for turn, at in self._decoded.items() if now - at < _DECODES}
         self._sliced = bool(decoding or self._decoded)
         if len({one.turn for one in waiting} | self._decoded.keys()) > 1:
@@ -99,18 +99,27 @@ class PassPlanner:
         limit = PATIENT if now - self._together < _OTHERS else None
         if self._sliced:
             limit = min(self._slices.tokens(len(decoding)), limit or LARGEST)
+        prefills = self._prefills([one for one in waiting if not one.decodes], now, limit or 0)
         if batches:
             if decoding and not self._slices.measured:
-                prefill = []  # a few passes that only decode, to know how long others may make them
-            return [*decoding[: MOST - 1], *prefill], limit
-        return list(waiting[:1]) if waiting[0].decodes else prefill, limit
+                prefills = []  # a few passes that only decode, to know how long others may make them
+            return [*decoding[: MOST - len(prefills)], *prefills], limit
+        return list(waiting[:1]) if waiting[0].decodes else prefills[:1], limit
 
-    def _prefill(self, prefills: Sequence[Waiting], now: float) -> list[Waiting]:
-        if not prefills:
-            return []
-        short = {one.turn for one in prefills if len(one.tokens) <= _SHORT}
-        first = self._order.first([one.turn for one in prefills], now, short)
-        return [next(one for one in prefills if one.turn is first)]
+    def _prefills(self, prefills: Sequence[Waiting], now: float, limit: int) -> list[Waiting]:
+        left, chosen, room = list(prefills), list[Waiting](), limit
+        while left:
+            short = {one.turn for one in left if len(one.tokens) <= _SHORT}
+            turn = self._order.first([one.turn for one in left], now, short)
+            first = next(one for one in left if one.turn is turn)
+            if chosen and (turn not in short or len(first.tokens) > room or len(chosen) == MOST):
+                break
+            chosen.append(first)
+            left.remove(first)
+            room -= len(first.tokens)
+            if room <= 0:
+                break
+        return chosen
 
     def done(self, chosen: Sequence[Waiting], seconds: float, now: float) -> None:
         """Learn from a pass that took ``seconds``."""

@@ -167,7 +167,7 @@ def test_state_of_an_edge(unpacked: Unpacked, models: dict[str, Any]) -> None:
     assert cost.prefill.coefficients == pytest.approx(EDGE["cost_coefficients"])
     address = read_address(folder / "edge.json")
     assert address is not None
-    assert msgspec.structs.astuple(address) == ("http://127.0.0.1:7351", 4242, "edge", 1_700_000_000.5)
+    assert msgspec.structs.astuple(address) == ("http://127.0.0.1:7351", 4242, "edge", 1_700_000_000.5, "")
     with Ledger.open(folder) as ledger, open_store(folder, capacity=64 << 20) as store:
         runtime = Runtime(models["llama"], store)
         assert runtime.paused.recall(folder / "pauses.bin")

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import EngineError, SessionError, StoreError
@@ -23,7 +24,7 @@ from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
 from ctxreuse.why import RequestInfo
 from ctxreuse_edge.token_records import ids_at, with_ids
 
-__all__ = ["RECORD", "RESPONSES", "NamedContext", "NamedContexts"]
+__all__ = ["OWNER", "RECORD", "RESPONSES", "NamedContext", "NamedContexts", "session_of"]
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 TEXT = "text"
 #: How the names of stored responses begin, and no others.
 RESPONSES = "resp_"
-#: Role of the last turn of a response, which is no message.
-RECORD = "response"
+#: Role of the last turn of a response, which is no message; in its meta, whose it is: the name of the API key.
+RECORD, OWNER = "response", "owner"
 
 _FLUSH_SECONDS = 30.0
 
@@ -102,15 +103,15 @@ class NamedContexts:
         """Return contexts, last changed first, or those whose names start with ``prefix`` in the order of names:
         with a prefix of `RESPONSES`, these too."""
         found = self._ledger.sessions(limit, offset, prefix=prefix, beside=RESPONSES)
-        return [self._describe(session) for session in found]
+        return [self._describe(session) for session in found if _is_open(self._ledger, session)]
 
     def get(self, id_or_name: str) -> NamedContext:
         """Return the context with that id or name. Raises SessionError."""
-        return self._describe(self._ledger.session(id_or_name))
+        return self._describe(session_of(self._ledger, id_or_name))
 
     def messages(self, id_or_name: str) -> list[Message]:
         """Return its turns as messages. Raises SessionError if it is a plain text."""
-        turns = self._ledger.turns(self._ledger.session(id_or_name).head)
+        turns = self._ledger.turns(session_of(self._ledger, id_or_name).head)
         if any(turn.role == TEXT for turn in turns):
             raise SessionError("the context is a plain text, not messages", where=id_or_name)
         return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns if turn.role != RECORD]
@@ -138,7 +139,7 @@ class NamedContexts:
 
     def pin(self, id_or_name: str) -> NamedContext:
         """Compute what is missing and protect it from eviction, also after restarts."""
-        session = self._ledger.session(id_or_name)
+        session = session_of(self._ledger, id_or_name)
         ids = self.tokens(session)
         if len(ids):
             parts = self._parts(session, ids)
@@ -151,7 +152,7 @@ class NamedContexts:
 
     def unpin(self, id_or_name: str) -> NamedContext:
         """Remove the protection."""
-        session = self._ledger.session(id_or_name)
+        session = session_of(self._ledger, id_or_name)
         self._unpin(session.id)
         return self._describe(session)
 
@@ -204,6 +205,26 @@ class NamedContexts:
         """Raise AssertionError if a pin belongs to no context."""
         ids = {session.id for session in self._ledger.sessions()}
         assert set(self._pins) <= ids, "a pin without a context"
+
+
+def session_of(ledger: Ledger, id_or_name: str) -> Session:
+    """Return a session that the caller may use: a response is that of one API key, contexts are all callers'.
+
+    Raises SessionError.
+    """
+    session = ledger.session(id_or_name)
+    if not _is_open(ledger, session):
+        raise SessionError(f"there is no session {id_or_name!r}")
+    return session
+
+
+def _is_open(ledger: Ledger, session: Session) -> bool:
+    # Without keys all callers are programs of this device's user.
+    caller = CALLER.get()
+    if not caller or not session.name.startswith(RESPONSES):
+        return True
+    owner: object = ledger.turn(session.head).meta.get(OWNER, caller)
+    return owner == caller
 
 
 def _read_pins(file: Path) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ctxreuse.identity.keys import Tokens
+from ctxreuse_edge.contexts import session_of
 
 if TYPE_CHECKING:
     from ctxreuse_edge.node import EdgeNode
@@ -19,7 +20,7 @@ def export_context(node: EdgeNode, id_or_name: str) -> dict[str, Any]:
     """Return all that is kept of a context as values for JSON: its turns and ids, the requests that began with it, how
     much KV there is, and which clouds may have copies. Raises SessionError.
     """
-    session, runtime = node.ledger.session(id_or_name), node.runtime
+    session, runtime = session_of(node.ledger, id_or_name), node.runtime
     ids = node.contexts.tokens(session)
     spaces = {turn.id: node.ledger.spaces(turn.id) for turn in node.ledger.turns(session.head)}
     turns = [

@@ -14,10 +14,10 @@ from ctxreuse.identity.keys import Tokens
 from ctxreuse.runtime.compaction import compact, finish_deletions
 from ctxreuse.runtime.erase import Erasure
 from ctxreuse.store import Ledger, TieredStore
+from ctxreuse_edge.contexts import NamedContexts, session_of
 
 if TYPE_CHECKING:
     from ctxreuse.peer.sync.deletions import CloudDeletions
-    from ctxreuse_edge.contexts import NamedContexts
     from ctxreuse_edge.models import ServedModels
 
 __all__ = ["Forgetter", "Forgotten"]
@@ -63,7 +63,7 @@ class Forgetter:
         Raises SessionError.
         """
         with self._lock:
-            session, eraser = self._ledger.session(id_or_name), self._models.first.runtime.eraser
+            session, eraser = session_of(self._ledger, id_or_name), self._models.first.runtime.eraser
             plan = eraser.plan_context(self._contexts.tokens(session), session.id, self._kept(session.id))
             self._contexts.unpin_deleted(session.id)
             self._ledger.delete(session.id, note=msgspec.msgpack.encode(plan))

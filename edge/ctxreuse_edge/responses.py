@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ctxreuse.daemon.middleware import CALLER
 from ctxreuse.daemon.responses import Item, ResponseObject
 from ctxreuse.errors import SessionError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.store import Ledger, NewTurn, Turn, new_session_id
-from ctxreuse_edge.contexts import RECORD, RESPONSES, NamedContexts
+from ctxreuse_edge.contexts import OWNER, RECORD, RESPONSES, NamedContexts, session_of
 from ctxreuse_edge.token_records import ids_at, with_ids
 
 __all__ = ["Continued", "StoredResponses", "new_response_id"]
@@ -45,7 +46,7 @@ class StoredResponses:
 
     A response is a session with its id as a name. Its turns are the items of the conversation, one each, and behind
     them one that has the rest: what continues the response shares the items, and not its instructions. Methods raise
-    SessionError for an unknown response.
+    SessionError for an unknown response, and for that of another API key.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class StoredResponses:
         items = [item.turn for item in (*given, *made)]
         known = ids_at(self._ledger, continued.head, space) if continued is not None else None
         items[-1] = with_ids(items[-1], ids, space, known, len(items))
-        turns = [*items, with_ids(NewTurn(RECORD, record, {_OUTPUTS: len(made)}), ids, space, ids, 1)]
+        meta = {_OUTPUTS: len(made)} | ({OWNER: caller} if (caller := CALLER.get()) else {})
+        turns = [*items, with_ids(NewTurn(RECORD, record, meta), ids, space, ids, 1)]
         id = response.id.removeprefix(RESPONSES)
         if continued is None:
             self._ledger.create(response.id, turns=turns, id=id)
@@ -142,7 +144,7 @@ class StoredResponses:
     def _find(self, id: str) -> tuple[str, list[Turn], int]:
         """Return the session of a response, its turns with the record last, and how many items are its output."""
         try:
-            session = self._ledger.session(id if id.startswith(RESPONSES) else "-")
+            session = session_of(self._ledger, id if id.startswith(RESPONSES) else "-")
         except SessionError:
             raise _unknown(id) from None
         turns = self._ledger.turns(session.head)

@@ -395,6 +395,26 @@ def test_old_responses_are_deleted_unless_they_are_pinned(edge: Any) -> None:
     assert ledger.stats().turns == len(turns) + 1
 
 
+def test_a_response_is_that_of_one_key(serve: Any, tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("secret-1\nsecret-2\n")
+    edge = serve(**{"edge.api_key_file": str(tmp_path / "keys")})
+    mine, other = ({"authorization": f"Bearer secret-{n}"} for n in (1, 2))
+    body = {"input": "Moin", "max_output_tokens": 2}
+    made = edge.http.post("/v1/responses", json=body, headers=mine).json()
+    more = {**body, "previous_response_id": made["id"]}
+    session = made["id"].removeprefix("resp_")
+    for headers, status in ((other, (404, 400, 404, 404)), (mine, (200, 200, 200, 200))):
+        gets = [f"/v1/responses/{made['id']}", f"/api/contexts/{session}", f"/api/contexts/{session}/export"]
+        found = [edge.http.get(path, headers=headers).status_code for path in gets]
+        found.insert(1, edge.http.post("/v1/responses", json=more, headers=headers).status_code)
+        assert tuple(found) == status
+        listed = edge.http.get("/api/contexts?prefix=resp_", headers=headers).json()["contexts"]
+        assert (made["id"] in [one["name"] for one in listed]) == (headers is mine)
+    for path in (f"/v1/responses/{made['id']}", f"/api/contexts/{session}"):
+        assert edge.http.delete(path, headers=other).status_code == 404
+    assert edge.http.delete(f"/v1/responses/{made['id']}", headers=mine).status_code == 200
+
+
 def test_hints_on_the_cache(edge: Any) -> None:
     made = respond(edge, "Moin", prompt_cache_key="quay 5", prompt_cache_retention="24h")
     respond(edge, "Moin")

@@ -111,14 +111,14 @@ def latest(items: Sequence[Item], dropped: int) -> Sequence[Item]:
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """Items as messages: calls are of the assistant's message that they follow."""
-    found: list[Message] = []
+    found: list[tuple[Message, list[ToolCall]]] = []
     for message in (item.message for item in items):
-        calls = tuple(ToolCall.plain(call.name, call.arguments, call.id) for call in message.tool_calls)
-        if calls and found and found[-1].role == "assistant":
-            found[-1] = msgspec.structs.replace(found[-1], tool_calls=(*found[-1].tool_calls, *calls))
+        calls = [ToolCall.plain(call.name, call.arguments, call.id) for call in message.tool_calls]
+        if calls and found and found[-1][0].role == "assistant":
+            found[-1][1].extend(calls)
         else:
-            found.append(msgspec.structs.replace(message, tool_calls=calls) if calls else message)
-    return found
+            found.append((message, calls))
+    return [msgspec.structs.replace(message, tool_calls=tuple(calls)) for message, calls in found]
 
 
 def _item(given: InputItem, place: str) -> Item | None:

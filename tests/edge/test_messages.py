@@ -104,6 +104,16 @@ def test_text_whole_and_streamed_is_the_same_and_ends_as_it_says(edge: Any) -> N
     assert text.startswith(cut["content"][0]["text"] if cut["content"] else "")
 
 
+def test_a_prompt_alone_is_computed_and_kept(edge: Any) -> None:
+    """``max_tokens`` 0 warms the cache, as in Anthropic's API."""
+    whole = message(edge, system=SYSTEM, max_tokens=0, cache_control={"type": "ephemeral"})
+    assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert whole["usage"]["cache_creation_input_tokens"] > 900
+    streamed = events(post(edge, system=SYSTEM, max_tokens=0, stream=True))
+    assert [one["type"] for one in streamed] == ["message_start", "message_delta", "message_stop"]
+    assert streamed[0]["message"]["usage"]["cache_read_input_tokens"] > 900
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": TOOLS[1]["name"]}])
 def test_calls_and_results_of_any_unicode_go_round(edge: Any, choice: Any) -> None:
     body = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}, "system": SYSTEM}

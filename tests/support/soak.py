@@ -166,7 +166,7 @@ class _Client:
                 connection.close()
                 continue
             data = answer.read()
-            if answer.status != 503:  # on a busy machine a daemon may be too slow for its peer's checks
+            if answer.status not in (429, 503):  # on a busy machine a daemon may be too slow for its peer's checks
                 break
             self._soak.busy += 1
             time.sleep(0.2)
@@ -194,7 +194,7 @@ class _Client:
             body = self._body(stream=True) | {"max_tokens": 200 if events else 3}
             connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            if answer.status == 503:
+            if answer.status in (429, 503):
                 self._soak.busy += 1
                 return
             assert answer.status == 200, answer.read()[:300]

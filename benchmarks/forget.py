@@ -70,7 +70,7 @@ def _planted(options: Options, place: Path) -> list[Figure]:
     path = Path(model) if model.endswith(".gguf") else get_gguf(model)
     device, cloud, ready = place / "device", place / "cloud", place / "ready.json"
     serve = ["ctxreuse_cloud", "serve", "--port", "0", "--bus", "tcp://127.0.0.1:0", "--store", str(cloud)]
-    count = options.pick(2, 8)
+    count = options.pick(2, 4)
     with _process([*serve, "--ready-file", str(ready)], place / "cloud.log", ready) as sidecar:
         bus = httpx.get(sidecar + "/api/status").json()["bus"]["endpoint"]
         words = ["ctxreuse_edge", "serve", "--model", str(path), "--port", "0", "--store", str(device), "--cloud", bus]
@@ -122,13 +122,13 @@ def _deleted(
 
 
 def _needles(text: str, ids: Sequence[int]) -> list[bytes]:
-    pieces = [text[at : at + _PIECE].encode() for at in range(0, len(text) - _PIECE, _PIECE)]
-    runs = [np.asarray(ids[at : at + _RUN], "<i4").tobytes() for at in range(2, len(ids) - _RUN - 2)]
+    pieces = [text[at : at + _PIECE].encode() for at in range(0, len(text) - _PIECE, 10 * _PIECE)]
+    runs = [np.asarray(ids[at : at + _RUN], "<i4").tobytes() for at in range(2, len(ids) - _RUN - 2, 4 * _RUN)]
     return [*pieces, *runs]
 
 
 def _found(needles: Sequence[bytes], folders: Sequence[Path]) -> int:
-    """Bytes of all needles in all files."""
+    """Bytes of all needles in all files; there are two in each block."""
     total = 0
     for folder in folders:
         for file in folder.rglob("*"):

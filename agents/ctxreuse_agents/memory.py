@@ -218,7 +218,7 @@ class Memory:
             found._core.delete()
 
     def compact(self) -> int:
-        """Rewrite the files of this memory, so that nothing that was deleted is in them; about a second a gigabyte.
+        """Rewrite the files of this memory, so that nothing that was deleted is in them; some seconds a gigabyte.
 
         Returns the number of turns that no session reached. Raises StoreError if the disk has no room for it.
         """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from ctxreuse.errors import ConfigError
 from ctxreuse.store import NewTurn
 from ctxreuse.testing.clock import FakeClock
 from support.raw_files import found_in_files
+from support.waiting import patient
 
 BERTH = "The Aurora lies at the ninth berth behind the blue crane. "
 SECRET = "The password of the harbour office is marmalade forty-seven. "
@@ -145,3 +150,33 @@ def test_a_person_gets_what_is_kept_of_them(edge: Any) -> None:
     assert OTHER not in answer.text
     assert found["kv"]["tokens"] > 0
     assert edge.http.get("/api/contexts/nobody/export").status_code == 404
+
+
+@pytest.mark.daemon
+def test_a_person_deletes_a_chat_and_grep_does_not_find_it(process: Any, tmp_path: Path) -> None:
+    """By the commands that the page on deletion names, on a daemon of its own; it is killed, too."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry), "CTXREUSE_CONFIG": ""}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=patient(60), check=False)
+
+    def command(*words: str) -> str:
+        done = run(sys.executable, "-m", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    store = tmp_path / "store"
+    daemon = process()
+    with daemon.ready() as http:
+        http.post("/api/contexts", json={"name": "diary", "text": SECRET})
+        body = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4}
+        chat = http.post("/v1/chat/completions", json=body).json()["id"]
+    assert run("grep", "-rac", "marmalade", str(store / "ledger")).stdout.strip() != "0"
+    assert "1 requests forgotten" in command("ctxreuse_edge", "forget", chat, "--url", daemon.url)
+    assert "diary" in command("ctxreuse_edge", "export", "diary", "--url", daemon.url)
+    assert "deleted" in command("ctxreuse_edge", "rm", "diary", "--url", daemon.url)
+    assert "rewrote" in command("ctxreuse", "store", "compact", "--path", str(store))
+    assert run("grep", "-ra", "marmalade", str(store)).returncode == 1
+    daemon.end(signal.SIGKILL)
+    assert "Rewritten" in command("ctxreuse", "store", "compact", "--path", str(store))
+    assert run("grep", "-ra", "marmalade", str(store)).returncode == 1

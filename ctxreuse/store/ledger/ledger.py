@@ -423,7 +423,7 @@ class Ledger:
     def compact(self, progress: Progress | None = None) -> int:
         """`gc`, then rewrite the file: what was deleted is in no page of it. Returns the number of turns deleted.
 
-        Reads go on meanwhile, writes wait: about a second a gigabyte. Raises what `rewrite` raises.
+        Reads go on meanwhile, writes wait: about 3 s a gigabyte. Raises what `rewrite` raises.
         """
         with self._read() as (txn, _):
             marks = self._deletions(txn).marks()

@@ -1,7 +1,7 @@
 """An environment rewritten: what was deleted is in no page of the new file, and the old file is gone.
 
-LMDB never overwrites what it frees, neither pages nor bytes inside of them. Its own compacting copy leaves them out too,
-but takes three times as long here, and cannot leave rows out.
+LMDB never overwrites what it frees, neither pages nor bytes inside of them. Its own compacting copy leaves them out
+too, but takes three times as long here, and cannot leave rows out.
 """
 
 from __future__ import annotations

@@ -111,9 +111,12 @@ class NamedContexts:
 
     def messages(self, id_or_name: str) -> list[Message]:
         """Return its turns as messages. Raises SessionError if it is a plain text."""
-        turns = self._ledger.turns(session_of(self._ledger, id_or_name).head)
+        return self._messages(session_of(self._ledger, id_or_name))
+
+    def _messages(self, session: Session) -> list[Message]:
+        turns = self._ledger.turns(session.head)
         if any(turn.role == TEXT for turn in turns):
-            raise SessionError("the context is a plain text, not messages", where=id_or_name)
+            raise SessionError("the context is a plain text, not messages", where=session.name)
         return [Message.kept(turn.role, turn.content, turn.meta) for turn in turns if turn.role != RECORD]
 
     def tokens(self, session: Session) -> Tokens:
@@ -127,14 +130,14 @@ class NamedContexts:
         turns = self._ledger.turns(session.head)
         if turns[0].role == TEXT:
             return model.encode(turns[0].content, markers=False)
-        return encode_prompt(model, self.messages(session.id), generate=False).ids
+        return encode_prompt(model, self._messages(session), generate=False).ids
 
     def _parts(self, session: Session, ids: Tokens) -> tuple[int, ...]:
         """Return the ends of its messages' parts; none for a plain text, or if the messages give other ids by now."""
         model = self._runtime.text
         if model is None or self._ledger.turns(session.head)[0].role == TEXT:
             return ()
-        made = encode_prompt(model, self.messages(session.id), generate=False)
+        made = encode_prompt(model, self._messages(session), generate=False)
         return made.parts if np.array_equal(made.ids, ids) else ()
 
     def pin(self, id_or_name: str) -> NamedContext:

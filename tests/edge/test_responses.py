@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-from ctxreuse_edge.responses import StoredResponses
+from ctxreuse_edge.responses import StoredResponses, new_response_id
 
+from ctxreuse.daemon.middleware import CALLER
+from ctxreuse.daemon.responses import Item, ResponseObject
+from ctxreuse.engines.text import Message
+from ctxreuse.identity.keys import as_tokens
 from support.waiting import until
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
@@ -412,6 +416,13 @@ def test_a_response_is_that_of_one_key(serve: Any, tmp_path: Any) -> None:
         assert (made["id"] in [one["name"] for one in listed]) == (headers is mine)
     for path in (f"/v1/responses/{made['id']}", f"/api/contexts/{session}"):
         assert edge.http.delete(path, headers=other).status_code == 404
+    # One of another key and of a model that is not the first, whose ids are made again, does not stand in the way.
+    alien = ResponseObject(id=new_response_id(), created_at=1, model="m")
+    items = [Item(Message("user", "Moin")), Item(Message("assistant", "Tach"), "msg_1")]
+    token = CALLER.set("another")
+    edge.node.responses.store(alien, items[:1], items[1:], None, as_tokens([1, 2]), bytes(32))
+    CALLER.reset(token)
+    assert edge.http.get(f"/v1/responses/{alien.id}", headers=mine).status_code == 404
     assert edge.http.delete(f"/v1/responses/{made['id']}", headers=mine).status_code == 200
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ctxreuse.errors import ConfigError
+from ctxreuse.errors import CtxReuseError
 from ctxreuse.metrics import Metrics
 from ctxreuse.runtime import Runtime
 
@@ -23,7 +23,7 @@ class IdleTasks:
     """One thread that works twice a second unless the daemon is ``busy``; close it.
 
     ``file`` stores the learned pause lengths between runs; ``save`` is called in each round; ``daily``: in each, busy
-    or not, for what must be done within a day.
+    or not, for what must be done within a day; ``prepare``: once, before the first round.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class IdleTasks:
         file: Path,
         save: Callable[[], None],
         daily: Callable[[], object] = lambda: None,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self._daily = daily
+        self._daily, self._prepare = daily, prepare
         self._paused, self._busy, self._file, self._save = runtime.paused, busy, file, save
-        self._prepare = runtime.grammars.warm  # else the first request with tools would wait for the vocabulary
         self._paused.recall(file)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ctxreuse-idle", daemon=True)
@@ -44,7 +44,7 @@ class IdleTasks:
 
     def _run(self) -> None:
         if not self._end.wait(_INTERVAL):
-            with suppress(ConfigError):  # told to the request that needs it
+            with suppress(CtxReuseError):  # the request that needs it says so
                 self._prepare()
         while not self._end.wait(_INTERVAL):
             try:

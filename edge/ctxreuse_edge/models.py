@@ -190,6 +190,19 @@ class ServedModels:
                 model.used, model.keep_alive = self._clock(), self._keep_alive if keep_alive is None else keep_alive
                 self._change.notify_all()
 
+    def while_loaded(self, model: ServedModel, work: Callable[[], object]) -> None:
+        """Run ``work`` if a model is loaded, which it stays meanwhile; afterwards it is as idle as it was."""
+        with self._change:
+            if not model.loaded or model.loading:
+                return
+            model.running += 1
+        try:
+            work()
+        finally:
+            with self._change:
+                model.running -= 1
+                self._change.notify_all()
+
     def use_first(self, work: Callable[[], T]) -> T:
         """Run ``work`` while the first model is loaded."""
         with self.using(self.first):

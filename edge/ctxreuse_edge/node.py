@@ -142,7 +142,10 @@ class EdgeNode:
             self.responses.expire()
             compaction.round()
 
-        idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs, daily)
+        def prepare() -> None:  # else the first request with tools would wait for the vocabulary
+            self.models.while_loaded(self.models.first, runtime.grammars.warm)
+
+        idle = IdleTasks(runtime, self._busy, folder / "pauses.bin", links.save_costs, daily, prepare)
         stack.callback(idle.close)
         idle.watch(metrics)
         disk = store.disk

@@ -140,8 +140,13 @@ def test_idle_models_are_unloaded_after_their_time(opened: ChildEngine) -> None:
     assert models.unload_idle() == 1.0
     assert opened.state == "up"
     now = 1300.0
+    ran: list[float] = []
+    models.while_loaded(model, lambda: ran.append(models.unload_idle()))
+    assert (ran, opened.state) == ([math.inf], "up")
     assert models.unload_idle() == math.inf
     assert opened.state == "unloaded"
+    models.while_loaded(model, lambda: ran.append(0))
+    assert (ran, opened.state) == ([math.inf], "unloaded")
     with models.using(model, math.inf):
         assert opened.state == "up"
     now = 1e9

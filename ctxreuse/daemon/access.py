@@ -25,6 +25,8 @@ _SCOPES: dict[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/api/status": ("status", "admin"),
     "/api/why": ("answers", "admin"),
+    "/api/forget": ("answers", "admin"),
+    "/api/compact": ("answers", "admin"),
 }
 #: Probes without private data: open to all callers, under any host name.
 _METRICS = "/metrics"

@@ -122,3 +122,23 @@ def test_tokens_that_were_computed_count_and_those_that_were_reused_do_not(
         assert 'ctxreuse_key_requests_total{key="laptop"} 2.0' in page
         assert f'ctxreuse_key_tokens_total{{key="laptop"}} {float(sum(spent))}' in page
         assert spent[1] < spent[0] / 4
+
+
+def test_a_key_that_may_only_ask_forgets_nobody_elses_chats(serve: Any, run: Run, tmp_path: Path) -> None:
+    asks, operates = (
+        run("keys", "add", name, *(word for scope in scopes for word in ("--scope", scope)))[1].strip()
+        for name, scopes in (("asks", ["answers"]), ("operates", ["answers", "status"]))
+    )
+    edge = serve(**{"edge.api_key_file": str(tmp_path / "keys.json")})
+
+    def forget(key: str, **body: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{edge.url}/api/forget", json=body, headers=headers, timeout=patient(60))
+
+    headers = {"x-api-key": operates}
+    said = httpx.post(f"{edge.url}/v1/chat/completions", json=SHORT, headers=headers, timeout=patient(60))
+    assert said.status_code == 200
+    refused = forget(asks, text="What is in the box?")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "text")
+    assert forget(asks, request="chatcmpl-nobody").json()["requests"] == 0
+    assert forget(operates, text="What is in the box?").json()["requests"] == 1

@@ -14,6 +14,7 @@ from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse_edge.api.answers import post_route
 
 if TYPE_CHECKING:
+    from ctxreuse.daemon.access import KnownKey
     from ctxreuse_edge.node import EdgeNode
 
 __all__ = ["ForgetRequest", "routes"]
@@ -39,7 +40,7 @@ class _Compact(msgspec.Struct, frozen=True):
 def routes(node: EdgeNode) -> list[Route]:
     """The routes of this module."""
 
-    def forget(_: Request, body: ForgetRequest) -> Any:
+    def forget(request: Request, body: ForgetRequest) -> Any:
         given = [name for name in ("request", "text", "context") if getattr(body, name)]
         given += ["tokens"] if body.tokens or body.session else []
         if len(given) != 1:
@@ -47,6 +48,7 @@ def routes(node: EdgeNode) -> list[Route]:
         if body.request:
             return node.forget.request(body.request)
         if body.text:
+            _check_operator(request)
             return node.forget.text(body.text)
         if body.context:
             return node.forget.session(body.context)
@@ -59,3 +61,11 @@ def routes(node: EdgeNode) -> list[Route]:
         post_route(node, "/api/forget", ForgetRequest, forget),
         post_route(node, "/api/compact", _Compact, compact, lambda _: BACKGROUND),
     ]
+
+
+def _check_operator(request: Request) -> None:
+    """Raise ApiError (403) for a key that may only ask: by a text, chats of other callers are found, too."""
+    known: KnownKey | None = request.scope["state"].get("key")
+    if known is not None and not {"status", "admin"} & set(known.key.scopes):
+        text = "by a text, chats of all callers are forgotten: this needs a key with the scope status or admin"
+        raise ApiError(403, text, type="permission_error", param="text")

@@ -51,13 +51,13 @@ nightly: $(READY) ## lint and everything there is, at full depth
 
 # The examples of examples/clients, each on its framework, in an environment that has those and not this project.
 CLIENTS := .venv-clients
-test-clients: $(READY) ## agents on the SDKs of OpenAI and Anthropic, LangChain and others against a daemon with a real model
+test-clients: $(READY) ## agents on the SDKs of OpenAI and Anthropic, LangChain and others against a daemon on SmolLM2, or on MODEL=file.gguf
 	@command -v npm >/dev/null || { echo "test-clients runs JavaScript clients too: install Node.js 20 or later, with npm" >&2; exit 1; }
 	mkdir -p $(CLIENTS)/js && cp tests/clients/package.json $(CLIENTS)/js/
 	npm install --prefix $(CLIENTS)/js --no-package-lock --no-audit --no-fund --loglevel=error
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	PIP_NO_INPUT=1 $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -r tests/clients/requirements.txt
-	CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -q -m clients tests/clients
+	CLIENTS=$(CURDIR)/$(CLIENTS) CLIENTS_MODEL=$(MODEL) $(BIN)/python -m pytest -q -m clients tests/clients
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -29,7 +29,7 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
-__all__ = ["OPTIONS", "Daemon", "prose", "run"]
+__all__ = ["OPTIONS", "Daemon", "ninety_fifth", "prose", "run"]
 
 OPTIONS = ("model",)
 _SYSTEM, _FIRST, _LATER = 700, (280, 420), 12  # words
@@ -71,8 +71,9 @@ class Round(NamedTuple):
 class Daemon:
     """``ctxreuse-edge serve`` over a folder. Close it."""
 
-    def __init__(self, model: str, folder: Path, threads: int) -> None:
-        env = os.environ | {"CTXREUSE_CONFIG": "", "CTXREUSE_ENGINE__THREADS": str(threads)}
+    def __init__(self, model: str, folder: Path, threads: int, settings: Mapping[str, str] | None = None) -> None:
+        """``settings``: further ones, as variables of the environment."""
+        env = os.environ | {"CTXREUSE_CONFIG": "", "CTXREUSE_ENGINE__THREADS": str(threads), **(settings or {})}
         command = [sys.executable, "-m", "ctxreuse_edge", "serve", "--model", model, "--port", "0"]
         ready = folder / "edge.json"
         ready.unlink(missing_ok=True)
@@ -188,7 +189,7 @@ def run(options: Options) -> list[Figure]:
     model = options.model or "smollm2"
     path = Path(model) if model.endswith(".gguf") else get_gguf(model)
     threads, turns = os.cpu_count() or 1, options.pick(2, 6)
-    counts = options.pick((2,), (1, 4, 8))
+    counts = options.pick((2,), (1, 2, 4, 8, 16))
     figures: list[Figure] = []
     for step, count in enumerate(counts):
         options.step("agents", step, len(counts) + 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -19,13 +18,15 @@ from support.waiting import patient, until
 
 pytestmark = [pytest.mark.clients, pytest.mark.model, pytest.mark.daemon]
 
+#: A known name or a GGUF file: `make test-clients MODEL=…`.
+MODEL = os.environ.get("CLIENTS_MODEL") or "smollm2"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clients").glob("*.*"))
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("daemon")
-    words = ["serve", "--model", "smollm2", "--port", "0", "--store", str(folder / "store")]
+    words = ["serve", "--model", MODEL, "--port", "0", "--store", str(folder / "store")]
     env = os.environ | {"CTXREUSE_CONFIG": "", "XDG_CONFIG_HOME": str(folder)}
     with open(folder / "log", "w") as log:
         daemon = subprocess.Popen([sys.executable, "-m", "ctxreuse_edge", *words], env=env, stdout=log, stderr=log)
@@ -40,13 +41,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_an_agent_calls_tools_and_its_prompt_is_reused(url: str, example: Path) -> None:
+def test_an_agent_calls_tools_and_its_prompt_is_reused(url: str, example: Path, tmp_path: Path) -> None:
     before = status(url)
     place = Path(os.environ["CLIENTS"])
-    if example.suffix == ".mjs":  # Node.js looks for packages beside the program
-        command = ["node", shutil.copy(example, place / "js"), url]
-    else:
-        command = [str(place / "bin" / "python"), "-W", "ignore", str(example), url]
+    javascript = example.suffix == ".mjs"
+    program = (place / "js" if javascript else tmp_path) / example.name  # Node.js looks for packages beside it
+    program.write_text(example.read_text("utf-8").replace("smollm2", served(url)), "utf-8")
+    command = ["node"] if javascript else [str(place / "bin" / "python"), "-W", "ignore"]
+    command += [str(program), url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
@@ -62,6 +64,12 @@ def counted(url: str, before: Any) -> tuple[int, int]:
     now = status(url)
     tokens = {source: count - before[source] for source, count in now.items()}
     return sum(tokens.values()) - tokens["compute"], sum(tokens.values())
+
+
+def served(url: str) -> str:
+    """The name of the daemon's model."""
+    with urllib.request.urlopen(url + "/v1/models") as answer:
+        return str(json.load(answer)["data"][0]["id"])
 
 
 def status(url: str) -> Any:

@@ -415,6 +415,7 @@ class AsyncMemory:
     flush = _awaited(Memory.flush)
     stats = _awaited(Memory.stats)
     gc = _awaited(Memory.gc)
+    compact = _awaited(Memory.compact)
     check = _awaited(Memory.check)
     close = _awaited(Memory.close)
 

@@ -33,7 +33,14 @@ class TestTiny(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, request, engine_of):
+        cls.tolerance = rounding(request.param)
         return engine_of(request.param)
+
+
+def rounding(name):
+    """`StepContract.tolerance` of a model: where its float32 logits are further from those in float64 than that of the
+    others, two ways to compute them may be as far apart. Mamba: 2.5e-5, by the kernels of some processors."""
+    return {"mamba": 4e-5}.get(name, EngineContract.tolerance)
 
 
 #: What an architecture is most likely to get wrong: resuming, exporting, cropping, refusing.
@@ -50,6 +57,7 @@ class TestOthersInShort(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, request, engine_of):
+        cls.tolerance = rounding(request.param)
         return engine_of(request.param)
 
 

@@ -47,7 +47,11 @@ class Machine(RuleBasedStateMachine):
         self.store.flush()
         if max_kl is None:
             held = self.levels()
-            self.promised |= {key for key in context.keys if key in held}
+            exact = {key for key in context.keys if key in held and is_exact(held[key])}
+            self.promised |= exact
+            # One that was coded stays so only where the exact one, which is larger, has no room.
+            if len(exact) < len(held.keys() & set(context.keys)):
+                assert self.store.stats().nbytes + footprint(context.block(0).nbytes) > CAPACITY
 
     @rule(
         context=contexts,
@@ -113,6 +117,23 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.store.close()
         self.temp.cleanup()
+
+
+def test_a_full_store_leaves_a_coded_block_as_it_is_where_the_exact_one_has_no_room() -> None:
+    machine, (pinned, context, other) = Machine(), (CONTEXTS[4], CONTEXTS[2], CONTEXTS[0])
+    try:
+        for filled, max_kl in ((pinned, None), (context, 0.01), (other, None)):
+            machine.fill(filled, max_kl)
+        for one in (pinned, other):
+            machine.pin(one, True)
+        coded = {key for key in context.keys if not is_exact(machine.levels()[key])}
+        assert coded, "there was no room for all"
+        machine.fill(context, None)
+        machine.agree()
+        with machine.store.read(None) as reader:
+            assert all(context.get(reader, context.keys.index(key)) is None for key in coded), "nobody gets it as exact"
+    finally:
+        machine.teardown()
 
 
 TestLevels = Machine.TestCase

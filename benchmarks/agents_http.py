@@ -189,7 +189,7 @@ def run(options: Options) -> list[Figure]:
     model = options.model or "smollm2"
     path = Path(model) if model.endswith(".gguf") else get_gguf(model)
     threads, turns = os.cpu_count() or 1, options.pick(2, 6)
-    counts = options.pick((2,), (1, 2, 4, 8, 16))
+    counts = options.pick((2,), (1, 4, 8, 16))
     figures: list[Figure] = []
     for step, count in enumerate(counts):
         options.step("agents", step, len(counts) + 1)

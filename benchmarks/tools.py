@@ -219,7 +219,9 @@ def run(options: Options) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         daemon = Daemon(str(path), Path(folder) / "store", threads)
         with Child("benchmarks.llama_server", path, threads, 1, 8192) as peer:
-            https = [httpx.Client(base_url=url, timeout=_WAIT) for url in (daemon.url, peer.said)]
+            # A connection for each request: llama.cpp's server closes some that it said it keeps.
+            anew = httpx.Limits(max_keepalive_connections=0)
+            https = [httpx.Client(base_url=url, timeout=_WAIT, limits=anew) for url in (daemon.url, peer.said)]
             played = []
             for step, http in enumerate(https):
                 options.step("tools", step, len(https) + 1)

@@ -41,6 +41,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxreuse.runtime.paused._MOST", 16)
     monkeypatch.setattr("ctxreuse.runtime.paused._TYPES", 64)
     monkeypatch.setattr("ctxreuse.why.log._SEEN", 64)
+    monkeypatch.setattr("ctxreuse.runtime.chunks.backfill._KEPT", 64)
     for book in (RequestLog, RemovalLog):
         monkeypatch.setitem(book.__init__.__kwdefaults__, "most", 64)
 

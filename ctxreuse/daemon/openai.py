@@ -323,6 +323,7 @@ _AT = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*)`)?$", re.DOTALL)
 def parse(body: bytes, kind: type[T]) -> T:
     """Parse a request's body. Raises ApiError (400) with the name of the wrong field."""
     try:
+        body.decode()  # msgspec does not look into what it hands on as it came, such as the arguments of a call
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         found = _AT.match(str(error))

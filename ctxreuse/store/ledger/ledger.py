@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +16,12 @@ import lmdb
 
 from ctxreuse.block.levels import EXACT, limit_name
 from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
+from ctxreuse.store.ledger.collect import collect
 from ctxreuse.store.ledger.deletions import Deletions
 from ctxreuse.store.ledger.history import History, turn_key
 from ctxreuse.store.ledger.migrate import migrate_records
 from ctxreuse.store.ledger.opening import checked_from, open_env
-from ctxreuse.store.ledger.reading import read_records
+from ctxreuse.store.ledger.reading import check_records, read_records
 from ctxreuse.store.ledger.recent import RecentSessions
 from ctxreuse.store.ledger.records import (
     FIX,
@@ -33,12 +34,11 @@ from ctxreuse.store.ledger.records import (
     Turn,
     decode_id,
     decode_session,
-    decode_tokens,
     encode_id,
-    encode_tokens,
     encode_turn,
 )
 from ctxreuse.store.ledger.sessions import SessionTable
+from ctxreuse.store.ledger.tokens import TokenTable
 from ctxreuse.store.lmdb.env import Env, explain
 from ctxreuse.store.lmdb.owner import Owner, attended, boot_id, claim, folder, last_use
 from ctxreuse.store.lmdb.recovery import stamp
@@ -224,7 +224,7 @@ class Ledger:
             added = self._append(txn, history, head, turns)
             for turn, more in zip(added, tokens):
                 for space, ids in more.items():
-                    self._put_tokens(txn, turn.id, space, ids)
+                    TokenTable(txn, self._env.tables).put(turn.id, space, ids)
             return self._sessions(txn).change(session, head=added[-1].id) if added else session
 
         return self._write(work)
@@ -252,7 +252,7 @@ class Ledger:
             if not txn.put(turn_key(id), raw, db=self._env.tables["turns"], append=True):
                 raise StoreDamagedError(f"there is a turn {id} before it is made", where=str(self._env.path), fix=FIX)
             if new.tokens is not None:
-                self._put_tokens(txn, id, new.space or b"", new.tokens)
+                TokenTable(txn, self._env.tables).put(id, new.space or b"", new.tokens)
             added.append(history.turn(id))
             head, id = id, id + 1
         if added:
@@ -312,7 +312,7 @@ class Ledger:
 
         def put_tokens(batch: list[tuple[bytes, bytes]], txn: Any, _: History) -> None:
             for key, ids in batch:
-                self._put_tokens(txn, int.from_bytes(key[:8], "big"), key[8:], ids)
+                TokenTable(txn, self._env.tables).put(int.from_bytes(key[:8], "big"), key[8:], ids)
 
         def put_sessions(txn: Any, _: History) -> None:
             for session in sessions:
@@ -482,13 +482,6 @@ class Ledger:
         with self._read() as (_, history):
             return history.common(a, b)
 
-    def _put_tokens(self, txn: Any, id: int, space: bytes, tokens: bytes) -> None:
-        if len(space) != 32 or len(tokens) % 4:
-            fix = "Give a space digest of 32 bytes and int32 token ids"
-            raise SessionError(f"{len(tokens)} bytes of tokens for a space of {len(space)} bytes", fix=fix)
-        key = turn_key(id) + space
-        txn.put(key, encode_tokens(key, tokens), db=self._env.tables["tokens"])
-
     def put_tokens(self, space: bytes, tokens: Mapping[int, bytes]) -> None:
         """Store token ids (int32 little-endian) of turns' texts, by turn, in the space with this 32-byte digest.
 
@@ -498,23 +491,19 @@ class Ledger:
         def work(txn: Any, history: History) -> None:
             for id, ids in tokens.items():
                 history.raw(id)
-                self._put_tokens(txn, id, space, ids)
+                TokenTable(txn, self._env.tables).put(id, space, ids)
 
         self._write(work)
 
     def tokens(self, id: int, space: bytes) -> bytes | None:
         """Return the token ids of a turn in a space, or None."""
         with self._read() as (txn, _):
-            key = turn_key(id) + space
-            raw = txn.get(key, db=self._env.tables["tokens"])
-            return decode_tokens(key, raw, checked=id >= self._checked_from) if raw is not None else None
+            return TokenTable(txn, self._env.tables).get(id, space, checked=id >= self._checked_from)
 
     def spaces(self, id: int) -> list[bytes]:
         """Return the digests of the spaces that have token ids of a turn."""
         with self._read() as (txn, _):
-            cursor, prefix = txn.cursor(db=self._env.tables["tokens"]), turn_key(id)
-            keys = cursor.iternext(values=False) if cursor.set_range(prefix) else iter(())
-            return [bytes(key[8:]) for key in takewhile(lambda key: key[:8] == prefix, keys)]
+            return TokenTable(txn, self._env.tables).spaces(id)
 
     def search(self, text: str, limit: int = 20) -> list[Hit]:
         """Return turns that contain all words of ``text``, in any case, and belong to a session; newest first."""
@@ -528,35 +517,12 @@ class Ledger:
         """
 
         def work(txn: Any, history: History) -> int:
-            turns, tokens = self._env.tables["turns"], self._env.tables["tokens"]
-            reached = self._reached(txn, history)
-            for session in list(self._sessions(txn).recent.newest_first()):
-                # The turn where a fork began may go; what is left of the history there is where it began now.
-                begun = session.forked_at if history.has(session.forked_at) else 0
-                begun = next((id for id in history.up(begun) if turn_key(id) in reached), 0)
-                if begun != session.forked_at:
-                    self._sessions(txn).change(session, forked_at=begun)
-            lost = [key for key in txn.cursor(db=turns).iternext(values=False) if key not in reached]
-            unreached = set(lost)
-            stale = [key for key in txn.cursor(db=tokens).iternext(values=False) if key[:8] in unreached]
-            for table, keys in ((turns, lost), (tokens, stale)):
-                for key in keys:
-                    txn.delete(key, db=table)
+            lost = collect(txn, history, self._env.tables)
             if lost and mark:
                 self._deletions(txn).add()
-            return len(lost)
+            return lost
 
         return self._write(work)
-
-    def _reached(self, txn: Any, history: History) -> set[bytes]:
-        reached: set[bytes] = set()
-        for session in self._sessions(txn).recent.newest_first():
-            for id in history.up(session.head):
-                key = turn_key(id)
-                if key in reached:
-                    break
-                reached.add(key)
-        return reached
 
     def migrate(self) -> int:
         """Rewrite the records of earlier versions, all or none; returns the number of turns that were."""
@@ -584,20 +550,7 @@ class Ledger:
     def check(self) -> None:
         """Raise AssertionError where links, names or counts disagree. O(all entries)."""
         with self._read() as (txn, history):
-            tables = self._env.tables
-            sessions = self._sessions(txn)
-            sessions.check()
-            known = {bytes(key) for key in txn.cursor(db=tables["turns"]).iternext(values=False)}
-            top = self._next_id(txn)
-            for key in known:
-                id = int.from_bytes(key, "big")
-                turn, links = history.turn(id), history.links(id)
-                assert turn.parent < id < top, f"turn {id} after {turn.parent}, next id is {top}"
-                assert links == history.child_of(turn.parent), f"turn {id} has links {links}"
-            for session in sessions.recent.newest_first():
-                assert not session.head or turn_key(session.head) in known, f"session {session.name!r} has no head"
-            for key in txn.cursor(db=tables["tokens"]).iternext(values=False):
-                assert bytes(key[:8]) in known, "tokens of a turn that is not there"
+            check_records(txn, history, self._env.tables, self._next_id(txn))
 
     def close(self) -> None:
         """Close the ledger. A second call does nothing."""

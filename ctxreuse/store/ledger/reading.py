@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ctxreuse.errors import StoreDamagedError
-from ctxreuse.store.ledger.history import History
+from ctxreuse.store.ledger.history import History, turn_key
 from ctxreuse.store.ledger.records import DamagedTurnError, decode_session, decode_tokens, decode_turn, is_checked
+from ctxreuse.store.ledger.sessions import SessionTable
 from ctxreuse.store.types import Progress
 
-__all__ = ["read_records"]
+__all__ = ["check_records", "read_records"]
 
 
 def read_records(
@@ -49,3 +50,19 @@ def read_records(
     for id, why in bad.items():
         problems.append(f"{why} (session {', '.join(sorted(homes[id]))})" if homes[id] else why)
     return problems, unchecked
+
+
+def check_records(txn: Any, history: History, tables: Mapping[str, Any], next_id: int) -> None:
+    """Raise AssertionError where links, names or counts disagree. O(all entries)."""
+    sessions = SessionTable(txn, tables)
+    sessions.check()
+    known = {bytes(key) for key in txn.cursor(db=tables["turns"]).iternext(values=False)}
+    for key in known:
+        id = int.from_bytes(key, "big")
+        turn, links = history.turn(id), history.links(id)
+        assert turn.parent < id < next_id, f"turn {id} after {turn.parent}, next id is {next_id}"
+        assert links == history.child_of(turn.parent), f"turn {id} has links {links}"
+    for session in sessions.recent.newest_first():
+        assert not session.head or turn_key(session.head) in known, f"session {session.name!r} has no head"
+    for key in txn.cursor(db=tables["tokens"]).iternext(values=False):
+        assert bytes(key[:8]) in known, "tokens of a turn that is not there"

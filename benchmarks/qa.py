@@ -96,7 +96,7 @@ def _spread(asked: Sequence[Question], count: int) -> list[Question]:
 
 def _one(archive: Archive, prompted: EncodedPrompt, rest: Tokens, name: str) -> Told:
     from ctxreuse.engines.torch_hf.context import TorchContext
-    from ctxreuse.engines.torch_hf.scoring import score
+    from ctxreuse.engines.torch_hf.fidelity import score
 
     engine, ids = archive.engine, prompted.ids
     if name == FULL:

@@ -6,8 +6,13 @@ import logging
 import os
 import stat
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["make_private_folder", "warn_if_shared", "write_private"]
+import msgspec
+
+__all__ = ["make_private_folder", "read_list", "warn_if_shared", "write_private"]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,18 @@ def write_private(path: Path, data: bytes) -> None:
         os.fchmod(file, 0o600)  # one that was left behind keeps its mode
         opened.write(data)
     fresh.replace(path)
+
+
+def read_list(path: Path, kind: type[T], what: str) -> list[T]:
+    """Return a JSON list of ``kind`` in a file: empty if there is no file, and, with a warning that names ``what`` was
+    in it, if it cannot be read. Raises nothing."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[kind])  # type: ignore[valid-type]
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        log.warning("%s could not be read: %s", what, error, extra={"file": str(path)})
+        return []
 
 
 def warn_if_shared(path: Path, what: str) -> None:

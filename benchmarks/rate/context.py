@@ -13,7 +13,7 @@ from ctxreuse.block.levels import EXACT
 from ctxreuse.codec import Codec
 from ctxreuse.engines.calibration import Fidelity
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.scoring import Scores, score
+from ctxreuse.engines.torch_hf.fidelity import Scores, score
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.rope import Rotary
 

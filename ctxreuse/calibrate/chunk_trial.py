@@ -16,7 +16,7 @@ from ctxreuse.engines.calibration import Fidelity
 from ctxreuse.engines.chunks import Relocation
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.context import TorchContext
-from ctxreuse.engines.torch_hf.scoring import Scores, score
+from ctxreuse.engines.torch_hf.fidelity import Scores, score
 from ctxreuse.identity.keys import KEY_BYTES, ROOT, Tokens
 from ctxreuse.reuse.chunking import Chunk
 from ctxreuse.reuse.recompute import PROBE_QUERIES, RecomputePolicy, Role, probe_layers

@@ -15,7 +15,7 @@ from ctxreuse.engines.calibration import Fidelity
 from ctxreuse.engines.chunks import BlockRows, RunFormat
 from ctxreuse.engines.text import TextModel
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.scoring import Scores, score, score_each
+from ctxreuse.engines.torch_hf.fidelity import Scores, score, score_each
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import KEY_BYTES, ROOT, Tokens
 from ctxreuse.reuse.inplace import AttachedRun, PinnedRun, Selection

@@ -17,7 +17,7 @@ from ctxreuse.engines.prompt import EncodedPrompt, check_length, encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import EngineError, SessionError, StoreError
 from ctxreuse.identity.keys import Tokens, as_tokens
-from ctxreuse.private import write_private
+from ctxreuse.private import read_list, write_private
 from ctxreuse.runtime import Runtime, Usage
 from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse.store import Ledger, NewTurn, Session, Store, new_session_id
@@ -64,7 +64,7 @@ class NamedContexts:
         self._ledger, self._runtime, self._store, self._file = ledger, runtime, store, pins_file
         self._lock = threading.Lock()
         self._pins: dict[str, list[bytes]] = {}
-        for id in _read_pins(pins_file):
+        for id in read_list(pins_file, str, "pins"):
             with contextlib.suppress(SessionError):  # deleted while no daemon ran
                 self._pin(ledger.session(id))
 
@@ -228,13 +228,3 @@ def _is_open(ledger: Ledger, session: Session) -> bool:
         return True
     owner: object = ledger.turn(session.head).meta.get(OWNER, caller)
     return owner == caller
-
-
-def _read_pins(file: Path) -> list[str]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=list[str])
-    except FileNotFoundError:
-        return []
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("pins could not be read: %s", error, extra={"file": str(file)})
-        return []

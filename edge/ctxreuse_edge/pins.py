@@ -18,7 +18,7 @@ import msgspec
 
 from ctxreuse.errors import StoreError
 from ctxreuse.identity.keys import ROOT
-from ctxreuse.private import write_private
+from ctxreuse.private import read_list, write_private
 from ctxreuse.store import Store
 
 __all__ = ["PrefixPins"]
@@ -179,7 +179,7 @@ class PrefixPins:
             log.warning("pins of prefixes could not be saved: %s", error)
 
     def _restore(self) -> None:
-        for row in _read(self._file):
+        for row in read_list(self._file, _Row, "pins of prefixes"):
             if row.expires > self._clock():
                 keys: list[bytes] = []
                 with contextlib.suppress(ValueError):
@@ -223,13 +223,3 @@ class PrefixPins:
 def _digest(caller: str) -> str:
     """What stands for a caller in the file: not its key."""
     return hashlib.sha256(caller.encode()).hexdigest()[:16] if caller else ""
-
-
-def _read(file: Path) -> list[_Row]:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=list[_Row])
-    except FileNotFoundError:
-        return []
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        log.warning("pins of prefixes could not be read: %s", error, extra={"file": str(file)})
-        return []

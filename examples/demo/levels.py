@@ -77,7 +77,7 @@ def play(folder: Path, endpoint: str, key_file: str, server_key: str) -> None:
     from ctxreuse.codec import ProfileStore
     from ctxreuse.cost import CostModel, LinkEstimate
     from ctxreuse.engines.torch_hf import TorchEngine
-    from ctxreuse.engines.torch_hf.scoring import score
+    from ctxreuse.engines.torch_hf.fidelity import score
     from ctxreuse.peer.fetch.clouds import CloudPool
     from ctxreuse.runtime import Runtime, RuntimeOptions
 

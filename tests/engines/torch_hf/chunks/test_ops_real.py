@@ -6,7 +6,7 @@ import pytest
 from ctxreuse.block.format import parse
 from ctxreuse.calibrate import default_texts
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.scoring import score
+from ctxreuse.engines.torch_hf.fidelity import score
 from ctxreuse.reuse.inplace import AttachedRun
 from ctxreuse.testing.engine import continuation, seal
 from ctxreuse.testing.engine.chunk_contexts import relocations_of

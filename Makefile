@@ -119,7 +119,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE) $(FILES) | $(BIN)/python
 	$(if $(DEVELOPS),$(PIP) -q pip scikit-build-core cmake ninja)
 	@echo "installing into $(VENV)$(if $(wildcard $(BIN)/ctxreuse),, (the first time takes some minutes))"
 	PIP_CONSTRAINT=constraints.txt $(PIP) $(if $(wildcard $(BIN)/ctxreuse),-q) \
-		$(if $(DEVELOPS),--no-build-isolation,--no-compile) -e '.[$(EXTRAS)]'
+		--no-compile $(if $(DEVELOPS),--no-build-isolation) -e '.[$(EXTRAS)]'
 	@touch $@
 
 .PHONY: FORCE

@@ -20,7 +20,7 @@ from ctxreuse.toolcalls import Tool, ToolChoice, call_grammar, special_markers
 from ctxreuse.why import RequestInfo
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
-from ctxreuse_agents.inputs import check_text, choose_sampling, question_of
+from ctxreuse_agents.inputs import check_text, choose_sampling, edited, question_of
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.tools import AnswerType, ToolLike, tools_from
 from ctxreuse_agents.turn_lock import TurnLock
@@ -189,6 +189,19 @@ class SessionCore:
     def commit(self, *, onto: bool) -> str:
         """Bring this fork's turns to its origin; returns the origin's id. See `Session.commit`."""
         return self.state.ledger.commit(self.id, onto=onto).id
+
+    def edit(self, turn: Turn | int, text: str | None, span: tuple[int, int] | None) -> Turn | None:
+        """Change a turn and keep those behind it. See `Session.edit`."""
+        record, turns = self.record, self.turns()
+        id = turn.id if isinstance(turn, Turn) else turn
+        at = next((n for n, one in enumerate(turns) if one.id == id), None)
+        if at is None:
+            raise SessionError(f"turn {id} is not in the history of {record.name!r}", fix="Use a turn of turns()")
+        new = [] if text is None and span is None else [edited(turns[at], text or "", span)]
+        new += [NewTurn(one.role, one.content, one.meta, created=one.created) for one in turns[at + 1 :]]
+        before = turns[at - 1].id if at else 0
+        added = self.state.ledger.append(self.id, new, after=before, expected_head=record.head)
+        return added[0] if text is not None or span is not None else None
 
     def rollback(self, to: Turn | int) -> Turn | None:
         """Go back to a turn. See `Session.rollback`."""

@@ -364,6 +364,11 @@ class AsyncSession:
         async with _holding(self.sync._core.lock):
             return await _in_thread(self.sync._core.rollback, to)
 
+    async def edit(self, turn: Turn | int, text: str | None, /, *, span: tuple[int, int] | None = None) -> Turn | None:
+        """Replace or remove a turn's text, or a part of it, and keep the turns behind it. See `Session.edit`."""
+        async with _holding(self.sync._core.lock):
+            return await _in_thread(self.sync._core.edit, turn, text, span)
+
     async def diff(self, other: AsyncSession) -> Diff:
         """Compare with another session: what both share, and what only one of them has."""
         return await _in_thread(self.sync.diff, other.sync)

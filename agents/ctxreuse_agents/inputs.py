@@ -10,9 +10,10 @@ import msgspec
 
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import SessionError
+from ctxreuse.store import NewTurn, Turn
 from ctxreuse_agents.segments import Draft
 
-__all__ = ["check_text", "choose_sampling", "question_of"]
+__all__ = ["check_text", "choose_sampling", "edited", "question_of"]
 
 #: Appended to each document.
 _BETWEEN = "\n\n"
@@ -59,3 +60,23 @@ def question_of(question: str, documents: Sequence[str]) -> Draft:
     check_text("user", question)
     whole = [document + _BETWEEN for document in documents]
     return Draft("user", "".join([*whole, question]), None, tuple(accumulate(map(len, whole))))
+
+
+def edited(turn: Turn, text: str, span: tuple[int, int] | None) -> NewTurn:
+    """Return a turn with ``text`` in place of its text, or of the characters from ``span[0]`` up to ``span[1]``.
+
+    Parts of its text (documents) end where they did, but for those that end inside of what was replaced. Raises
+    SessionError for a span that is not in the text, and for what is not text.
+    """
+    start, end = (0, len(turn.content)) if span is None else span
+    if not 0 <= start <= end <= len(turn.content):
+        raise SessionError(
+            f"characters {start} to {end} are not in a text of {len(turn.content)}",
+            fix="Give (start, end) of its content",
+        )
+    check_text(turn.role, text)
+    meta, longer = dict(turn.meta), len(text) - (end - start)
+    if isinstance(cuts := meta.pop("cuts", None), list) and span is not None and all(type(cut) is int for cut in cuts):
+        kept = [cut if cut <= start else cut + longer for cut in cuts if cut <= start or cut >= end]
+        meta["cuts"] = sorted({cut for cut in kept if cut > 0})
+    return NewTurn(turn.role, turn.content[:start] + text + turn.content[end:], meta, created=turn.created)

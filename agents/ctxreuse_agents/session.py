@@ -252,6 +252,26 @@ class Session:
         with self._core.lock.hold():
             return self._core.rollback(to)
 
+    def edit(self, turn: Turn | int, text: str | None, /, *, span: tuple[int, int] | None = None) -> Turn | None:
+        """Replace or remove a turn's text, or a part of it, and keep the turns behind it, all in one step.
+
+        What stood there stays for forks that have it, and is removed by ``Memory.gc()`` otherwise. The KV before the
+        change is reused. Behind it the KV of the same texts is reused where the session's ``max_kl`` allows that, as of
+        documents that moved (see `ask`); else it is computed again with the next request.
+
+        Args:
+            turn: a turn of this history, or its id.
+            text: the new text; None removes the turn, or what is in ``span``.
+            span: characters of its text from the first up to the second, to be replaced; default: all.
+
+        Returns:
+            The turn with its new text and id; None if it was removed. Turns behind it have new ids, too.
+
+        Raises SessionError for a turn or span that is not there, and for what is not text.
+        """
+        with self._core.lock.hold():
+            return self._core.edit(turn, text, span)
+
     def diff(self, other: Session) -> Diff:
         """Compare with another session of the same memory: what both share, and what only one of them has."""
         here, there = self.head, other.head

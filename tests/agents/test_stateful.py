@@ -92,6 +92,18 @@ class Sessions(RuleBasedStateMachine):
             self.session(key).rollback(-back)
             plain.turns = plain.turns[:-back]
 
+    @rule(key=ids, data=st.data(), text=st.none() | TEXT)
+    def edit(self, key: str, data: st.DataObject, text: str | None) -> None:
+        plain = self.plain[key]
+        if not plain.turns:
+            return
+        at = data.draw(st.integers(0, len(plain.turns) - 1))
+        self.session(key).edit(self.session(key).turns()[at], text)
+        behind = plain.turns[at + 1 :]
+        plain.turns = plain.turns[:at]
+        for kept in ([text] if text is not None else []) + [one for _, one in behind]:
+            self.add(plain, kept)
+
     @rule(key=ids, onto=st.booleans())
     def commit(self, key: str, onto: bool) -> None:
         plain, session = self.plain[key], self.session(key)

@@ -84,6 +84,13 @@ class Conversations(RuleBasedStateMachine):
             self.session(key).rollback(-1)
             self.known.pop(key, None)
 
+    @rule(key=ids, at=st.integers(0, 3), text=st.none() | TEXT)
+    def edit(self, key: str, at: int, text: str | None) -> None:
+        turns = self.session(key).turns()
+        if at < len(turns):
+            self.session(key).edit(turns[at], text)
+            self.known.pop(key, None)
+
     @rule(key=ids)
     def warm(self, key: str) -> None:
         if self.session(key).head:

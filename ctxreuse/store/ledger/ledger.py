@@ -229,16 +229,23 @@ class Ledger:
 
         return self._write(work)
 
-    def append(self, session: str, turns: Sequence[NewTurn], *, expected_head: int | None = None) -> list[Turn]:
+    def append(
+        self, session: str, turns: Sequence[NewTurn], *, after: int | None = None, expected_head: int | None = None
+    ) -> list[Turn]:
         """Append turns to a session, all or none; returns them with their ids.
 
-        Raises SessionError if the head is not ``expected_head`` (another caller appended meanwhile).
+        ``after``: the turn of its history that they follow (0: none), in place of those behind it; default: the head.
+        Raises SessionError if the head is not ``expected_head`` (another caller appended meanwhile), or ``after`` is
+        not in the history.
         """
 
         def work(txn: Any, history: History) -> list[Turn]:
             found = self._expect(txn, session, expected_head)
-            added = self._append(txn, history, found.head, turns)
-            head = added[-1].id if added else found.head
+            start = found.head if after is None else after
+            if not history.ancestor(start, found.head):
+                raise SessionError(f"turn {start} is not in session {found.name!r}", fix=_NOT_IN)
+            added = self._append(txn, history, start, turns)
+            head = added[-1].id if added else start
             self._sessions(txn).change(found, head=head, updated=self._clock())
             return added
 

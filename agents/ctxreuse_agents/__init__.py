@@ -7,6 +7,7 @@ from ctxreuse.store import Hit, NewTurn, Turn
 from ctxreuse_agents.aio import AsyncAnswer, AsyncMemory, AsyncSession
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory, MemoryStats
+from ctxreuse_agents.recalled import Recalled
 from ctxreuse_agents.session import Diff, Session
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MemoryStats",
     "Message",
     "NewTurn",
+    "Recalled",
     "SamplingParams",
     "Session",
     "Turn",

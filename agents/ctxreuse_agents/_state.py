@@ -14,6 +14,7 @@ from ctxreuse.block.levels import check_limit
 from ctxreuse.errors import EngineError, GrammarError, StoreError
 from ctxreuse.runtime import RuntimeProtocol
 from ctxreuse.store import Ledger
+from ctxreuse.store.recall import Recall
 from ctxreuse.toolcalls import Family, Tool, bind_tools, family_of, prompt_text
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.segments import Segments
@@ -33,6 +34,8 @@ class MemoryState:
     ) -> None:
         self.ledger, self.runtime, self.max_kl = ledger, runtime, max_kl
         self._readonly = readonly
+        #: The index of all turns, made or brought up to date by the first search.
+        self.recall = Recall(ledger, readonly=readonly)
         self._segments: Segments | None = None
         self._tool_segments: OrderedDict[tuple[str, ...], Segments] = OrderedDict()
         if runtime is not None and runtime.text is not None:
@@ -104,6 +107,7 @@ class MemoryState:
             answers = list(self._answers)
         for answer in answers:
             answer.close()
+        self.recall.close()
         self.owned.close()
 
 

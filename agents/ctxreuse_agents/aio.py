@@ -417,6 +417,7 @@ class AsyncMemory:
     session = _session(Memory.session)
     import_json = _session(Memory.import_json)
     search = _awaited(Memory.search)
+    recall = _awaited(Memory.recall)
     flush = _awaited(Memory.flush)
     stats = _awaited(Memory.stats)
     gc = _awaited(Memory.gc)
@@ -424,9 +425,11 @@ class AsyncMemory:
     check = _awaited(Memory.check)
     close = _awaited(Memory.close)
 
-    async def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[AsyncSession]:
+    async def sessions(
+        self, limit: int | None = None, offset: int = 0, *, prefix: str = "", namespace: str = ""
+    ) -> list[AsyncSession]:
         """See `Memory.sessions`."""
-        found = await _in_thread(self.sync.sessions, limit, offset, prefix=prefix)
+        found = await _in_thread(self.sync.sessions, limit, offset, prefix=prefix, namespace=namespace)
         return [AsyncSession(session) for session in found]
 
     async def delete(self, session: AsyncSession | str) -> None:

@@ -23,9 +23,11 @@ from ctxreuse.reuse import RecomputeBudget, parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
 from ctxreuse.runtime.compaction import compact, finish_deletions
 from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, TieredStore, open_store
+from ctxreuse.store.recall import Filters
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_agents import transfer
 from ctxreuse_agents._state import MemoryState
+from ctxreuse_agents.recalled import Recalled, SearchLimits, count_tokens, gather
 from ctxreuse_agents.session import Session
 
 __all__ = ["Memory", "MemoryStats"]
@@ -156,23 +158,43 @@ class Memory:
         return self._state.ledger
 
     def create(
-        self, name: str | None = None, *, max_kl: float | str | None = None, lossy: str | None = None
+        self,
+        name: str | None = None,
+        *,
+        namespace: str = "",
+        max_kl: float | str | None = None,
+        lossy: str | None = None,
     ) -> Session:
-        """Create an empty session; ``max_kl``: see `session`. Raises SessionError if the name is taken."""
+        """Create an empty session. Raises SessionError if the name is taken.
+
+        ``namespace``: whose it is, such as ``user/agent/run``: `search`, `recall` and `sessions` can be limited to one
+        and those below it. Its forks have the same, and it never changes. ``max_kl``: see `session`.
+        """
         limit = self._permitted(max_kl, lossy)
-        return Session(self._state, self._state.ledger.create(name, max_kl=limit).id)
+        return Session(self._state, self._state.ledger.create(name, max_kl=limit, namespace=namespace).id)
 
     def session(
-        self, id_or_name: str, *, create: bool = True, max_kl: float | str | None = None, lossy: str | None = None
+        self,
+        id_or_name: str,
+        *,
+        create: bool = True,
+        namespace: str | None = None,
+        max_kl: float | str | None = None,
+        lossy: str | None = None,
     ) -> Session:
         """Return the session with that id or name; ``create``: create it if there is none, else raise SessionError.
+
+        ``namespace``: of a session that is created; one that exists must have it, or SessionError is raised.
 
         ``max_kl``: limit of the KV that the session may reuse, in nats a token; 0: exact KV only. It is stored with
         the session and inherited by its forks. None leaves it unchanged (initially the memory's ``max_kl``). ``lossy``:
         its old form. Raises ConfigError if no profile of the model can keep it.
         """
         limit = self._permitted(max_kl, lossy)
-        found = self._open(id_or_name, create=create)
+        found = self._open(id_or_name, create=create, namespace=namespace or "")
+        if namespace is not None and found.record.namespace != namespace:
+            fix = "Use another name, or the namespace that it was created in"
+            raise SessionError(f"session {id_or_name!r} is not in namespace {namespace!r}", fix=fix)
         if limit is not None and found.record.max_kl != limit:
             self._state.ledger.set_max_kl(found.id, limit)
         return found
@@ -184,7 +206,7 @@ class Memory:
         self._state.check_max_kl(limit)
         return limit if given is None else limit or 0.0
 
-    def _open(self, id_or_name: str, *, create: bool) -> Session:
+    def _open(self, id_or_name: str, *, create: bool, namespace: str) -> Session:
         ledger = self._state.ledger
         try:
             return Session(self._state, ledger.session(id_or_name).id)
@@ -192,21 +214,65 @@ class Memory:
             if not create or _looks_like_id(id_or_name):
                 raise
         try:
-            return self.create(id_or_name)
+            return self.create(id_or_name, namespace=namespace)
         except SessionError as error:
             try:  # another thread may have created it since
                 return Session(self._state, ledger.session(id_or_name).id)
             except SessionError:
                 raise error from None
 
-    def sessions(self, limit: int | None = None, offset: int = 0, *, prefix: str = "") -> list[Session]:
-        """Return sessions, last changed first, or those whose names start with ``prefix`` in the order of names."""
-        found = self._state.ledger.sessions(limit, offset, prefix=prefix)
+    def sessions(
+        self, limit: int | None = None, offset: int = 0, *, prefix: str = "", namespace: str = ""
+    ) -> list[Session]:
+        """Return sessions, last changed first, or those whose names start with ``prefix`` in the order of names.
+
+        ``namespace``: only those in it and below it.
+        """
+        found = self._state.ledger.sessions(limit, offset, prefix=prefix, namespace=namespace)
         return [Session(self._state, record.id) for record in found]
 
-    def search(self, text: str, limit: int = 20) -> list[Hit]:
-        """Return turns that contain all words of ``text``, newest first, each with its session and a snippet."""
-        return self._state.ledger.search(text, limit)
+    def search(
+        self, query: str, limit: int = 20, *, explain: bool = False, **filters: Unpack[SearchLimits]
+    ) -> list[Hit]:
+        """Return turns that say what is searched for, best first, each with a session that it is in and a snippet.
+
+        Turns with any of the words are found, in any of their forms (``dogs`` finds ``dog``), those with more and with
+        rarer words first (BM25); words in double quotes only as they stand. Turns that no session reaches any more are
+        not found.
+
+        Args:
+            query: words.
+            limit: hits at most; 1,000 are the most.
+            explain: say in `Hit.explain` why each was found.
+            filters: ``session`` (id or name), ``namespace`` (it and those below it), ``role``, ``since`` (seconds since
+                1970, or a datetime), ``where`` (values of the turn's meta), ``beside`` (a session whose own turns are
+                left out).
+
+        Raises SessionError for a session that is not there and for limits that cannot be.
+        """
+        return self._state.recall.search(query, Filters(**filters), limit, explain=explain)
+
+    def recall(self, query: str, tokens: int = 1024, *, limit: int = 20, **filters: Unpack[SearchLimits]) -> Recalled:
+        """Return what sessions say on ``query``, best first, as documents for `Session.ask`.
+
+        ::
+
+            found = memory.recall(question, tokens=800, beside=session.id)
+            session.ask(question, documents=found.documents)
+
+        A turn is always the same document, so its KV is reused wherever it stands, in any order, where the session's
+        ``max_kl`` allows that (see `Session.ask`).
+
+        Args:
+            query: words; see `search`.
+            tokens: of the documents together, at most; counted by the engine's tokenizer, or, without an engine, as a
+                quarter of their bytes. A turn that does not fit is left out, but the first is cut.
+            limit: documents at most.
+            filters: see `search`.
+        """
+        runtime = self._state.runtime
+        count = count_tokens(None if runtime is None else runtime.text)
+        return gather(self.search(query, limit, explain=True, **filters), tokens, count)
 
     def delete(self, session: Session | str) -> None:
         """Delete a session: its text, and what was computed of it, in a daemon and its clouds too.

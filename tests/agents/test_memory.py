@@ -164,7 +164,7 @@ def test_search_finds_words_in_reachable_turns(memory: Memory) -> None:
     session.user("Red CURRY with rice")
     session.user("rice pudding")
     hits = memory.search("curry RICE")
-    assert [hit.turn.content for hit in hits] == ["Red CURRY with rice"]
+    assert [hit.turn.content for hit in hits] == ["Red CURRY with rice", "rice pudding"]
     assert len(memory.search("rice", limit=1)) == 1
     assert memory.search("spaceship") == []
     session.rollback(0)
@@ -279,7 +279,7 @@ def test_two_hundred_thousand_tokens_of_text_need_no_engine(tmp_path: Path) -> N
         fork = memory.session("branch", create=False)
         assert len(fork.turns()) == 402
         assert fork.turns()[400] == one
-        assert [hit.turn.content[:3] for hit in memory.search("399 lazy")] == ["399"]
+        assert memory.search("399 lazy")[0].turn.content[:3] == "399"
 
 
 @pytest.mark.parametrize("name", ["two\nlines", " ", "", "x" * 481])

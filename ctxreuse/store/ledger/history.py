@@ -1,20 +1,18 @@
-"""The turns of a ledger inside one transaction: ancestors, common ancestors, histories, search."""
+"""The turns of a ledger inside one transaction: ancestors, common ancestors, histories."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ctxreuse.errors import SessionError
-from ctxreuse.store.ledger.records import DamagedTurnError, Hit, Links, Session, Turn, decode_turn
+from ctxreuse.store.ledger.records import DamagedTurnError, Links, Turn, decode_turn
 
 __all__ = ["History", "turn_key"]
 
 _NONE = Links(0, 0, 0)
 _ROOT = bytes(8)
-#: Characters of a hit's snippet on each side.
-_AROUND = 60
 
 
 def turn_key(id: object) -> bytes:
@@ -97,34 +95,3 @@ class History:
             # Turns of equal depth have jumps of equal depth: if these differ, the meeting point lies above them.
             a, b = (one.jump, other.jump) if one.jump != other.jump else (one.parent, other.parent)
         return a
-
-    def search(self, sessions: Iterable[Session], text: str, limit: int) -> list[Hit]:
-        """Return turns that contain every word of ``text`` (case folded), in the order of ``sessions``, newest first.
-
-        A turn that several sessions share is returned once, with the first of them.
-        """
-        words = text.casefold().split()
-        hits: list[Hit] = []
-        seen: set[int] = set()
-        if not words:
-            return hits
-        for session in sessions:
-            for id in self.up(session.head):
-                if len(hits) >= limit:
-                    return hits
-                if id in seen:
-                    break
-                seen.add(id)
-                turn = self.turn(id)
-                folded = turn.content.casefold()
-                if all(word in folded for word in words):
-                    hits.append(Hit(session, turn, _snippet(turn.content, folded, words[0])))
-        return hits
-
-
-def _snippet(content: str, folded: str, word: str) -> str:
-    # Folding may change lengths ("ß"); then the snippet is off by a few characters.
-    at = min(folded.find(word), len(content))
-    start, end = max(0, at - _AROUND), at + len(word) + _AROUND
-    cut = " ".join(content[start:end].split())
-    return ("…" if start else "") + cut + ("…" if end < len(content) else "")

@@ -18,6 +18,7 @@ from ctxreuse.block.levels import EXACT, limit_name
 from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
 from ctxreuse.store.ledger.collect import collect
 from ctxreuse.store.ledger.deletions import Deletions
+from ctxreuse.store.ledger.derived import drop_index
 from ctxreuse.store.ledger.history import History, turn_key
 from ctxreuse.store.ledger.migrate import migrate_records
 from ctxreuse.store.ledger.opening import checked_from, open_env
@@ -26,18 +27,19 @@ from ctxreuse.store.ledger.recent import RecentSessions
 from ctxreuse.store.ledger.records import (
     FIX,
     DamagedTurnError,
-    Hit,
     LedgerStats,
     LedgerVerdict,
     NewTurn,
     Session,
     Turn,
+    check_namespace,
     decode_id,
     decode_session,
     encode_id,
     encode_turn,
 )
 from ctxreuse.store.ledger.sessions import SessionTable
+from ctxreuse.store.ledger.snapshot import Snapshot
 from ctxreuse.store.ledger.tokens import TokenTable
 from ctxreuse.store.lmdb.env import Env, explain
 from ctxreuse.store.lmdb.owner import Owner, attended, boot_id, claim, folder, last_use
@@ -166,6 +168,12 @@ class Ledger:
         where = f"session {', '.join(sorted(names)[:3])}{more} in {self._env.path}" if names else str(self._env.path)
         return StoreDamagedError(str(error), where=where, fix=FIX)
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Read one state of the ledger, whatever is written meanwhile."""
+        with self._read() as (txn, history):
+            yield Snapshot(txn, history, self._sessions(txn))
+
     def _sessions(self, txn: Any) -> SessionTable:
         return SessionTable(txn, self._env.tables)
 
@@ -182,11 +190,12 @@ class Ledger:
         origin: str | None,
         lossy: str | None = None,
         id: str | None = None,
+        namespace: str = "",
     ) -> Session:
         id = new_session_id() if id is None else id
         name = f"session-{id[:8]}" if name is None else name
         now = self._clock()
-        session = Session(id, name, head, origin, head if origin else 0, now, now, lossy)
+        session = Session(id, name, head, origin, head if origin else 0, now, now, lossy, namespace)
         return self._sessions(txn).add(session)
 
     def create(
@@ -199,6 +208,7 @@ class Ledger:
         tokens: Sequence[Mapping[bytes, bytes]] = (),
         id: str | None = None,
         origin: str | None = None,
+        namespace: str = "",
     ) -> Session:
         """Create a session, with its first turns if any, in one transaction: all of it or nothing.
 
@@ -210,17 +220,21 @@ class Ledger:
             tokens: for each of them token ids in further model spaces, by digest.
             id: 32 hex digits that no session has, for a caller who needs them before.
             origin: the session that it is forked from, at ``head``.
+            namespace: whose it is, such as ``user/agent/run``; see `check_namespace`.
 
         Raises:
             SessionError: the name is taken or cannot be one, ``head`` is not in the origin, or a turn cannot be stored.
         """
+
+        check_namespace(namespace)
 
         def work(txn: Any, history: History) -> Session:
             history.links(head)
             found = self._sessions(txn).find(origin) if origin is not None else None
             if found is not None and not history.ancestor(head, found.head):
                 raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
-            session = self._create(txn, name, head, found.id if found is not None else None, _stored(max_kl), id)
+            parent = found.id if found is not None else None
+            session = self._create(txn, name, head, parent, _stored(max_kl), id, namespace)
             added = self._append(txn, history, head, turns)
             for turn, more in zip(added, tokens):
                 for space, ids in more.items():
@@ -359,7 +373,7 @@ class Ledger:
             head = found.head if at is None else at
             if not history.ancestor(head, found.head):
                 raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
-            return self._create(txn, name, head, found.id, found.lossy)
+            return self._create(txn, name, head, found.id, found.lossy, None, found.namespace)
 
         return self._write(work)
 
@@ -435,6 +449,7 @@ class Ledger:
         with self._read() as (txn, _):
             marks = self._deletions(txn).marks()
         removed = self.gc(mark=False)
+        drop_index(self.path)
         # A deletion since then changes the mark, which stays for the next time.
         rewrite(self._env, without={("info", key): value for key, value in marks.items()}, progress=progress)
         return removed
@@ -445,16 +460,23 @@ class Ledger:
             return self._sessions(txn).find(session)
 
     def sessions(
-        self, limit: int | None = None, offset: int = 0, *, prefix: str = "", beside: str = ""
+        self, limit: int | None = None, offset: int = 0, *, prefix: str = "", beside: str = "", namespace: str = ""
     ) -> list[Session]:
         """Return sessions, the last changed first, or those whose names start with ``prefix`` in the order of names.
 
-        Without a prefix, those whose names start with ``beside`` are left out. A page of 20 takes about .1 ms, of
-        however many; what is left out, about 1 ms a thousand.
+        Without a prefix, those whose names start with ``beside`` are left out. ``namespace``: only those in it and
+        below it, for which all are read. A page of 20 takes about .1 ms, of however many; what is left out, about 1 ms
+        a thousand.
         """
         start, most = max(offset, 0), None if limit is None else max(limit, 0)
         with self._read() as (txn, _):
             sessions = self._sessions(txn)
+            if check_namespace(namespace):
+                every = (
+                    sessions.by_name(prefix, 0) if prefix else sessions.recent.newest_first(0, sessions.named(beside))
+                )
+                below = (one for one in every if f"{one.namespace}/".startswith(f"{namespace}/"))
+                return list(islice(below, start, None if most is None else start + most))
             if prefix:
                 return list(islice(sessions.by_name(prefix, start), most))
             return list(islice(sessions.recent.newest_first(start, sessions.named(beside)), most))
@@ -511,11 +533,6 @@ class Ledger:
         """Return the digests of the spaces that have token ids of a turn."""
         with self._read() as (txn, _):
             return TokenTable(txn, self._env.tables).spaces(id)
-
-    def search(self, text: str, limit: int = 20) -> list[Hit]:
-        """Return turns that contain all words of ``text``, in any case, and belong to a session; newest first."""
-        with self._read() as (txn, history):
-            return history.search(self._sessions(txn).recent.newest_first(), text, limit)
 
     def gc(self, *, mark: bool = True) -> int:
         """Delete turns, and their tokens, that no session reaches; returns the number of turns.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ctxreuse.store.ledger.records import Session, decode_session
 
-__all__ = ["TABLE", "RecentSessions", "row_key"]
+__all__ = ["TABLE", "RecentSessions", "row_key", "row_parts"]
 
 #: Name of the table. Its values are empty.
 TABLE = "recent"
@@ -30,6 +30,11 @@ def row_key(session: Session) -> bytes:
     (bits,) = _BITS.unpack(_DOUBLE.pack(session.updated))
     # The bits of doubles sort as the numbers do once the sign is turned, and those of negative numbers all bits.
     return _ROW.pack(bits ^ (2 * _SIGN - 1 if bits & _SIGN else _SIGN), session.head) + bytes.fromhex(session.id)
+
+
+def row_parts(row: bytes) -> tuple[str, int]:
+    """Return a session's id and head, from its key."""
+    return row[_ROW.size :].hex(), _ROW.unpack_from(row)[1]
 
 
 class RecentSessions:
@@ -72,6 +77,12 @@ class RecentSessions:
         rows = self._txn.cursor(db=self._tables[TABLE]).iterprev(values=False)
         ids = (id for row in rows if (id := bytes(row[_ROW.size :])) not in beside)
         return (self._session(id) for id in islice(ids, offset, None))
+
+    def rows(self) -> list[bytes]:
+        """Return the keys of all sessions, the last changed last."""
+        if not self.current:
+            return [row_key(session) for session in self._sorted(reverse=False)]
+        return [bytes(row) for row in self._txn.cursor(db=self._tables[TABLE]).iternext(values=False)]
 
     def _session(self, id: bytes) -> Session:
         return decode_session(id, self._txn.get(id, b"", db=self._tables["sessions"]))

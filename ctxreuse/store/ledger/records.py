@@ -24,6 +24,7 @@ __all__ = [
     "NewTurn",
     "Session",
     "Turn",
+    "check_namespace",
     "decode_id",
     "decode_session",
     "decode_tokens",
@@ -43,6 +44,8 @@ __all__ = [
 
 # Characters of a turn's text in its repr.
 _SHOWN = 60
+# Characters of a namespace.
+_NAMESPACE = 400
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -68,7 +71,7 @@ class Session(msgspec.Struct, frozen=True):
     """A named line of turns: ``head`` is its last turn (0: empty).
 
     ``id``: 32 hex digits. ``origin``: id of the session that it was forked from at turn ``forked_at``. ``lossy``: the
-    stored form of ``max_kl``: a level's name, or ``exact``.
+    stored form of ``max_kl``: a level's name, or ``exact``. ``namespace``: whose it is; its forks have the same.
     """
 
     id: str
@@ -79,6 +82,7 @@ class Session(msgspec.Struct, frozen=True):
     created: float
     updated: float
     lossy: str | None = None
+    namespace: str = ""
 
     @property
     def max_kl(self) -> float | None:
@@ -102,11 +106,17 @@ class NewTurn(msgspec.Struct, frozen=True):
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """A turn that contains all words of a search, its newest session, and the text around the first word."""
+    """A turn that a search found, a session that it is in, and the text around a word that was found.
+
+    ``score``: more is better; only comparable within one search. ``explain``: why it was found, where that was
+    requested.
+    """
 
     session: Session
     turn: Turn
     snippet: str
+    score: float = 0.0
+    explain: dict[str, Any] = {}
 
 
 class LedgerStats(msgspec.Struct, frozen=True):
@@ -202,6 +212,16 @@ def require_text(text: object, what: str) -> bytes:
     except UnicodeEncodeError as error:
         fix = "Replace lone surrogates, for example with text.encode('utf-8', 'replace').decode()"
         raise SessionError(f"{what} is not valid Unicode at position {error.start}", fix=fix) from None
+
+
+def check_namespace(namespace: object) -> str:
+    """Return a namespace: parts with a ``/`` between, such as ``user/agent/run``; ``""``: none. Raises SessionError."""
+    text = require_text(namespace, "a namespace").decode()
+    parts = text.split("/") if text else []
+    if len(text) > _NAMESPACE or any(not part.isprintable() or part != part.strip() or not part for part in parts):
+        fix = f"Use parts of printable text with / between, such as user/agent/run, {_NAMESPACE} characters at most"
+        raise SessionError(f"{text[:60]!r} cannot be a namespace", fix=fix)
+    return text
 
 
 def encode_turn(id: int, links: Links, new: NewTurn, created: float) -> bytes:

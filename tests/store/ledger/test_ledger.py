@@ -14,6 +14,7 @@ import pytest
 from ctxreuse.errors import SessionError, StoreError
 from ctxreuse.store import Ledger, NewTurn, Session
 from ctxreuse.store.ledger.records import decode_session, encode_session
+from ctxreuse.store.recall import Filters, Recall
 
 SPACE = bytes(32)
 
@@ -168,21 +169,6 @@ def test_a_damaged_record_is_a_store_error(ledger: Ledger, table: str) -> None:
         ledger.turn(ledger.append("name", [NewTurn("role", "more")])[0].parent)
 
 
-def test_search_finds_all_words_newest_first(ledger: Ledger) -> None:
-    a = ledger.create("a").id
-    ledger.append(a, [NewTurn("user", "The STRASSE is long"), NewTurn("user", "a long and winding road")])
-    ledger.fork("a", "b")
-    ledger.append("b", [NewTurn("user", "Straße, long " + "x" * 200)])
-    hits = ledger.search("strasse LONG")
-    assert [(hit.turn.id, hit.session.name) for hit in hits] == [(3, "b"), (1, "b")]
-    assert hits[0].snippet.startswith("Straße, long")
-    assert hits[0].snippet.endswith("…")
-    assert len(ledger.search("long", limit=2)) == 2
-    assert ledger.search("nowhere") == ledger.search("  ") == []
-    ledger.delete("b")
-    assert [hit.turn.id for hit in ledger.search("straße")] == [1]
-
-
 def test_appends_from_many_threads_keep_order(ledger: Ledger) -> None:
     session, failed = ledger.create("s").id, []
 
@@ -243,8 +229,10 @@ def test_ten_thousand_sessions(ledger: Ledger) -> None:
     assert ledger.session("session 7777").head == root
     ledger.append("session 5", [NewTurn("user", "a needle")])
     assert ledger.sessions(limit=1)[0].name == "session 5"
-    assert [hit.session.name for hit in ledger.search("needle")] == ["session 5"]
-    assert len(ledger.search("shared")) == 1
+    recall = Recall(ledger)
+    assert [hit.session.name for hit in recall.search("needle", Filters(), 9)] == ["session 5"]
+    assert len(recall.search("shared", Filters(), 9)) == 1
+    recall.close()
     with pytest.raises(SessionError, match="Did you mean"):
         ledger.session("sesion 12")
     ledger.check()

@@ -1,0 +1,170 @@
+"""The index on disk: an SQLite file with the words of each turn, its role, time, namespace and meta."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ctxreuse.store.ledger.derived import INDEX
+from ctxreuse.store.ledger.records import Turn
+from ctxreuse.store.recall.filters import field_value
+from ctxreuse.store.recall.terms import indexed
+
+__all__ = ["Tables"]
+
+_FILE = "index.sqlite"
+#: Of the tables below. A file of another version is made again.
+_VERSION = 1
+_TOKENIZE = "porter unicode61 remove_diacritics 2"
+#: Fields of a turn's meta that can be searched for.
+_FIELDS = 64
+
+_SCHEMA = f"""
+CREATE TABLE rows(row BLOB PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE turns(id INTEGER PRIMARY KEY, session TEXT, namespace TEXT, role TEXT, created REAL, digest INTEGER);
+CREATE INDEX turns_session ON turns(session);
+CREATE INDEX turns_namespace ON turns(namespace);
+CREATE TABLE fields(name TEXT, value TEXT, turn INTEGER, PRIMARY KEY(name, value, turn)) WITHOUT ROWID;
+CREATE INDEX fields_turn ON fields(turn);
+CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{_TOKENIZE}");
+CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row);
+PRAGMA user_version = {_VERSION};
+"""
+#: Of the query's words as the tokenizer makes them, so that their counts can be looked up.
+_QUERY = f"""
+CREATE VIRTUAL TABLE temp.query USING fts5(text, tokenize="{_TOKENIZE}");
+CREATE VIRTUAL TABLE temp.stems USING fts5vocab(temp, query, instance);
+"""
+
+
+class Tables:
+    """The tables in one connection; for one thread at a time. All methods raise sqlite3.Error."""
+
+    def __init__(self, place: Path | None) -> None:
+        """Open the index of the store in a folder, or an empty one; None: in memory only."""
+        self.file: Path | None = None
+        if place is not None:
+            home = place / INDEX
+            home.mkdir(mode=0o700, exist_ok=True)
+            self.file = home / _FILE
+        self._db = sqlite3.connect(self.file or ":memory:", check_same_thread=False, isolation_level=None)
+        try:
+            self._open()
+            self._inode = self._now()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open(self) -> None:
+        run = self._db.execute
+        # What a power cut takes are whole transactions, which are then made again.
+        for setting in ("journal_mode=WAL", "synchronous=NORMAL", "trusted_schema=OFF", "temp_store=MEMORY"):
+            run(f"PRAGMA {setting}")
+        if run("PRAGMA user_version").fetchone()[0] != _VERSION:
+            if run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise sqlite3.DatabaseError("the index has another version")
+            self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
+        self._db.executescript(_QUERY)
+
+    def _now(self) -> tuple[int, int] | None:
+        if self.file is None:
+            return None
+        try:
+            found = os.stat(self.file)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @property
+    def replaced(self) -> bool:
+        """True if the file was deleted or replaced since it was opened."""
+        return self._now() != self._inode
+
+    def rows(self) -> set[bytes]:
+        """Return the rows of the sessions that it has followed."""
+        return {bytes(row) for (row,) in self._db.execute("SELECT row FROM rows")}
+
+    @contextlib.contextmanager
+    def writing(self) -> Any:
+        """Make one transaction of what is changed inside: all of it or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+
+    def set_rows(self, gone: Iterable[bytes], new: Iterable[bytes]) -> None:
+        """Note the rows of sessions that it has followed."""
+        self._db.executemany("DELETE FROM rows WHERE row = ?", ((row,) for row in gone))
+        self._db.executemany("INSERT INTO rows VALUES (?)", ((row,) for row in new))
+
+    def digest(self, id: int) -> int | None:
+        """Return the digest of a turn; None if it is not here."""
+        found = self._db.execute("SELECT digest FROM turns WHERE id = ?", (id,)).fetchone()
+        return None if found is None else int(found[0])
+
+    def add(self, turn: Turn, session: str, namespace: str, digest: int) -> None:
+        """Add a turn."""
+        run = self._db.execute
+        values = (turn.id, session, namespace, turn.role, turn.created, digest)
+        run("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?)", values)
+        run("INSERT INTO words(rowid, text) VALUES (?, ?)", (turn.id, indexed(turn.content)))
+        for name, value in list(turn.meta.items())[:_FIELDS]:
+            if (stored := field_value(value)) is not None:
+                run("INSERT OR IGNORE INTO fields VALUES (?, ?, ?)", (name, stored, turn.id))
+
+    def remove(self, ids: Iterable[int]) -> None:
+        """Remove turns."""
+        for id in ids:
+            for table, column in (("turns", "id"), ("words", "rowid"), ("fields", "turn")):
+                self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (id,))
+
+    def of_session(self, session: str) -> list[int]:
+        """Return the turns that are here by a session, by id."""
+        found = self._db.execute("SELECT id FROM turns WHERE session = ? ORDER BY id", (session,))
+        return [id for (id,) in found]
+
+    def move(self, ids: Iterable[int], session: str) -> None:
+        """Note that turns are here by another session."""
+        self._db.executemany("UPDATE turns SET session = ? WHERE id = ?", ((session, id) for id in ids))
+
+    def counts(self, terms: Sequence[str]) -> dict[str, int]:
+        """Return how many turns have each term; of a phrase, its rarest word."""
+        run, found = self._db.execute, dict.fromkeys(terms, 0)
+        run("DELETE FROM temp.query")
+        self._db.executemany("INSERT INTO temp.query(rowid, text) VALUES (?, ?)", enumerate(terms))
+        stems = run("SELECT doc, term FROM temp.stems").fetchall()
+        least: dict[int, int] = {}
+        for number, stem in stems:
+            row = run("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
+            least[number] = min(least.get(number, 1 << 62), row[0] if row else 0)
+        found.update((terms[number], count) for number, count in least.items())
+        return found
+
+    def find(self, terms: Sequence[str], conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
+        """Return turns with any of the terms and their BM25 scores, more is better, best first, then the newest."""
+        where, values = conditions
+        match = " OR ".join(f'"{term}"' for term in terms)
+        found = self._db.execute(
+            "SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid "
+            f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
+            (match, *values, limit),
+        )
+        return [(int(id), float(score)) for id, score in found]
+
+    def homes(self, ids: Sequence[int]) -> Mapping[int, str]:
+        """Return the session that each turn is here by."""
+        marks = ",".join("?" * len(ids))
+        return dict(self._db.execute(f"SELECT id, session FROM turns WHERE id IN ({marks})", ids).fetchall())
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()

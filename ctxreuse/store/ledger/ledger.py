@@ -39,7 +39,7 @@ from ctxreuse.store.ledger.records import (
     encode_turn,
 )
 from ctxreuse.store.ledger.sessions import SessionTable
-from ctxreuse.store.ledger.snapshot import Snapshot
+from ctxreuse.store.ledger.snapshot import LedgerSnapshot
 from ctxreuse.store.ledger.tokens import TokenTable
 from ctxreuse.store.lmdb.env import Env, explain
 from ctxreuse.store.lmdb.owner import Owner, attended, boot_id, claim, folder, last_use
@@ -169,10 +169,10 @@ class Ledger:
         return StoreDamagedError(str(error), where=where, fix=FIX)
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def snapshot(self) -> Iterator[LedgerSnapshot]:
         """Read one state of the ledger, whatever is written meanwhile."""
         with self._read() as (txn, history):
-            yield Snapshot(txn, history, self._sessions(txn))
+            yield LedgerSnapshot(txn, history, self._sessions(txn))
 
     def _sessions(self, txn: Any) -> SessionTable:
         return SessionTable(txn, self._env.tables)

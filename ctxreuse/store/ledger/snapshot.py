@@ -11,10 +11,10 @@ from ctxreuse.store.ledger.recent import row_parts
 from ctxreuse.store.ledger.records import Session
 from ctxreuse.store.ledger.sessions import SessionTable
 
-__all__ = ["Snapshot"]
+__all__ = ["LedgerSnapshot"]
 
 
-class Snapshot:
+class LedgerSnapshot:
     """A ledger inside one read transaction, which it must not outlive; for the transaction's thread.
 
     ``number``: of the transaction that wrote last; ``history``: the turns.

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ctxreuse.errors import SessionError
 from ctxreuse.store.ledger.records import DamagedTurnError
-from ctxreuse.store.ledger.snapshot import Snapshot
+from ctxreuse.store.ledger.snapshot import LedgerSnapshot
 from ctxreuse.store.recall.tables import Tables
 
 __all__ = ["StaleError", "follow"]
@@ -16,7 +16,7 @@ class StaleError(Exception):
     """The index has other turns than the ledger under the same ids: it was made from another one."""
 
 
-def follow(tables: Tables, now: Snapshot, before: set[bytes], after: set[bytes]) -> None:
+def follow(tables: Tables, now: LedgerSnapshot, before: set[bytes], after: set[bytes]) -> None:
     """Take over what changed since the index was at the rows ``before``. Raises StaleError, sqlite3.Error."""
     gone, new = before - after, after - before
     with tables.writing():
@@ -31,7 +31,7 @@ def follow(tables: Tables, now: Snapshot, before: set[bytes], after: set[bytes])
         tables.set_rows(gone, new)
 
 
-def _add(tables: Tables, now: Snapshot, session: str, head: int) -> None:
+def _add(tables: Tables, now: LedgerSnapshot, session: str, head: int) -> None:
     """Add the turns of a session that are not here yet; all before one that is here are here."""
     namespace = now.session(session).namespace
     with suppress(DamagedTurnError):  # what is before damaged links cannot be known
@@ -45,7 +45,7 @@ def _add(tables: Tables, now: Snapshot, session: str, head: int) -> None:
                 tables.add(now.history.turn(id), session, namespace, digest)
 
 
-def _leave(tables: Tables, now: Snapshot, session: str, head: int, after: set[bytes]) -> None:
+def _leave(tables: Tables, now: LedgerSnapshot, session: str, head: int, after: set[bytes]) -> None:
     """Remove the turns that a session had and reaches no more, unless another session reaches them."""
     # They stood in one line, so who reaches any of them reaches the first.
     left = [id for id in tables.of_session(session) if not _reaches(now, id, head)]
@@ -60,7 +60,7 @@ def _leave(tables: Tables, now: Snapshot, session: str, head: int, after: set[by
     tables.remove(left)
 
 
-def _reaches(now: Snapshot, id: int, head: int) -> bool:
+def _reaches(now: LedgerSnapshot, id: int, head: int) -> bool:
     with suppress(SessionError, DamagedTurnError):  # removed by gc
         return bool(head) and now.history.ancestor(id, head)
     return False

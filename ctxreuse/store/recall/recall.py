@@ -13,7 +13,7 @@ from ctxreuse.errors import SessionError, StoreClosedError, StoreError
 from ctxreuse.store.ledger.derived import drop_index
 from ctxreuse.store.ledger.ledger import Ledger
 from ctxreuse.store.ledger.records import Hit
-from ctxreuse.store.ledger.snapshot import Snapshot
+from ctxreuse.store.ledger.snapshot import LedgerSnapshot
 from ctxreuse.store.recall.filters import Filters
 from ctxreuse.store.recall.follow import StaleError, follow
 from ctxreuse.store.recall.tables import Tables
@@ -57,7 +57,7 @@ class Recall:
             return self._on_index(lambda tables, now: self._search(tables, now, wanted, filters, most, explain))
 
     def _search(
-        self, tables: Tables, now: Snapshot, wanted: list[str], filters: Filters, limit: int, explain: bool
+        self, tables: Tables, now: LedgerSnapshot, wanted: list[str], filters: Filters, limit: int, explain: bool
     ) -> list[Hit]:
         conditions = filters.sql(lambda name: list(now.history.up(now.session(name).head)))
         counts = tables.counts(wanted)
@@ -76,7 +76,7 @@ class Recall:
             hits.append(Hit(now.session(homes[id]), turn, snippet(turn.content, used), score, why))
         return hits
 
-    def _on_index(self, work: Callable[[Tables, Snapshot], T]) -> T:
+    def _on_index(self, work: Callable[[Tables, LedgerSnapshot], T]) -> T:
         """Call ``work`` with an index that has all turns; one that cannot be used is made again, once."""
         try:
             return self._try(work)
@@ -99,7 +99,7 @@ class Recall:
         self._place = None
         return self._try(work)
 
-    def _try(self, work: Callable[[Tables, Snapshot], T]) -> T:
+    def _try(self, work: Callable[[Tables, LedgerSnapshot], T]) -> T:
         if self._tables is not None and self._tables.replaced:
             self._close()
         if self._tables is None:

@@ -18,17 +18,17 @@ class StaleError(Exception):
 
 def follow(tables: Tables, now: LedgerSnapshot, before: set[bytes], after: set[bytes]) -> None:
     """Take over what changed since the index was at the rows ``before``. Raises StaleError, sqlite3.Error."""
-    gone, new = before - after, after - before
+    past, new = before - after, after - before
     with tables.writing():
         heads = dict(now.parts(row) for row in new)
         for session, head in heads.items():
             _add(tables, now, session, head)
-        for row in gone:
+        for row in past:
             session, old = now.parts(row)
             head = heads.get(session, 0)
             if not (head and _reaches(now, old, head)):
                 _leave(tables, now, session, head, after)
-        tables.set_rows(gone, new)
+        tables.set_rows(past, new)
 
 
 def _add(tables: Tables, now: LedgerSnapshot, session: str, head: int) -> None:

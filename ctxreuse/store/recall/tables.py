@@ -100,9 +100,9 @@ class Tables:
                 self._db.execute("ROLLBACK")
             raise
 
-    def set_rows(self, gone: Iterable[bytes], new: Iterable[bytes]) -> None:
+    def set_rows(self, left: Iterable[bytes], new: Iterable[bytes]) -> None:
         """Note the rows of sessions that it has followed."""
-        self._db.executemany("DELETE FROM rows WHERE row = ?", ((row,) for row in gone))
+        self._db.executemany("DELETE FROM rows WHERE row = ?", ((row,) for row in left))
         self._db.executemany("INSERT INTO rows VALUES (?)", ((row,) for row in new))
 
     def digest(self, id: int) -> int | None:

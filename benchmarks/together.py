@@ -49,7 +49,7 @@ class _Unshared:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, batch: Any, *, limit: int | None = None) -> list[Logits | CtxReuseError | None]:
+    def step(self, batch: Any, *, limit: int | None = None, rows: Any = ()) -> list[Logits | CtxReuseError | None]:
         return step_one_by_one(self._engine, batch, None, 512)
 
 

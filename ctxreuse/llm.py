@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import msgspec
 
@@ -53,6 +53,7 @@ class LLM:
         capacity: bytes of KV on disk (default: 8 GB).
         max_kl: how far KV may be from exact, in nats of the next token's distribution; None: exact KV only.
         tenant: whose keys these are; equal text of different tenants shares nothing.
+        speculate: ``auto``: draft answers from what was said before, where that is faster.
         settings: fields of `EngineConfig`, such as ``dtype`` or ``threads``.
 
     Raises ConfigError, EngineError, StoreError and StoreOwnedError as `open_engine` and `open_store` do.
@@ -66,6 +67,7 @@ class LLM:
         capacity: int = 8_000_000_000,
         max_kl: float | None = None,
         tenant: str = "default",
+        speculate: Literal["auto", "off"] = "off",
         **settings: Any,
     ) -> None:
         with ExitStack() as opened:
@@ -76,7 +78,7 @@ class LLM:
             if store is None or isinstance(store, str | os.PathLike):
                 folder = None if store is None else Path(store).expanduser()
                 store = opened.enter_context(open_store(folder, capacity=capacity))
-            self.runtime = Runtime(model, store, RuntimeOptions(tenant=tenant))
+            self.runtime = Runtime(model, store, RuntimeOptions(tenant=tenant, speculate=speculate))
             opened.callback(self.runtime.close)
             self.runtime.check_max_kl(max_kl)
             self.engine, self.store, self.max_kl = model, store, max_kl

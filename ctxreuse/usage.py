@@ -24,6 +24,8 @@ class TokenUsage(msgspec.Struct, frozen=True):
             ``approx``: derived from lossy KV).
         relocated: of the reused tokens, those whose KV was computed at another position or behind other tokens.
         recomputed: further tokens that were relocated and then computed again, to limit the error.
+        drafted: tokens of drafts that were checked, see `ctxreuse.speculate`.
+        accepted: of these, the tokens that were right: so many fewer passes.
     """
 
     prompt: int = 0
@@ -33,6 +35,8 @@ class TokenUsage(msgspec.Struct, frozen=True):
     by_level: dict[str, int] = {}
     relocated: int = 0
     recomputed: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def computed(self) -> int:
@@ -47,11 +51,13 @@ class UsageSeconds(msgspec.Struct, frozen=True):
         load: loading stored KV; where it overlaps computing, that part counts as ``compute``.
         fetch: waiting for other nodes while nothing else could be done, lookups included.
         compute: computing the rest.
+        saved: of the answer, what its drafts saved; below 0: what they cost.
     """
 
     load: float = 0.0
     fetch: float = 0.0
     compute: float = 0.0
+    saved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -114,7 +120,8 @@ class Usage(msgspec.Struct, frozen=True):
         return WireUsage(
             tokens.prompt, tokens.cached, tokens.by_source, self.miss_reason, seconds.load, seconds.compute,
             tokens.completion, seconds.fetch, self.fetched_bytes, tokens.by_level, self.approximate, self.request,
-            self.why, tokens.relocated, tokens.recomputed, self.gate_decision,
+            self.why, tokens.relocated, tokens.recomputed, self.gate_decision, tokens.drafted,
+            tokens.accepted, seconds.saved,
         )  # fmt: skip
 
     @classmethod
@@ -123,9 +130,9 @@ class Usage(msgspec.Struct, frozen=True):
         one = msgspec.convert(raw, WireUsage)
         tokens = TokenUsage(
             one.prompt_tokens, one.cached_tokens, one.completion_tokens, one.by_source, one.by_level, one.relocated,
-            one.recomputed,
+            one.recomputed, one.drafted, one.accepted,
         )  # fmt: skip
-        seconds = UsageSeconds(one.seconds_load, one.seconds_fetch, one.seconds_prefill)
+        seconds = UsageSeconds(one.seconds_load, one.seconds_fetch, one.seconds_prefill, one.seconds_saved)
         return cls(tokens, seconds, one.missed, one.why, one.gate, one.approx, one.fetched_bytes, one.request)
 
 
@@ -148,6 +155,9 @@ class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "reco
     relocated: int = 0
     recomputed: int = 0
     gate: str = ""
+    drafted: int = 0
+    accepted: int = 0
+    seconds_saved: float = 0.0
 
 
 #: Fields of 0.1 and what they are now.
@@ -167,5 +177,8 @@ _OLD = {
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Return what several answers to one prompt cost; the first has the prompt, see `RuntimeProtocol.complete_many`."""
-    completion = sum(usage.tokens.completion for usage in usages)
-    return msgspec.structs.replace(usages[0], tokens=msgspec.structs.replace(usages[0].tokens, completion=completion))
+    names = ("completion", "drafted", "accepted")
+    counts = {name: sum(getattr(usage.tokens, name) for usage in usages) for name in names}
+    tokens, saved = msgspec.structs.replace(usages[0].tokens, **counts), sum(usage.seconds.saved for usage in usages)
+    seconds = msgspec.structs.replace(usages[0].seconds, saved=saved)
+    return msgspec.structs.replace(usages[0], tokens=tokens, seconds=seconds)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
@@ -76,6 +76,7 @@ class Memory:
         readonly: bool = False,
         max_kl: float | str | None = None,
         recompute: RecomputeBudget | None = None,
+        speculate: Literal["auto", "off"] = "off",
         **deprecated: Unpack[_Deprecated],
     ) -> Memory:
         """Open the memory in a folder, which is created if necessary.
@@ -92,6 +93,7 @@ class Memory:
                 exact KV only.
             recompute: limit of recomputation for relocated documents, such as ``Share(0.1)``, see `RuntimeOptions`; not
                 for a runtime or a daemon, which have their own.
+            speculate: ``auto``: draft answers from what was said before, where that is faster; as for ``recompute``.
             deprecated: ``repair`` and ``lossy``, the old forms of ``recompute`` and ``max_kl``: ``10%``, ``kl-0.01``.
 
         Raises StoreOwnedError if another process has it open for writing, StoreError, errors of opening the engine
@@ -122,7 +124,7 @@ class Memory:
                 durable = not readonly and store.disk is not None
                 requests = RequestLog(folder / FILE if durable else None).open()
                 opened.callback(requests.close)
-                options = RuntimeOptions(tenant=tenant, requests=requests, recompute=recompute)
+                options = RuntimeOptions(tenant=tenant, requests=requests, recompute=recompute, speculate=speculate)
                 runtime = Runtime(runs, store, options)
                 opened.callback(runtime.close)
             if isinstance(runtime, Runtime) and not readonly:

@@ -134,6 +134,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Weights of linear layers as int8, torch: a quarter of float32 to read for a token; blocks of their own"
         ),
     ] = False
+    speculate: Annotated[
+        Literal["auto", "off"],
+        _about(
+            "Draft answers from what was said before, and check drafts in one pass: auto, where that is faster; off"
+        ),
+    ] = "off"
     recompute_budget: Annotated[
         str, _about("Recomputation of relocated KV at most: 10%, 64 (tokens) or 200ms; empty: as the level requires")
     ] = ""

@@ -67,6 +67,15 @@ class Constraint:
         self._check()
         return bool(self._matcher.is_stopped())
 
+    def forced(self, count: int) -> npt.NDArray[np.int32]:
+        """The tokens that most probably follow because nothing else may: text that the grammar fixes, as the tokenizer
+        cuts it, ``count`` at most."""
+        return np.array(self._matcher.compute_ff_tokens()[:count], np.int32)
+
+    def follows(self, tokens: npt.NDArray[np.int32]) -> int:
+        """How many of these tokens may follow, one after the other."""
+        return int(self._matcher.validate_tokens(tokens.tolist()))
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}")

@@ -210,9 +210,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 class Extra(msgspec.Struct, frozen=True):
     """Our extension of a request. ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact
-    only; None: as in the daemon's settings."""
+    only; None: as in the daemon's settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the
+    daemon's settings."""
 
     lossy: str | None = None
+    speculate: Literal["auto", "off"] = "auto"
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -406,17 +408,30 @@ class PromptDetails(msgspec.Struct, frozen=True):
     gate: str = ""
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """Tokens of the answer's drafts: those that were right, and those that were not; ``seconds_saved`` by them."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    seconds_saved: float
+
+
 class ApiUsage(msgspec.Struct, frozen=True):
-    """What a request cost; prompt_tokens is the sum of ``prompt_tokens_details.sources``."""
+    """What a request cost; prompt_tokens is the sum of ``prompt_tokens_details.sources``.
+
+    ``completion_tokens_details`` is left out of an answer that was not drafted.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 def usage_of(usage: Usage) -> ApiUsage:
     """A runtime's usage in the API's words."""
+    tokens = usage.tokens
     sources = dict.fromkeys(SOURCES, 0) | usage.tokens.by_source
     sources["compute"] += usage.tokens.computed
     return ApiUsage(
@@ -433,6 +448,9 @@ def usage_of(usage: Usage) -> ApiUsage:
             usage.tokens.recomputed,
             usage.gate_decision,
         ),
+        CompletionDetails(tokens.accepted, tokens.drafted - tokens.accepted, round(usage.seconds.saved, 6))
+        if tokens.drafted
+        else msgspec.UNSET,
     )
 
 

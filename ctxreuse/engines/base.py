@@ -138,7 +138,7 @@ class Engine(Protocol):
         ...
 
     def step(
-        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
         """Advance several contexts: append to each its tokens, or as many of them as one forward pass takes.
 
@@ -150,6 +150,9 @@ class Engine(Protocol):
             batch: different contexts, each with at least one token.
             limit: most tokens that a context takes in this pass, 1 or more (an engine that does not batch may take
                 more); None: as the engine likes.
+            rows: after how many of its last tokens the logits of each context are wanted; more than 1: all its tokens
+                (which are as many at least) go through in this pass, and the logits are float32 [rows, vocab], to check
+                a draft. Empty: after the last token of each.
         """
         ...
 

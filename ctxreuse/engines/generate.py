@@ -73,6 +73,21 @@ class AnswerDecoder:
         self.ended = self._count >= end
 
     @property
+    def history(self) -> Tokens:
+        """Prompt and answer so far, int32 [n]; a view."""
+        return self._history[: self._count]
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return len(self._history) - self._count
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The state of the answer in its grammar."""
+        return self._constraint
+
+    @property
     def last(self) -> Tokens:
         """The last token, int32 [1]."""
         return self._history[self._count - 1 : self._count]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -35,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ``presence_penalty`` and ``frequency_penalty`` the answer only (the OpenAI API's definition). ``logprobs``: how many
     alternatives to report beside the chosen token's own log-probability; 0 reports nothing. ``grammar``: what the
     answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says. ``shown_markers``: special
-    tokens, by their texts, that the answer's text has; it has no others.
+    tokens, by their texts, that the answer's text has; it has no others. ``speculate``: ``off``: it is not drafted,
+    whatever the engine's setting; ``auto``: as that says.
     """
 
     max_tokens: int = 256
@@ -53,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: Mapping[int, float] = {}
     grammar: Grammar | None = None
     shown_markers: tuple[str, ...] = ()
+    speculate: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for name, good, rule in (
@@ -67,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             ("seed", self.seed is None or 0 <= self.seed < _SEEDS, "0 to 2^128 - 1"),
             ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
+            ("speculate", self.speculate in ("auto", "off"), "auto or off"),
             (
                 "logit_bias",
                 all(_whole(id) and abs(bias) <= MAX_BIAS for id, bias in self.logit_bias.items()),

@@ -122,6 +122,8 @@ class Metrics:
         self.add("ctxreuse_relocated_tokens_total", usage.tokens.relocated)
         self.add("ctxreuse_recomputed_tokens_total", usage.tokens.recomputed)
         self.add("ctxreuse_completion_tokens_total", usage.tokens.completion)
+        self.add("ctxreuse_draft_tokens_total", usage.tokens.accepted, "accepted")
+        self.add("ctxreuse_draft_tokens_total", usage.tokens.drafted - usage.tokens.accepted, "rejected")
         if usage.why or usage.miss_reason:
             self.add("ctxreuse_misses_total", 1, usage.why or usage.miss_reason)
         self.observe("ctxreuse_load_seconds", usage.seconds.load)

@@ -84,6 +84,7 @@ _CHOICE = Label("choice", ("recompute", "load", "layers", "tail"))
 _REJECTION = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "unwanted"))
 _PROFILE = Label("what", ("taken", "refused"))
 _PRIORITY = Label("priority", ("interactive", "normal", "background"))
+_DRAFT = Label("verdict", ("accepted", "rejected"))
 _PREFILL = Label("how", ("computed", "shared"))
 
 _CURRENT = (
@@ -100,6 +101,7 @@ _CURRENT = (
         (_VERDICT,),
     ),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
+    Metric("ctxreuse_draft_tokens_total", "counter", "Tokens of drafts that were checked, by verdict.", (_DRAFT,)),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric(
         "ctxreuse_missed_tokens_total",

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 
 from ctxreuse.engines.fork import fork_context
@@ -14,6 +15,7 @@ from ctxreuse.errors import CtxReuseError
 from ctxreuse.pauses import infer, tools_in
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.request import ContextRecord, PrefillResult
+from ctxreuse.runtime.steps.scheduler import Advanced
 from ctxreuse.usage import TokenUsage, Usage
 
 if TYPE_CHECKING:
@@ -26,15 +28,21 @@ if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.metrics import Metrics
     from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.drafting import Drafting
     from ctxreuse.runtime.inflight.sharing import PromptsInFlight
     from ctxreuse.runtime.options import TrafficRecorder
     from ctxreuse.runtime.paused import PausedContexts
     from ctxreuse.runtime.request import Request
     from ctxreuse.runtime.steps.order import RequestTurn
     from ctxreuse.runtime.steps.scheduler import StepScheduler
+    from ctxreuse.speculate import AnswerDrafter
     from ctxreuse.why import RequestLog, Why
 
 __all__ = ["AnswerGroup", "pieces_in_turn"]
+
+
+#: What is checked of an answer that is not drafted.
+_NO_DRAFT = np.zeros(0, "<i4")
 
 
 class AnsweringRuntime(Protocol):
@@ -47,6 +55,7 @@ class AnsweringRuntime(Protocol):
     requests: RequestLog
     cost: CostModel | None
     metrics: Metrics | None
+    drafting: Drafting | None
     recorder: TrafficRecorder | None
     clock: Callable[[], float]
 
@@ -118,7 +127,7 @@ class AnswerGroup:
                 one.error = error
             raise
         for one, logits in zip(going, found):
-            one.take(logits)
+            one.take(logits, self.runtime.engine)
 
     def _start(self) -> Logits:
         from ctxreuse.engines.generate import AnswerDecoder
@@ -134,6 +143,8 @@ class AnswerGroup:
             one.decoder = AnswerDecoder(
                 self._text, runtime.engine.space, done.context.tokens, one.sampling, one.constraint
             )
+            if runtime.drafting is not None:
+                one.drafter = runtime.drafting.begin(request, one.sampling)
         return done.logits
 
     @property
@@ -147,20 +158,24 @@ class AnswerGroup:
         if self._prompt is not None:
             self._fork(going)
         batch: list[tuple[Context, Tokens]] = []
+        rows = list[int]()
         for one in going:
             assert one.done is not None
             assert one.decoder is not None
             context = one.done.context
-            batch.append((context, np.concatenate([ids[context.n :], one.decoder.last])))
+            draft = one.draft()
+            batch.append((context, np.concatenate([ids[context.n :], one.decoder.last, draft])))
+            rows.append(1 + len(draft))
         found: list[Logits | Exception] = []
-        for (context, _), result in zip(batch, runtime.steps.advance_all(batch, self._turn)):
+        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows)):
             if isinstance(result, Exception):
                 found.append(result)
                 continue
-            logits, seconds = result
+            one.advanced = result
             if runtime.cost is not None:
-                runtime.cost.decode.observe(context.n, seconds)
-            found.append(logits)
+                runtime.cost.decode.observe(context.n, result.seconds)
+            assert result.logits is not None
+            found.append(result.logits)
         return found
 
     def _fork(self, going: Sequence[_Answer]) -> None:
@@ -199,6 +214,11 @@ class AnswerGroup:
         if last:
             runtime.steps.end(self._turn)
         if done is not None and finish != "error":
+            if one.drafter is not None and one.decoder is not None:  # tokens of a draft that nobody took
+                taken = max(len(one.decoder.history) - 1 - len(one.pieces), len(self.request.ids))
+                runtime.engine.crop(done.context, min(taken, done.context.n))
+            if runtime.drafting is not None:
+                runtime.drafting.end(self.request, done.context.tokens)
             ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
             keys = runtime.release(done)
             if not one.number:  # the one that most who choose none of them continue
@@ -226,23 +246,52 @@ class _Answer:
         self.usage: Usage | None = None
         self.error: BaseException | None = None
         self.wanted, self.closed = True, False
+        self.drafter: AnswerDrafter | None = None
+        self.advanced = Advanced(None, 0.0)
+        self._draft = _NO_DRAFT
 
     @property
     def goes_on(self) -> bool:
         """True if it needs another piece."""
         return not self.closed and self.error is None and not (self.decoder is not None and self.decoder.ended)
 
-    def take(self, logits: Logits | Exception) -> None:
-        """Draw a token from its logits; an error ends it."""
+    def draft(self) -> Tokens:
+        """Return what may follow its last token, to be checked in the pass that computes that."""
+        if self.drafter is not None and self.decoder is not None:
+            # The last token that it may have is never fed.
+            left = self.decoder.left - 1
+            self._draft = self.drafter.next(self.decoder.history, left, self.advanced.load, self.decoder.constraint)
+        return self._draft
+
+    def take(self, logits: Logits | Exception, engine: Engine) -> None:
+        """Draw tokens from its logits, [vocab] or [1 + draft, vocab]: as long as they are those of the draft, and one
+        more, as each row is what follows them. The context then has all of them but the last. An error ends it."""
         if isinstance(logits, Exception):
             self.error = logits
             return
         assert self.decoder is not None
+        draft, self._draft, drawn = self._draft, _NO_DRAFT, list[int]()
         try:
-            if not self.decoder.ended:
-                self.pieces.append(self.decoder.next(logits))
+            for row in np.atleast_2d(logits):
+                if self.decoder.ended or (drawn and drawn[-1] != draft[len(drawn) - 1]):
+                    break
+                self.pieces.append(self.decoder.next(row))
+                drawn.append(self.pieces[-1].token)
+            if self.done is not None and self.drafter is not None:
+                if len(drawn) <= len(draft):
+                    engine.crop(self.done.context, self.done.context.n - len(draft) - 1 + len(drawn))
+                self._count(len(draft), drawn)
         except CtxReuseError as error:
             self.error = error
+
+    def _count(self, drafted: int, drawn: Sequence[int]) -> None:
+        assert self.drafter is not None
+        self.drafter.checked(drawn, self.advanced.seconds, self.advanced.load)
+        if drafted and self.usage is not None:
+            tokens, seconds, own = self.usage.tokens, self.usage.seconds, self.drafter
+            tokens = msgspec.structs.replace(tokens, drafted=own.drafted, accepted=own.accepted)
+            seconds = msgspec.structs.replace(seconds, saved=own.ledger.saved)
+            self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
 
 
 class _Source:

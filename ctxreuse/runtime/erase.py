@@ -14,7 +14,6 @@ from ctxreuse.store.removals import SHORT_KEY
 
 if TYPE_CHECKING:
     from ctxreuse.identity.model import ModelSpace
-    from ctxreuse.runtime.context_cache import ContextCache
     from ctxreuse.runtime.paused import PausedContexts
     from ctxreuse.store.base import Store
     from ctxreuse.why import LoggedEntry, RequestLog
@@ -46,12 +45,12 @@ class Eraser:
         self,
         store: Store | None,
         requests: RequestLog,
-        contexts: ContextCache,
+        forget_texts: Callable[[], None],
         paused: PausedContexts,
         space: ModelSpace,
         salt: bytes,
     ) -> None:
-        self._store, self._requests, self._contexts, self._paused = store, requests, contexts, paused
+        self._store, self._requests, self._forget_texts, self._paused = store, requests, forget_texts, paused
         self._space, self._salt = space, salt
         #: The salts under which clouds may have copies, by their names.
         self.salts: Callable[[], Mapping[str, bytes]] = dict
@@ -163,7 +162,7 @@ class Eraser:
 
     def carry_out(self, erasure: Erasure) -> int:
         """Delete it from memory, store and request log; returns the number of blocks."""
-        self._contexts.clear()  # cheap to bring back, and no context of a deleted text may stay
+        self._forget_texts()
         self._paused.forget(erasure.blocks)
         return erase_stored(erasure, self._store, self._requests)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ctxreuse.store.policy.states import StatePolicy
 
@@ -57,6 +57,7 @@ class RuntimeOptions:
         available_memory: bytes that contexts could be given now: prompts that do not fit wait for others to end (None:
             none waits).
         clock: seconds; must never go back.
+        speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
         rng: samples the rows of a peer's blocks to audit (default: the system's).
     """
 
@@ -73,4 +74,5 @@ class RuntimeOptions:
     recorder: TrafficRecorder | None = None
     available_memory: Callable[[], int] | None = None
     clock: Callable[[], float] = time.perf_counter
+    speculate: Literal["auto", "off"] = "off"
     rng: Random | None = None

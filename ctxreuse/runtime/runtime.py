@@ -26,6 +26,7 @@ from ctxreuse.runtime.checkpoints import StateCheckpoints
 from ctxreuse.runtime.chunks.backfill import ChunkBackfill
 from ctxreuse.runtime.chunks.reuse import ChunkReuse
 from ctxreuse.runtime.context_cache import ContextCache
+from ctxreuse.runtime.drafting import Drafting
 from ctxreuse.runtime.erase import Eraser
 from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
 from ctxreuse.runtime.inflight.memory import MemoryAdmission
@@ -107,8 +108,13 @@ class Runtime:
         self._prefiller = PromptPrefiller(
             engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
         )
+        self.drafting: Drafting | None = None
+        if options.speculate == "auto":
+            self.drafting = Drafting(
+                engine.space, self.steps.costs, lambda ids, keys: more_keys(engine.space, self._salt, ids, keys)
+            )
         self._fetcher: Fetcher | None = None
-        self.eraser = Eraser(store, self.requests, self.context_cache, self.paused, engine.space, self._salt)
+        self.eraser = Eraser(store, self.requests, self.forget_texts, self.paused, engine.space, self._salt)
         self.connect(options.remote)
         if self.metrics is not None:
             watch_steps(self.metrics, self.steps, self.inflight, self.admission)
@@ -346,6 +352,7 @@ class Runtime:
         ids = as_tokens(tokens)
         self.context_cache.drop(ids)
         self.requests.forget(ids)
+        self._forget_drafts()
         if self.store is None:
             return 0
         self.store.flush()
@@ -370,8 +377,19 @@ class Runtime:
         finally:
             self.store.unpin(kept)
 
+    def forget_texts(self) -> None:
+        """Let memory hold no context and no draft of a text that was deleted: all go, as they are cheap to bring
+        back."""
+        self.context_cache.clear()
+        self._forget_drafts()
+
+    def _forget_drafts(self) -> None:
+        if self.drafting is not None:
+            self.drafting.memory.clear()
+
     def forget_requests(self, session: str | None = None) -> None:
         """See `RuntimeProtocol.forget_requests`."""
+        self._forget_drafts()
         if session is None:
             self.requests.forget_texts()
         else:

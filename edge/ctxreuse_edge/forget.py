@@ -141,7 +141,7 @@ class Forgetter:
 
     def _carry_out(self, plan: Erasure) -> int:
         for model in self._models.open:
-            model.context_cache.clear()
+            model.forget_texts()
             model.paused.forget(plan.blocks)
         blocks = self._models.first.runtime.eraser.carry_out(plan)
         if self._clouds is not None:

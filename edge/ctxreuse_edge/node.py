@@ -112,6 +112,7 @@ class EdgeNode:
                 requests=requests,
                 recorder=recorder,
                 available_memory=lambda: psutil.virtual_memory().available,
+                speculate=settings.engine.speculate,
             ),
         )
         stack.callback(runtime.close)
@@ -125,7 +126,7 @@ class EdgeNode:
         # Before the pool, which waits for work that may wait for a link.
         stack.callback(links.stop)
         if edge.sync:
-            links.start_sync(store, rate=edge.sync_rate, busy=self._busy, on_withdrawn=runtime.context_cache.clear)
+            links.start_sync(store, rate=edge.sync_rate, busy=self._busy, on_withdrawn=runtime.forget_texts)
         self.models = self._served(stack, others)
         self.contexts = NamedContexts(self.ledger, runtime, store, folder / "pins.json")
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts, links.deletions)

@@ -49,13 +49,13 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, batch: Any, *, limit: int | None = None) -> Any:
+    def step(self, batch: Any, *, limit: int | None = None, rows: Any = ()) -> Any:
         self.before(self.computed)
         if self.fails:
             self.computed, self.fails = self.computed + 1, False
             return [EngineError("it broke") for _ in batch]
         before = sum(context.n for context, _ in batch)
-        found = self._engine.step(batch, limit=limit)
+        found = self._engine.step(batch, limit=limit, rows=rows)
         self.computed += sum(context.n for context, _ in batch) - before
         return found
 

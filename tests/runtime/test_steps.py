@@ -35,10 +35,10 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self, batch: Any, *, limit: int | None = None) -> Any:
+    def step(self, batch: Any, *, limit: int | None = None, rows: Any = ()) -> Any:
         self.before()
         at = [context.n for context, _ in batch]
-        found = self._engine.step(batch, limit=limit)
+        found = self._engine.step(batch, limit=limit, rows=rows)
         self.passes.append([context.n - n for (context, _), n in zip(batch, at)])
         return found
 

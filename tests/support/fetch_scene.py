@@ -40,9 +40,9 @@ class Timed:
         self._clock.advance(EACH * len(ids))
         return logits
 
-    def step(self, batch: Any, *, limit: int | None = None) -> Any:
+    def step(self, batch: Any, *, limit: int | None = None, rows: Any = ()) -> Any:
         before = sum(context.n for context, _ in batch)
-        found = self._engine.step(batch, limit=limit)
+        found = self._engine.step(batch, limit=limit, rows=rows)
         self._clock.advance(EACH * (sum(context.n for context, _ in batch) - before))
         return found
 

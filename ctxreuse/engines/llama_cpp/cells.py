@@ -26,11 +26,12 @@ def rounded(tokens: int) -> int:
 
 
 class SlotRun(NamedTuple):
-    """Tokens of one sequence, from position ``at`` on."""
+    """Tokens of one sequence, from position ``at`` on; the logits after the last ``rows`` of them are wanted."""
 
     slot: int
     at: int
     ids: Tokens
+    rows: int = 1
 
 
 class LlamaCells:
@@ -65,8 +66,8 @@ class LlamaCells:
         self._one, self._wanted = np.ones(batch, np.int32), np.zeros(batch, np.int8)
         self._places = (self._slots.ctypes.data + self._slots.itemsize * np.arange(batch)).astype(np.uint64)
 
-    def decode(self, runs: Sequence[SlotRun], *, every: bool = False) -> list[Logits]:
-        """Compute at most ``batch`` tokens; the logits after the last of each run, or after ``every`` token.
+    def decode(self, runs: Sequence[SlotRun]) -> list[Logits]:
+        """Compute at most ``batch`` tokens; the logits after the last tokens of each run: [vocab], or [rows, vocab].
 
         Raises EngineError; the sequences may have some of the tokens then. The weights are read once if the slots are
         neighbours in ascending order, else once for each row of neighbours.
@@ -75,8 +76,8 @@ class LlamaCells:
         for run in runs:
             end = n + len(run.ids)
             self._ids[n:end], self._at[n:end] = run.ids, range(run.at, run.at + len(run.ids))
-            self._slots[n:end], self._wanted[n:end] = run.slot, every
-            self._wanted[end - 1] = 1
+            self._slots[n:end], self._wanted[n:end] = run.slot, 0
+            self._wanted[end - run.rows : end] = 1
             ends.append(end)
             n = end
         arrays = (self._ids, None, self._at, self._one, self._places, self._wanted)
@@ -84,9 +85,12 @@ class LlamaCells:
         code = self._calls.llama_decode(self.handle, Batch(n, *addresses))
         if code:
             raise EngineError(f"llama.cpp could not compute {n} tokens: code {code}, {self._library.last_error()}")
-        shape, rows = (self._model.vocab_size,), self._calls.llama_get_logits_ith
-        places = range(n) if every else [end - 1 for end in ends]
-        return [np.ctypeslib.as_array(rows(self.handle, at), shape).astype(np.float32) for at in places]
+        shape, row = (self._model.vocab_size,), self._calls.llama_get_logits_ith
+        found = list[Logits]()
+        for run, end in zip(runs, ends):
+            places = [np.ctypeslib.as_array(row(self.handle, at), shape) for at in range(end - run.rows, end)]
+            found.append(np.stack(places) if run.rows > 1 else places[0].astype(np.float32))
+        return found
 
     def state(self, slot: int, *, windows: bool = False) -> npt.NDArray[np.uint8]:
         """The state of a sequence, or of its sliding windows only, as the library writes it; see `LlamaState`."""

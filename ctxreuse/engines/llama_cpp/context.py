@@ -20,6 +20,7 @@ class LlamaContext(ResidentContext):
         """``nbytes`` measures a context; ``room``: tokens that it will probably have."""
         super().__init__()
         self.cropped = False  # and nothing has been computed since
+        self.draft_start: int | None = None  # where the last pass began, if it checked a draft
         self.room = room
         #: The pool's: the slot in its cells, or -1 and the rows, which are None while there are no tokens.
         self.slot = -1

@@ -156,11 +156,13 @@ class LlamaEngine(UserCodec):
         own.finish_load()
         own.run_start, own.cropped = None, False
         for start in range(0, len(ids), self._chunk):
-            rows = self._pool.compute([(own, ids[start : start + self._chunk])], every=True)
-            found += [score_logits(row, int(targets[start + i]), top) for i, row in enumerate(rows)]
+            part = ids[start : start + self._chunk]
+            (rows,) = self._pool.compute([(own, part, len(part))])
+            each = enumerate(rows.reshape(len(part), -1), start)
+            found += [score_logits(row, int(targets[i]), top) for i, row in each]
         return TokenScores.joined(found)
 
-    def _next(self, own: LlamaContext, tokens: Tokens, limit: int | None) -> _Part:
+    def _next(self, own: LlamaContext, tokens: Tokens, limit: int | None, rows: int = 1) -> _Part:
         """What of ``tokens`` goes through the model next."""
         ids = check_prompt(self.space, own.n, tokens)
         self._pool.check_room(own.n + len(ids))
@@ -174,21 +176,22 @@ class LlamaEngine(UserCodec):
         start, end = own.n, own.n + len(ids)
         # llama.cpp's attention rounds otherwise from 64 queries on. Cut at blocks, whole ones are computed in passes of
         # at least so many and the rest in one of fewer, wherever a context begins: resumed, it has the same bits.
-        taken = first_slice(self.space, start, len(ids), limit, self._chunk)
+        taken = first_slice(self.space, start, len(ids), limit, self._chunk) if rows == 1 else len(ids)
         own.run_start = start if own.run_start is None else own.run_start
         boundary = end - end % self.space.block_tokens if self.space.needs_state else 0
-        return _Part(own, ids[:taken], len(ids) - taken, boundary, end - own.run_start)
+        return _Part(own, ids[:taken], len(ids) - taken, boundary, end - own.run_start, rows)
 
     def _compute(self, parts: Sequence[_Part]) -> list[Logits]:
         """Append tokens to as many of the contexts as fit into one pass; raises what `LlamaPool.compute` raises."""
         try:
-            found = self._pool.compute([(part.context, part.ids) for part in parts])
+            found = self._pool.compute([(part.context, part.ids, part.rows) for part in parts])
         except BaseException:
             for part in parts:
                 part.context.run_start = None
             raise
         for part in parts[: len(found)]:
             own = part.context
+            own.draft_start = own.n - len(part.ids) if part.rows > 1 else None
             if own.n == part.boundary:
                 windows, level = self._pool.read_windows(own), own.provenance.level_at(own.n)
                 own.keep_snapshot(windows, level, passing=part.whole < self.space.block_tokens)
@@ -202,7 +205,7 @@ class LlamaEngine(UserCodec):
         return True
 
     def step(
-        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`.
 
@@ -214,7 +217,7 @@ class LlamaEngine(UserCodec):
         parts = dict[int, _Part]()
         for i, (context, tokens) in enumerate(batch):
             try:
-                parts[i] = self._next(self._own(context), tokens, limit)
+                parts[i] = self._next(self._own(context), tokens, limit, rows[i] if rows else 1)
             except CtxReuseError as error:
                 found[i] = error
         while parts:
@@ -225,7 +228,7 @@ class LlamaEngine(UserCodec):
                 if len(now) == 1:
                     return [error if i == now[0] else one for i, one in enumerate(found)]
                 for i in now:  # each finds its own
-                    (found[i],) = self.step([batch[i]], limit=limit)
+                    (found[i],) = self.step([batch[i]], limit=limit, rows=rows[i : i + 1])
                 break
             for i, logits in zip(now, done):
                 found[i] = None if parts.pop(i).left else logits
@@ -348,7 +351,9 @@ class LlamaEngine(UserCodec):
             return False
         own.snapshots = {at: kept for at, kept in own.snapshots.items() if at <= n}
         own.provenance.crop(n)
-        own.cropped = True
+        # What is left of a checked draft goes on as it would have without.
+        own.cropped = own.draft_start is None or n <= own.draft_start
+        own.draft_start = None
         return True
 
     def first_rows(self, tokens: Tokens, positions: Tokens) -> tuple[int, npt.NDArray[np.float32]] | None:
@@ -370,7 +375,7 @@ class LlamaEngine(UserCodec):
 class _Part(NamedTuple):
     """What of a context's tokens goes through the model now; ``left`` follow later, ``whole`` go in one run together.
 
-    ``boundary``: where the run wants a snapshot of the windows; 0: nowhere.
+    ``boundary``: where the run wants a snapshot of the windows; 0: nowhere. ``rows``: see `Engine.step`.
     """
 
     context: LlamaContext
@@ -378,6 +383,7 @@ class _Part(NamedTuple):
     left: int
     boundary: int
     whole: int
+    rows: int
 
 
 def _threads() -> int:

@@ -52,37 +52,36 @@ class LlamaPool:
                 fix="Set engine.kv_bytes higher, or shorten the prompt",
             )
 
-    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens]], *, every: bool = False) -> list[Logits]:
-        """Append tokens to different contexts in one pass; the logits after the last of each. ``every``: of one
-        context, after each token.
+    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens, int]]) -> list[Logits]:
+        """Append tokens to different contexts in one pass; the logits after so many of the last of each: [vocab], or
+        [rows, vocab] of more than one.
 
         As many of the first contexts as fit into one pass, one at least, and none of the others. A context takes at
         most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
         """
         with self._lock:
-            least = max(one.n + len(ids) for one, ids in runs)
+            least = max(one.n + len(ids) for one, ids, _ in runs)
             # What an answer may have at most is seldom needed, and the cells of all would be as large.
-            wanted = min(max(one.room for one, _ in runs), 2 * least, self._most)
-            cells = self._reserve([one for one, _ in runs], max(least, wanted))
+            wanted = min(max(one.room for one, *_ in runs), 2 * least, self._most)
+            cells = self._reserve([one for one, *_ in runs], max(least, wanted))
             count, tokens = 0, 0
             while count < min(len(runs), cells.streams) and tokens + len(runs[count][1]) <= cells.batch:
                 tokens += len(runs[count][1])
                 count += 1
             now = runs[:count]
-            self._seat(cells, [one for one, _ in now])
+            self._seat(cells, [one for one, *_ in now])
             order = sorted(range(count), key=lambda i: now[i][0].slot)
             try:
-                found = cells.decode([SlotRun(now[i][0].slot, now[i][0].n, now[i][1]) for i in order], every=every)
+                placed = [(now[i][0].slot, now[i][0].n, *now[i][1:]) for i in order]
+                found = cells.decode([SlotRun(*one) for one in placed])
             except BaseException:
-                for one, _ in now:
+                for one, *_ in now:
                     cells.crop(one.slot, one.n)
                     if self._layout.window:
                         one.broken = "a pass failed, and its sliding windows are lost"
                 raise
-            for one, ids in now:
+            for one, ids, _ in now:
                 one.set_tokens(np.concatenate([one.tokens, ids]))
-            if every:
-                return found
             logits = dict(zip(order, found))
             return [logits[i] for i in range(count)]
 

@@ -162,9 +162,9 @@ class KvSlot:
             mine[:, :count] = other.rows(*at)[:, :count]
             self.put(*at, mine)
 
-    def compute(self, ids: Tokens, at: int) -> Logits:
-        """Append tokens from position ``at`` on; the logits after the last. Raises EngineError."""
-        logits: Logits = self._model.run(self.arena.binding(self.index, 1), ids[None], [at])[0]
+    def compute(self, ids: Tokens, at: int, rows: int = 1) -> Logits:
+        """Append tokens from position ``at`` on; the logits after the last ``rows``. Raises EngineError."""
+        logits: Logits = self._model.run(self.arena.binding(self.index, 1), ids[None], [at], rows)[0]
         return logits
 
 

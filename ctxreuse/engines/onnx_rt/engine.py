@@ -85,16 +85,20 @@ class OnnxEngine(UserCodec):
         return self._model.batches
 
     def step(
-        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`. Contexts that take several tokens are computed one by one."""
         found: dict[int, Logits | CtxReuseError | None] = {}
         decoding: list[tuple[OnnxContext, Tokens, int]] = []
         for number, (context, tokens) in enumerate(batch):
-            if len(tokens) != 1 or not self.batches:
+            wanted = rows[number] if rows else 1
+            if wanted == 1 and (len(tokens) != 1 or not self.batches):
                 found[number] = step_one_by_one(self, [(context, tokens)], limit, self._chunk)[0]
                 continue
             try:
+                if wanted > 1:
+                    found[number] = self._check_draft(context, tokens, wanted)
+                    continue
                 decoding.append((*self._ready(context, tokens), number))
             except CtxReuseError as error:
                 found[number] = error
@@ -112,6 +116,16 @@ class OnnxEngine(UserCodec):
                 context.set_tokens(np.concatenate([context.tokens, own]))
                 found[number] = row.copy()
         return [found[number] for number in range(len(batch))]
+
+    def _check_draft(self, context: Context, tokens: Tokens, rows: int) -> Logits:
+        """Append tokens in one pass, and return the logits after the last ``rows``; one by one if the graph has none
+        but the last."""
+        own, ids = self._ready(context, tokens)
+        if self._model.last_only:
+            return np.stack([self.prefill(own, one[None]) for one in ids][-rows:])
+        logits = own.slot.compute(ids, own.n, rows)
+        own.set_tokens(np.concatenate([own.tokens, ids]))
+        return logits
 
     def _ready(self, context: Context, tokens: Tokens) -> tuple[OnnxContext, Tokens]:
         """The context, all loaded and with room for the tokens, and these as ids; raises what `prefill` promises."""

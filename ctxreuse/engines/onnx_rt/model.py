@@ -65,7 +65,8 @@ class OnnxModel:
         self.dim = folder.decoder.head_size
         self._logits_type = _TYPES[made["logits"].type]
         _, rows, self.vocab_size = made["logits"].shape
-        self._last_only = rows == 1
+        #: Whether the graph gives logits after the last token only.
+        self.last_only = rows == 1
         self.version = ".".join(ort.__version__.split(".")[:2])
 
     def _check_names(self, given: set[str], made: set[str]) -> None:
@@ -86,10 +87,11 @@ class OnnxModel:
         size = ITEM_BYTES[self.dtype]
         return {at: heads * capacity * self.dim * size for at, heads in self.heads.items()}
 
-    def run(self, binding: ort.IOBinding, ids: Tokens, starts: Sequence[int]) -> Logits:
+    def run(self, binding: ort.IOBinding, ids: Tokens, starts: Sequence[int], wanted: int = 1) -> Logits:
         """Append ``ids`` [contexts, tokens] to contexts whose K and V are bound, from positions ``starts`` on.
 
-        Returns the logits after the last token of each, [contexts, vocab]. Raises EngineError.
+        Returns the logits after the last ``wanted`` tokens of each, [contexts, wanted, vocab] (without that axis for 1;
+        more than 1 only unless ``last_only``). Raises EngineError.
         """
         contexts, count = ids.shape
         ends = np.array(starts)[:, None] + count
@@ -98,14 +100,15 @@ class OnnxModel:
             fed["position_ids"] = ends - count + np.arange(count)
         for name, array in fed.items():
             binding.bind_input(name, "cpu", 0, _INT64, array.shape, array.ctypes.data)
-        rows = 1 if self._last_only else count
+        rows = 1 if self.last_only else count
         found = np.empty((contexts, rows, self.vocab_size), BITS[self._logits_type])
         binding.bind_output("logits", "cpu", 0, _NUMBERS[self._logits_type], found.shape, found.ctypes.data)
         try:
             self.session.run_with_iobinding(binding)
         except Exception as error:
             raise EngineError(f"onnxruntime could not compute {count} tokens: {error}") from error
-        return _floats(found[:, -1], self._logits_type, copy=rows > 1)
+        last = found[:, -wanted:] if wanted > 1 else found[:, -1]
+        return _floats(last, self._logits_type, copy=rows > 1)
 
 
 def _floats(numbers: Bits, dtype: str, *, copy: bool) -> Logits:

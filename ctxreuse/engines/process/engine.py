@@ -220,11 +220,12 @@ class ChildEngine:
         return TokenScores(*found.arrays)
 
     def step(
-        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`: one round trip. Contexts that are lost get EngineDiedError."""
         found: list[Logits | CtxReuseError | None] = [None] * len(batch)
         running: list[tuple[int, ChildContext, Tokens]] = []
+        wanted = list(rows) or [1] * len(batch)
         for i, (context, tokens) in enumerate(batch):
             own = self._own(context)
             try:
@@ -241,10 +242,11 @@ class ChildEngine:
                 "step",
                 [len(one) for one in ids],
                 limit,
+                [wanted[i] for i, *_ in running],
                 on=[own for _, own, _ in running],
                 appended=ids,
                 arrays=[np.concatenate(ids)],
-                room=len(running) * self._logits_bytes,
+                room=sum(wanted[i] for i, *_ in running) * self._logits_bytes,
             )
         except EngineDiedError as error:
             for i, *_ in running:

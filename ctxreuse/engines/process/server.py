@@ -190,9 +190,9 @@ class _Server:
         return None, list(score_tokens(self._engine, context, ids, targets, top))
 
     def do_step(self, *given: Any, call: Call) -> Outcome:
-        contexts, (counts, limit, ids) = given[:-3], given[-3:]
+        contexts, (counts, limit, rows, ids) = given[:-4], given[-4:]
         parts = np.split(ids, np.cumsum(counts)[:-1])
-        found = self._engine.step(list(zip(contexts, parts)), limit=limit)
+        found = self._engine.step(list(zip(contexts, parts)), limit=limit, rows=rows)
         value: list[Any] = [WireError.of(one) if isinstance(one, Exception) else int(one is not None) for one in found]
         return value, [one for one in found if isinstance(one, np.ndarray)]
 

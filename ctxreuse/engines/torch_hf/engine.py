@@ -127,10 +127,10 @@ class TorchEngine:
         return self._model.packs
 
     def step(
-        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None
+        self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`. A context that is loading or has attached runs goes through the model alone."""
-        return self._model.step(batch, self._model.chunk if limit is None else limit)
+        return self._model.step(batch, self._model.chunk if limit is None else limit, rows)
 
     @inference
     def load(

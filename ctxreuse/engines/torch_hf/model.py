@@ -102,11 +102,14 @@ class Forward:
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
         #: True if the model takes the position of each token. It is, always: Bamba restarts at 0 after a resume.
         self.takes_positions = "position_ids" in names or open_ended
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self._last_only = "logits_to_keep" in names
 
-    def call(self, ids: torch.Tensor, at: int, cache: DynamicCache) -> torch.Tensor:
-        """Run int64 ids [S] from position ``at`` on; the cache grows by them. Call inside `torch.inference_mode`."""
-        return self.run(ids, torch.arange(at, at + len(ids)), cache)
+    def call(self, ids: torch.Tensor, at: int, cache: DynamicCache, rows: int = 1) -> torch.Tensor:
+        """Run int64 ids [S] from position ``at`` on; the cache grows by them. Call inside `torch.inference_mode`.
+
+        Returns the logits after the last token, [vocab], or after the last ``rows``, [rows, vocab].
+        """
+        return self._run(ids[None], torch.arange(at, at + len(ids))[None], cache, rows)
 
     def run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """As `call`, with a position [S] for each token."""
@@ -126,14 +129,14 @@ class Forward:
         """Run each token alone, as a context of its own: one entry of the cache's first axis each."""
         self._run(ids[:, None], positions[:, None], cache)
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        options: dict[str, Any] = dict(self._last_only)
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache, rows: int = 1) -> torch.Tensor:
+        options: dict[str, Any] = {"logits_to_keep": rows} if self._last_only else {}
         if self.takes_positions:
             options["position_ids"] = positions
         options[self._cache] = cache
         out = self._model(input_ids=ids, use_cache=True, **options)
-        logits: torch.Tensor = out.logits[0, -1].float()
-        return logits
+        logits: torch.Tensor = out.logits[0, -rows:].float()
+        return logits if rows > 1 else logits[0]
 
 
 class ModelOptions(TypedDict, total=False):
@@ -260,7 +263,7 @@ class TorchModel(UserCodec):
         for context, (first, _) in zip(contexts, parts):
             self.prefill(context, first)
         try:
-            got = self._forward_packed(contexts, [rest for _, rest in parts])
+            got = self._forward_packed(contexts, [rest for _, rest in parts], [1, 1])
         except (EngineError, RuntimeError, TypeError, ValueError, IndexError):
             return False  # the model does something else with its cache or positions than those that pack
         for part, logits in zip(parts, got):
@@ -282,13 +285,15 @@ class TorchModel(UserCodec):
             if not run.left:
                 return logits
 
-    def step(self, batch: Sequence[tuple[Context, Tokens]], limit: int) -> list[Logits | CtxReuseError | None]:
+    def step(
+        self, batch: Sequence[tuple[Context, Tokens]], limit: int, rows: Sequence[int] = ()
+    ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`."""
         found: list[Logits | CtxReuseError | None] = [None] * len(batch)
         runs: dict[int, _Run] = {}
         for i, (context, tokens) in enumerate(batch):
             try:
-                runs[i] = self._next(self.own(context), tokens, limit)
+                runs[i] = self._next(self.own(context), tokens, limit, rows[i] if rows else 1)
             except CtxReuseError as error:
                 found[i] = error
         together = [i for i, run in runs.items() if run.context.loading is None and run.context.in_place is None]
@@ -306,7 +311,7 @@ class TorchModel(UserCodec):
                 found[i] = error
         return found
 
-    def _next(self, context: TorchContext, tokens: Tokens, limit: int) -> _Run:
+    def _next(self, context: TorchContext, tokens: Tokens, limit: int, rows: int = 1) -> _Run:
         """What of ``tokens`` goes through the model next."""
         context.check_filled()
         ids = check_prompt(self.space, context.n, tokens)
@@ -314,17 +319,22 @@ class TorchModel(UserCodec):
         boundary = end // size * size if self.space.needs_state else 0
         cut = boundary if self.linear else 0
         _, stop = next(chunk_spans(start, end, self.chunk, cut, step=self.stepwise))
-        if not self.stepwise:
+        if rows > 1:
+            if self.stepwise or self.linear:
+                raise EngineError("this model takes tokens one by one, so a draft cannot be checked in one pass")
+            stop = end
+        elif not self.stepwise:
             stop = min(stop, start + limit)
         context.reserve(end)
         context.run_start = start if context.run_start is None else context.run_start
-        return _Run(context, ids[: stop - start], end - stop, boundary, end - context.run_start)
+        return _Run(context, ids[: stop - start], end - stop, boundary, end - context.run_start, rows)
 
     @inference
     def _run(self, run: _Run) -> Logits:
         context = run.context
         try:
-            logits = self.forward.call(torch.from_numpy(run.ids.astype(np.int64)), context.n, context.cache)
+            ids = torch.from_numpy(run.ids.astype(np.int64))
+            logits = self.forward.call(ids, context.n, context.cache, run.rows)
             context.check_attended()
         except BaseException as error:
             self._undo(context, error)
@@ -336,7 +346,8 @@ class TorchModel(UserCodec):
     @inference
     def _run_packed(self, runs: Sequence[_Run]) -> list[Logits]:
         try:
-            found = self._forward_packed([run.context for run in runs], [run.ids for run in runs])
+            parts = [run.ids for run in runs]
+            found = self._forward_packed([run.context for run in runs], parts, [run.rows for run in runs])
         except BaseException as error:
             for run in runs:
                 self._undo(run.context, error)
@@ -356,15 +367,20 @@ class TorchModel(UserCodec):
             context.run_start = None
 
     @inference
-    def _forward_packed(self, contexts: Sequence[TorchContext], parts: Sequence[Tokens]) -> list[Logits]:
+    def _forward_packed(
+        self, contexts: Sequence[TorchContext], parts: Sequence[Tokens], rows: Sequence[int]
+    ) -> list[Logits]:
         counts = [len(ids) for ids in parts]
         cache = packed_cache([context.cache for context in contexts], counts)
         positions = torch.cat([torch.arange(c.n, c.n + count) for c, count in zip(contexts, counts)])
         ids = torch.from_numpy(np.concatenate(parts).astype(np.int64))
         with packing():
-            logits = self.forward.packed(ids, positions, cache, torch.tensor(counts).cumsum(0) - 1)
+            ends = np.cumsum(counts)
+            last = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, rows)])
+            logits = self.forward.packed(ids, positions, cache, torch.from_numpy(last))
         check_attended(cache)
-        return [one.copy() for one in logits.numpy()]
+        found = np.split(logits.numpy(), np.cumsum(rows)[:-1])
+        return [(one if count > 1 else one[0]).copy() for one, count in zip(found, rows)]
 
     def _undo(self, context: TorchContext, error: BaseException) -> None:
         """After a failed forward: back to where it began, or unusable where that is impossible."""
@@ -384,7 +400,7 @@ class TorchModel(UserCodec):
 class _Run(NamedTuple):
     """What of a context's tokens goes through the model now; ``left`` follow later, ``whole`` go in one run together.
 
-    ``boundary``: where the run wants a snapshot of its states; 0: nowhere.
+    ``boundary``: where the run wants a snapshot of its states; 0: nowhere. ``rows``: see `Engine.step`.
     """
 
     context: TorchContext
@@ -392,6 +408,7 @@ class _Run(NamedTuple):
     left: int
     boundary: int
     whole: int
+    rows: int
 
 
 def plain_cache(model: Any) -> DynamicCache:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
 from ctxreuse.runtime.steps.slices import LARGEST, STALL, SliceEstimator
+from ctxreuse.speculate import Load, PassCosts
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Logits
@@ -30,10 +31,11 @@ _SHORT = 128
 class Waiting:
     """What one context needs next."""
 
-    __slots__ = ("context", "done", "error", "logits", "seconds", "start", "tokens", "turn")
+    __slots__ = ("context", "done", "error", "load", "logits", "rows", "seconds", "start", "tokens", "turn")
 
-    def __init__(self, context: Context, tokens: Tokens, turn: RequestTurn) -> None:
+    def __init__(self, context: Context, tokens: Tokens, turn: RequestTurn, rows: int = 1) -> None:
         self.context, self.tokens, self.turn, self.start = context, tokens, turn, context.n
+        self.rows, self.load = rows, Load()
         self.done, self.seconds = False, 0.0
         self.logits: Logits | None = None
         self.error: Exception | None = None
@@ -48,8 +50,8 @@ class Waiting:
 
     @property
     def decodes(self) -> bool:
-        """True if it needs a single token."""
-        return len(self.tokens) == 1
+        """True if it needs a single token, and maybe a draft checked with it."""
+        return len(self.tokens) == 1 or self.rows > 1
 
 
 class StepStats(NamedTuple):
@@ -78,7 +80,7 @@ class PassPlanner:
     def __init__(self) -> None:
         self._passes = self._contexts = self._stalled = 0
         self._started, self._waited = Counter[int](), defaultdict[int, float](float)
-        self._order, self._slices = PrefillOrder(), SliceEstimator()
+        self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(), PassCosts()
         #: When each answer decoded its last token, and whether prefills go in slices because of that.
         self._decoded, self._sliced = dict[RequestTurn, float](), False
         #: When requests last waited together.
@@ -135,11 +137,16 @@ class PassPlanner:
             self._waited[turn.priority] += now - seconds - turn.since
         self._passes += 1
         self._contexts += len(chosen)
+        rows = sum(one.rows for one in chosen if one.decodes)
+        for one in chosen:
+            one.load = Load(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
+        if decoding and not prefills:
+            self.costs.observe(rows, decoding, seconds)
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
             self._stalled += bool(computed) and step is not None and seconds > STALL * step
-        if self._sliced and (computed or not prefills):
+        if self._sliced and rows == decoding and (computed or not prefills):
             self._slices.observe(decoding, computed, seconds)
 
     def end(self, turn: RequestTurn) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ctxreuse.errors import EngineError
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
+from ctxreuse.speculate import Load, PassCosts
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine, Logits
@@ -30,10 +31,12 @@ _NORMAL.started = True
 
 
 class Advanced(NamedTuple):
-    """Logits after the last token, None if some are left, and the seconds of the passes that computed it."""
+    """Logits after the last token, None if some are left, the seconds of the passes that computed it, and what the
+    last one held beside it."""
 
     logits: Logits | None
     seconds: float
+    load: Load = Load()
 
 
 class StepScheduler:
@@ -59,6 +62,11 @@ class StepScheduler:
         """Return what the passes so far were, and who waits now."""
         with self._change:
             return self._planner.stats(self._waiting)
+
+    @property
+    def costs(self) -> PassCosts:
+        """What passes cost, as measured."""
+        return self._planner.costs
 
     def turn(self, *, priority: int = NORMAL, tenant: str = "", session: str = "") -> RequestTurn:
         """Return the turn of a request that comes now."""
@@ -98,21 +106,24 @@ class StepScheduler:
                 return done.logits, seconds
 
     def advance_all(
-        self, batch: Sequence[tuple[Context, Tokens]], turn: RequestTurn = _NORMAL
-    ) -> list[tuple[Logits, float] | Exception]:
-        """Append to several contexts of one request, see `advance`, in common passes; an error harms no other."""
+        self, batch: Sequence[tuple[Context, Tokens]], turn: RequestTurn = _NORMAL, rows: Sequence[int] = ()
+    ) -> list[Advanced | Exception]:
+        """Append to several contexts of one request, see `advance`, in common passes; an error harms no other.
+
+        ``rows``: see `Engine.step`.
+        """
         left = {i: (context, tokens) for i, (context, tokens) in enumerate(batch)}
-        found: dict[int, tuple[Logits, float] | Exception] = {}
+        found: dict[int, Advanced | Exception] = {}
         seconds = [0.0] * len(batch)
         while left:
-            ones = {i: Waiting(context, tokens, turn) for i, (context, tokens) in left.items()}
+            ones = {i: Waiting(*one, turn, rows[i] if rows else 1) for i, one in left.items()}
             self._wait(list(ones.values()))
             for i, one in ones.items():
                 seconds[i] += one.seconds
                 if one.error is not None:
                     found[i] = one.error
                 elif one.logits is not None:
-                    found[i] = one.logits, seconds[i]
+                    found[i] = Advanced(one.logits, seconds[i], one.load)
             left = {
                 i: (one.context, one.tokens[one.context.n - one.start :]) for i, one in ones.items() if i not in found
             }
@@ -174,7 +185,8 @@ class StepScheduler:
         self._change.release()
         began = self._clock()
         try:
-            found = self._engine.step([(one.context, one.tokens) for one in chosen], limit=limit)
+            batch, rows = [(one.context, one.tokens) for one in chosen], [one.rows for one in chosen]
+            found = self._engine.step(batch, limit=limit, rows=rows)
         except BaseException as error:
             self._change.acquire()
             self._recover(chosen, error)

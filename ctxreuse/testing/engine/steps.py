@@ -79,6 +79,25 @@ class StepContract:
         assert last is not None
         assert self.close(last, engine.prefill(engine.new_context(), long))
 
+    def test_a_draft_is_checked_in_one_pass_beside_others(self, engine: Engine) -> None:
+        if engine.space.needs_state:
+            return  # such a context cannot forget the part of a draft that was wrong
+        size = engine.space.block_tokens
+        ids, other = random_tokens(engine, size + 6), random_tokens(engine, 3, seed=1)
+        context, beside, alone = engine.new_context(), engine.new_context(), engine.new_context()
+        for one in (context, alone):
+            engine.prefill(one, ids[: size - 2])
+        expected = [engine.prefill(alone, ids[at : at + 1]) for at in range(size - 2, size + 3)]
+        (checked, last) = engine.step([(context, ids[size - 2 : size + 3]), (beside, other)], limit=2, rows=[4, 1])
+        assert isinstance(checked, np.ndarray)
+        assert checked.shape == (4, engine.space.vocab_size)
+        assert all(self.close(a, b) for a, b in zip(checked, expected[1:]))
+        assert last is None or isinstance(last, np.ndarray)
+        assert engine.crop(context, size)
+        (after,) = engine.step([(context, ids[size : size + 1])])
+        assert isinstance(after, np.ndarray)
+        assert self.close(after, expected[2])
+
     def test_states_are_stored_where_a_prefill_in_slices_passes(self, engine: Engine) -> None:
         size = engine.space.block_tokens
         prompts = [random_tokens(engine, n, seed=n) for n in (2 * size + 3, 3 * size)]

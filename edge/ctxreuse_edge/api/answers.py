@@ -135,6 +135,7 @@ def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens
         ignore_eos=body.ignore_eos,
         logit_bias=bias,
         logprobs=body.reported_logprobs,
+        speculate=body.ctxreuse.speculate,
     )
 
 

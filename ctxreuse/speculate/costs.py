@@ -1,0 +1,60 @@
+"""What a pass of an engine costs by its rows, as measured."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from statistics import median
+
+__all__ = ["PassCosts"]
+
+#: Passes of one kind whose median counts, and how many are needed to know what one costs.
+_PASSES, _KNOWN = 7, 3
+#: What a further row costs, as a share of a pass of one, while nothing was measured.
+_PRIOR = 0.12
+#: Rows are told apart up to here, then by eights.
+_FINE = 8
+
+
+class PassCosts:
+    """Seconds of passes that only decode, by rows (a token of an answer or of its draft). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[int, deque[float]] = {}
+        #: Passes since one of only single tokens.
+        self.since_plain = 0
+
+    def observe(self, rows: int, contexts: int, seconds: float) -> None:
+        """Learn from a pass of ``rows`` tokens of ``contexts`` contexts."""
+        with self._lock:
+            self._seconds.setdefault(_kind(rows), deque(maxlen=_PASSES)).append(seconds)
+            self.since_plain = 0 if rows == contexts else self.since_plain + 1
+
+    def known(self, rows: int) -> bool:
+        """True if passes of so many rows were measured."""
+        return len(self._seconds.get(_kind(rows), ())) >= _KNOWN
+
+    def seconds(self, rows: int) -> float | None:
+        """Return what a pass of so many rows takes, of others by those with the next fewer and more; None: unknown."""
+        with self._lock:
+            table = {kind: median(times) for kind, times in self._seconds.items()}
+        if not table:
+            return None
+        kind = _kind(rows)
+        below = max((one for one in table if one <= kind), default=None)
+        above = min((one for one in table if one >= kind), default=None)
+        if below is None:
+            assert above is not None
+            return table[above] / (1 + _PRIOR * (above - kind))
+        if above is None:
+            return table[below] * (1 + _PRIOR * (kind - below))
+        if above == below:
+            return table[below]
+        least, most = table[below], max(table[above], table[below])
+        return least + (most - least) * (kind - below) / (above - below)
+
+
+def _kind(rows: int) -> int:
+    """Rows that are told apart, the middle of those that are not."""
+    return rows if rows <= _FINE else (rows - 1) // 8 * 8 + 4

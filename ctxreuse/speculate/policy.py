@@ -1,0 +1,134 @@
+"""How long a draft should be: as long as the tokens that it probably saves are worth more than checking them costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from ctxreuse.speculate.costs import PassCosts
+
+__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "Load"]
+
+#: A draft must promise this much more of tokens a second.
+_MARGIN = 1.05
+#: An answer may have lost this share of its time to drafts that were wrong, and so many passes at its beginning.
+_LOSS, _FREE = 0.015, 0.5
+#: Passes after which one without a draft is made, to know what that costs now.
+_STALE = 64
+#: Tokens that an expectation from elsewhere counts for, in all answers and in one; tokens that are remembered.
+_PRIOR, _SHARED, _MEMORY = 3.0, 6.0, 1024.0
+#: The least match of each class of matches, and the least share of each class of shares.
+_MATCHES, _SHARES = (3, 5, 8, 16, 32), (0.0, 0.5, 0.8, 0.999)
+
+
+class Confidence(NamedTuple):
+    """What is known of one token of a draft: tokens that match before the draft, its share, and what is forced."""
+
+    matched: int
+    share: float
+    forced: bool = False
+
+
+class Load(NamedTuple):
+    """What an engine's pass holds beside an answer: contexts that decode, tokens of their drafts, and prefills."""
+
+    contexts: int = 0
+    drafted: int = 0
+    prefill: bool = False
+
+
+#: Tokens of drafts that are alike: the class of the match, that of the share, and whether the answer is drawn.
+_Kind: TypeAlias = tuple[int, int, bool]
+
+
+class _Rates:
+    """Tokens that were tried, and of these right, by class."""
+
+    def __init__(self) -> None:
+        self.tried: dict[_Kind, float] = {}
+        self.right: dict[_Kind, float] = {}
+
+    def observe(self, kind: _Kind, right: bool) -> None:
+        tried = self.tried.get(kind, 0.0)
+        keep = _MEMORY / (_MEMORY + 1) if tried >= _MEMORY else 1.0
+        self.tried[kind] = tried * keep + 1
+        self.right[kind] = self.right.get(kind, 0.0) * keep + right
+
+    def rate(self, kind: _Kind, prior: float, weight: float) -> float:
+        return (self.right.get(kind, 0.0) + weight * prior) / (self.tried.get(kind, 0.0) + weight)
+
+
+class DraftLedger:
+    """What drafts gained and lost in one answer.
+
+    Attributes:
+        sampled: the answer is drawn, not greedy: the same draft is right less often.
+        saved: seconds that drafts saved, less what checking them took.
+        seconds: of all passes so far.
+    """
+
+    def __init__(self, *, sampled: bool = False) -> None:
+        self.sampled = sampled
+        self.saved = self.seconds = 0.0
+        self.rates = _Rates()
+
+
+class DraftPolicy:
+    """One for an engine; learns from all answers. Thread-safe."""
+
+    def __init__(self, costs: PassCosts) -> None:
+        self.costs = costs
+        self._lock = threading.Lock()
+        self._rates = _Rates()
+
+    def length(self, draft: Sequence[Confidence], load: Load, ledger: DraftLedger) -> tuple[int, str]:
+        """Return how many of a draft's tokens are to be checked, and why not more: ``""``, ``cost`` (they would cost
+        more than they promise), ``lost`` (drafts of this answer were too often wrong) or ``unknown`` (the engine's
+        costs are not known yet)."""
+        contexts = load.contexts + 1
+        plain = self.costs.seconds(contexts)
+        if plain is None or not self.costs.known(contexts) or self.costs.since_plain > _STALE:
+            return 0, "unknown"
+        if ledger.saved < -(_LOSS * ledger.seconds + _FREE * plain):
+            return 0, "lost"
+        base = self.costs.seconds(contexts + load.drafted) or plain
+        tokens, expected, right = contexts + load.drafted / 2, 0.0, 1.0
+        best, length = _MARGIN, 0
+        for count, one in enumerate(draft, 1):
+            right *= self.chance(one, ledger)
+            expected += right
+            cost = self.costs.seconds(contexts + load.drafted + count) or base
+            gain = (1 + expected / tokens) / max(cost / base, 1.0)
+            if gain > best:
+                best, length = gain, count
+        return length, "" if length == len(draft) else "cost"
+
+    def chance(self, one: Confidence, ledger: DraftLedger) -> float:
+        """Return how probably a token of a draft is right, if those before it are."""
+        kind, prior = _kind(one, ledger), one.share * one.matched / (one.matched + 2)
+        with self._lock:
+            shared = self._rates.rate(kind, prior, _PRIOR)
+        return ledger.rates.rate(kind, shared, _SHARED)
+
+    def observe(self, tried: Sequence[Confidence], right: int, ledger: DraftLedger) -> None:
+        """Learn from tokens of a draft of which it is known what came in their place; the first ``right`` did."""
+        for at, one in enumerate(tried[: right + 1]):
+            with self._lock:
+                self._rates.observe(_kind(one, ledger), at < right)
+            ledger.rates.observe(_kind(one, ledger), at < right)
+
+    def settle(self, ledger: DraftLedger, seconds: float, load: Load, drafted: int, accepted: int) -> None:
+        """Note a pass of an answer: its ``seconds``, what else was in it, and the answer's own draft."""
+        ledger.seconds += seconds
+        plain = self.costs.seconds(load.contexts + 1)
+        if drafted and plain is not None and not load.prefill:
+            extra = max(seconds - plain, 0.0) * drafted / (drafted + load.drafted)
+            ledger.saved += accepted * plain / (load.contexts + 1) - extra
+
+
+def _kind(one: Confidence, ledger: DraftLedger) -> _Kind:
+    if one.forced:
+        return -1, 0, ledger.sampled
+    matches, shares = (sum(one.matched >= least for least in _MATCHES), sum(one.share >= least for least in _SHARES))
+    return matches, shares, ledger.sampled

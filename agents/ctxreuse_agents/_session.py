@@ -21,6 +21,7 @@ from ctxreuse.why import RequestInfo
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.inputs import check_text, choose_sampling, edited, question_of
+from ctxreuse_agents.planning import DocumentOrder, check_order, plan_documents
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.tools import AnswerType, ToolLike, tools_from
 from ctxreuse_agents.turn_lock import TurnLock
@@ -34,7 +35,8 @@ _CUT = ("stop_string", "cancelled", "error")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question: a draft turn (None: complete the history as it stands), and how to sample."""
+    """A question: a draft turn (None: complete the history as it stands), and how to sample. ``documents`` are those in
+    the draft, which may be put into another ``order``."""
 
     draft: Draft | None
     sampling: SamplingParams
@@ -42,6 +44,8 @@ class Question(msgspec.Struct, frozen=True):
     choice: ToolChoice = ToolChoice()
     form: Any = None
     answers: int = 1
+    documents: tuple[str, ...] = ()
+    order: DocumentOrder = "cached"
 
 
 def make_question(
@@ -54,14 +58,18 @@ def make_question(
     tool_choice: str = "auto",
     schema: Any = None,
     n: int = 1,
+    order: DocumentOrder = "cached",
 ) -> Question:
     """Check the arguments of `Session.ask` and `Session.complete` (``text`` None)."""
     if not 1 <= n <= MAX_ANSWERS:
         raise ConfigError(f"n is {n}: from 1 to {MAX_ANSWERS} answers can be had to one question")
+    check_order(order)
     draft = question_of(text, documents) if text is not None else None
     found = tools_from(tools)
     form = None if schema is None else AnswerType(schema)
-    return Question(draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form, n)
+    return Question(
+        draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form, n, tuple(documents), order
+    )
 
 
 def _choice(given: str, tools: Sequence[Tool]) -> ToolChoice:
@@ -137,7 +145,12 @@ class SessionCore:
             raise SessionError(
                 "there is nothing to complete: the session has no turns", where=session_id, fix="Use ask() or append()"
             )
-        prompt = segments.prompt(turns, draft)
+        if draft is not None and len(question.documents) > 1:
+            draft, prompt, reordered = plan_documents(
+                draft, question.documents, question.order, turns, runtime, segments, self.max_kl
+            )
+        else:
+            prompt, reordered = segments.prompt(turns, draft), None
         longest = runtime.space.max_tokens
         room = longest - len(prompt.ids)
         if room < 1:
@@ -148,7 +161,7 @@ class SessionCore:
             )
         limited = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         opening = turns[0].content if turns else draft.content if draft is not None else ""
-        about = RequestInfo(session=session_id, parts=prompt.parts, first_message=opening)
+        about = RequestInfo(session=session_id, parts=prompt.parts, first_message=opening, reordered=reordered)
         request = runtime.request(
             prompt.ids, parts=prompt.cuts, branches=prompt.turn_ends, max_kl=self.max_kl, about=about
         )

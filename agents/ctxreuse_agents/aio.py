@@ -23,6 +23,7 @@ from ctxreuse.why import Why
 from ctxreuse_agents._session import make_question
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory
+from ctxreuse_agents.planning import DocumentOrder
 from ctxreuse_agents.session import Diff, Session
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results, result_text
 from ctxreuse_agents.turn_lock import TurnLock
@@ -280,6 +281,7 @@ class AsyncSession:
         /,
         *,
         documents: Sequence[str] = (),
+        order: DocumentOrder = "cached",
         sampling: SamplingParams | None = None,
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
@@ -288,7 +290,7 @@ class AsyncSession:
         **settings: Any,
     ) -> AsyncAnswer:
         """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n, "order": order}
         return await self._ask(question, documents, sampling, settings, **wanted)
 
     async def complete(
@@ -321,6 +323,7 @@ class AsyncSession:
         choice = how.pop("tool_choice", "auto")
         answer = await self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
         how.pop("documents", None)
+        how.pop("order", None)
         for left in range(rounds - 1, -1, -1):
             made = await answer.tool_calls()
             if not made or answer.finish != "stop":

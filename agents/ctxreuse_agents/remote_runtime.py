@@ -24,6 +24,7 @@ from ctxreuse.errors import ConfigError, CtxReuseError, LinkDownError
 from ctxreuse.identity.keys import Tokens, as_tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.pauses import PauseKind
+from ctxreuse.planner import Part, Permutation, Plan
 from ctxreuse.runtime import Completion, PromptLike, Request, Usage
 from ctxreuse.runtime.request import validate_tokens
 from ctxreuse.why import RequestInfo, Why
@@ -70,6 +71,10 @@ class RemoteRuntime:
         """See `RuntimeProtocol.request`; the daemon hashes the keys, and knows the caller."""
         ids, limit = validate_tokens(self.space, tokens), check_limit(max_kl)
         return Request(ids, (), tuple(parts), tuple(branches), limit, about or RequestInfo(), priority, caller)
+
+    def plan(self, parts: Sequence[Part], max_kl: float | None = None) -> Plan:
+        """Return the order given: the daemon knows what is cached."""
+        return Plan(Permutation.identity(len(parts)))
 
     def _body(self, prompt: PromptLike) -> dict[str, Any]:
         request = prompt if isinstance(prompt, Request) else self.request(prompt)

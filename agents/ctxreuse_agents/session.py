@@ -23,6 +23,7 @@ from ctxreuse.why import RequestInfo, Why
 from ctxreuse_agents._session import SessionCore, make_question
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.planning import DocumentOrder
 from ctxreuse_agents.segments import message_of
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results
 
@@ -129,6 +130,7 @@ class Session:
         /,
         *,
         documents: Sequence[str] = (),
+        order: DocumentOrder = "cached",
         sampling: SamplingParams | None = None,
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
@@ -143,6 +145,10 @@ class Session:
             documents: texts before the question, in the same turn. If the session's ``max_kl`` is one that the model's
                 chunk profile can keep (``ctxreuse calibrate MODEL --chunks``), the KV of each is reused wherever it
                 stands, in any order; else only after the same beginning, as of any text.
+            order: of the documents. ``cached``: those whose KV is cached come first, in the order that has it, and then
+                those that others will share, unless the KV of each is reused wherever it stands; `Why.reordered` says
+                what that saved. ``ranked``: the same, and a line behind them tells the model the order given, best
+                first. ``given``: as given.
             sampling: how to sample.
             tools: what it may call: functions, OpenAI descriptions or `Tool`. `Answer.tool_calls` has its calls; give
                 their results as turns of the role ``tool``, and `complete` with the same tools, or use `run_tools`.
@@ -156,7 +162,7 @@ class Session:
         Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine,
         GrammarError for tools or a schema that cannot be used.
         """
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n, "order": order}
         return self._ask(question, documents, sampling, settings, **wanted)
 
     def complete(
@@ -200,6 +206,7 @@ class Session:
         choice = how.pop("tool_choice", "auto")
         answer = self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
         how.pop("documents", None)
+        how.pop("order", None)
         for left in range(rounds - 1, -1, -1):
             made = answer.tool_calls
             if not made or answer.finish != "stop":

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.identity.model import ModelSpace
     from ctxreuse.pauses import PauseKind
+    from ctxreuse.planner import Part, Plan
     from ctxreuse.runtime.completion import Completion
     from ctxreuse.runtime.request import PromptLike, Request
     from ctxreuse.store.base import Store
@@ -57,6 +58,13 @@ class RuntimeProtocol(Protocol):
         """Check a prompt and make a `Request` of it, which has the meaning of the arguments.
 
         Raises EngineError for an empty prompt, ContextTooLongError, TokenRangeError, ConfigError (see `check_max_kl`).
+        """
+
+    def plan(self, parts: Sequence[Part], max_kl: float | None = None) -> Plan:
+        """Order the parts of a prompt so that most KV is reused, now and by later requests; see `Planner.plan`.
+
+        They stay as given without a store, and where ``max_kl`` and the model's chunk profile allow reuse at any
+        position: order is then irrelevant.
         """
 
     def complete(self, prompt: PromptLike, sampling: SamplingParams, *, was: PauseKind | None = None) -> Completion:

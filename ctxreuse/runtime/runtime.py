@@ -20,6 +20,7 @@ from ctxreuse.engines.scoring import TokenScores, score_tokens
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
 from ctxreuse.pauses import kind_of
+from ctxreuse.planner import CachedPrefixes, Part, Permutation, Plan, Planner
 from ctxreuse.reuse import MaxSeconds
 from ctxreuse.runtime.answers import AnswerGroup
 from ctxreuse.runtime.checkpoints import StateCheckpoints
@@ -92,6 +93,7 @@ class Runtime:
         self.grammars = GrammarCompiler(self.text, engine.space.vocab_size, stop_ids)
         self._salt = tenant_salt(options.tenant)
         self._prompts = 0
+        self.planner = Planner()
 
         self.context_cache = ContextCache(options.context_cache_bytes)
         self.admission: MemoryAdmission | None = None
@@ -164,6 +166,22 @@ class Runtime:
         inside = tuple(sorted({at for at in parts if 0 < at < len(ids)}))  # they may come from a client
         limit, about = check_limit(max_kl), about or RequestInfo()
         return Request(ids, self.keys(ids), inside, tuple(branches), limit, about, priority, caller)
+
+    def plan(self, parts: Sequence[Part], max_kl: float | None = None) -> Plan:
+        """See `RuntimeProtocol.plan`."""
+        store, space = self.store, self.space
+        anywhere = max_kl is not None and isinstance(self.engine, ChunkEngine)
+        if store is None or (anywhere and self.chunk_reuse.gate.profile is not None):
+            return Plan(Permutation.identity(len(parts)))
+        cached = CachedPrefixes(
+            lambda keys: store.match(keys, max_kl), space.digest, self._salt, space.block_tokens,
+            states=space.needs_state,
+        )  # fmt: skip
+        try:
+            return self.planner.plan(parts, cached)
+        except StoreError as error:
+            log.warning("documents stay as given: %s", error)
+            return Plan(Permutation.identity(len(parts)))
 
     def _request(self, prompt: PromptLike) -> Request:
         return prompt if isinstance(prompt, Request) else self.request(prompt)

@@ -5,7 +5,7 @@ from ctxreuse.why.explain import explain
 from ctxreuse.why.explanation import Field, PromptSpan, Why
 from ctxreuse.why.log import FILE, OpenRequest, RequestLog, read_requests
 from ctxreuse.why.reasons import REASONS
-from ctxreuse.why.records import LoggedEntry, MissSpan, PromptPart, RequestInfo
+from ctxreuse.why.records import LoggedEntry, MissSpan, PromptPart, Reordered, RequestInfo
 
 __all__ = [
     "FILE",
@@ -18,6 +18,7 @@ __all__ = [
     "OpenRequest",
     "PromptPart",
     "PromptSpan",
+    "Reordered",
     "RequestInfo",
     "RequestLog",
     "Why",

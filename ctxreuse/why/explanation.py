@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ctxreuse.why.difference import Difference
-from ctxreuse.why.records import PromptPart
+from ctxreuse.why.records import PromptPart, Reordered
 
 __all__ = ["Field", "PromptSpan", "Why"]
 
@@ -57,6 +57,7 @@ class Why(
         fields: what differs, where the same text was computed in another model space.
         text: the whole in sentences.
         advice: what to do about it ("": nothing).
+        reordered: how its documents were reordered (None: they stand as given).
     """
 
     request: str
@@ -76,3 +77,4 @@ class Why(
     relocated: int = 0
     recomputed: int = 0
     gate_decision: str = ""
+    reordered: Reordered | None = None

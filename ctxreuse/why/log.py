@@ -143,7 +143,7 @@ class RequestLog:
                 limit_name(request.max_kl) or None, info.parts,
                 tuple(span for span in computed if span.end > span.start), first_block, first_message,
                 relocated=usage.tokens.relocated, recomputed=usage.tokens.recomputed,
-                gate_decision=usage.gate_decision,
+                gate_decision=usage.gate_decision, reordered=info.reordered,
             )  # fmt: skip
             entry.keys = b"".join([key[:SHORT_KEY] for key in request.keys])
             if self.texts:

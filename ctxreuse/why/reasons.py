@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ctxreuse.why.difference import Difference
     from ctxreuse.why.explanation import Field, PromptSpan
-    from ctxreuse.why.records import LoggedEntry
+    from ctxreuse.why.records import LoggedEntry, Reordered
 
 __all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 
@@ -117,6 +117,8 @@ def say(
         again = f"; {entry.recomputed:,} more were recomputed" if entry.recomputed else ""
         reused = f"{entry.relocated:,} of these were relocated from other positions" if entry.relocated else ""
         lines.append(f"{reused or 'None were relocated'}{again} ({entry.gate_decision}).")
+    if entry.reordered is not None:
+        lines.append(_reordering(entry.reordered))
     if not reason:
         lines.append("There was no miss: the rest does not fill a block, or is the last token.")
     for span in spans:
@@ -129,6 +131,17 @@ def say(
     if difference is not None and any(span.reason == "new" for span in spans):
         lines += differing(difference)
     return "\n".join(lines)
+
+
+def _reordering(made: Reordered) -> str:
+    order = ", ".join(str(index + 1) for index in made.order)
+    saved = max(made.cached - made.as_given, 0)
+    text = f"The {len(made.order)} documents were put into the order {order}"
+    if not saved:
+        return f"{text}, so that later requests can share more; now nothing is saved by that."
+    return (
+        f"{text}, which saved {saved:,} tokens: KV of {made.cached:,} was cached for it, of {made.as_given:,} as given."
+    )
 
 
 def differing(found: Difference) -> list[str]:

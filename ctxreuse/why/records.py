@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.store.removals import SHORT_KEY
 
-__all__ = ["LogHead", "LoggedEntry", "MissSpan", "PromptPart", "RequestInfo", "decoded", "encoded"]
+__all__ = ["LogHead", "LoggedEntry", "MissSpan", "PromptPart", "Reordered", "RequestInfo", "decoded", "encoded"]
 
 
 class PromptPart(msgspec.Struct, frozen=True, array_like=True):
@@ -21,6 +22,18 @@ class PromptPart(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     end: int
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+
+
+class Reordered(msgspec.Struct, frozen=True, array_like=True):
+    """How a planner ordered a prompt's documents: ``order`` has their numbers as given, from 0, in their present order.
+    For it ``cached`` tokens of KV were there, for the order given ``as_given``."""
+
+    order: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=4096)]
+    cached: _Count
+    as_given: _Count
 
 
 class RequestInfo(msgspec.Struct, frozen=True, rename={"client_id": "alias", "first_message": "opening"}):
@@ -33,6 +46,7 @@ class RequestInfo(msgspec.Struct, frozen=True, rename={"client_id": "alias", "fi
         parts: of the prompt, in order (none: it is one part).
         first_message: the text of the first part, by which the request is recognised in other model spaces; only a
             keyed hash of it is kept.
+        reordered: how its documents were reordered (None: they stand as given).
     """
 
     request: str = ""
@@ -40,6 +54,7 @@ class RequestInfo(msgspec.Struct, frozen=True, rename={"client_id": "alias", "fi
     session: str = ""
     parts: tuple[PromptPart, ...] = ()
     first_message: str = ""
+    reordered: Reordered | None = None
 
 
 class MissSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +90,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
         keys: the first 8 bytes of each prefix key, answer included.
         ids: all token ids, little-endian int32; empty where texts are not kept.
         relocated, recomputed, gate_decision: see `Usage`.
+        reordered: see `RequestInfo`.
     """
 
     request: str
@@ -98,11 +114,13 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
     relocated: int = 0
     recomputed: int = 0
     gate_decision: str = ""
+    reordered: Reordered | None = None
 
     @property
     def nbytes(self) -> int:
         """Approximate bytes in memory."""
-        return 1000 + len(self.keys) + len(self.ids) + 100 * (len(self.parts) + len(self.misses))
+        order = len(self.reordered.order) if self.reordered is not None else 0
+        return 1000 + len(self.keys) + len(self.ids) + 100 * (len(self.parts) + len(self.misses)) + 8 * order
 
     @property
     def numbers(self) -> Tokens:

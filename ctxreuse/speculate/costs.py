@@ -12,7 +12,7 @@ __all__ = ["PassCosts"]
 _PASSES, _KNOWN = 7, 3
 #: What a further row costs, as a share of a pass of one, while nothing was measured.
 _PRIOR = 0.12
-#: Rows are told apart up to here, then by eights.
+#: Each number of rows up to here is a class of its own; then eight are one.
 _FINE = 8
 
 
@@ -56,5 +56,5 @@ class PassCosts:
 
 
 def _kind(rows: int) -> int:
-    """Rows that are told apart, the middle of those that are not."""
+    """The class of a number of rows, named by one in its middle."""
     return rows if rows <= _FINE else (rows - 1) // 8 * 8 + 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ctxreuse.speculate.policy import Confidence, DraftLedger, DraftPolicy, Load
+from ctxreuse.speculate.policy import Confidence, DraftLedger, DraftPolicy, PassLoad
 from ctxreuse.speculate.suffix import DEPTH, NOTHING, SuffixIndex
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.speculate.memory import DraftMemory
 
-__all__ = ["MOST", "AnswerDrafter", "Draft"]
+__all__ = ["MOST", "AnswerDraft", "AnswerDrafter"]
 
 #: Tokens of a draft at most.
 MOST = 32
@@ -25,7 +25,7 @@ _OWN = 1 << 14
 _NONE = np.zeros(0, "<i4")
 
 
-class Draft:
+class AnswerDraft:
     """Tokens that may follow, int32 [n], and what is known of each."""
 
     __slots__ = ("confidences", "ids")
@@ -52,16 +52,16 @@ class AnswerDrafter:
         self._own = SuffixIndex(_OWN)
         self._own.add(history[-DEPTH:])
         self._known = len(history)
-        self._draft, self._checked = Draft(_NONE, []), 0
+        self._draft, self._checked = AnswerDraft(_NONE, []), 0
         self.ledger, self.short = DraftLedger(sampled=sampled), Counter[str]()
         self.drafted = self.accepted = 0
 
-    def next(self, history: Tokens, left: int, load: Load, constraint: Constraint | None = None) -> Tokens:
+    def next(self, history: Tokens, left: int, load: PassLoad, constraint: Constraint | None = None) -> Tokens:
         """Return what may follow ``history`` (prompt and answer so far), int32 [n]; ``left``: tokens at most."""
         self._own.add(history[self._known :], begins=False)
         self._known = len(history)
         most = min(left, MOST)
-        draft = self._continued(history, most, constraint) if most > 0 else Draft(_NONE, [])
+        draft = self._continued(history, most, constraint) if most > 0 else AnswerDraft(_NONE, [])
         self._draft, self._checked = draft, 0
         if not draft.confidences:
             self.short["match" if most > 0 else "end"] += 1
@@ -71,7 +71,7 @@ class AnswerDrafter:
             self.short[reason] += 1
         return draft.ids[: self._checked]
 
-    def _continued(self, history: Tokens, most: int, constraint: Constraint | None) -> Draft:
+    def _continued(self, history: Tokens, most: int, constraint: Constraint | None) -> AnswerDraft:
         forced = constraint.forced(most) if constraint is not None else _NONE
         tail = history[-DEPTH:]
         if len(forced):
@@ -92,9 +92,9 @@ class AnswerDrafter:
             if allowed < len(ids):
                 self.short["grammar"] += 1
             ids, known = ids[:allowed], known[:allowed]
-        return Draft(ids, known)
+        return AnswerDraft(ids, known)
 
-    def checked(self, came: Sequence[int], seconds: float, load: Load) -> None:
+    def checked(self, came: Sequence[int], seconds: float, load: PassLoad) -> None:
         """Note which tokens ``came`` in the place of the last draft, those that were accepted and one more;
         ``seconds``: of the pass, in which ``load`` was beside it."""
         draft, right = self._draft, 0

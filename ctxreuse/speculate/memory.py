@@ -20,7 +20,7 @@ _OVERLAP = 16
 class DraftMemory:
     """Texts of all callers of one tenant, each in an index of its own: none is drafted from another's. Thread-safe.
 
-    Together they take at most ``nbytes``; then whoever wrote longest ago is forgotten, and a single caller has all.
+    Together they take at most ``nbytes``; then the caller that wrote longest ago is forgotten; a single one has all.
     """
 
     def __init__(self, nbytes: int = 64 << 20) -> None:

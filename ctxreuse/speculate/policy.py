@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from ctxreuse.speculate.costs import PassCosts
 
-__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "Load"]
+__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "PassLoad"]
 
 #: A draft must promise this much more of tokens a second.
 _MARGIN = 1.05
@@ -30,7 +30,7 @@ class Confidence(NamedTuple):
     forced: bool = False
 
 
-class Load(NamedTuple):
+class PassLoad(NamedTuple):
     """What an engine's pass holds beside an answer: contexts that decode, tokens of their drafts, and prefills."""
 
     contexts: int = 0
@@ -82,7 +82,7 @@ class DraftPolicy:
         self._lock = threading.Lock()
         self._rates = _Rates()
 
-    def length(self, draft: Sequence[Confidence], load: Load, ledger: DraftLedger) -> tuple[int, str]:
+    def length(self, draft: Sequence[Confidence], load: PassLoad, ledger: DraftLedger) -> tuple[int, str]:
         """Return how many of a draft's tokens are to be checked, and why not more: ``""``, ``cost`` (they would cost
         more than they promise), ``lost`` (drafts of this answer were too often wrong) or ``unknown`` (the engine's
         costs are not known yet)."""
@@ -118,7 +118,7 @@ class DraftPolicy:
                 self._rates.observe(_kind(one, ledger), at < right)
             ledger.rates.observe(_kind(one, ledger), at < right)
 
-    def settle(self, ledger: DraftLedger, seconds: float, load: Load, drafted: int, accepted: int) -> None:
+    def settle(self, ledger: DraftLedger, seconds: float, load: PassLoad, drafted: int, accepted: int) -> None:
         """Note a pass of an answer: its ``seconds``, what else was in it, and the answer's own draft."""
         ledger.seconds += seconds
         plain = self.costs.seconds(load.contexts + 1)

@@ -141,9 +141,8 @@ def test_a_grammar_drafts_what_it_forces_and_cuts_what_it_forbids() -> None:
     sampling = SamplingParams(max_tokens=90, grammar=grammar)
     unlike = Runtime(engine, None, RuntimeOptions()).complete(ids, sampling)
     unlike.drain()
-    drafted = Runtime(engine, None, RuntimeOptions(speculate="auto", clock=iter(map(float, count())).__next__)).complete(
-        ids, sampling
-    )
+    options = RuntimeOptions(speculate="auto", clock=iter(map(float, count())).__next__)
+    drafted = Runtime(engine, None, options).complete(ids, sampling)
     drafted.drain()
     assert drafted.text == unlike.text
     assert drafted.usage.tokens.accepted > 15

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
 from ctxreuse.runtime.steps.slices import LARGEST, STALL, SliceEstimator
-from ctxreuse.speculate import Load, PassCosts
+from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Logits
@@ -35,7 +35,7 @@ class Waiting:
 
     def __init__(self, context: Context, tokens: Tokens, turn: RequestTurn, rows: int = 1) -> None:
         self.context, self.tokens, self.turn, self.start = context, tokens, turn, context.n
-        self.rows, self.load = rows, Load()
+        self.rows, self.load = rows, PassLoad()
         self.done, self.seconds = False, 0.0
         self.logits: Logits | None = None
         self.error: Exception | None = None
@@ -139,7 +139,7 @@ class PassPlanner:
         self._contexts += len(chosen)
         rows = sum(one.rows for one in chosen if one.decodes)
         for one in chosen:
-            one.load = Load(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
+            one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
         if decoding and not prefills:
             self.costs.observe(rows, decoding, seconds)
         if decoding:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ctxreuse.errors import EngineError
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
-from ctxreuse.speculate import Load, PassCosts
+from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine, Logits
@@ -36,7 +36,7 @@ class Advanced(NamedTuple):
 
     logits: Logits | None
     seconds: float
-    load: Load = Load()
+    load: PassLoad = PassLoad()
 
 
 class StepScheduler:

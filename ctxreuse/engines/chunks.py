@@ -20,6 +20,8 @@ __all__ = [
     "BlockRows",
     "ChunkEngine",
     "ChunkOps",
+    "CompressedFormat",
+    "CompressingOps",
     "InPlaceOps",
     "RelocatedContext",
     "Relocation",
@@ -31,6 +33,8 @@ __all__ = [
 Role = Literal["k", "v"]
 #: How pinned rows are kept: quantised to 8 or 4 bits, or as the blocks store them.
 RunFormat = Literal["int8", "int4", "stored"]
+#: How the rows of a context that waits are kept.
+CompressedFormat = Literal["int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,20 @@ class InPlaceOps(ChunkOps, Protocol):
         Recomputed rows hide the pinned ones. Blocks that hold attached rows cannot be exported, and nothing can be
         loaded or inserted afterwards. ``selection``: which pages of all its runs the context reads (None: all).
         Raises EngineError and what `check_prompt` raises, before anything is changed.
+        """
+        ...
+
+
+@runtime_checkable
+class CompressingOps(Protocol):
+    """Contexts that wait are kept quantised, and attended to as they are when they go on."""
+
+    def compress(self, context: Context, format: CompressedFormat, level: str) -> None:
+        """Quantise all rows of a context, which frees its other memory; tokens computed later are kept as always.
+
+        What cannot be done with quantised rows (loading, forking, inserting, exporting their blocks) expands them
+        first. ``level``: an ``approx~`` level, at which all rows are from now on where they were no worse. Raises
+        EngineError, and changes nothing, if the engine or the model cannot; what `Loading.wait` raises.
         """
         ...
 

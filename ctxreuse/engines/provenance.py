@@ -137,6 +137,11 @@ class Provenance:
         if not is_exact(level):
             self._states.append(_LossyState(at, max(at - reach, 1), level))
 
+    def recode(self, n: int, level: str) -> None:
+        """All rows of a context of ``n`` tokens are kept at ``level`` from now on, or at theirs where that is worse."""
+        runs = [run._replace(level=max([level, run.level], key=quality_key)) for run in self.runs(n)]
+        self._loaded = _joined(runs)
+
     def crop(self, n: int) -> None:
         """The context ends at position ``n``."""
         self._loaded, self._relocated, self._gaps = (

@@ -128,16 +128,20 @@ class QualityGate:
         return decision, list(runs) if decision.allowed else []
 
     def in_place(
-        self, max_kl: float | None, format: str = "int8", below: float = 0.0
+        self, max_kl: float | None, format: str = "int8", below: float = 0.0, *, whole: bool = False
     ) -> tuple[GateDecision, Selection | None]:
         """Choose how runs pinned in ``format`` may be read: as few of their pages as ``max_kl`` allows (None: all).
 
-        ``below``: the KL of relocating them; it adds up. A context of more tokens than were measured is taken for one
-        of those: it has more pages to choose from.
+        ``below``: the KL of what was lossy in them before; it adds up. ``whole``: all pages are read. A context of more
+        tokens than were measured is taken for one of those: it has more pages to choose from.
         """
         if max_kl is None:
             return _refused("exact session: allow some KL, such as max_kl=0.05, to attend to pinned runs"), None
-        known = [] if self.profile is None else [one for one in self.profile.in_place if one.format == format]
+        known = (
+            []
+            if self.profile is None
+            else [one for one in self.profile.in_place if one.format == format and not (whole and one.selection)]
+        )
         if not known:
             return _refused(f"nothing is known of {format} in place: run `ctxreuse calibrate NAME --chunks`"), None
         fitting = [one for one in known if _bound(one, below) <= max_kl]
@@ -145,7 +149,7 @@ class QualityGate:
             best = min(known, key=lambda one: one.kl_high)
             return _refused(
                 f"not good enough: reading {best.words} has a KL of {best.kl:.3f} (at most {best.kl_high:.3f})"
-                f", relocation another {below:.3f}, and {max_kl:g} is allowed"
+                f", what was lossy before another {below:.3f}, and {max_kl:g} is allowed"
             ), None
         chosen = min(fitting, key=lambda one: (1.0 if one.selection is None else one.selection.share, one.kl_high))
         bound = f"kl-{_bound(chosen, below):.3f}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+from ctxreuse.block.levels import EXACT, quality_key
 from ctxreuse.engines.base import is_lost
 from ctxreuse.engines.provenance import leading
 from ctxreuse.errors import EngineDiedError
@@ -12,6 +14,7 @@ from ctxreuse.identity.keys import Tokens, common_prefix
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine
+    from ctxreuse.runtime.compress import ContextCompressor
 
 __all__ = ["ContextCache"]
 
@@ -23,13 +26,16 @@ def _begins(tokens: Tokens, front: Tokens) -> bool:
 class ContextCache:
     """Finished contexts, least recently used first, within ``capacity`` bytes. Any thread may call.
 
-    Those whose engine's process has died are forgotten.
+    When there are more, ``compressor`` makes those smaller whose sessions allow it, before any is evicted. Those whose
+    engine's process has died are forgotten.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, compressor: ContextCompressor | None = None) -> None:
+        self.capacity, self._compressor = capacity, compressor
         self._lock = threading.Lock()
         self._contexts: list[Context] = []
+        #: Of those that could be made smaller, what their sessions allow.
+        self._max_kl: WeakKeyDictionary[Context, float] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._contexts)
@@ -39,12 +45,26 @@ class ContextCache:
         """Bytes of KV in all contexts."""
         return sum(context.nbytes for context in self._contexts if not is_lost(context))
 
-    def put(self, context: Context) -> None:
-        """Keep a context; evict the least recently used ones while there is too much."""
+    def put(self, context: Context, max_kl: float | None = None) -> None:
+        """Keep a context; compress, then evict the least recently used ones while there is too much.
+
+        ``max_kl``: what its session allows.
+        """
         with self._lock:
             self._contexts = [one for one in (*self._contexts, context) if not is_lost(one)]
+            if max_kl is not None and self._compressor is not None:
+                self._max_kl[context] = max_kl
             while self._contexts and self.nbytes > self.capacity:
-                self._contexts.pop(0)
+                self._free_one()
+
+    def _free_one(self) -> int:
+        """Compress the least recently used context that can be, or evict the first; returns the bytes freed."""
+        one = next((one for one in self._contexts if one in self._max_kl), None)
+        if one is None or self._compressor is None:
+            return self._contexts.pop(0).nbytes
+        before = one.nbytes
+        self._compressor.compress(one, self._max_kl.pop(one))
+        return max(before - one.nbytes, 0)
 
     def take(
         self, engine: Engine, tokens: Tokens, stored: int, max_kl: float | None = None
@@ -59,6 +79,7 @@ class ContextCache:
             if best is None:
                 return None
             self._contexts.remove(best)
+            self._max_kl.pop(best, None)
         try:
             if best.n > length and not engine.crop(best, length):
                 self.put(best)
@@ -112,12 +133,22 @@ class ContextCache:
             self._contexts = [context for context in self._contexts if not is_lost(context)]
 
     def evict(self, nbytes: int) -> int:
-        """Forget the least recently used contexts of at least ``nbytes`` bytes, or all; returns their bytes."""
+        """Compress or forget the least recently used contexts until ``nbytes`` bytes are free; returns the bytes."""
         freed = 0
         with self._lock:
             while self._contexts and freed < nbytes:
-                freed += self._contexts.pop(0).nbytes
+                freed += self._free_one()
         return freed
+
+    def levels(self) -> dict[str, tuple[int, int]]:
+        """Return contexts and tokens by the level of the worst of their KV. Pure."""
+        found: dict[str, tuple[int, int]] = {}
+        with self._lock:
+            for context in self._contexts:
+                level = max((run.level for run in context.levels), key=quality_key, default=EXACT)
+                contexts, tokens = found.get(level, (0, 0))
+                found[level] = contexts + 1, tokens + context.n
+        return found
 
     def clear(self) -> None:
         """Forget all contexts."""

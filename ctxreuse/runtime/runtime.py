@@ -26,6 +26,7 @@ from ctxreuse.runtime.answers import AnswerGroup
 from ctxreuse.runtime.checkpoints import StateCheckpoints
 from ctxreuse.runtime.chunks.backfill import ChunkBackfill
 from ctxreuse.runtime.chunks.reuse import ChunkReuse
+from ctxreuse.runtime.compress import ContextCompressor
 from ctxreuse.runtime.context_cache import ContextCache
 from ctxreuse.runtime.drafting import Drafting
 from ctxreuse.runtime.erase import Eraser
@@ -95,17 +96,18 @@ class Runtime:
         self._prompts = 0
         self.planner = Planner()
 
-        self.context_cache = ContextCache(options.context_cache_bytes)
+        self.chunk_backfill: ChunkBackfill | None = None
+        if store is not None and isinstance(engine, ChunkEngine):
+            self.chunk_backfill = ChunkBackfill(store, engine.space, self._salt)
+        self.chunk_reuse = ChunkReuse(engine, self._salt, options, self.cost, self.chunk_backfill)
+        compressor = ContextCompressor(engine, lambda: self.chunk_reuse.gate)
+        self.context_cache = ContextCache(options.context_cache_bytes, compressor)
         self.admission: MemoryAdmission | None = None
         if options.available_memory is not None:
             self.admission = MemoryAdmission(self.inflight, self.context_cache, options.available_memory, self.clock)
         self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
         rewrites = engine.space.needs_state and self.text is not None and rewrites_history(self.text)
         self.checkpoints = StateCheckpoints(engine.space, options.states, rewrites_history=rewrites)
-        self.chunk_backfill: ChunkBackfill | None = None
-        if store is not None and isinstance(engine, ChunkEngine):
-            self.chunk_backfill = ChunkBackfill(store, engine.space, self._salt)
-        self.chunk_reuse = ChunkReuse(engine, self._salt, options, self.cost, self.chunk_backfill)
         self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, self._salt)
         self._prefiller = PromptPrefiller(
             engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
@@ -294,7 +296,7 @@ class Runtime:
             self.writeback.index(context, record, offered)
             if record.logged is not None:
                 self.requests.kept(record.logged, context.tokens, offered)
-            self.context_cache.put(context)
+            self.context_cache.put(context, record.request.max_kl)
         except EngineDiedError as error:
             log.warning("an answer's KV was not stored: %s", error)  # the answer is whole
         finally:

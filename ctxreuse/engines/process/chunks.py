@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.engines.base import Context, Logits
-from ctxreuse.engines.chunks import Relocation, Role
+from ctxreuse.engines.chunks import CompressedFormat, Relocation, Role
 from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.context import ChildContext
 from ctxreuse.engines.process.wire import encode_headers
@@ -35,6 +35,10 @@ class ChildChunkOps:
         starts, heads = [view.start for view in views.values()], encode_headers(list(views.values()))
         spans = [(one.start, order[id(one.view)], one.row, one.count) for one in rows]
         self._call("insert_rows", spans, starts, level, rotate, on=[own], appended=[ids], arrays=[ids, heads, *blocks])
+
+    def compress(self, context: Context, format: CompressedFormat, level: str) -> None:
+        """See `CompressingOps.compress`."""
+        self._call("compress", format, level, on=[self._own(context)])
 
     def deviations(
         self, context: Context, rows: Tokens, layer: int, role: Role

@@ -21,7 +21,7 @@ from ctxreuse.codec.profile_bytes import read_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
 from ctxreuse.engines.base import Context, Engine, Loading
-from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, RelocatedContext, Relocation
+from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, RelocatedContext, Relocation
 from ctxreuse.engines.fork import fork_context
 from ctxreuse.engines.process.loading import placed_planes
 from ctxreuse.engines.process.memory import SharedMemory
@@ -268,6 +268,13 @@ class _Server:
         views = [BlockView(head, layout_of_header(head), start, block.data) for head, start, block in heads]
         rows = [Relocation(start, views[number], row, count) for start, number, row, count in spans]
         self._ops.insert_rows(context, ids, rows, level, rotate=rotate)
+        return None, ()
+
+    def do_compress(self, context: Context, format: Any, level: str, *, call: Call) -> Outcome:
+        ops = self._ops
+        if not isinstance(ops, CompressingOps):
+            raise EngineError("this engine keeps no contexts compressed")
+        ops.compress(context, format, level)
         return None, ()
 
     def do_deviations(self, context: Context, layer: int, role: Any, rows: Array, *, call: Call) -> Outcome:

@@ -52,6 +52,8 @@ class TorchContext:
         self._n = 0
         self.lease: Lease | None = None
         self.in_place: InPlaceRuns | None = None
+        #: The attached runs are this context's own rows, quantised.
+        self.compressed = False
         self.arena_layers = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, ArenaLayer)]
         self.windows = [layer for layer in cache.layers if isinstance(layer, WindowLayer)]
         self.reserve(max(reserve, min(_LEAST, limit)))
@@ -90,8 +92,10 @@ class TorchContext:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arena, the windows and the snapshots; attached runs, which others may share, are not counted."""
+        """Bytes of rows, windows and snapshots; attached runs are counted if no other context can share them."""
         arena = self.lease.arena.nbytes if self.lease else 0
+        if self.compressed and self.in_place is not None:
+            arena += self.in_place.nbytes
         return arena + sum(w.nbytes for w in self.windows) + sum(s.nbytes for s in self.snapshots.values())
 
     def __repr__(self) -> str:
@@ -144,6 +148,31 @@ class TorchContext:
             layer.adopt(lease.arena.k[index], lease.arena.v[index], self._n)
         self.lease = lease
 
+    def replace_rows(self, rotaries: Mapping[int, Rotary], runs: Sequence[AttachedRun]) -> None:
+        """Have all rows in these runs, which cover the context, and none in an arena."""
+        self.in_place, self.compressed, self.lease = InPlaceRuns(0), True, None
+        for run in runs:
+            self.in_place.attach(run)
+        for index, layer in self.arena_layers:
+            layer.unbind()
+            layer.in_place = InPlaceLayer(self.in_place, index, rotaries[index], self._n)
+
+    def lease_rows(self) -> Lease:
+        """Lease another arena for all tokens, beside what the context has."""
+        self.reserve(self._n)  # its own rows can be read then, even if there are none
+        return self._pool.lease(self._n)
+
+    def lies_in_runs(self, start: int, end: int) -> bool:
+        """True if some of these positions lie in attached runs."""
+        return self.in_place is not None and self.in_place.covers(start, end)
+
+    def become_plain(self, lease: Lease) -> None:
+        """Use an arena that holds all rows, and no run."""
+        self.in_place, self.compressed = None, False
+        for _, layer in self.arena_layers:
+            layer.in_place = None
+        self.adopt(lease)
+
     def become(self, other: TorchContext, lease: Lease | None) -> None:
         """Be what another context is; ``lease``: an arena with its rows. This one is empty and has capacity."""
         self._ids[: other.n] = other.tokens
@@ -174,7 +203,7 @@ class TorchContext:
             if layer.in_place is not None:
                 layer.in_place.restart(n)
         if self.in_place is not None and self.in_place.plain:
-            self.in_place = None
+            self.in_place, self.compressed = None, False
             for _, layer in self.arena_layers:
                 layer.in_place = None
 

@@ -27,6 +27,7 @@ from ctxreuse.engines.torch_hf.cache.arena import Lease, forked
 from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.inplace.compress import expand
 from ctxreuse.engines.torch_hf.model import ModelOptions, TorchModel, first_keys, open_model
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.errors import CtxReuseError, EngineError
@@ -129,7 +130,7 @@ class TorchEngine:
     def step(
         self, batch: Sequence[tuple[Context, Tokens]], *, limit: int | None = None, rows: Sequence[int] = ()
     ) -> list[Logits | CtxReuseError | None]:
-        """See `Engine.step`. A context that is loading or has attached runs goes through the model alone."""
+        """See `Engine.step`. A context that is loading goes through the model alone."""
         return self._model.step(batch, self._model.chunk if limit is None else limit, rows)
 
     @inference
@@ -143,6 +144,8 @@ class TorchEngine:
         """See `Engine.load`. The state (one position, small) is read at once, K and V of the blocks layer by layer."""
         own, space, model = self._model.own(context), self.space, self._model
         own.check_filled()
+        if own.compressed:
+            expand(own)
         if own.in_place is not None:
             raise EngineError("the context has attached runs, so no block can be loaded into it")
         own.finish_load()
@@ -187,6 +190,8 @@ class TorchEngine:
         """See `ForkingEngine.fork`: the rows are in memory once, for the context too, and pages that one writes to."""
         own, size = self._model.own(context), self.space.block_tokens
         own.check_filled()
+        if own.compressed:
+            expand(own)
         if own.in_place is not None or any(window.short(own.n) for window in own.windows):
             raise EngineError("the context has attached runs, or its windows began after its start")
         own.wait_load()
@@ -229,6 +234,9 @@ class TorchEngine:
         own.check_filled()
         check_export(first, len(keys), self.space.block_tokens, own.n)
         own.wait_load()
+        size = self.space.block_tokens
+        if own.compressed and own.lies_in_runs(first * size, (first + len(keys)) * size):
+            expand(own)
         return export_blocks(
             self.space, self._model.layout, own, keys, parent, first, partial(fill_block, own, self.space.block_tokens)
         )

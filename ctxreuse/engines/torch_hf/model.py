@@ -296,7 +296,7 @@ class TorchModel(UserCodec):
                 runs[i] = self._next(self.own(context), tokens, limit, rows[i] if rows else 1)
             except CtxReuseError as error:
                 found[i] = error
-        together = [i for i, run in runs.items() if run.context.loading is None and run.context.in_place is None]
+        together = [i for i, run in runs.items() if run.context.loading is None]
         if len(together) > 1 and self.packs:
             try:
                 for i, logits in zip(together, self._run_packed([runs[i] for i in together])):
@@ -379,6 +379,8 @@ class TorchModel(UserCodec):
             last = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, rows)])
             logits = self.forward.packed(ids, positions, cache, torch.from_numpy(last))
         check_attended(cache)
+        for context in contexts:
+            context.check_attended()
         found = np.split(logits.numpy(), np.cumsum(rows)[:-1])
         return [(one if count > 1 else one[0]).copy() for one, count in zip(found, rows)]
 

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ctxreuse.engines.torch_hf.inplace.attention import call_of
 from ctxreuse.errors import EngineError
 
 __all__ = ["PackedKeys", "check_attended", "is_packing", "packed_cache", "packed_keys", "packing"]
@@ -51,15 +52,16 @@ class PackedKeys:
         token, if it can (else None).
         """
         self._layer.pending = False
-        single = [segment for segment in self._segments if segment.stop - segment.start == 1]
+        plain = [call_of(segment.keys) is None for segment in self._segments]
+        single = [one for one, own in zip(self._segments, plain) if own and one.stop - one.start == 1]
         rows = [segment.start for segment in single]
         found = each(q[0, :, rows].transpose(0, 1), [(s.keys, s.values) for s in single]) if each and single else None
         out = q.new_empty(1, q.shape[2], q.shape[1], self._segments[0].values.shape[3])
         if found is not None:
             out[0, rows] = found
-        for start, stop, keys, values in self._segments:
-            if found is None or stop - start > 1:
-                mask = _mask(stop - start, keys.shape[2], self._layer.window, q.dtype)
+        for (start, stop, keys, values), own in zip(self._segments, plain):
+            if found is None or stop - start > 1 or not own:
+                mask = _mask(stop - start, keys.shape[2], self._layer.window, q.dtype) if own else None
                 out[:, start:stop] = one(q[:, :, start:stop], keys, values, mask)
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -85,6 +86,17 @@ class InPlaceRuns:
         """Bytes of the attached runs; other contexts may share them."""
         return sum(run.nbytes for run in {id(span.attached.run): span.attached.run for span in self._spans}.values())
 
+    @property
+    def runs(self) -> list[AttachedRun]:
+        """The attached runs, by position, as far as the context reaches."""
+        found: list[AttachedRun] = []
+        for span in self._spans:
+            if found and found[-1].run is span.attached.run:
+                found[-1] = replace(found[-1], count=span.end - found[-1].start)
+            else:
+                found.append(replace(span.attached, count=span.end - span.start))
+        return found
+
     def attach(self, one: AttachedRun) -> None:
         """Attach a run at positions behind all others and behind what is computed."""
         done = 0
@@ -163,6 +175,10 @@ class InPlaceRuns:
         rows = self._row_of[start:end]
         together = len(rows) == end - start and bool((rows >= 0).all() and (np.diff(rows) == 1).all())
         return int(rows[0]) if together else -1
+
+    def covers(self, start: int, end: int) -> bool:
+        """True if a run holds some of these positions."""
+        return any(span.start < end and start < span.end for span in self._spans)
 
     def crop(self, n: int) -> Positions | None:
         """Forget positions from ``n`` on. Returns the rows to keep, in their order, if they are not the first ones."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 __all__ = ["FIRST_SLICE", "LARGEST", "STALL", "SliceEstimator"]
 
@@ -16,7 +15,8 @@ _AIM = 0.85
 FIRST_SLICE, _LEAST, LARGEST = 16, 16, 512
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
 _LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
-#: Passes that only decode, of which the median counts; and how many are enough to begin with.
+#: Passes that only decode, of which the second shortest counts, as what disturbs a pass makes it longer; and how many
+#: are enough to begin with.
 _PASSES, _KNOWN = 5, 3
 
 
@@ -66,7 +66,8 @@ class SliceEstimator:
         if not self._decode:
             return None
         smaller = [number for number in self._decode if number <= decoding]
-        return median(self._decode[max(smaller) if smaller else min(self._decode)])
+        times = sorted(self._decode[max(smaller) if smaller else min(self._decode)])
+        return times[min(1, len(times) - 1)]
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of a prefill may go with ``decoding`` contexts that decode."""

@@ -47,7 +47,8 @@ def routes(node: EdgeNode) -> list[Route]:
             | {"stats": node.store.stats().fields(), "disk": disk.stats().fields() if disk is not None else {}},
             "engine": _engine(node.models.first),
             "models": [{"id": one.name.id, "running": one.running} | _engine(one) for one in node.models.served],
-            "live": {"contexts": len(runtime.context_cache), "bytes": runtime.context_cache.nbytes},
+            "live": {"contexts": len(runtime.context_cache), "bytes": runtime.context_cache.nbytes}
+            | {"levels": runtime.context_cache.levels()},
             "contexts": node.contexts.count(),
             "pinned": {"prefixes": len(node.pins), "bytes": node.pins.nbytes},
             "requests": {"running": running, "limit": limit, "held": running, "most": limit},  # held, most: 0.1.0

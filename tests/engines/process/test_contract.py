@@ -9,6 +9,7 @@ import pytest
 from ctxreuse.engines.process.engine import ChildEngine, start_engine
 from ctxreuse.testing.engine import EngineContract
 from ctxreuse.testing.engine.chunks import EngineChunksContract
+from ctxreuse.testing.engine.compressed import EngineCompressionContract
 from ctxreuse.testing.engine.levels import EngineLevelsContract
 
 
@@ -27,6 +28,13 @@ class TestChildLevels(EngineLevelsContract):
 
 
 class TestChildChunks(EngineChunksContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine(cls, child: ChildEngine) -> ChildEngine:
+        return child
+
+
+class TestChildCompression(EngineCompressionContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, child: ChildEngine) -> ChildEngine:

@@ -49,6 +49,12 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         self.resize(n)
         self.is_initialized = True
 
+    def unbind(self) -> None:
+        """Hold nothing, in no planes."""
+        self._k = self._v = None
+        self.keys = self.values = torch.empty(0)
+        self.length = 0
+
     def keep(self, rows: torch.Tensor) -> None:
         """Move these rows, int64 [n], to the front, in their order."""
         assert self._k is not None
@@ -58,6 +64,8 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
 
     def resize(self, n: int) -> None:
         """Let the layer hold the first ``n`` tokens of its planes."""
+        if self._k is None and n == 0:
+            return
         assert self._k is not None
         assert self._v is not None
         self.length = n

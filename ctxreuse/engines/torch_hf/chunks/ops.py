@@ -14,7 +14,7 @@ import torch
 from ctxreuse.block.levels import is_exact, is_raw
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt, check_vocabulary, chunk_spans
 from ctxreuse.engines.checks import check_relocations, check_spans
-from ctxreuse.engines.chunks import BlockRows, Relocation, Role, RunFormat
+from ctxreuse.engines.chunks import BlockRows, CompressedFormat, Relocation, Role, RunFormat
 from ctxreuse.engines.torch_hf.attention import NAME
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
@@ -23,6 +23,7 @@ from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
 from ctxreuse.engines.torch_hf.chunks.insert import fill_rows
 from ctxreuse.engines.torch_hf.chunks.scatter import AttentionScores, ComparedError, RowComparison, scattered
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.inplace.compress import compress, expand
 from ctxreuse.engines.torch_hf.inplace.pin import pin_rows
 from ctxreuse.engines.torch_hf.model import TorchModel
 from ctxreuse.engines.torch_hf.modes import inference
@@ -158,6 +159,17 @@ class TorchChunkOps:
         own.reserve(end)
         own.append(ids)
         own.provenance.insert(start, end, [(one.start, one.start + one.count) for one in runs], level)
+
+    @inference
+    def compress(self, context: Context, format: CompressedFormat, level: str) -> None:
+        """See `CompressingOps.compress`."""
+        own = self._model.own(context)
+        self._check_scatters()
+        self._check_appended(own, own.tokens[:0], level)
+        own.check_filled()
+        own.wait_load()
+        own.finish_load()
+        compress(own, format, self.rotaries(), level)
 
     @inference
     def deviations(
@@ -301,6 +313,8 @@ class TorchChunkOps:
 
 
 def _check_own_memory(context: TorchContext) -> None:
+    if context.compressed:
+        expand(context)
     if context.in_place is not None:
         raise EngineError("the context has attached runs, so no rows can be copied into it")
 

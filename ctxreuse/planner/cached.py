@@ -10,10 +10,10 @@ import numpy as np
 from ctxreuse.identity.keys import ROOT, Tokens, prefix_keys
 from ctxreuse.tree import Match
 
-__all__ = ["CachedPrefixes", "Prefix"]
+__all__ = ["CachedPrefixes", "PlannedPrefix"]
 
 
-class Prefix(NamedTuple):
+class PlannedPrefix(NamedTuple):
     """Some parts in a row. ``reach``: their leading tokens that are cached; ``alive``: all of their blocks are.
 
     ``parent`` is the key of the last whole block, ``blocks`` its number, ``rest`` the ids behind it, as bytes.
@@ -50,7 +50,7 @@ class CachedPrefixes:
         self._match, self._space, self._salt = match, space, salt
         self._block, self._states = block_tokens, states
 
-    def extend(self, prefix: Prefix, ids: Tokens) -> Prefix:
+    def extend(self, prefix: PlannedPrefix, ids: Tokens) -> PlannedPrefix:
         """Return the prefix with a part behind it; int32 [n]. About 5 µs where its first block is not cached."""
         if not prefix.alive:
             return prefix
@@ -65,9 +65,9 @@ class CachedPrefixes:
                 if usable := found.state_blocks if self._states else found.blocks:
                     reach = (blocks + usable) * self._block
                 if found.blocks < len(keys):
-                    return Prefix(parent, blocks, b"", reach, False)
+                    return PlannedPrefix(parent, blocks, b"", reach, False)
                 parent, at, blocks = keys[-1], until, blocks + len(keys)
-        return Prefix(parent, blocks, raw[at * size :], reach, True)
+        return PlannedPrefix(parent, blocks, raw[at * size :], reach, True)
 
     def _keys(self, raw: bytes, parent: bytes) -> list[bytes]:
         return prefix_keys(self._space, self._salt, np.frombuffer(raw, "<i4"), self._block, parent)

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import msgspec
 
-from ctxreuse.planner.cached import CachedPrefixes, Prefix
+from ctxreuse.planner.cached import CachedPrefixes, PlannedPrefix
 from ctxreuse.planner.companions import Companions
 from ctxreuse.planner.parts import KINDS, MOVABLE, Part
 from ctxreuse.planner.permutation import Permutation
@@ -52,11 +52,11 @@ class Planner:
         the beginning that has most cached tokens; what is not cached follows by how surely it comes with the others,
         so that later requests find more. Equal beginnings: the one given is kept.
         """
-        given = Prefix()
+        given = PlannedPrefix()
         for part in parts:
             given = cached.extend(given, part.ids)
         order: list[int] = []
-        prefix = Prefix()
+        prefix = PlannedPrefix()
         ranked = sorted(range(len(parts)), key=lambda i: _RANK[parts[i].kind])
         for kind, members in groupby(ranked, lambda i: parts[i].kind):
             group = list(members)
@@ -67,7 +67,9 @@ class Planner:
             order += group
         return Plan(Permutation(tuple(order)), prefix.reach, given.reach)
 
-    def _arranged(self, parts: Sequence[Part], group: list[int], start: Prefix, cached: CachedPrefixes) -> list[int]:
+    def _arranged(
+        self, parts: Sequence[Part], group: list[int], start: PlannedPrefix, cached: CachedPrefixes
+    ) -> list[int]:
         names = [hashlib.sha256(parts[index].ids.tobytes()).digest()[:16] for index in group]
         with self._lock:
             scores = dict(zip(group, self._companions.scores(names)))
@@ -78,7 +80,7 @@ class Planner:
 
 
 def _follow(
-    parts: Sequence[Part], group: list[int], start: Prefix, cached: CachedPrefixes, scores: dict[int, float]
+    parts: Sequence[Part], group: list[int], start: PlannedPrefix, cached: CachedPrefixes, scores: dict[int, float]
 ) -> list[int]:
     """Return the parts that begin the order with most cached tokens; none if no order has any."""
     best: tuple[int, list[int]] = (start.reach, [])
@@ -94,7 +96,7 @@ def _follow(
         if not prefix.alive:
             break
     while beam and extended < _MOST_EXTENDED:
-        longer: list[tuple[Prefix, list[int]]] = []
+        longer: list[tuple[PlannedPrefix, list[int]]] = []
         for prefix, path in beam:
             for index in group:
                 if index not in path:

@@ -41,7 +41,7 @@ class ContextCompressor:
         self._levels: WeakKeyDictionary[Context, str] = WeakKeyDictionary()
 
     def compress(self, context: Context, max_kl: float | None) -> bool:
-        """Compress a context that nobody uses, if its session's ``max_kl`` allows that; True if it is smaller now."""
+        """Compress a context that is not in use, if its session's ``max_kl`` allows that; True if it is smaller now."""
         if self._ops is None or max_kl is None or is_lost(context):
             return False
         before = context.nbytes

@@ -136,8 +136,8 @@ class EngineCompressionContract:
 
         inserted, twin, _ = self.two(engine)
         for one in (inserted, twin):
-            moved = list(relocations_of(views, 3, size, one.n))
-            engine.chunks.insert_rows(one, ids[3 : 3 + size], moved, LEVEL)
+            rows = list(relocations_of(views, 3, size, one.n))
+            engine.chunks.insert_rows(one, ids[3 : 3 + size], rows, LEVEL)
         assert self.near([engine.prefill(inserted, suffix)], [engine.prefill(twin, suffix)], self.rounded)
 
         if isinstance(engine, ForkingEngine):

@@ -47,12 +47,12 @@ def plan_documents(
     if not plan.moves:
         return draft, prompt, None
     # The first part is what stands before the documents, the last the question: both have kinds that keep their places.
-    moved = Permutation(tuple(index - 1 for index in plan.permutation.order[1:-1]))
+    found = Permutation(tuple(index - 1 for index in plan.permutation.order[1:-1]))
     question = draft.content[draft.cuts[-1] :]
     if order == "ranked":
-        question = f"{ranking_line(moved)}\n\n{question}"
-    draft = question_of(question, moved.apply(documents))
-    return draft, segments.prompt(turns, draft), Reordered(moved.order, plan.cached, plan.cached_as_given)
+        question = f"{ranking_line(found)}\n\n{question}"
+    draft = question_of(question, found.apply(documents))
+    return draft, segments.prompt(turns, draft), Reordered(found.order, plan.cached, plan.cached_as_given)
 
 
 def _parts(prompt: SessionPrompt, documents: Sequence[str]) -> list[Part]:

@@ -12,6 +12,7 @@ import msgspec
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError, GrammarError, SessionError
 from ctxreuse.identity.keys import Tokens, as_tokens
+from ctxreuse.planner import DocumentOrder, check_order
 from ctxreuse.runtime import Completion, Runtime
 from ctxreuse.runtime.compaction import finish_deletions
 from ctxreuse.store import NewTurn, Turn
@@ -21,7 +22,7 @@ from ctxreuse.why import RequestInfo
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.inputs import check_text, choose_sampling, edited, question_of
-from ctxreuse_agents.planning import DocumentOrder, check_order, plan_documents
+from ctxreuse_agents.planning import plan_documents
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.tools import AnswerType, ToolLike, tools_from
 from ctxreuse_agents.turn_lock import TurnLock

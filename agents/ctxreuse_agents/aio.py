@@ -17,13 +17,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from ctxreuse.engines import Engine
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import ToolCall
+from ctxreuse.planner import DocumentOrder
 from ctxreuse.runtime import RuntimeProtocol, Usage
 from ctxreuse.store import Ledger, NewTurn, Turn
 from ctxreuse.why import Why
 from ctxreuse_agents._session import make_question
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory
-from ctxreuse_agents.planning import DocumentOrder
 from ctxreuse_agents.session import Diff, Session
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results, result_text
 from ctxreuse_agents.turn_lock import TurnLock

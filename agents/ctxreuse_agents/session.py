@@ -16,6 +16,7 @@ from ctxreuse.errors import SessionError, StoreError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.pauses import kind_of
 from ctxreuse.pauses.hints import check_hint
+from ctxreuse.planner import DocumentOrder
 from ctxreuse.runtime import Usage
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store import Session as Record
@@ -23,7 +24,6 @@ from ctxreuse.why import RequestInfo, Why
 from ctxreuse_agents._session import SessionCore, make_question
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
-from ctxreuse_agents.planning import DocumentOrder
 from ctxreuse_agents.segments import message_of
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results
 

@@ -249,6 +249,13 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     max_kl: Annotated[
         str, _about("Largest KL of reused KV, in nats a token, for requests that set none: 0.01; empty: exact only")
     ] = ""
+    document_order: Annotated[
+        Literal["given", "cached", "ranked"],
+        _about(
+            "Order of documents (all text parts of the last message but its last) for requests that set none; cached: "
+            "what is cached first; ranked: the same, and the model is told the order given"
+        ),
+    ] = "given"
     tools: Annotated[
         Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "gemma", "generic"],
         _about("How models write calls of tools; auto: as their chat template says"),

@@ -30,6 +30,7 @@ from ctxreuse.errors import (
     TokenRangeError,
 )
 from ctxreuse.metrics import SOURCES
+from ctxreuse.planner import DocumentOrder
 from ctxreuse.usage import Usage
 
 __all__ = [
@@ -211,10 +212,12 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class Extra(msgspec.Struct, frozen=True):
     """Our extension of a request. ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact
     only; None: as in the daemon's settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the
-    daemon's settings."""
+    daemon's settings. ``order``: of the documents (text parts but the last) of the last message, see `DocumentOrder`;
+    None: as in the daemon's settings."""
 
     lossy: str | None = None
     speculate: Literal["auto", "off"] = "auto"
+    order: DocumentOrder | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):

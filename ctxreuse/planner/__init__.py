@@ -1,8 +1,25 @@
 """Order for the parts of a prompt: what is cached and what others will share comes first. No input or output."""
 
+from ctxreuse.planner.batch import BatchPlan, plan_batch
 from ctxreuse.planner.cached import CachedPrefixes
+from ctxreuse.planner.documents import DocumentOrder, check_order, document_order, document_parts, ranking_line
 from ctxreuse.planner.parts import KINDS, Part, PartKind
 from ctxreuse.planner.permutation import Permutation
-from ctxreuse.planner.planner import Plan, Planner, ranking_line
+from ctxreuse.planner.planner import Plan, Planner
 
-__all__ = ["KINDS", "CachedPrefixes", "Part", "PartKind", "Permutation", "Plan", "Planner", "ranking_line"]
+__all__ = [
+    "KINDS",
+    "BatchPlan",
+    "CachedPrefixes",
+    "DocumentOrder",
+    "Part",
+    "PartKind",
+    "Permutation",
+    "Plan",
+    "Planner",
+    "check_order",
+    "document_order",
+    "document_parts",
+    "plan_batch",
+    "ranking_line",
+]

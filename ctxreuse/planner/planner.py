@@ -14,10 +14,10 @@ from ctxreuse.planner.companions import Companions
 from ctxreuse.planner.parts import KINDS, MOVABLE, Part
 from ctxreuse.planner.permutation import Permutation
 
-__all__ = ["Plan", "Planner", "ranking_line"]
+__all__ = ["Plan", "Planner"]
 
 #: Prefixes that are followed at a time, and extended in all: this bounds the time of one plan.
-_BEAM, _MOST_EXTENDED = 8, 400
+_BEAM, _MOST_EXTENDED = 4, 400
 
 _RANK = {kind: rank for rank, kind in enumerate(KINDS)}
 
@@ -52,35 +52,35 @@ class Planner:
         the beginning that has most cached tokens; what is not cached follows by how surely it comes with the others,
         so that later requests find more. Equal beginnings: the one given is kept.
         """
-        given = PlannedPrefix()
-        for part in parts:
-            given = cached.extend(given, part.ids)
+        given, raws = PlannedPrefix(), [part.ids.tobytes() for part in parts]
+        for raw in raws:
+            given = cached.extend(given, raw)
         order: list[int] = []
         prefix = PlannedPrefix()
         ranked = sorted(range(len(parts)), key=lambda i: _RANK[parts[i].kind])
         for kind, members in groupby(ranked, lambda i: parts[i].kind):
             group = list(members)
             if kind in MOVABLE and len(group) > 1:
-                group = self._arranged(parts, group, prefix, cached)
+                group = self._arranged(raws, group, prefix, cached)
             for index in group:
-                prefix = cached.extend(prefix, parts[index].ids)
+                prefix = cached.extend(prefix, raws[index])
             order += group
         return Plan(Permutation(tuple(order)), prefix.reach, given.reach)
 
     def _arranged(
-        self, parts: Sequence[Part], group: list[int], start: PlannedPrefix, cached: CachedPrefixes
+        self, raws: Sequence[bytes], group: list[int], start: PlannedPrefix, cached: CachedPrefixes
     ) -> list[int]:
-        names = [hashlib.sha256(parts[index].ids.tobytes()).digest()[:16] for index in group]
+        names = [hashlib.sha256(raws[index]).digest()[:16] for index in group]
         with self._lock:
             scores = dict(zip(group, self._companions.scores(names)))
             self._companions.note(list(dict.fromkeys(names)))
-        first = _follow(parts, group, start, cached, scores)
+        first = _follow(raws, group, start, cached, scores)
         placed = set(first)
         return first + sorted((index for index in group if index not in placed), key=lambda index: -scores[index])
 
 
 def _follow(
-    parts: Sequence[Part], group: list[int], start: PlannedPrefix, cached: CachedPrefixes, scores: dict[int, float]
+    raws: Sequence[bytes], group: list[int], start: PlannedPrefix, cached: CachedPrefixes, scores: dict[int, float]
 ) -> list[int]:
     """Return the parts that begin the order with most cached tokens; none if no order has any."""
     best: tuple[int, list[int]] = (start.reach, [])
@@ -89,7 +89,7 @@ def _follow(
     # As given: it is kept if nothing is better.
     prefix, path = start, list[int]()
     for index in group:
-        prefix = cached.extend(prefix, parts[index].ids)
+        prefix = cached.extend(prefix, raws[index])
         path.append(index)
         if prefix.reach > best[0]:
             best = prefix.reach, path.copy()
@@ -101,7 +101,7 @@ def _follow(
             for index in group:
                 if index not in path:
                     extended += 1
-                    more = cached.extend(prefix, parts[index].ids)
+                    more = cached.extend(prefix, raws[index])
                     if more.reach > best[0]:
                         best = more.reach, [*path, index]
                     if more.alive:
@@ -109,8 +109,3 @@ def _follow(
         longer.sort(key=lambda one: (-one[0].reach, -scores[one[1][-1]]))
         beam = longer[:_BEAM]
     return best[1]
-
-
-def ranking_line(permutation: Permutation) -> str:
-    """Return a line that tells a model the order in which documents were given, best first, by their present places."""
-    return f"(Documents by relevance, best first: {', '.join(str(at + 1) for at in permutation.inverse.order)}.)"

@@ -135,13 +135,10 @@ def say(
 
 def _reordering(made: Reordered) -> str:
     order = ", ".join(str(index + 1) for index in made.order)
-    saved = max(made.cached - made.as_given, 0)
     text = f"The {len(made.order)} documents were put into the order {order}"
-    if not saved:
+    if made.cached <= made.as_given:
         return f"{text}, so that later requests can share more; now nothing is saved by that."
-    return (
-        f"{text}, which saved {saved:,} tokens: KV of {made.cached:,} was cached for it, of {made.as_given:,} as given."
-    )
+    return f"{text}: KV of {made.cached:,} tokens was cached for it, of {made.as_given:,} as given."
 
 
 def differing(found: Difference) -> list[str]:

@@ -48,8 +48,8 @@ def test_cached_documents_come_first_and_why_says_what_that_saved(stored: Memory
     assert why.reordered.order == (2, 3, 0, 1)
     assert why.reordered.cached - why.reordered.as_given > len(DOCUMENTS[0] + DOCUMENTS[1])
     assert answer.usage.cached_tokens == why.reordered.cached
-    saved = why.reordered.cached - why.reordered.as_given
-    assert f"The 4 documents were put into the order 3, 4, 1, 2, which saved {saved} tokens" in why.text
+    kv = f"KV of {why.reordered.cached:,} tokens was cached for it, of {why.reordered.as_given:,} as given"
+    assert f"The 4 documents were put into the order 3, 4, 1, 2: {kv}" in why.text
     assert text_of(stored, answer).startswith(DOCUMENTS[0] + "\n\n" + DOCUMENTS[1])
 
 

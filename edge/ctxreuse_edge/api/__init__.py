@@ -10,6 +10,7 @@ from ctxreuse.daemon.anthropic import answers as anthropic
 from ctxreuse.daemon.ollama import error_body as ollama_error
 from ctxreuse_edge.api import (
     contexts,
+    documents,
     embeddings,
     forget,
     messages,
@@ -41,6 +42,7 @@ def routes(node: EdgeNode) -> list[Route]:
             embeddings,
             tokenizer,
             contexts,
+            documents,
             forget,
             tokens,
             status,

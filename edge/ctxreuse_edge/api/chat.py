@@ -20,9 +20,10 @@ from ctxreuse.identity.keys import as_tokens
 from ctxreuse.pauses import PauseKind
 from ctxreuse.pauses.kinds import TOOL_CALL
 from ctxreuse.toolcalls import Family, Tool, prompt_text
-from ctxreuse.why import PromptPart, RequestInfo
+from ctxreuse.why import PromptPart, Reordered, RequestInfo
 from ctxreuse_edge.api.answers import KeepAlive, max_kl_of, sampling_of
 from ctxreuse_edge.api.calls import CallReader, family_for, shown, tools_of
+from ctxreuse_edge.api.documents import ordered
 from ctxreuse_edge.api.formats import constrained, format_of
 
 if TYPE_CHECKING:
@@ -134,9 +135,12 @@ class Chat:
 
         Raises ApiError, ContextTooLongError, EngineError for what the model cannot answer.
         """
-        found = self.encode()
+        self.encode()
         node, body, runtime, tools = self._node, self._body, self.model.runtime, self._tools
-        text, space, family, messages = runtime.text, runtime.space, self._family, self.messages
+        max_kl = max_kl_of(node, body.ctxreuse.lossy, runtime)
+        reordered = self._order_documents(max_kl)
+        found, text, space = self.encoded, runtime.text, runtime.space
+        family, messages = self._family, self.messages
         assert text is not None
         assert family is not None
         spell(body, text)
@@ -153,8 +157,8 @@ class Chat:
             found.ids,
             parts=found.parts,
             branches=branches_of(found.ends),
-            max_kl=max_kl_of(node, body.ctxreuse.lossy, runtime),
-            about=msgspec.structs.replace(about, session=self._session),
+            max_kl=max_kl,
+            about=msgspec.structs.replace(about, session=self._session, reordered=reordered),
             priority=body.priority,
             caller=CALLER.get(),
         )
@@ -164,6 +168,19 @@ class Chat:
             scores = runtime.score(prompt, body.prompt_logprobs, step)
             self.prompt_logprobs = LogprobReporter(text, body.prompt_logprobs).prompt(found.ids.tolist(), scores)
         return runtime.complete_many(prompt, sampling.answers(body.answers), was=was)
+
+    def _order_documents(self, max_kl: float | None) -> Reordered | None:
+        """Put the documents of the last message into the order wanted; returns what was done (None: nothing)."""
+        order = self._body.ctxreuse.order or self._node.settings.edge.document_order
+        if order == "given" or not self.messages:
+            return None
+        found = ordered(self.messages[-1], self.encoded, order, lambda parts: self.model.runtime.plan(parts, max_kl))
+        if found is None:
+            return None
+        message, reordered = found
+        self.messages = [*self.messages[:-1], message]
+        self.encoded = self._encoded(self.messages, generate=True)
+        return reordered
 
     def end_of(self, message: int, parts: int) -> int:
         """Return the position in the prompt behind so many parts of a message of the body; after `begin`. What cannot

@@ -37,6 +37,7 @@ from ctxreuse.peer.serve.audit import StoreAudit
 from ctxreuse.peer.serve.encoder import BlockEncoder
 from ctxreuse.peer.serve.service import ServeOptions, StoreService
 from ctxreuse.private import make_private_folder
+from ctxreuse.routing import Router
 from ctxreuse.runtime.fetch.audit import SPAN_TOKENS
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse.store.idle_compaction import IdleCompaction
@@ -89,7 +90,9 @@ class CloudNode:
         self.metrics = Metrics()
         self.bodies = BodyBudget(max(settings.cloud.max_bodies, 2 * settings.cloud.max_body), settings.cloud.receive)
         self.tenants = tenants_of(settings)
-        self.backends = Backends(settings.cloud.backends)
+        priced = settings.cloud.router == "price"
+        router = Router(settings.cloud.backend_tokens) if priced else None
+        self.backends = Backends(settings.cloud.backends, router=router)
         self._counts = ProxyCounts(self.metrics.registry, self.backends)
         self._auth = _auth(settings)
         # Before models are loaded.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +30,8 @@ ctxreuse replay traffic.jsonl --capacity 1GB,4GB,16GB --policy lru,adaptive --mo
 ctxreuse replay conversation.jsonl.xz --capacity 1Mtok --token-bytes 128KiB --prefill 70us,2ns
 
 ctxreuse replay --generate agents --requests 20000 without a trace; `--generate ls` lists kinds
+
+ctxreuse replay traffic.jsonl --nodes 8 --capacity 3Mtok        time to first token, by which node gets a request
 
 To record: `ctxreuse-edge serve --record FILE`, `ctxreuse-cloud serve --record FILE`, or RuntimeOptions(recorder=...).
 A recording holds hashes and counts: no text, no token ids.
@@ -75,6 +79,13 @@ def replay(
     ] = None,
     requests: Annotated[int, typer.Option("--requests", min=1, help="Of --generate: how many.")] = 1_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of --generate.")] = 0,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, max=1000, help="Send requests to so many nodes of one capacity, by --router."),
+    ] = None,
+    router: Annotated[
+        str | None, typer.Option("--router", metavar="NAME,NAME", help="Of --nodes: rules; default: all.")
+    ] = None,
     jobs: Annotated[
         int | None, typer.Option("--jobs", min=1, help="Replays side by side; default: one a core.")
     ] = None,
@@ -83,7 +94,7 @@ def replay(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Replay a trace through the eviction policies, with the upper bounds (simulation)."""
+    """Replay a trace through the eviction policies, or --nodes, with the upper bounds (simulation)."""
     if generate == "ls":
         from ctxreuse.lab.generate import KINDS
 
@@ -107,6 +118,10 @@ def replay(
         _TOKEN_BYTES * given.block_tokens
     )
     wanted = [parse_capacity(one, each / given.block_tokens) for one in capacity.split(",")] if capacity else []
+    if nodes is not None:
+        size = wanted[0] / each * given.block_tokens if wanted else math.inf
+        _route(given, nodes, router, size, line, priced, json=json)
+        return
     with ProgressBars(quiet=json) as bars:
         packed = pack(given, lambda done: bars.advance("reading", done, given.rows, f"reading: {done:,} requests"))
         study = Study(packed, block_bytes=each, line=line, window=(int(len(packed) * warm_up), len(packed)))
@@ -131,6 +146,34 @@ def replay(
     out.print(show.caption(study.about, *study.window), f"({priced})", style="dim", highlight=False)
     if plot is not None:
         Console(stderr=True).print(f"[dim]{plot}[/dim]")
+
+
+def _route(trace: Trace, nodes: int, router: str | None, tokens: float, line: Line, priced: str, *, json: bool) -> None:
+    """Show what each rule of choosing nodes comes to; ``tokens``: of KV that a node keeps."""
+    from rich.console import Console
+
+    from ctxreuse.lab import show
+    from ctxreuse.lab.routing import BOUND, RULES, route_trace
+
+    names = [name.strip() for name in router.split(",") if name.strip()] if router else [*RULES]
+    requests, found = list(trace), []
+    with ProgressBars(quiet=json) as bars:
+        for done, name in enumerate([BOUND, *names]):
+            bars.advance("routing", done, len(names) + 1, name)
+            prefill = partial(_seconds, line)
+            found.append(route_trace(requests, trace.block_tokens, name, nodes, tokens, prefill))
+    if json:
+        print_json({"simulation": True, "priced": priced, "outcomes": found})
+        return
+    out = Console()
+    out.print(show.routed(found))
+    kept = f"{tokens:,.0f} tokens" if math.isfinite(tokens) else "all"
+    text = f"Simulation: {len(requests):,} requests of {trace.name} to {nodes} nodes that keep {kept} each ({priced})"
+    out.print(text, style="dim", highlight=False)
+
+
+def _seconds(line: Line, tokens: int, cached: int) -> float:
+    return line.rebuild(cached, tokens)
 
 
 def _cores() -> int:

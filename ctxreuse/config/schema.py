@@ -302,6 +302,16 @@ class CloudConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     ] = ""
     tenant_requests: Annotated[int, _about("Requests of one tenant at once; 0: unlimited", ge=0)] = 64
     attempts: Annotated[int, _about("Backends that a request is tried on, at most", ge=1, le=10)] = 3
+    router: Annotated[
+        Literal["price", "affinity"],
+        _about(
+            "Which backend gets a request; price: where its first token and the work done again cost least; affinity: "
+            "always the same for one beginning, while it is not overloaded"
+        ),
+    ] = "price"
+    backend_tokens: Annotated[
+        int, _about("Tokens of KV that each backend keeps, about, for cloud.router = price", ge=1)
+    ] = 1_000_000
     connect: Annotated[float, _about("Timeout for connecting to a backend", gt=0, unit="seconds")] = 2.0
     silence: Annotated[
         float, _about("Timeout without progress of an answer, from the backend or to the caller", gt=0, unit="seconds")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctxreuse.lab.replay import BOUNDS, Outcome
+from ctxreuse.lab.routing import BOUND, Routed
 from ctxreuse.units import rounded_bytes, rounded_duration
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from ctxreuse.lab.study import About
 
-__all__ = ["caption", "sentence", "table"]
+__all__ = ["caption", "routed", "sentence", "table"]
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
@@ -47,6 +48,25 @@ def table(outcomes: Sequence[Outcome]) -> Table:
             style=style,
         )
         before = o.capacity
+    return made
+
+
+def routed(outcomes: Sequence[Routed]) -> Table:
+    """Return a table of what rules of choosing nodes come to; the best is bold, the bound dim."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    made.add_column("router", no_wrap=True)
+    for column in ("mean first token", "median", "95th percentile", "reused"):
+        made.add_column(column, justify="right", no_wrap=True)
+    best = min((one.mean for one in outcomes if one.rule != BOUND), default=0.0)
+    for one in outcomes:
+        made.add_row(
+            one.rule,
+            *map(rounded_duration, (one.mean, one.median, one.ninety_fifth)),
+            f"{one.reused:.1%}",
+            style="dim" if one.rule == BOUND else "bold" if one.mean == best else "",
+        )
     return made
 
 

@@ -140,3 +140,17 @@ def test_wrong_usage(run: Any, trace: Path, flags: tuple[str, ...], said: str, c
     assert done.code == code
     assert said in " ".join(done.err.split())
     assert "Traceback" not in done.err
+
+
+def test_nodes_by_router(run: Any, trace: Path) -> None:
+    command = ("replay", str(trace), "--nodes", "3", "--capacity", "20ktok", "--prefill", "1ms")
+    done = run(*command)
+    assert done.code == 0, done.err
+    for name in ("bound", "price", "least-load", "longest-prefix", "random"):
+        assert name in done.out
+    assert "30 requests of trace.jsonl to 3 nodes that keep 20,000 tokens each" in done.out
+    found = json.loads(run(*command, "--router", "price", "--json").out)
+    assert [one["rule"] for one in found["outcomes"]] == ["bound", "price"]
+    wrong = run(*command, "--router", "best")
+    assert wrong.code != 0
+    assert "there is no rule 'best'" in wrong.err

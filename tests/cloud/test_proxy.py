@@ -224,7 +224,12 @@ def test_retries_stop_when_most_requests_fail() -> None:
 
 def test_a_context_stays_with_its_backend_and_overflows_to_one_other() -> None:
     async def test() -> None:
-        async with Scripted("a") as a, Scripted("b") as b, Scripted("c") as c, fronted(a, b, c) as front:
+        async with (
+            Scripted("a") as a,
+            Scripted("b") as b,
+            Scripted("c") as c,
+            fronted(a, b, c, router="affinity") as front,
+        ):
             for _ in range(5):
                 await front.ask(messages=[{"content": "same"}, {"content": "other"}])
             assert sorted(len(server.seen) for server in (a, b, c)) == [0, 0, 5]

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from ctxreuse.config import BackendConfig, CloudConfig
 from ctxreuse.daemon.bodies import BodyBudget
+from ctxreuse.routing import Router
 from support.waiting import patient
 
 USAGE = {"prompt_tokens": 30, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
@@ -202,7 +203,8 @@ async def fronted(
     configs = list(rows) or [BackendConfig(url=server.url, name=server.name) for server in servers]
     settings = {"connect": patient(1), "silence": patient(5)} | settings
     config = CloudConfig(backends=tuple(configs), **settings)
-    backends, tenants = Backends(configs), tenants or Tenants(None)
+    router = Router(config.backend_tokens) if config.router == "price" else None
+    backends, tenants = Backends(configs, router=router), tenants or Tenants(None)
     async with connections(config.connect, config.silence) as pool:
         registry = CollectorRegistry()
         counts = ProxyCounts(registry, backends)

@@ -16,6 +16,7 @@ import xxhash
 from ctxreuse.config import BackendConfig
 from ctxreuse.errors import ConfigError
 from ctxreuse.private import warn_if_shared
+from ctxreuse.routing import PrefixRun, Route, Router
 from ctxreuse_cloud.proxy.breaker import Breaker
 
 __all__ = ["Backend", "BackendStatus", "Backends", "choose", "connections"]
@@ -110,27 +111,69 @@ def _read_key(file: str) -> str:
 
 
 class Backends:
-    """All backends, in the order of the settings. Raises ConfigError if two have one name."""
+    """All backends, in the order of the settings. Raises ConfigError if two have one name.
 
-    def __init__(self, configs: Sequence[BackendConfig], clock: Callable[[], float] = time.monotonic) -> None:
+    ``router``: prices them for requests of known runs; None: a context always goes to the same one.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[BackendConfig],
+        clock: Callable[[], float] = time.monotonic,
+        router: Router | None = None,
+    ) -> None:
         self.all = tuple(Backend(config, clock) for config in configs)
+        self.router, self._clock = router, clock
         names = [backend.name for backend in self.all]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(f"two backends are called {name!r}", fix="Give each its own name")
 
-    def choose(self, model: str, context: bytes, tried: Sequence[Backend] = ()) -> Backend | None:
-        """Choose a backend for a request: if possible one not ``tried`` yet, and one that lists ``model``.
+    def choose(
+        self, model: str, context: bytes, tried: Sequence[Backend] = (), runs: Sequence[PrefixRun] = ()
+    ) -> tuple[Backend, Route | None] | None:
+        """Choose a backend for a request, and say why: if possible one not ``tried`` yet, and one that lists ``model``.
 
-        Servers of one model often accept any name, so a model that none lists goes to all.
+        Servers of one model often accept any name, so a model that none lists goes to all. Pure.
         """
         listing = [backend for backend in self.all if model in backend.models] or self.all
         fresh = [backend for backend in listing if backend not in tried]
         for places in (fresh, listing):
-            found = choose(places, context, Backend.ready)
-            if found is not None:
-                return found
+            if runs and (priced := self._cheapest(places, context, runs)) is not None:
+                return priced
+            place = choose(places, context, Backend.ready)
+            if place is not None:
+                return place, None
         return None
+
+    def _cheapest(
+        self, places: Sequence[Backend], context: bytes, runs: Sequence[PrefixRun]
+    ) -> tuple[Backend, Route] | None:
+        free = {backend.name: backend for backend in places if backend.ready()}
+        if self.router is None or not free:
+            return None
+        for backend in self.all:
+            if backend.healthy is False:
+                self.router.known(backend.name).clear()  # it may come back without what it had
+        # Answers under way cost a prompt beside them, too, which the price does not know.
+        bound = _bound(places)
+        names = [name for name, backend in free.items() if backend.outstanding < bound] or list(free)
+        route = self.router.choose(runs, names, self._clock(), context)
+        return free[route.chosen.node], route
+
+    def begin(self, route: Route | None, runs: Sequence[PrefixRun]) -> int:
+        """Note that a request is sent as chosen; returns its number for `first_byte`, 0 without a route."""
+        return self.router.begin(route, runs, self._clock()) if self.router is not None and route is not None else 0
+
+    def first_byte(self, number: int, *, streamed: bool) -> None:
+        """Note that an answer began; ``streamed``: as soon as it could."""
+        if self.router is not None:
+            self.router.started(number, self._clock(), measured=streamed)
+
+    def no_answer(self, number: int, runs: Sequence[PrefixRun]) -> None:
+        """Note that none came. Harmless after `first_byte`."""
+        if self.router is not None:
+            self.router.failed(number, runs, self._clock())
 
     def wait(self) -> float:
         """Return the seconds until a backend may be ready, for ``Retry-After``."""
@@ -163,11 +206,15 @@ def choose(backends: Sequence[Backend], key: bytes, room: Callable[[Backend], bo
         return None
     if not key:
         return min(free, key=lambda backend: (backend.outstanding, backend.name))
-    bound = max(_ALWAYS, math.ceil(_EXCESS * (sum(backend.outstanding for backend in backends) + 1) / len(backends)))
+    bound = _bound(backends)
     ranked = sorted(free, key=lambda backend: _score(key, backend.name), reverse=True)
     return next((backend for backend in ranked if backend.outstanding < bound), None) or min(
         ranked, key=lambda backend: backend.outstanding
     )
+
+
+def _bound(backends: Sequence[Backend]) -> int:
+    return max(_ALWAYS, math.ceil(_EXCESS * (sum(backend.outstanding for backend in backends) + 1) / len(backends)))
 
 
 def _score(key: bytes, name: str) -> int:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
 from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon.broken import last_piece
 from ctxreuse.daemon.openai import ApiError
+from ctxreuse.routing import PrefixRun, Route
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
@@ -29,7 +30,7 @@ from ctxreuse_cloud.proxy.stream import (
     read_whole,
 )
 
-__all__ = ["Forwarder", "ProxyCall"]
+__all__ = ["COUNTING", "Forwarder", "ProxyCall"]
 
 limited = LimitedLog(logging.getLogger(__name__))
 
@@ -40,7 +41,7 @@ _ERROR = 1 << 16
 #: Seconds in which backends say whether they have something stored.
 _ASKING = 5.0
 #: Routes that compute nothing.
-_COUNTING = frozenset(
+COUNTING = frozenset(
     ("/tokenize", "/detokenize", "/api/show", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
 )
 
@@ -53,6 +54,9 @@ class ProxyCall:
         self.target = f"{path}?{query.decode('latin-1')}" if query else path
         #: The body, and the ``cache_salt`` for backends that take one.
         self.request, self.salt = EMPTY_REQUEST, ""
+        #: What the router knows it by (none: it computes no prompt), and why the last backend was chosen.
+        self.runs: Sequence[PrefixRun] = ()
+        self.route: Route | None = None
         self.tried: list[Backend] = []
         #: The only backend that has what the request builds on; None: any may answer.
         self.place: Backend | None = None
@@ -81,7 +85,7 @@ class ProxyCall:
 
         Where the backend did not report them, one for each four bytes of the request and of the answer's ``nbytes``.
         """
-        if not self.tried or self.method != "POST" or self.path in _COUNTING:
+        if not self.tried or self.method != "POST" or self.path in COUNTING:
             return 0
         if self.usage is None:
             return (len(self.request.body("")) + nbytes) // 4
@@ -128,12 +132,12 @@ class Forwarder:
         if following is None or not self._budget.take():
             return None
         # No wait before a backend that has not been tried yet.
-        return failed.wait or pause(n, self._rng) if following in call.tried else 0.0
+        return failed.wait or pause(n, self._rng) if following[0] in call.tried else 0.0
 
-    def _choose(self, call: ProxyCall) -> Backend | None:
+    def _choose(self, call: ProxyCall) -> tuple[Backend, Route | None] | None:
         if call.place is not None:
-            return call.place if call.place.ready() else None
-        return self._backends.choose(call.request.model, call.request.context, call.tried)
+            return (call.place, None) if call.place.ready() else None
+        return self._backends.choose(call.request.model, call.request.context, call.tried, call.runs)
 
     async def find(self, path: str) -> Backend | None:
         """Ask all backends for something stored, such as ``/v1/responses/ID``, and return the one that has it."""
@@ -154,9 +158,11 @@ class Forwarder:
         return next((backend for backend, has in zip(places, found) if has), None)
 
     async def _attempt(self, call: ProxyCall, answer: CallerAnswer) -> None:
-        backend = self._choose(call)
-        if backend is None:
+        chosen = self._choose(call)
+        if chosen is None:
             raise FailedError(503, "no backend is available", wait=max(PATIENCE + 1, self._backends.wait()))
+        backend, call.route = chosen
+        number = self._backends.begin(call.route, call.runs)
         self._counts.tried(backend.name, again=bool(call.tried))
         call.tried.append(backend)
         body = None
@@ -168,7 +174,7 @@ class Forwarder:
                 async with self._pool.request(
                     call.method, backend.url + call.target, data=body, headers=headers, allow_redirects=False
                 ) as response:
-                    await self._take(call, backend, response, answer)
+                    await self._take(call, backend, response, answer, number)
             except FailedError as failed:
                 # A busy backend is healthy: the breaker is for those that do not answer.
                 if failed.status != 429:
@@ -180,6 +186,8 @@ class Forwarder:
                 connecting = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
                 late = isinstance(error, TimeoutError)
                 raise FailedError(504 if late else 502, f"the backend failed: {reason}", sent=not connecting) from None
+            finally:
+                self._backends.no_answer(number, call.runs)
 
     def _failed(self, call: ProxyCall, backend: Backend, reason: str) -> None:
         backend.failed()
@@ -188,7 +196,7 @@ class Forwarder:
         limited.write(call.tenant, logging.WARNING, "a backend failed", extra=extra)
 
     async def _take(
-        self, call: ProxyCall, backend: Backend, response: aiohttp.ClientResponse, answer: CallerAnswer
+        self, call: ProxyCall, backend: Backend, response: aiohttp.ClientResponse, answer: CallerAnswer, number: int
     ) -> None:
         """Pass one answer on; raises only before anything was sent."""
         raw, status = response.raw_headers, response.status
@@ -207,7 +215,9 @@ class Forwarder:
             self._stored.note(identity, call.tenant, backend.name)
         backend.succeeded()
         call.first = self._clock()
-        if status >= 400:
+        if status < 400:
+            self._backends.first_byte(number, streamed=bool(framing))
+        else:
             call.outcome = "upstream"
         if whole:
             await answer.whole(status, headers, first)

@@ -10,6 +10,7 @@ from ctxreuse_cloud.proxy.forward import ProxyCall
 from ctxreuse_cloud.proxy.pauses import PauseTracker, stop_of
 from ctxreuse_cloud.proxy.reported import ReportedUsage
 from ctxreuse_cloud.proxy.request_log import ProxyRequestLog
+from ctxreuse_cloud.proxy.routes import describe
 
 __all__ = ["Observers"]
 
@@ -38,9 +39,9 @@ class Observers(NamedTuple):
             self.pauses.on_pause(call.conversation, stop_of(call.tail), now)
         if call.outcome == "ok" and call.tried:
             usage, request = call.usage or ReportedUsage(), call.request
-            tokens = usage.prompt_tokens, usage.cached
+            tokens, route = (usage.prompt_tokens, usage.cached), describe(call.route) if call.route is not None else ""
             self.requests.note(
-                call.identity, call.tenant, request.model, call.tried[-1].name, tokens, request.messages()
+                call.identity, call.tenant, request.model, call.tried[-1].name, tokens, request.messages(), route
             )
         if self.recorder is not None:
             self.recorder.ended(call.recorded, busy=now - began)

@@ -31,7 +31,7 @@ from ctxreuse.daemon.openai import ApiError
 from ctxreuse.errors import FormatError
 from ctxreuse_cloud.proxy.admission import Admission
 from ctxreuse_cloud.proxy.backends import Backends
-from ctxreuse_cloud.proxy.forward import Forwarder, ProxyCall
+from ctxreuse_cloud.proxy.forward import COUNTING, Forwarder, ProxyCall
 from ctxreuse_cloud.proxy.http import (
     REQUEST_ID,
     DisconnectedError,
@@ -43,6 +43,7 @@ from ctxreuse_cloud.proxy.http import (
 from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.retry import PURE, FailedError
+from ctxreuse_cloud.proxy.routes import request_runs
 from ctxreuse_cloud.proxy.stored import StoredObjects, is_public, stored_id
 from ctxreuse_cloud.proxy.stream import CallerAnswer, Send, StalledError, error_body
 from ctxreuse_cloud.proxy.tenants import Tenants
@@ -269,6 +270,8 @@ class Proxy:
         if call.method == "POST":
             await self._read(receive, take, given, tenant, call)
         call.tenant, call.salt = tenant, self._tenants.salt(tenant)
+        if len(self._backends.all) > 1 and call.path not in COUNTING:
+            call.runs = request_runs(tenant, call.request.model, call.request.messages())
         await self._find_place(call)
         self.observers.begin(call, self._clock())
         task = asyncio.current_task()

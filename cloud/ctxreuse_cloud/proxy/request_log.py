@@ -43,7 +43,7 @@ _ADVICE = {
 
 
 class Seen(msgspec.Struct, array_like=True, frozen=True):
-    """One answered request; its ``parts`` end at bytes of the request."""
+    """One answered request; its ``parts`` end at bytes of the request. ``route``: why it went where it did."""
 
     request: str
     at: float
@@ -55,6 +55,7 @@ class Seen(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
     parts: tuple[PromptPart, ...]
     keys: bytes
+    route: str = ""
 
 
 class CloudWhy(msgspec.Struct, frozen=True):
@@ -101,9 +102,10 @@ class ProxyRequestLog:
         backend: str,
         tokens: tuple[int, int],
         parts: Sequence[tuple[str, bytes]],
+        route: str = "",
     ) -> None:
         """Note an answered request. ``tokens``: prompt and cached tokens as reported (0: not reported); ``parts``: see
-        `ProxyRequest.messages`."""
+        `ProxyRequest.messages`; ``route``: see `describe`."""
         if not parts:
             return
         ends, body = [], b""
@@ -118,7 +120,7 @@ class ProxyRequestLog:
             parent = hashlib.blake2b(chunk, digest_size=_SHORT, key=secret).digest()
             keys.append(parent)
         seen = Seen(
-            request, self._clock(), owner, model[:200], backend, *tokens, len(body), tuple(ends), b"".join(keys)
+            request, self._clock(), owner, model[:200], backend, *tokens, len(body), tuple(ends), b"".join(keys), route
         )  # fmt: skip
         self._seen.append(seen)
         if self._journal is not None:
@@ -194,6 +196,8 @@ def _explained(here: Seen, nearest: Seen | None) -> CloudWhy:
         text += f"within {_UNIT} bytes after byte {byte:,} of it."
     else:
         text += f"It begins like {nearest.request}."
+    if here.route:
+        text += f" {here.route}"
     ends = nearest is None or (reason == "new" and number == len(here.parts))
     return CloudWhy(
         here.request, here.at, here.model, here.backend, here.prompt_tokens, here.cached_tokens, reason,

@@ -1,0 +1,49 @@
+"""Requests as the router sees them: hashes of the beginnings of what the model reads, and tokens by bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from ctxreuse.routing import PrefixRun, Route, RouteOption
+
+__all__ = ["describe", "request_runs"]
+
+#: Bytes of a run, in the first runs of a request and behind them: a megabyte has some 300.
+_FINE, _COARSE, _FINE_RUNS = 1 << 10, 1 << 14, 256
+#: Bytes of a message that are about a token.
+_BYTES = 4
+#: Other backends that a description names.
+_OTHERS = 3
+
+
+def request_runs(tenant: str, model: str, messages: Sequence[tuple[str, bytes]]) -> list[PrefixRun]:
+    """Return the runs of a request, see `ProxyRequest.messages`; those of different tenants or models never agree.
+
+    The last run of each message may be short, so that a conversation that goes on begins with the runs it had.
+    """
+    digest = hashlib.blake2b(f"{tenant}\0{model}".encode("utf-8", "surrogatepass"), digest_size=16)
+    found = list[PrefixRun]()
+    for name, raw in messages:
+        digest.update(name.encode("utf-8", "surrogatepass")[:64] + b"\0")
+        at = 0
+        while at < len(raw):
+            piece = raw[at : at + (_FINE if len(found) < _FINE_RUNS else _COARSE)]
+            digest.update(piece)
+            found.append(PrefixRun(digest.copy().digest(), -(-len(piece) // _BYTES)))
+            at += len(piece)
+    return found
+
+
+def describe(route: Route) -> str:
+    """Return a choice in words: why there, and what others would have taken."""
+    chosen, others = route.chosen, route.others
+    text = f"It went to {chosen.node}, {_expected(chosen, route.tokens)}"
+    if others:
+        text += "; " + "; ".join(f"{one.node}: {_expected(one, route.tokens)}" for one in others[:_OTHERS])
+    return text + ("." if len(others) <= _OTHERS else f"; and {len(others) - _OTHERS} more.")
+
+
+def _expected(option: RouteOption, tokens: int) -> str:
+    waits = f" after waiting {option.queue:.2f} s" if option.queue >= 0.005 else ""
+    return f"{option.seconds:.2f} s expected{waits}, about {option.cached:,} of {tokens:,} tokens known there"

@@ -1,0 +1,83 @@
+"""What waits at one node, and how much of the time it computes prompts."""
+
+from __future__ import annotations
+
+import math
+
+from ctxreuse.cost.lines import PrefillLine
+
+__all__ = ["NodeLoad"]
+
+#: Seconds over which the busy share of a node is averaged, and after which what was measured of its speed is doubted.
+_BUSY_SECONDS = 600.0
+#: Weight of a new measurement of a node's speed, and how much slower or faster than others it may be.
+_NEW, _MOST = 0.2, math.log(8)
+#: Seconds of a token and of a token with one before it, before anything was measured: only ratios matter then.
+_GUESS = (1e-4, 1e-8)
+
+
+class NodeLoad:
+    """The requests of one node that have no first token yet, in the order in which they were sent. Not thread-safe.
+
+    The node is taken to compute one prompt after another, so what waits is the sum of what they take, less what has
+    passed since the one at the head began.
+    """
+
+    def __init__(self, prefill: PrefillLine) -> None:
+        """``prefill``: seconds of a prompt, fitted to what was measured at all nodes."""
+        self._prefill = prefill
+        self._waiting: dict[int, float] = {}
+        self._since = 0.0
+        self._busy, self._noted = 0.0, 0.0
+        #: Logarithm of how much slower than the line it is, and when that was measured.
+        self._slower, self._measured = 0.0, 0.0
+
+    def seconds(self, tokens: int, cached: int, now: float) -> float:
+        """Return what computing ``tokens`` behind ``cached`` ones takes. A node that was slow is given another chance
+        after some minutes: it would never be measured again otherwise."""
+        doubt = math.exp(-max(now - self._measured, 0.0) / _BUSY_SECONDS)
+        return self._line(tokens, cached) * math.exp(self._slower * doubt)
+
+    def _line(self, tokens: int, cached: int) -> float:
+        known = self._prefill.seconds(tokens, cached) if len(self._prefill) else None
+        return known if known is not None else tokens * (_GUESS[0] + _GUESS[1] * (cached + tokens / 2))
+
+    def measure(self, tokens: int, cached: int, seconds: float, now: float) -> None:
+        """Learn from a prompt that waited for nothing."""
+        if len(self._prefill) and seconds > 0:
+            ratio = math.log(seconds / max(self._line(tokens, cached), 1e-9))
+            self._slower += _NEW * (min(max(ratio, -_MOST), _MOST) - self._slower)
+            self._measured = now
+        self._prefill.observe(tokens, cached, seconds)
+
+    def queue(self, now: float) -> float:
+        """Return the seconds until a request that is sent now begins. Pure."""
+        if not self._waiting:
+            return 0.0
+        head = next(iter(self._waiting.values()))
+        return sum(self._waiting.values()) - min(max(now - self._since, 0.0), head)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a first token."""
+        return len(self._waiting)
+
+    def begin(self, request: int, seconds: float, now: float) -> None:
+        """Note a request that was sent, and what computing its prompt will take."""
+        if not self._waiting:
+            self._since = now
+        self._waiting[request] = seconds
+        self._busy = self._decayed(now) + seconds
+        self._noted = now
+
+    def end(self, request: int, now: float) -> None:
+        """Note a first token, or that none comes."""
+        if self._waiting.pop(request, None) is not None:
+            self._since = now
+
+    def busy(self, now: float) -> float:
+        """Return the share of the last minutes that prompts took, from 0; above 1: more came than can be computed."""
+        return self._decayed(now) / _BUSY_SECONDS
+
+    def _decayed(self, now: float) -> float:
+        return self._busy * math.exp(-max(now - self._noted, 0.0) / _BUSY_SECONDS)

@@ -1,0 +1,159 @@
+"""The price of each node for a request, in seconds, and the choice of the cheapest.
+
+    price = what waits there + what computing the rest of the prompt takes there
+            + p * what that takes more than where most of it is cached
+
+The first two are the time to the first token. The third is what the choice costs others: work that is done again keeps
+a node from theirs. Its price p rises as the nodes fill, 0.3 / (1 - busy)^2: an idle node may as well compute a prefix
+anew, which also copies what is popular; nodes near their limit cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from ctxreuse.cost.lines import PrefillLine
+from ctxreuse.routing.known import KnownPrefixes, PrefixRun
+from ctxreuse.routing.node import NodeLoad
+
+__all__ = ["Route", "RouteOption", "Router", "wasted_price"]
+
+#: Tokens of KV that a node is taken to keep where its size is not known.
+_NODE_TOKENS = 1_000_000
+#: The share of the last minutes beyond which the price of work done twice stops rising.
+_FULL = 0.9
+#: Prices this much apart (as a share, and in seconds) count as equal.
+_EQUAL, _EQUAL_SECONDS = 0.02, 0.02
+
+
+class RouteOption(msgspec.Struct, frozen=True):
+    """One node for a request: ``cached`` tokens of its prompt are probably there, ``queue`` seconds wait before it,
+    ``prefill`` seconds would compute the rest; ``price``: see `ctxreuse.routing.router`."""
+
+    node: str
+    cached: int
+    queue: float
+    prefill: float
+    price: float
+
+    @property
+    def seconds(self) -> float:
+        """Expected time to the first token."""
+        return self.queue + self.prefill
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The chosen node of a prompt of so many ``tokens``, and the others, cheapest first."""
+
+    tokens: int
+    chosen: RouteOption
+    others: tuple[RouteOption, ...] = ()
+
+
+def wasted_price(busy: float) -> float:
+    """Return what a second of work that is done again costs, in seconds, where nodes are ``busy`` for such a share."""
+    return float(0.3 / (1 - min(max(busy, 0.0), _FULL)) ** 2)
+
+
+class _Sent(NamedTuple):
+    """A request at a node since ``at``; ``alone``: tokens that it computes behind ``cached`` ones, 0 if it waits."""
+
+    node: str
+    at: float
+    alone: int
+    cached: int
+
+
+class Router:
+    """Chooses nodes, and learns from what it sent them. Not thread-safe.
+
+    Args:
+        tokens: of KV that each node keeps.
+        load: makes the state of a node, given the line that is fitted to all.
+    """
+
+    def __init__(self, tokens: float = _NODE_TOKENS, load: Callable[[PrefillLine], NodeLoad] = NodeLoad) -> None:
+        self._tokens, self._load = tokens, load
+        #: Seconds of a prompt, from first tokens of all nodes.
+        self.prefill = PrefillLine()
+        self._known: dict[str, KnownPrefixes] = {}
+        self._loads: dict[str, NodeLoad] = {}
+        #: Requests without a first token.
+        self._sent: dict[int, _Sent] = {}
+        self._number = 0
+
+    def known(self, node: str) -> KnownPrefixes:
+        """Return what a node has cached."""
+        if node not in self._known:
+            self._known[node] = KnownPrefixes(self._tokens)
+        return self._known[node]
+
+    def load(self, node: str) -> NodeLoad:
+        """Return what waits at a node."""
+        if node not in self._loads:
+            self._loads[node] = self._load(self.prefill)
+        return self._loads[node]
+
+    def choose(self, path: Sequence[PrefixRun], nodes: Sequence[str], now: float, home: bytes = b"") -> Route:
+        """Choose one of ``nodes`` (at least one) for a prompt. Pure but for nodes that are new.
+
+        ``home``: of equally cheap nodes, requests with the same one get the same.
+        """
+        options = self._options(path, nodes, now)
+        least = min(option.price for option in options)
+        near = [o for o in options if o.price <= least + max(_EQUAL * least, _EQUAL_SECONDS)]
+        seed = xxhash.xxh3_64_intdigest(home)
+        chosen = max(near, key=lambda option: xxhash.xxh3_64_intdigest(option.node.encode(), seed))
+        others = sorted((option for option in options if option is not chosen), key=lambda option: option.price)
+        return Route(sum(run.tokens for run in path), chosen, tuple(others))
+
+    def begin(self, route: Route, path: Sequence[PrefixRun], now: float) -> int:
+        """Note that a prompt is sent as chosen; returns its number for `started` and `failed`."""
+        self._number += 1
+        chosen, load = route.chosen, self.load(route.chosen.node)
+        alone = route.tokens - chosen.cached if not load.waiting else 0
+        load.begin(self._number, chosen.prefill, now)
+        self.known(chosen.node).note(path)
+        self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached)
+        return self._number
+
+    def _options(self, path: Sequence[PrefixRun], nodes: Sequence[str], now: float) -> list[RouteOption]:
+        total = sum(run.tokens for run in path)
+        price = wasted_price(sum(self.load(node).busy(now) for node in nodes) / len(nodes))
+        found = []
+        for node in nodes:
+            cached, load = self.known(node).match(path), self.load(node)
+            found.append((node, cached, load.queue(now), load.seconds(total - cached, cached, now)))
+        least = min(prefill for *_, prefill in found)
+        return [
+            RouteOption(node, cached, queue, prefill, queue + prefill + price * (prefill - least))
+            for node, cached, queue, prefill in found
+        ]
+
+    def started(self, number: int, now: float, *, measured: bool = False) -> None:
+        """Note the first token of a request; ``measured``: it came as soon as there was one, so its time says how fast
+        the node is (an answer that comes as a whole says nothing)."""
+        sent = self._sent.pop(number, None)
+        if sent is None:
+            return
+        if measured and sent.alone:
+            self.load(sent.node).measure(sent.alone, sent.cached, now - sent.at, now)
+        self.load(sent.node).end(number, now)
+
+    def failed(self, number: int, path: Sequence[PrefixRun], now: float) -> None:
+        """Note that a request got no answer: its node may have nothing of it."""
+        sent = self._sent.pop(number, None)
+        if sent is not None:
+            self.load(sent.node).end(number, now)
+            for run in path:
+                self.known(sent.node).forget(run.key)
+
+    def check(self) -> None:
+        """Raise AssertionError if a bound or a count is wrong."""
+        for known in self._known.values():
+            known.check()
+        assert sum(load.waiting for load in self._loads.values()) == len(self._sent), "a request waits nowhere"

@@ -5,7 +5,7 @@
 
 The first two are the time to the first token. The third is what the choice costs others: work that is done again keeps
 a node from theirs. Its price p rises as the nodes fill, 0.3 / (1 - busy)^2: an idle node may as well compute a prefix
-anew, which also copies what is popular; nodes near their limit cannot.
+again, which also copies what is popular; nodes near their limit cannot.
 """
 
 from __future__ import annotations

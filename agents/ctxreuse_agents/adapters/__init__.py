@@ -6,16 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ctxreuse_agents.adapters.google_adk import AdkMemoryService, AdkSessionService
     from ctxreuse_agents.adapters.langgraph_saver import LangGraphSaver
     from ctxreuse_agents.adapters.langgraph_store import LangGraphStore
+    from ctxreuse_agents.adapters.llama_index import LlamaIndexChatStore, LlamaIndexMemoryBlock
     from ctxreuse_agents.adapters.mem0 import Mem0Memory
     from ctxreuse_agents.adapters.memory_tool import MemoryTool
     from ctxreuse_agents.adapters.openai_model import OpenAIAgentsModel, OpenAIAgentsProvider
     from ctxreuse_agents.adapters.openai_session import OpenAISession
 
 __all__ = [
+    "AdkMemoryService",
+    "AdkSessionService",
     "LangGraphSaver",
     "LangGraphStore",
+    "LlamaIndexChatStore",
+    "LlamaIndexMemoryBlock",
     "Mem0Memory",
     "MemoryTool",
     "OpenAIAgentsModel",
@@ -24,8 +30,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AdkMemoryService": "google_adk",
+    "AdkSessionService": "google_adk",
     "LangGraphSaver": "langgraph_saver",
     "LangGraphStore": "langgraph_store",
+    "LlamaIndexChatStore": "llama_index",
+    "LlamaIndexMemoryBlock": "llama_index",
     "Mem0Memory": "mem0",
     "MemoryTool": "memory_tool",
     "OpenAIAgentsModel": "openai_model",

@@ -178,7 +178,7 @@ class OpenAIAgentsModel(Model):  # type: ignore[misc]
         def keep(output: Sequence[OutputMessage | FunctionCall]) -> None:
             made = messages_of([Item.made(item) for item in output])
             turn = answer.turn
-            if turn is None or answer.finish != "stop":
+            if turn is None or answer.finish not in ("stop", "length"):
                 self._forget(session)
                 return
             *_, last = _prefixes(tools, [*messages, *made])

@@ -14,8 +14,10 @@ from ctxreuse.errors import ConfigError
 
 #: Adapters that need a package, and that package.
 NEEDS = {
+    "AdkSessionService": "google-adk",
     "LangGraphSaver": "langgraph-checkpoint",
     "LangGraphStore": "langgraph-checkpoint",
+    "LlamaIndexChatStore": "llama-index-core",
     "OpenAIAgentsModel": "openai-agents",
 }
 

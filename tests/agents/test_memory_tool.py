@@ -143,3 +143,12 @@ def test_edits_of_many_threads_are_all_kept(memory: Memory) -> None:
         sum("\t" in line and line[-1].isdigit() for line in run(tools[0], "view", path="/memories/a").splitlines())
         == 40
     )
+
+
+def test_files_beside_an_engine_are_deleted_too(asked: Memory) -> None:
+    tool = MemoryTool(asked)
+    for name in ("a", "b"):
+        run(tool, "create", path=f"/memories/{name}", file_text="the same text")
+    assert asked.session("chat").ask("hi", max_tokens=4).text is not None
+    assert "Successfully" in run(tool, "delete", path="/memories/a")
+    assert "the same text" in run(tool, "view", path="/memories/b")

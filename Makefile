@@ -21,7 +21,7 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test test-clients nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-adapters test-clients nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
@@ -58,6 +58,16 @@ test-clients: $(READY) ## agents on the SDKs of OpenAI and Anthropic, LangChain 
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	PIP_NO_INPUT=1 $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -r tests/clients/requirements.txt
 	CLIENTS=$(CURDIR)/$(CLIENTS) CLIENTS_MODEL=$(MODEL) $(BIN)/python -m pytest -q -m clients tests/clients
+
+# Adapters on the frameworks that they are for, in an environment that has those and this project. Plugins that come with
+# them are left out, and so is what the other tests share; connections that they leave open are no failure here.
+ADAPTERS := .venv-adapters
+test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on the real packages and SmolLM2, or on MODEL=name
+	@$(MAKE) --no-print-directory VENV=$(ADAPTERS) EXTRAS=llamacpp $(ADAPTERS)/.ready
+	PIP_NO_INPUT=1 $(ADAPTERS)/bin/python -m pip --disable-pip-version-check install -q -r tests/adapters/requirements.txt
+	ADAPTERS_MODEL=$(MODEL) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(ADAPTERS)/bin/python -m pytest -q -p pytest_timeout \
+		-W ignore::pytest.PytestUnraisableExceptionWarning \
+		--confcutdir tests/adapters tests/adapters $(PYTEST)
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz
@@ -100,7 +110,7 @@ dist: $(READY) ## wheel, source archive, bill of materials (CycloneDX) and NOTIC
 		--with-license-file --with-urls --no-license-path --format=plain-vertical --output-file=dist/NOTICE
 	@ls -l dist
 
-clean: ## remove what was built and cached (not .venv, .venv-demo)
+clean: ## remove what was built and cached (not .venv, .venv-demo, .venv-adapters)
 	rm -rf build dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(PACKAGES) tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(READY)

@@ -9,6 +9,7 @@ import lmdb
 import msgspec
 
 from ctxreuse.errors import StoreDamagedError, StoreError
+from ctxreuse.store.ledger.items import TABLE as ITEMS
 from ctxreuse.store.ledger.recent import TABLE as RECENT
 from ctxreuse.store.ledger.records import FORMAT, READABLE, decode_id, encode_id
 from ctxreuse.store.lmdb.env import Env, broken, explain, open_beside
@@ -17,6 +18,8 @@ from ctxreuse.store.lmdb.recovery import examine, extend, shortage, sound, table
 __all__ = ["TABLES", "NotBegunError", "checked_from", "damaged", "open_env"]
 
 TABLES = ("sessions", "names", "turns", "tokens", "info")
+#: That programs before them did not write.
+_OPTIONAL = (RECENT, ITEMS)
 
 
 class NotBegunError(StoreError):
@@ -43,9 +46,9 @@ def open_env(home: Path, map_size: int, *, readonly: bool, trusted: bool, stamp:
             home.mkdir(mode=0o700, exist_ok=True)
         _check_pages(home, readonly=readonly, trusted=trusted, stamp=stamp)
         if readonly:
-            env = open_beside(home, TABLES, map_size=map_size, optional=(RECENT,))
+            env = open_beside(home, TABLES, map_size=map_size, optional=_OPTIONAL)
         else:
-            env = Env(home, TABLES, map_size=map_size, readonly=False, durable=True, optional=(RECENT,))
+            env = Env(home, TABLES, map_size=map_size, readonly=False, durable=True, optional=_OPTIONAL)
     except OSError as error:
         raise explain(lmdb.Error(str(error), error.errno or 0), home) from None
     except lmdb.Error as error:

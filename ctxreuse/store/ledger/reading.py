@@ -7,6 +7,7 @@ from typing import Any
 
 from ctxreuse.errors import StoreDamagedError
 from ctxreuse.store.ledger.history import History, turn_key
+from ctxreuse.store.ledger.items import ItemTable
 from ctxreuse.store.ledger.records import DamagedTurnError, decode_session, decode_tokens, decode_turn, is_checked
 from ctxreuse.store.ledger.sessions import SessionTable
 from ctxreuse.store.types import Progress
@@ -49,6 +50,7 @@ def read_records(
             problems.append(error.what)
     for id, why in bad.items():
         problems.append(f"{why} (session {', '.join(sorted(homes[id]))})" if homes[id] else why)
+    problems += ItemTable(txn, tables).damaged()
     return problems, unchecked
 
 

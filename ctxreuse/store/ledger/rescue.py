@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from ctxreuse.errors import StoreDamagedError, StoreError, StoreOwnedError
+from ctxreuse.store.items import Items, ItemTable
+from ctxreuse.store.ledger.items import TABLE as ITEMS
 from ctxreuse.store.ledger.ledger import Ledger, new_session_id
 from ctxreuse.store.ledger.records import (
     DamagedTurnError,
@@ -23,6 +25,7 @@ from ctxreuse.store.ledger.records import (
     decode_turn,
     is_checked,
     role_of,
+    unseal,
 )
 from ctxreuse.store.lmdb.owner import attended, folder
 from ctxreuse.store.lmdb.salvage import Salvaged, salvage
@@ -58,7 +61,7 @@ def rescue(path: str | os.PathLike[str], dest: str | os.PathLike[str], progress:
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise StoreError("there is something here already", where=str(new), fix="Name a folder that is new or empty")
     found = _Found(salvage(home, progress))
-    if not found.sessions:
+    if not found.sessions and not found.items:
         raise StoreDamagedError("no session can be read", where=str(home), fix="Restore a backup")
     turns, lost_turns = found.histories()
     try:
@@ -67,6 +70,7 @@ def rescue(path: str | os.PathLike[str], dest: str | os.PathLike[str], progress:
         raise StoreError(f"cannot create the folder: {error.strerror}", where=str(new), fix="Choose another") from None
     with Ledger.open(new) as ledger:
         ledger.adopt(found.sessions.values(), turns, found.tokens(turns), found.next_id, progress)
+        Items(ledger).write(found.put_items)
         ledger.check()
         stats = ledger.stats()
     return Rescued(stats.sessions, stats.turns, lost_turns, tuple(found.lost))
@@ -82,6 +86,7 @@ class _Found:
         self._roles: dict[int, str] = {}
         self._tokens: dict[bytes, bytes] = {}
         self.sessions: dict[str, Session] = {}
+        self.items: dict[bytes, bytes] = {}
         info = raw.tables.get("info", {})
         self._checked_from = 0
         if raw.tables and (b"checked" not in info):
@@ -96,6 +101,11 @@ class _Found:
         for table in ("turns", "tokens"):
             for key, value in raw.tables.get(table, {}).items():
                 self._add(key, value)
+        for key, value in raw.tables.get(ITEMS, {}).items():
+            try:
+                self.items[key] = bytes(unseal(key, value))
+            except ValueError as error:
+                self.lost.append(f"the item {key[:60]!r}: {error}")
         # A stray turn is needed only where a session leads to it; a stray session may have been deleted, which the
         # table of names tells.
         names = raw.tables["names"] if "names" in raw.whole else None
@@ -190,6 +200,11 @@ class _Found:
         if missing:
             self.lost.append(f"session {session.name!r}: {', '.join(missing[::-1])}")
         return lost
+
+    def put_items(self, table: ItemTable) -> None:
+        """Write the items that are whole into a new ledger."""
+        for key, body in self.items.items():
+            table.put(key, body)
 
     def tokens(self, turns: dict[int, Any]) -> Iterator[tuple[bytes, bytes]]:
         """Iterate over the token ids of turns that were not lost."""

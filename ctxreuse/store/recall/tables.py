@@ -14,12 +14,12 @@ from ctxreuse.store.ledger.records import Turn
 from ctxreuse.store.recall.filters import field_value
 from ctxreuse.store.recall.terms import indexed
 
-__all__ = ["Tables"]
+__all__ = ["TOKENIZE", "Tables"]
 
 _FILE = "index.sqlite"
 #: Of the tables below. A file of another version is made again.
 _VERSION = 1
-_TOKENIZE = "porter unicode61 remove_diacritics 2"
+TOKENIZE = "porter unicode61 remove_diacritics 2"
 #: Fields of a turn's meta that can be searched for.
 _FIELDS = 64
 
@@ -30,13 +30,13 @@ CREATE INDEX turns_session ON turns(session);
 CREATE INDEX turns_namespace ON turns(namespace);
 CREATE TABLE fields(name TEXT, value TEXT, turn INTEGER, PRIMARY KEY(name, value, turn)) WITHOUT ROWID;
 CREATE INDEX fields_turn ON fields(turn);
-CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{_TOKENIZE}");
+CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZE}");
 CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row);
 PRAGMA user_version = {_VERSION};
 """
 #: Of the query's words as the tokenizer makes them, so that their counts can be looked up.
 _QUERY = f"""
-CREATE VIRTUAL TABLE temp.query USING fts5(text, tokenize="{_TOKENIZE}");
+CREATE VIRTUAL TABLE temp.query USING fts5(text, tokenize="{TOKENIZE}");
 CREATE VIRTUAL TABLE temp.stems USING fts5vocab(temp, query, instance);
 """
 

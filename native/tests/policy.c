@@ -71,7 +71,7 @@ static void learnt(policy_shadow *shadow) {
 }
 
 static void test_shadow(policy_kind kind, policy_kind other) {
-    policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5);
+    policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5, NULL), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5, shadow);
     policy_residents *residents = policy_residents_new();
     CHECK(shadow && rival && residents, "no memory");
     if (shadow->hazard) policy_hazard_remember(shadow, 40, 0.5);

@@ -69,7 +69,9 @@ class _Followed:
 
     def __init__(self, blocks: int) -> None:
         capacity = blocks * _NBYTES
-        shadows = [NativeShadow[bytes](name, capacity) for name in DEFAULT_EXPERTS]
+        shadows: list[NativeShadow[bytes]] = []
+        for name in DEFAULT_EXPERTS:
+            shadows.append(NativeShadow(name, capacity, beside=shadows[0] if shadows else None))
         self.residents: NativeResidentSet[bytes] = NativeResidentSet()
         self.policy: AdaptivePolicy[bytes] = AdaptivePolicy(shadows, capacity, Random(0), self.residents)
         self._blocks, self._now = blocks, 0.0

@@ -1,8 +1,9 @@
-"""Blocks served on twelve shapes of made-up traffic and real traces: the adaptive policy against the best single one.
+"""Blocks served on twelve shapes of made-up traffic or real traces: the adaptive policy against the best single one.
 
 A simulation on a virtual clock through the policy objects that the store runs. The shapes are hard for one policy or
 another; nobody has such traffic, they are what a policy that was chosen on one trace may meet elsewhere. Seeded, blocks
-of 64 tokens. With CTXREUSE_TRACES set to a folder of traces, a chat service's trace and coding agents' sessions too.
+of 64 tokens. With CTXREUSE_TRACES set to a folder of traces, those of it instead: a chat service, coding agents'
+sessions, and the calls of a team of agents (prompts as text, of which 256 characters stand for a block).
 
 The baseline is LRU, the peer the best of the adaptive policy's experts alone at that size, the bound a cache without
 end. The bar: at most one point below that policy, everywhere. The constants of the adaptive policy were chosen while
@@ -11,6 +12,7 @@ seeing these rows; what the shapes give with other seeds was not looked at for t
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ import numpy as np
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.lab.generate import generate
+from ctxreuse.lab.lines import read_lines
 from ctxreuse.lab.mooncake import mooncake
 from ctxreuse.lab.packed import Packed, pack
 from ctxreuse.lab.replay import serve
@@ -30,7 +33,7 @@ from ctxreuse.lab.trace import Request, Trace
 from ctxreuse.store.policy import DEFAULT_EXPERTS, make_policy
 from ctxreuse.store.policy.native import NATIVE, NativeShadow
 
-__all__ = ["SHAPES", "run", "shape"]
+__all__ = ["SHAPES", "agent_team", "run", "shape"]
 
 _TOKENS = 64
 #: Points of block hits that the adaptive policy may be below the best single one.
@@ -44,7 +47,11 @@ _GENERATED: dict[str, tuple[int, tuple[int, ...]]] = {
     "agents": (1_000, (8_000, 15_000, 60_000)),
 }
 _CHAT_SERVICE = (976, 1_953, 5_078, 9_960, 19_921)
-_CODING_AGENTS = (15_625, 31_250, 48_000)
+#: Sessions and capacities.
+_CODING_AGENTS = (20, (2_500, 5_000, 7_500))
+_AGENT_TEAM = (100, 200, 400)
+#: Characters of a block of the last.
+_CHARACTERS = 256
 Prompts: TypeAlias = Iterator[Sequence[int]]
 
 
@@ -192,20 +199,47 @@ def shape(name: str, seed: int = 0) -> Trace:
     return Trace(name, _TOKENS, read, format="made-up")
 
 
+def agent_team(path: Path) -> Trace:
+    """Return the trace of rows ``{"timestamp": µs, "input": the prompt as text}``, in the order of time."""
+
+    def read() -> Iterator[Request]:
+        rows = sorted((json.loads(line) for _, line in read_lines(path)), key=lambda row: int(row["timestamp"]))
+        numbers: dict[tuple[int, str], int] = {}
+        for row in rows:
+            text, parent, ids = row["input"], -1, []
+            for at in range(0, len(text) - _CHARACTERS + 1, _CHARACTERS):
+                parent = numbers.setdefault((parent, text[at : at + _CHARACTERS]), len(numbers))
+                ids.append(parent)
+            seconds = (int(row["timestamp"]) - int(rows[0]["timestamp"])) / 1e6
+            yield Request(seconds, np.asarray(ids, np.int64), _TOKENS * len(ids))
+
+    return Trace(path.name, _TOKENS, read, format="texts")
+
+
+def _traces() -> Path | None:
+    folder = os.environ.get("CTXREUSE_TRACES")
+    return Path(folder) if folder else None
+
+
 def _suite(quick: bool) -> Iterator[tuple[str, Trace, tuple[int, ...]]]:
     if quick:
         name = "short conversations"
         yield name, shape(name), SHAPES[name][1][:1]
         return
-    for name, (_, blocks) in SHAPES.items():
-        yield name, shape(name), blocks
-    for name, (requests, blocks) in _GENERATED.items():
-        yield f"generated {name}", generate(name, requests=requests), blocks
-    folder = Path(os.environ.get("CTXREUSE_TRACES") or "/nonexistent") / "prefix"
-    if (path := folder / "mooncake_conversation_rows0-8999.jsonl.xz").is_file():
+    folder = _traces()
+    if folder is None:
+        for name, (_, blocks) in SHAPES.items():
+            yield name, shape(name), blocks
+        for name, (requests, blocks) in _GENERATED.items():
+            yield f"generated {name}", generate(name, requests=requests), blocks
+        return
+    if (path := folder / "prefix" / "mooncake_conversation_rows0-8999.jsonl.xz").is_file():
         yield "chat service (real)", mooncake(path), _CHAT_SERVICE
-    if (path := folder / "claude_code_sessions.jsonl.xz").is_file():
-        yield "coding agents (real)", agent_sessions(path), _CODING_AGENTS
+    if (path := folder / "prefix" / "claude_code_sessions.jsonl.xz").is_file():
+        sessions, blocks = _CODING_AGENTS
+        yield "coding agents (real)", agent_sessions(path, sessions=sessions), blocks
+    if (path := folder / "agents" / "magagent_calls.jsonl.xz").is_file():
+        yield "agent team (real)", agent_team(path), _AGENT_TEAM
 
 
 def _rate(trace: Packed, name: str, blocks: int) -> float:
@@ -257,6 +291,6 @@ def run(options: Options) -> list[Figure]:
                     note=f"peer: {best}",
                 )
             )
-    if not options.quick:
+    if not options.quick and _traces() is None:
         figures += _other_seeds(options)
     return figures

@@ -23,8 +23,9 @@ from ctxreuse import bench  # noqa: E402
 
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-#: Measured with an option; what stands behind the bench's name in the file's.
+#: Measured with an option or a variable of the environment; what stands behind the bench's name in the file's.
 OPTIONS = {"gemma3-270m": "--model gemma3-270m"}
+VARIABLES = {"traces": "CTXREUSE_TRACES=DIR "}
 NOTE = "<!-- Written by docs/generate.py: do not edit. -->\n"
 
 
@@ -72,7 +73,7 @@ def command(stem: str) -> str:
     """The command that measures what ``stem``.json holds."""
     name, _, option = stem.partition("-")
     tool = bench.SUITE.command if name in bench.SUITE.modules else benchmarks.SUITE.command
-    return f"{tool} {name} {OPTIONS.get(option, '')}".strip()
+    return f"{VARIABLES.get(option, '')}{tool} {name} {OPTIONS.get(option, '')}".strip()
 
 
 def _before(stem: str) -> list[str]:

@@ -7,17 +7,14 @@
 
 #include <stdlib.h>
 
-/* `used` of a block: tokens, and uses above them. */
-enum { TOKENS = (1 << 28) - 1, USES_AT = 28, MOST_USES = 13 };
+/* `history` of a block: its tokens less one, as a block has 1 to 4,096 (ModelSpace), and uses above them. */
+enum { TOKENS = (1 << 12) - 1, USES_AT = 12, MOST_USES = 13 };
 /* Ghosts that are remembered for each held block end here. */
 static const double MOST_GHOSTS = 1 << 18;
 
 static const policy_queue EMPTY = {POLICY_NONE, POLICY_NONE, 0};
 
-static uint32_t any_find(const policy_shadow *shadow, uint64_t id) {
-    uint32_t at = policy_hash_start(&shadow->hash, id);
-    return policy_hash_next(&shadow->hash, id, &at, shadow, policy_block_id);
-}
+static uint32_t any_find(const policy_shadow *shadow, uint64_t id) { return policy_arena_find(shadow->arena, shadow->seat, id); }
 
 /* ---- Room ------------------------------------------------------------------------------------------------------- */
 
@@ -65,7 +62,7 @@ static int grow(void **all, uint32_t *room, uint64_t need, size_t item) {
 
 static uint64_t depth_of(const policy_shadow *shadow, uint32_t place) {
     uint64_t depth = 0;
-    for (; place != POLICY_NONE; place = shadow->blocks[place].parent) depth++;
+    for (; place != POLICY_NONE; place = policy_parent(shadow, place)) depth++;
     return depth;
 }
 
@@ -86,7 +83,7 @@ int policy_hazard_reserve(policy_shadow *shadow, uint32_t above, uint32_t more) 
 
 static void push(policy_hazard *hazard, policy_queue *queue, int by, uint32_t at) {
     hazard_run *run = hazard->runs + at;
-    run->link[by] = (hazard_link){queue->tail, POLICY_NONE};
+    run->link[by] = (policy_link){queue->tail, POLICY_NONE};
     if (queue->tail != POLICY_NONE) hazard->runs[queue->tail].link[by].next = at;
     else queue->head = at;
     queue->tail = at;
@@ -95,7 +92,7 @@ static void push(policy_hazard *hazard, policy_queue *queue, int by, uint32_t at
 
 static void push_head(policy_hazard *hazard, policy_queue *queue, int by, uint32_t at) {
     hazard_run *run = hazard->runs + at;
-    run->link[by] = (hazard_link){POLICY_NONE, queue->head};
+    run->link[by] = (policy_link){POLICY_NONE, queue->head};
     if (queue->head != POLICY_NONE) hazard->runs[queue->head].link[by].prev = at;
     else queue->tail = at;
     queue->head = at;
@@ -103,7 +100,7 @@ static void push_head(policy_hazard *hazard, policy_queue *queue, int by, uint32
 }
 
 static void pull(policy_hazard *hazard, policy_queue *queue, int by, uint32_t at) {
-    hazard_link link = hazard->runs[at].link[by];
+    policy_link link = hazard->runs[at].link[by];
     if (link.prev != POLICY_NONE) hazard->runs[link.prev].link[by].next = link.next;
     else queue->head = link.next;
     if (link.next != POLICY_NONE) hazard->runs[link.next].link[by].prev = link.prev;
@@ -151,7 +148,7 @@ static uint32_t run_new(policy_hazard *hazard, uint32_t use, uint8_t hits, uint8
     hazard->run_count++;
     hazard_run *run = hazard->runs + at;
     *run = (hazard_run){.time = hazard->now, .use = use, .level = -1, .hits = hits, .less = less};
-    run->link[HAZARD_BY_USE] = (hazard_link){POLICY_NONE, hazard->uses[use].runs};
+    run->link[HAZARD_BY_USE] = (policy_link){POLICY_NONE, hazard->uses[use].runs};
     if (run->link[HAZARD_BY_USE].next != POLICY_NONE) hazard->runs[run->link[HAZARD_BY_USE].next].link[HAZARD_BY_USE].prev = at;
     hazard->uses[use].runs = at;
     return at;
@@ -161,7 +158,7 @@ static uint32_t run_new(policy_hazard *hazard, uint32_t use, uint8_t hits, uint8
 static void run_end(policy_hazard *hazard, uint32_t at) {
     hazard_run *run = hazard->runs + at;
     hazard_use *use = hazard->uses + run->use;
-    hazard_link link = run->link[HAZARD_BY_USE];
+    policy_link link = run->link[HAZARD_BY_USE];
     pull(hazard, hazard->ages + run->age, HAZARD_BY_AGE, at);
     if (link.prev != POLICY_NONE) hazard->runs[link.prev].link[HAZARD_BY_USE].next = link.next;
     else use->runs = link.next;
@@ -179,14 +176,11 @@ static void run_end(policy_hazard *hazard, uint32_t at) {
 /* Forget the oldest ghost, or one whose run has no block behind it. */
 static void forget(policy_shadow *shadow, uint32_t place) {
     policy_hazard *hazard = shadow->hazard;
-    policy_block *block = shadow->blocks + place;
-    hazard_run *run = hazard->runs + block->data;
+    hazard_run *run = hazard->runs + shadow->data[place];
     policy_queue_take(shadow, &hazard->ghosts, place);
-    policy_hash_remove(&shadow->hash, policy_id(block), place, shadow, policy_block_id);
-    run->tail = block->parent;
-    if (!--run->total) run_end(hazard, block->data);
-    block->next = shadow->free;
-    shadow->free = place;
+    run->tail = policy_parent(shadow, place);
+    policy_arena_drop(shadow->arena, shadow->seat, place);
+    if (!--run->total) run_end(hazard, shadow->data[place]);
 }
 
 static void forget_some(policy_shadow *shadow) {
@@ -201,22 +195,22 @@ uint32_t policy_hazard_revive(policy_shadow *shadow, uint64_t id, uint32_t paren
     policy_hazard *hazard = shadow->hazard;
     uint32_t place = any_find(shadow, id);
     if (place == POLICY_NONE) return place;
-    if (shadow->blocks[place].parent == parent) {
+    if (policy_parent(shadow, place) == parent) {
         policy_queue_take(shadow, &hazard->ghosts, place);
         return place;
     }
     /* Another block then, by a key that was made up: with it goes what its run knew behind it. */
     for (uint32_t last = POLICY_NONE; last != place;) {
-        last = hazard->runs[shadow->blocks[place].data].tail;
+        last = hazard->runs[shadow->data[place]].tail;
         forget(shadow, last);
     }
     return POLICY_NONE;
 }
 
 void policy_hazard_hold(policy_shadow *shadow, uint32_t place, uint32_t tokens, int known) {
-    policy_block *block = shadow->blocks + place;
-    if (!known) block->data = POLICY_NONE, block->used = 0;
-    block->used = (block->used & ~(uint32_t)TOKENS) | (tokens < TOKENS ? tokens : TOKENS);
+    uint32_t uses = known ? shadow->history[place] >> USES_AT : 0, less = tokens ? tokens - 1 : 0;
+    if (!known) shadow->data[place] = POLICY_NONE;
+    shadow->history[place] = (uint16_t)(uses << USES_AT | (less < TOKENS ? less : TOKENS));
     policy_queue_push(shadow, &shadow->hazard->fresh, place);
 }
 
@@ -224,37 +218,34 @@ static void settle(policy_shadow *shadow) {
     policy_hazard *hazard = shadow->hazard;
     for (int level; (level = hazard_level_from(hazard, 0)) < HAZARD_LEVELS;) {
         uint32_t at = hazard->levels[level].head;
-        if (!shadow->blocks[hazard->runs[at].back].children) return;
+        if (!shadow->children[hazard->runs[at].back]) return;
         unfile(hazard, at);
     }
 }
 
 uint64_t policy_hazard_remove(policy_shadow *shadow, uint32_t place) {
     policy_hazard *hazard = shadow->hazard;
-    policy_block *block = shadow->blocks + place;
+    const policy_block *block = shadow->arena->blocks + place;
     uint64_t id = policy_id(block);
-    uint32_t at = block->data, parent = block->parent;
+    uint32_t at = shadow->data[place], parent = block->parent;
     shadow->nbytes -= block->nbytes;
     shadow->count--;
-    if (hazard_is_fresh(block)) {
+    if (hazard_is_fresh(shadow, place)) {
         policy_queue_take(shadow, &hazard->fresh, place);
     } else {
         hazard->runs[at].held--;
         hazard->runs[at].back = parent;
     }
     if (at == POLICY_NONE) {
-        policy_hash_remove(&shadow->hash, id, place, shadow, policy_block_id);
-        block->next = shadow->free;
-        shadow->free = place;
+        policy_arena_drop(shadow->arena, shadow->seat, place);
     } else {
-        block->children = POLICY_GHOST;
+        shadow->children[place] = POLICY_GHOST;
         policy_queue_push(shadow, &hazard->ghosts, place);
         if (!hazard->runs[at].held) unfile(hazard, at);
     }
-    if (parent != POLICY_NONE) {
-        policy_block *above = shadow->blocks + parent;
-        if (!--above->children && above->data != POLICY_NONE && hazard->runs[above->data].level < 0 && !hazard_is_fresh(above))
-            file(hazard, above->data, 1);
+    if (parent != POLICY_NONE && policy_child_left(shadow, parent)) {
+        uint32_t above = shadow->data[parent];
+        if (above != POLICY_NONE && hazard->runs[above].level < 0 && !hazard_is_fresh(shadow, parent)) file(hazard, above, 1);
     }
     settle(shadow);
     forget_some(shadow);
@@ -285,12 +276,11 @@ static uint32_t use_new(policy_shadow *shadow, uint32_t tip, uint32_t n) {
     uint32_t known = 0, turn = 1, at = hazard->use_free;
     uint64_t fresh = 0;
     for (uint32_t i = 0; i < n; i++) {
-        const policy_block *block = shadow->blocks + hazard->path[i];
-        if (block->data == POLICY_NONE) fresh += block->used & TOKENS;
+        if (shadow->data[hazard->path[i]] == POLICY_NONE) fresh += (shadow->history[hazard->path[i]] & TOKENS) + 1u;
         else if (!fresh) known++;
     }
     if (known > 1) {
-        uint32_t run = shadow->blocks[hazard->path[known - 1]].data;
+        uint32_t run = shadow->data[hazard->path[known - 1]];
         if (run != POLICY_NONE) turn = hazard->uses[hazard->runs[run].use].turn + 1u;
     }
     if (at != POLICY_NONE) hazard->use_free = hazard->uses[at].runs;
@@ -304,12 +294,11 @@ static uint32_t use_new(policy_shadow *shadow, uint32_t tip, uint32_t n) {
 static void take(policy_shadow *shadow, uint32_t n) {
     policy_hazard *hazard = shadow->hazard;
     for (uint32_t i = 0; i < n;) {
-        uint32_t at = shadow->blocks[hazard->path[i]].data, taken = 0;
-        for (; i < n && shadow->blocks[hazard->path[i]].data == at; i++, taken++) {
-            policy_block *block = shadow->blocks + hazard->path[i];
-            if (!hazard_is_fresh(block)) continue;
+        uint32_t at = shadow->data[hazard->path[i]], taken = 0;
+        for (; i < n && shadow->data[hazard->path[i]] == at; i++, taken++) {
+            if (!hazard_is_fresh(shadow, hazard->path[i])) continue;
             policy_queue_take(shadow, &hazard->fresh, hazard->path[i]);
-            block->next = HAZARD_SETTLED;
+            shadow->links[hazard->path[i]].next = HAZARD_SETTLED;
         }
         if (at == POLICY_NONE) continue;
         hazard_run *run = hazard->runs + at;
@@ -325,22 +314,22 @@ void policy_hazard_use(policy_shadow *shadow, uint32_t tip, double now) {
     static const uint32_t hits[] = {2, 3, 4, 7, 13};
     policy_hazard *hazard = shadow->hazard;
     uint32_t n = (uint32_t)depth_of(shadow, tip), at = POLICY_NONE, before = 0;
-    for (uint32_t i = n, place = tip; i; place = shadow->blocks[place].parent) hazard->path[--i] = place;
+    for (uint32_t i = n, place = tip; i; place = policy_parent(shadow, place)) hazard->path[--i] = place;
     if (now > hazard->now) hazard->now = now;
     hazard_table_tick(&hazard->table);
     grow_old(hazard);
     uint32_t use = use_new(shadow, tip, n);
     take(shadow, n);
     for (uint32_t i = 0; i < n; i++) {
-        policy_block *block = shadow->blocks + hazard->path[i];
-        uint32_t tokens = block->used & TOKENS, uses = (block->used >> USES_AT) + 1;
+        uint16_t *history = shadow->history + hazard->path[i];
+        uint32_t tokens = *history & TOKENS, uses = (*history >> USES_AT) + 1u;
         if (uses > MOST_USES) uses = MOST_USES;
-        block->used = uses << USES_AT | tokens;
+        *history = (uint16_t)(uses << USES_AT | tokens);
         uint8_t step = (uint8_t)step_of(uses, hits, 5), less = tokens < before;
         before = tokens;
         if (at == POLICY_NONE || hazard->runs[at].hits != step || hazard->runs[at].less != less)
             at = run_new(hazard, use, step, less);
-        block->data = at;
+        shadow->data[hazard->path[i]] = at;
         hazard->runs[at].back = hazard->runs[at].tail = hazard->path[i];
         hazard->runs[at].held++;
         hazard->runs[at].total++;
@@ -354,7 +343,7 @@ void policy_hazard_use(policy_shadow *shadow, uint32_t tip, double now) {
 
 void policy_hazard_mark(policy_shadow *shadow, uint64_t id, uint32_t label) {
     policy_hazard *hazard = shadow->hazard;
-    uint32_t tip = any_find(shadow, id), at = tip == POLICY_NONE ? tip : shadow->blocks[tip].data;
+    uint32_t tip = any_find(shadow, id), at = tip == POLICY_NONE ? tip : shadow->data[tip];
     if (at == POLICY_NONE) return;
     hazard_use *use = hazard->uses + hazard->runs[at].use;
     if (use->tip != tip) return;

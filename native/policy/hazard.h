@@ -49,16 +49,12 @@ int hazard_table_teach(hazard_table *table, const double *in, size_t classes);
 
 /* ---- Runs (hazard.c; hazard_order.c names victims, hazard_check.c compares) ------------------------------------------- */
 
-typedef struct hazard_link {
-    uint32_t prev, next;
-} hazard_link;
-
 typedef struct hazard_run {
     double time;
     uint32_t use;
     uint32_t back, held;   /* the last held block (if any is), and how many */
     uint32_t tail, total;  /* the last block, ghosts included, and how many */
-    hazard_link link[3];   /* in the queues of its age and of its level, and among the runs of its use */
+    policy_link link[3];   /* in the queues of its age and of its level, and among the runs of its use */
     uint16_t which;
     int16_t level;         /* -1: in no queue of levels */
     uint8_t age, hits, less, seen;
@@ -86,12 +82,12 @@ typedef struct policy_hazard {
 /* Which of a run's links. */
 enum { HAZARD_BY_AGE, HAZARD_BY_LEVEL, HAZARD_BY_USE };
 
-/* `next` of a held block that was used. */
+/* `next` of a held block that was used: only those that were not, and ghosts, are in a queue. */
 #define HAZARD_SETTLED (POLICY_NONE - 1)
 
-static inline int hazard_is_ghost(const policy_block *block) { return block->children == POLICY_GHOST; }
-static inline int hazard_is_fresh(const policy_block *block) {
-    return !hazard_is_ghost(block) && block->next != HAZARD_SETTLED;
+static inline int hazard_is_ghost(const policy_shadow *shadow, uint32_t place) { return shadow->children[place] == POLICY_GHOST; }
+static inline int hazard_is_fresh(const policy_shadow *shadow, uint32_t place) {
+    return !hazard_is_ghost(shadow, place) && shadow->links[place].next != HAZARD_SETTLED;
 }
 
 /* The first level from that one on which has a run; HAZARD_LEVELS if there is none. */

@@ -9,11 +9,11 @@ static const char *check_run(const policy_shadow *shadow, uint32_t at) {
     if (run->level >= 0 && !run->held) return "a run that holds nothing is in a queue of levels";
     uint32_t place = run->tail;
     for (uint32_t i = run->total; i; i--) {
-        if (place == POLICY_NONE || shadow->blocks[place].data != at) return "a run is in pieces";
+        if (place == POLICY_NONE || shadow->data[place] != at) return "a run is in pieces";
         if (i == run->held && place != run->back) return "a run ends elsewhere";
-        int held = !hazard_is_ghost(shadow->blocks + place) && !hazard_is_fresh(shadow->blocks + place);
+        int held = !hazard_is_ghost(shadow, place) && !hazard_is_fresh(shadow, place);
         if (held != (i <= run->held)) return "a run counts its blocks wrongly";
-        place = shadow->blocks[place].parent;
+        place = policy_parent(shadow, place);
     }
     return NULL;
 }
@@ -36,11 +36,10 @@ const char *policy_hazard_check(const policy_shadow *shadow) {
         if (full != (hazard->levels[level].count > 0)) return "a level's bit is wrong";
         levels += hazard->levels[level].count;
     }
-    for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = policy_hash_at(&shadow->hash, at);
-        if (place == POLICY_NONE) continue;
-        ghosts += hazard_is_ghost(shadow->blocks + place);
-        in_runs += shadow->blocks[place].data != POLICY_NONE;
+    for (uint32_t place = 0; place < shadow->arena->used; place++) {
+        if (!(shadow->arena->owners[place] & shadow->seat)) continue;
+        ghosts += hazard_is_ghost(shadow, place);
+        in_runs += shadow->data[place] != POLICY_NONE;
     }
     if (runs != hazard->run_count || total != in_runs) return "runs are counted wrongly";
     if (filed != levels) return "levels are counted wrongly";

@@ -3,18 +3,18 @@
 
 /* Blocks of a run from its back, and of what then is free above it, up to one that has children. */
 static int walk(policy_naming *order, uint32_t place) {
-    const policy_hazard *hazard = order->shadow->hazard;
-    const policy_block *blocks = order->shadow->blocks;
+    const policy_shadow *shadow = order->shadow;
+    const policy_hazard *hazard = shadow->hazard;
     for (;;) {
-        uint32_t at = blocks[place].data, above = blocks[place].parent;
-        if (blocks[place].children) return 1;
+        uint32_t at = shadow->data[place], above = policy_parent(shadow, place);
+        if (shadow->children[place]) return 1;
         if (!policy_name(order, place)) return 0;
         if (above == POLICY_NONE) return 1;
-        const policy_block *next = blocks + above;
-        if (next->data != at) {
-            if (next->data == POLICY_NONE || hazard_is_fresh(next)) return 1;
+        uint32_t next = shadow->data[above];
+        if (next != at) {
+            if (next == POLICY_NONE || hazard_is_fresh(shadow, above)) return 1;
             /* A run whose turn has not come yet waits for it. */
-            if (hazard->runs[next->data].level >= 0 && !hazard->runs[next->data].seen) return 1;
+            if (hazard->runs[next].level >= 0 && !hazard->runs[next].seen) return 1;
         }
         place = above;
     }
@@ -31,12 +31,11 @@ static int walk_levels(policy_naming *order) {
 }
 
 static void walk_fresh(policy_naming *order) {
-    const policy_block *blocks = order->shadow->blocks;
-    const policy_hazard *hazard = order->shadow->hazard;
-    for (uint32_t place = hazard->fresh.tail; place != POLICY_NONE; place = blocks[place].prev) {
+    const policy_shadow *shadow = order->shadow;
+    for (uint32_t place = shadow->hazard->fresh.tail; place != POLICY_NONE; place = shadow->links[place].prev) {
         if (!policy_name(order, place)) return;
-        uint32_t above = blocks[place].parent;
-        if (above == POLICY_NONE || blocks[above].data == POLICY_NONE || hazard_is_fresh(blocks + above)) continue;
+        uint32_t above = policy_parent(shadow, place);
+        if (above == POLICY_NONE || shadow->data[above] == POLICY_NONE || hazard_is_fresh(shadow, above)) continue;
         if (!walk(order, above)) return;
     }
 }

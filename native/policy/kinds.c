@@ -6,9 +6,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* `data` of S3-FIFO and ARC: the queue (FRESH before the first use), whether it is parked, uses. */
+/* `state` of S3-FIFO and ARC: the queue (FRESH before the first use), whether it is parked, uses. */
 enum { FRESH = 2, HOME = 3, PARKED = 4, USES_AT = 3, MOST_USES = 3 };
-/* `data` of GDSF: the class, whether it is parked. */
+/* `state` of GDSF: the class, whether it is parked. */
 enum { CLASS = 63, CLASS_PARKED = 64, MIDDLE = 32 };
 enum { SMALL = 0, MAIN = 1, SHARE = 10 };
 /* LFU remembers the uses, up to MOST_NOTED. */
@@ -19,38 +19,37 @@ static uint32_t most_ghosts(const policy_shadow *shadow) {
     return shadow->count / 4 > FEWEST_GHOSTS ? shadow->count / 4 : FEWEST_GHOSTS;
 }
 
-static policy_queue *home_of(policy_shadow *shadow, const policy_block *block) {
-    return &shadow->queues[block->data & HOME];
-}
+static policy_queue *home_of(policy_shadow *shadow, uint32_t place) { return &shadow->queues[shadow->state[place] & HOME]; }
 
-static uint32_t uses_of(const policy_block *block) { return block->data >> USES_AT; }
+static uint32_t uses_of(const policy_shadow *shadow, uint32_t place) { return shadow->state[place] >> USES_AT; }
+
+/* True for what the running request spares. */
+static int kept(const policy_shadow *shadow, uint32_t place) { return shadow->arena->owners[place] & POLICY_KEPT; }
 
 void policy_queue_push(policy_shadow *shadow, policy_queue *queue, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    block->prev = queue->tail;
-    block->next = POLICY_NONE;
-    if (queue->tail != POLICY_NONE) shadow->blocks[queue->tail].next = place;
+    policy_link *links = shadow->links;
+    links[place] = (policy_link){queue->tail, POLICY_NONE};
+    if (queue->tail != POLICY_NONE) links[queue->tail].next = place;
     else queue->head = place;
     queue->tail = place;
     queue->count++;
 }
 
 static void push_head(policy_shadow *shadow, policy_queue *queue, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    block->prev = POLICY_NONE;
-    block->next = queue->head;
-    if (queue->head != POLICY_NONE) shadow->blocks[queue->head].prev = place;
+    policy_link *links = shadow->links;
+    links[place] = (policy_link){POLICY_NONE, queue->head};
+    if (queue->head != POLICY_NONE) links[queue->head].prev = place;
     else queue->tail = place;
     queue->head = place;
     queue->count++;
 }
 
 void policy_queue_take(policy_shadow *shadow, policy_queue *queue, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    if (block->prev != POLICY_NONE) shadow->blocks[block->prev].next = block->next;
-    else queue->head = block->next;
-    if (block->next != POLICY_NONE) shadow->blocks[block->next].prev = block->prev;
-    else queue->tail = block->prev;
+    policy_link *links = shadow->links, link = links[place];
+    if (link.prev != POLICY_NONE) links[link.prev].next = link.next;
+    else queue->head = link.next;
+    if (link.next != POLICY_NONE) links[link.next].prev = link.prev;
+    else queue->tail = link.prev;
     queue->count--;
 }
 
@@ -83,7 +82,7 @@ static uint32_t bucket_new(policy_shadow *shadow, uint32_t uses, uint32_t before
 }
 
 static void bucket_leave(policy_shadow *shadow, uint32_t place) {
-    uint32_t at = shadow->blocks[place].data;
+    uint32_t at = shadow->data[place];
     policy_bucket *bucket = shadow->buckets + at;
     policy_queue_take(shadow, &bucket->queue, place);
     if (bucket->queue.count) return;
@@ -109,25 +108,25 @@ static void bucket_join(policy_shadow *shadow, uint32_t place, uint32_t uses) {
     while (at != POLICY_NONE && shadow->buckets[at].uses < uses) before = at, at = shadow->buckets[at].next;
     if (at == POLICY_NONE || shadow->buckets[at].uses != uses) at = bucket_new(shadow, uses, before);
     policy_queue_push(shadow, &shadow->buckets[at].queue, place);
-    shadow->blocks[place].data = at;
+    shadow->data[place] = at;
 }
 
 static void bucket_use(policy_shadow *shadow, uint32_t place) {
-    uint32_t before = shadow->blocks[place].data;
+    uint32_t before = shadow->data[place];
     policy_bucket *bucket = shadow->buckets + before;
     uint32_t next = bucket->next, uses = bucket->uses + 1;
     if (next == POLICY_NONE || shadow->buckets[next].uses != uses) next = bucket_new(shadow, uses, before);
     bucket_leave(shadow, place);
     policy_queue_push(shadow, &shadow->buckets[next].queue, place);
-    shadow->blocks[place].data = next;
+    shadow->data[place] = next;
 }
 
 /* ---- S3-FIFO and ARC -------------------------------------------------------------------------------------------- */
 
 static void admit(policy_shadow *shadow, uint32_t place, uint32_t queue) {
-    policy_block *block = shadow->blocks + place;
-    if ((block->data & HOME) != FRESH && !(block->data & PARKED)) policy_queue_take(shadow, home_of(shadow, block), place);
-    block->data = (block->data & ~(uint32_t)(HOME | PARKED)) | queue;
+    uint8_t state = shadow->state[place];
+    if ((state & HOME) != FRESH && !(state & PARKED)) policy_queue_take(shadow, home_of(shadow, place), place);
+    shadow->state[place] = (uint8_t)((state & ~(HOME | PARKED)) | queue);
     policy_queue_push(shadow, &shadow->queues[queue], place);
 }
 
@@ -157,10 +156,9 @@ static uint32_t turn(const policy_shadow *shadow) {
 }
 
 static int renew(policy_shadow *shadow, uint32_t place, uint32_t queue) {
-    policy_block *block = shadow->blocks + place;
-    uint32_t uses = uses_of(block);
+    uint32_t uses = uses_of(shadow, place);
     if (shadow->kind != POLICY_S3FIFO || uses <= (queue == SMALL ? 1u : 0u)) return 0;
-    block->data = (block->data & (HOME | PARKED)) | (queue == SMALL ? 0 : uses - 1) << USES_AT;
+    shadow->state[place] = (uint8_t)((shadow->state[place] & (HOME | PARKED)) | (queue == SMALL ? 0 : uses - 1) << USES_AT);
     admit(shadow, place, MAIN);
     return 1;
 }
@@ -170,9 +168,9 @@ static void settle(policy_shadow *shadow, uint32_t which) {
     while (queue->head != POLICY_NONE) {
         uint32_t place = queue->head;
         if (renew(shadow, place, which)) continue;
-        if (!shadow->blocks[place].children) return;
+        if (!shadow->children[place]) return;
         policy_queue_take(shadow, queue, place);
-        shadow->blocks[place].data |= PARKED;
+        shadow->state[place] |= PARKED;
     }
 }
 
@@ -180,11 +178,9 @@ static void settle(policy_shadow *shadow, uint32_t which) {
 static size_t walk(const policy_shadow *shadow, int which, uint32_t least, uint32_t most, int all, uint32_t *out,
                    size_t limit) {
     size_t found = 0;
-    for (uint32_t place = shadow->queues[which].head; place != POLICY_NONE && found < limit;) {
-        const policy_block *block = shadow->blocks + place;
-        uint32_t uses = uses_of(block);
-        if (!block->children && least <= uses && uses <= most && (all || block->used != shadow->step)) out[found++] = place;
-        place = block->next;
+    for (uint32_t place = shadow->queues[which].head; place != POLICY_NONE && found < limit; place = shadow->links[place].next) {
+        uint32_t uses = uses_of(shadow, place);
+        if (!shadow->children[place] && least <= uses && uses <= most && (all || !kept(shadow, place))) out[found++] = place;
     }
     return found;
 }
@@ -221,20 +217,20 @@ static uint32_t class_of(const policy_shadow *shadow, uint32_t nbytes, uint32_t 
 }
 
 static void class_push(policy_shadow *shadow, uint32_t place, int head) {
-    uint32_t level = shadow->blocks[place].data & CLASS;
-    shadow->blocks[place].data = level;
+    uint32_t level = shadow->state[place] & CLASS;
+    shadow->state[place] = (uint8_t)level;
     (head ? push_head : policy_queue_push)(shadow, &shadow->queues[level], place);
     shadow->filled |= UINT64_C(1) << level;
 }
 
 static void class_take(policy_shadow *shadow, uint32_t place) {
-    uint32_t level = shadow->blocks[place].data & CLASS;
+    uint32_t level = shadow->state[place] & CLASS;
     policy_queue_take(shadow, &shadow->queues[level], place);
     if (!shadow->queues[level].count) shadow->filled &= ~(UINT64_C(1) << level);
 }
 
 static uint32_t leaf_from(const policy_shadow *shadow, uint32_t place) {
-    while (place != POLICY_NONE && shadow->blocks[place].children) place = shadow->blocks[place].next;
+    while (place != POLICY_NONE && shadow->children[place]) place = shadow->links[place].next;
     return place;
 }
 
@@ -244,7 +240,7 @@ static int lowest(const policy_shadow *shadow, const uint32_t *at, uint64_t live
     int cheapest = -1, dearest = -1, chosen = -1;
     for (uint64_t left = live; left; left &= left - 1) {
         int level = __builtin_ctzll(left);
-        recency[level] = 1.0 / (1.0 + (double)(uint32_t)(shadow->step - shadow->blocks[at[level]].used));
+        recency[level] = 1.0 / (1.0 + (double)(uint32_t)(shadow->step - shadow->used[at[level]]));
         if (recency[level] < low) low = recency[level];
         if (cheapest < 0) cheapest = level;
         dearest = level;
@@ -272,8 +268,8 @@ static size_t class_leaves(const policy_shadow *shadow, int all, uint32_t *out, 
     while (live && found < limit) {
         int level = lowest(shadow, at, live);
         uint32_t place = at[level];
-        if (all || shadow->blocks[place].used != shadow->step) out[found++] = place;
-        at[level] = leaf_from(shadow, shadow->blocks[place].next);
+        if (all || !kept(shadow, place)) out[found++] = place;
+        at[level] = leaf_from(shadow, shadow->links[place].next);
         if (at[level] == POLICY_NONE) live &= ~(UINT64_C(1) << level);
     }
     return found;
@@ -282,10 +278,10 @@ static size_t class_leaves(const policy_shadow *shadow, int all, uint32_t *out, 
 static void class_settle(policy_shadow *shadow) {
     for (uint64_t left = shadow->filled; left; left &= left - 1) {
         policy_queue *queue = &shadow->queues[__builtin_ctzll(left)];
-        while (queue->head != POLICY_NONE && shadow->blocks[queue->head].children) {
+        while (queue->head != POLICY_NONE && shadow->children[queue->head]) {
             uint32_t place = queue->head;
             class_take(shadow, place);
-            shadow->blocks[place].data |= CLASS_PARKED;
+            shadow->state[place] |= CLASS_PARKED;
         }
     }
 }
@@ -293,21 +289,21 @@ static void class_settle(policy_shadow *shadow) {
 /* ---- All -------------------------------------------------------------------------------------------------------- */
 
 void policy_kind_start(policy_shadow *shadow, uint32_t place, uint32_t start, uint32_t tokens) {
-    policy_block *block = shadow->blocks + place;
+    const policy_block *block = shadow->arena->blocks + place;
     switch (shadow->kind) {
     case POLICY_LRU: policy_queue_push(shadow, shadow->queues, place); break;
     case POLICY_LFU: bucket_join(shadow, place, recalled(shadow, policy_id(block))); break;
     case POLICY_GDSF:
-        block->data = class_of(shadow, block->nbytes, start, tokens);
+        shadow->used[place] = shadow->step;
+        shadow->state[place] = (uint8_t)class_of(shadow, block->nbytes, start, tokens);
         class_push(shadow, place, 0);
         break;
     case POLICY_PAUSES: policy_pauses_hold(shadow, place); break;
-    default: block->data = FRESH;
+    default: shadow->state[place] = FRESH;
     }
 }
 
 void policy_kind_use(policy_shadow *shadow, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
     switch (shadow->kind) {
     case POLICY_LRU:
         policy_queue_take(shadow, shadow->queues, place);
@@ -315,52 +311,52 @@ void policy_kind_use(policy_shadow *shadow, uint32_t place) {
         break;
     case POLICY_LFU: bucket_use(shadow, place); break;
     case POLICY_GDSF:
-        if (!(block->data & CLASS_PARKED)) class_take(shadow, place);
+        shadow->used[place] = shadow->step;
+        if (!(shadow->state[place] & CLASS_PARKED)) class_take(shadow, place);
         class_push(shadow, place, 0);
         break;
     default:
-        if ((block->data & HOME) == FRESH) admit(shadow, place, first_queue(shadow, policy_id(block)));
+        if ((shadow->state[place] & HOME) == FRESH) admit(shadow, place, first_queue(shadow, policy_block_id(shadow->arena, place)));
         else if (shadow->kind == POLICY_ARC) admit(shadow, place, 1);
-        else if (uses_of(block) < MOST_USES) block->data += 1u << USES_AT;
+        else if (uses_of(shadow, place) < MOST_USES) shadow->state[place] += 1u << USES_AT;
     }
 }
 
-void policy_kind_remove(policy_shadow *shadow, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
+uint32_t policy_kind_remove(policy_shadow *shadow, uint32_t place) {
     uint32_t first;
     switch (shadow->kind) {
-    case POLICY_LRU: policy_queue_take(shadow, shadow->queues, place); break;
+    case POLICY_LRU: policy_queue_take(shadow, shadow->queues, place); return 0;
     case POLICY_LFU:
-        first = shadow->buckets[block->data].uses;
+        first = shadow->buckets[shadow->data[place]].uses;
         bucket_leave(shadow, place);
-        block->data = first < MOST_NOTED ? first : MOST_NOTED;
-        break;
+        return first < MOST_NOTED ? first : MOST_NOTED;
     case POLICY_GDSF:
-        if (!(block->data & CLASS_PARKED)) class_take(shadow, place);
-        break;
-    case POLICY_PAUSES: policy_pauses_remove(shadow, place); break;
+        if (!(shadow->state[place] & CLASS_PARKED)) class_take(shadow, place);
+        return 0;
+    case POLICY_PAUSES: policy_pauses_remove(shadow, place); return 0;
     default:
         first = turn(shadow);
         settle(shadow, first);
         if (!shadow->queues[first].count) settle(shadow, 1 - first);
-        if ((block->data & HOME) != FRESH && !(block->data & PARKED)) policy_queue_take(shadow, home_of(shadow, block), place);
+        if ((shadow->state[place] & HOME) != FRESH && !(shadow->state[place] & PARKED))
+            policy_queue_take(shadow, home_of(shadow, place), place);
+        return shadow->state[place] & HOME;
     }
 }
 
-void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id) {
+void policy_kind_gone(policy_shadow *shadow, uint32_t memo, uint64_t id) {
     policy_ghosts *ghosts = &shadow->ghosts;
-    uint32_t queue = data & HOME;
     int s3 = shadow->kind == POLICY_S3FIFO;
     if (shadow->kind == POLICY_LFU) {
         if (policy_ghosts_reserve(ghosts, 1) < 0) return;
-        policy_ghosts_push(ghosts, id, 0, data);
+        policy_ghosts_push(ghosts, id, 0, memo);
         while (ghosts->count[0] > most_ghosts(shadow)) policy_ghosts_pop(ghosts, 0);
         return;
     }
-    if ((!s3 && shadow->kind != POLICY_ARC) || queue == FRESH || (s3 && queue != SMALL)) return;
+    if ((!s3 && shadow->kind != POLICY_ARC) || memo == FRESH || (s3 && memo != SMALL)) return;
     /* Without memory a ghost is forgotten: it would have been advice. */
     if (policy_ghosts_reserve(ghosts, 1) < 0) return;
-    policy_ghosts_push(ghosts, id, (int)queue, queue);
+    policy_ghosts_push(ghosts, id, (int)memo, memo);
     uint64_t limit = s3 ? (uint64_t)shadow->count * (SHARE - 1) / SHARE : shadow->count;
     if (!s3 && limit > most_ghosts(shadow)) limit = most_ghosts(shadow);
     while ((uint64_t)ghosts->count[0] + ghosts->count[1] > limit) {
@@ -370,12 +366,11 @@ void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id) {
 }
 
 void policy_kind_leaf(policy_shadow *shadow, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    if (shadow->kind == POLICY_GDSF && block->data & CLASS_PARKED) {
+    if (shadow->kind == POLICY_GDSF && shadow->state[place] & CLASS_PARKED) {
         class_push(shadow, place, 1);
-    } else if ((shadow->kind == POLICY_S3FIFO || shadow->kind == POLICY_ARC) && block->data & PARKED) {
-        block->data &= ~(uint32_t)PARKED;
-        push_head(shadow, home_of(shadow, block), place);
+    } else if ((shadow->kind == POLICY_S3FIFO || shadow->kind == POLICY_ARC) && shadow->state[place] & PARKED) {
+        shadow->state[place] &= (uint8_t)~PARKED;
+        push_head(shadow, home_of(shadow, place), place);
     } else if (shadow->pauses) {
         policy_pauses_leaf(shadow, place);
     }
@@ -391,9 +386,9 @@ uint32_t policy_kind_victim(policy_shadow *shadow) {
 }
 
 uint32_t policy_kind_after(const policy_shadow *shadow, uint32_t place) {
-    if (shadow->kind == POLICY_LRU) return place == POLICY_NONE ? shadow->queues[0].head : shadow->blocks[place].next;
-    uint32_t bucket = place == POLICY_NONE ? shadow->bucket_first : shadow->buckets[shadow->blocks[place].data].next;
-    if (place != POLICY_NONE && shadow->blocks[place].next != POLICY_NONE) return shadow->blocks[place].next;
+    if (shadow->kind == POLICY_LRU) return place == POLICY_NONE ? shadow->queues[0].head : shadow->links[place].next;
+    uint32_t bucket = place == POLICY_NONE ? shadow->bucket_first : shadow->buckets[shadow->data[place]].next;
+    if (place != POLICY_NONE && shadow->links[place].next != POLICY_NONE) return shadow->links[place].next;
     return bucket == POLICY_NONE ? POLICY_NONE : shadow->buckets[bucket].queue.head;
 }
 

@@ -8,9 +8,9 @@
 int policy_kind_reserve(policy_shadow *shadow, uint32_t more);
 void policy_kind_start(policy_shadow *shadow, uint32_t place, uint32_t start, uint32_t tokens);
 void policy_kind_use(policy_shadow *shadow, uint32_t place);
-/* Before a block leaves (`place` is still counted), and after it has, when its parent became a leaf. */
-void policy_kind_remove(policy_shadow *shadow, uint32_t place);
-void policy_kind_gone(policy_shadow *shadow, uint32_t data, uint64_t id);
+/* Before a block leaves (`place` is still counted): what is to be remembered of it; after it has; its parent is a leaf. */
+uint32_t policy_kind_remove(policy_shadow *shadow, uint32_t place);
+void policy_kind_gone(policy_shadow *shadow, uint32_t memo, uint64_t id);
 void policy_kind_leaf(policy_shadow *shadow, uint32_t place);
 /* True for kinds whose next victim depends on the last. */
 int policy_kind_restless(const policy_shadow *shadow);

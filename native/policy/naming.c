@@ -9,7 +9,7 @@ enum { MOST_NAMED = 4096 };
 
 int policy_name(policy_naming *order, uint32_t place) {
     policy_shadow *shadow = order->shadow;
-    const policy_block *block = shadow->blocks + place;
+    const policy_block *block = shadow->arena->blocks + place;
     if (order->found == shadow->named_room) {
         size_t room = shadow->named_room * 2 + 64;
         uint32_t *named = realloc(shadow->named, room * sizeof *named);
@@ -19,7 +19,7 @@ int policy_name(policy_naming *order, uint32_t place) {
         shadow->named_room = room;
     }
     shadow->named[order->found++] = place;
-    if (block->parent != POLICY_NONE) shadow->blocks[block->parent].children--;
+    if (block->parent != POLICY_NONE) policy_child_left(shadow, block->parent);
     order->need -= block->nbytes < order->need ? block->nbytes : order->need;
     return order->need && order->found < order->most;
 }
@@ -29,8 +29,8 @@ ptrdiff_t policy_make_order(policy_shadow *shadow, uint64_t need, size_t most) {
     if (!need || !most) return 0;
     (shadow->hazard ? policy_hazard_order : policy_pauses_order)(&order);
     for (size_t i = 0; i < order.found; i++) {
-        uint32_t parent = shadow->blocks[shadow->named[i]].parent;
-        if (parent != POLICY_NONE) shadow->blocks[parent].children++;
+        uint32_t parent = policy_parent(shadow, shadow->named[i]);
+        if (parent != POLICY_NONE) policy_child_came(shadow, parent);
     }
     return order.failed && !order.found ? -1 : (ptrdiff_t)order.found;
 }

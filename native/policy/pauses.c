@@ -1,7 +1,7 @@
 /* policy/pauses.c - the pauses policy: blocks go by sessions, each session's from its end; the same as tests/oracle/policy/pauses.py.
  *
- * `data` of a block is the first session whose tip it is, `used` how many there are. A leaf without any is an orphan, in
- * the shadow's first queue.
+ * A leaf where no session ends is an orphan, in the shadow's first queue. Any other block is in no queue: `prev` is then the
+ * first session whose tip it is, and `next` how many there are and ENDS, or POLICY_NONE.
  */
 #include "pauses.h"
 
@@ -16,7 +16,25 @@ enum { FIRST_HINT = 24 };
 
 static policy_queue *orphans_of(policy_shadow *shadow) { return shadow->queues; }
 
-static int is_orphan(const policy_block *block) { return !block->children && !block->used; }
+/* Places are less. */
+static const uint32_t ENDS = UINT32_C(1) << 31;
+
+/* How many sessions end there. */
+static uint32_t ends_of(const policy_shadow *shadow, uint32_t place) {
+    uint32_t next = shadow->links[place].next;
+    return next >= ENDS && next != POLICY_NONE ? next - ENDS : 0;
+}
+
+static void set_ends(policy_shadow *shadow, uint32_t place, uint32_t count) {
+    shadow->links[place].next = count ? count + ENDS : POLICY_NONE;
+}
+
+static int is_orphan(const policy_shadow *shadow, uint32_t place) { return !shadow->children[place] && !ends_of(shadow, place); }
+
+static void orphan_take(policy_shadow *shadow, uint32_t place) {
+    policy_queue_take(shadow, orphans_of(shadow), place);
+    set_ends(shadow, place, 0);
+}
 
 /* ---- Room ------------------------------------------------------------------------------------------------------- */
 
@@ -108,31 +126,32 @@ static void arrive(policy_shadow *shadow, uint32_t slot, uint32_t tip) {
     pauses_session *sessions = shadow->pauses->sessions, *session = sessions + slot;
     session->tip = tip;
     if (tip == POLICY_NONE) return;
-    policy_block *block = shadow->blocks + tip;
-    if (is_orphan(block)) policy_queue_take(shadow, orphans_of(shadow), tip);
+    if (is_orphan(shadow, tip)) orphan_take(shadow, tip);
+    policy_link *link = shadow->links + tip;
+    uint32_t ends = ends_of(shadow, tip);
     session->prev = POLICY_NONE;
-    session->next = block->used ? block->data : POLICY_NONE;
-    if (block->used++) sessions[block->data].prev = slot;
-    block->data = slot;
+    session->next = ends ? link->prev : POLICY_NONE;
+    if (ends) sessions[link->prev].prev = slot;
+    link->prev = slot;
+    set_ends(shadow, tip, ends + 1);
 }
 
 static void leave(policy_shadow *shadow, uint32_t slot) {
     pauses_session *sessions = shadow->pauses->sessions, *session = sessions + slot;
     if (session->tip == POLICY_NONE) return;
-    policy_block *block = shadow->blocks + session->tip;
     if (session->prev != POLICY_NONE) sessions[session->prev].next = session->next;
-    else block->data = session->next;
+    else shadow->links[session->tip].prev = session->next;
     if (session->next != POLICY_NONE) sessions[session->next].prev = session->prev;
-    block->used--;
-    if (is_orphan(block)) policy_queue_push(shadow, orphans_of(shadow), session->tip);
+    set_ends(shadow, session->tip, ends_of(shadow, session->tip) - 1);
+    if (is_orphan(shadow, session->tip)) policy_queue_push(shadow, orphans_of(shadow), session->tip);
     session->tip = POLICY_NONE;
 }
 
 /* A session that ends at `tip` has `place` in its context: a use up to there leaves nothing behind. Else what many fetch
  * parts of would be orphans after each part. */
 static int reaches(const policy_shadow *shadow, uint32_t tip, uint32_t place) {
-    if (tip != place && !shadow->blocks[place].children) return 0;
-    while (tip != POLICY_NONE && tip != place) tip = shadow->blocks[tip].parent;
+    if (tip != place && !shadow->children[place]) return 0;
+    while (tip != POLICY_NONE && tip != place) tip = policy_parent(shadow, tip);
     return tip == place;
 }
 
@@ -194,44 +213,41 @@ void policy_pauses_mark(policy_shadow *shadow, uint64_t id, uint32_t label, doub
 /* ---- Coming and going ------------------------------------------------------------------------------------------- */
 
 void policy_pauses_hold(policy_shadow *shadow, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    block->used = 0;
-    block->data = POLICY_NONE;
+    uint32_t above = policy_parent(shadow, place);
     policy_queue_push(shadow, orphans_of(shadow), place);
-    if (block->parent == POLICY_NONE) return;
-    /* It is its parent's first child: that was an orphan, if no session ends there. */
-    const policy_block *above = shadow->blocks + block->parent;
-    if (above->children == 1 && !above->used) policy_queue_take(shadow, orphans_of(shadow), block->parent);
+    /* Its parent's first child: that was an orphan, if no session ends there. */
+    if (above != POLICY_NONE && shadow->children[above] == 1 && !ends_of(shadow, above)) orphan_take(shadow, above);
 }
 
 void policy_pauses_remove(policy_shadow *shadow, uint32_t place) {
-    policy_block *block = shadow->blocks + place;
-    if (is_orphan(block)) policy_queue_take(shadow, orphans_of(shadow), place);
-    while (block->used) {
-        uint32_t slot = block->data;
-        block->data = shadow->pauses->sessions[slot].next;
-        block->used--;
-        arrive(shadow, slot, block->parent);
+    if (is_orphan(shadow, place)) {
+        orphan_take(shadow, place);
+        return;
+    }
+    for (uint32_t left = ends_of(shadow, place); left; left--) {
+        uint32_t slot = shadow->links[place].prev;
+        shadow->links[place].prev = shadow->pauses->sessions[slot].next;
+        arrive(shadow, slot, policy_parent(shadow, place));
     }
 }
 
 void policy_pauses_leaf(policy_shadow *shadow, uint32_t place) {
-    if (!shadow->blocks[place].used) policy_queue_push(shadow, orphans_of(shadow), place);
+    if (!ends_of(shadow, place)) policy_queue_push(shadow, orphans_of(shadow), place);
 }
 
 /* ---- Order ------------------------------------------------------------------------------------------------------ */
 
 /* Blocks from the end of a context up to one that has children, or where a session ends whose turn has not come. */
 static int climb(policy_naming *order, uint32_t place) {
-    const policy_block *blocks = order->shadow->blocks;
-    for (; place != POLICY_NONE && is_orphan(blocks + place); place = blocks[place].parent)
+    const policy_shadow *shadow = order->shadow;
+    for (; place != POLICY_NONE && is_orphan(shadow, place); place = policy_parent(shadow, place))
         if (!policy_name(order, place)) return 0;
     return 1;
 }
 
 static int climb_orphans(policy_naming *order) {
-    const policy_block *blocks = order->shadow->blocks;
-    for (uint32_t place = orphans_of(order->shadow)->head; place != POLICY_NONE; place = blocks[place].next)
+    const policy_link *links = order->shadow->links;
+    for (uint32_t place = orphans_of(order->shadow)->head; place != POLICY_NONE; place = links[place].next)
         if (!climb(order, place)) return 0;
     return 1;
 }
@@ -244,9 +260,13 @@ void policy_pauses_order(policy_naming *order) {
     /* Of sessions that end at one block the last decides: while the order is made, those before it are not counted. */
     while (left && going) {
         uint32_t tip = pauses->sessions[pauses_pop(pauses, left--)->slot].tip;
-        if (!--shadow->blocks[tip].used) going = (uint32_t)climb(order, tip);
+        set_ends(shadow, tip, ends_of(shadow, tip) - 1);
+        if (!ends_of(shadow, tip)) going = (uint32_t)climb(order, tip);
     }
-    for (; left < n; left++) shadow->blocks[pauses->sessions[pauses->sorted[left].slot].tip].used++;
+    for (; left < n; left++) {
+        uint32_t tip = pauses->sessions[pauses->sorted[left].slot].tip;
+        set_ends(shadow, tip, ends_of(shadow, tip) + 1);
+    }
 }
 
 /* ---- Check ------------------------------------------------------------------------------------------------------ */
@@ -254,13 +274,12 @@ void policy_pauses_order(policy_naming *order) {
 const char *policy_pauses_check(const policy_shadow *shadow) {
     const policy_pauses *pauses = shadow->pauses;
     uint64_t orphans = 0, ended = 0, tips = 0, named = 0, known = 0;
-    for (uint32_t at = 0; at < shadow->hash.size; at++) {
-        uint32_t place = policy_hash_at(&shadow->hash, at);
-        if (place == POLICY_NONE) continue;
-        const policy_block *block = shadow->blocks + place;
-        orphans += is_orphan(block);
-        ended += block->used;
-        for (uint32_t i = 0, slot = block->data; i < block->used; i++, slot = pauses->sessions[slot].next)
+    for (uint32_t place = 0; place < shadow->arena->used; place++) {
+        if (!policy_has(shadow, place)) continue;
+        uint32_t ends = ends_of(shadow, place);
+        orphans += is_orphan(shadow, place);
+        ended += ends;
+        for (uint32_t i = 0, slot = shadow->links[place].prev; i < ends; i++, slot = pauses->sessions[slot].next)
             if (slot >= pauses->used || pauses->sessions[slot].tip != place) return "another session ends at a block";
     }
     for (uint32_t slot = 0; slot < pauses->used; slot++) {

@@ -1,4 +1,4 @@
-/* policy/policy.h - caches without contents: what an eviction policy would hold, from 8-byte ids, in an arena.
+/* policy/policy.h - caches without contents: what an eviction policy would hold, from 8-byte ids, in an arena that it may share.
  *
  * The same as tests/oracle/policy and ctxreuse/store/policy/shadow.py, which are the reference: the same
  * requests give the same victims. Not thread-safe. A call that has no memory for what it might have to hold fails before
@@ -13,23 +13,23 @@
 #ifndef CTXREUSE_POLICY_H
 #define CTXREUSE_POLICY_H
 
-#include "hash.h"
+#include "arena.h"
 
 typedef enum policy_kind { POLICY_LRU, POLICY_LFU, POLICY_S3FIFO, POLICY_ARC, POLICY_GDSF, POLICY_HAZARD, POLICY_PAUSES, POLICY_KINDS } policy_kind;
 
 enum { POLICY_CLASSES = 64 };
-/* `children` of a hazard policy's ghost. */
-#define POLICY_GHOST UINT32_MAX
+/* `children` where they are counted in `many`, and of a hazard policy's ghost. */
+enum { POLICY_MANY = 254, POLICY_GHOST = 255 };
 
-typedef struct policy_block {
-    uint32_t low, high;  /* the id: two halves keep a block at 36 bytes */
-    uint32_t parent;     /* place */
-    uint32_t nbytes;
-    uint32_t prev, next; /* in its queue; next alone where it is free */
-    uint32_t children;
-    uint32_t used;       /* number of the request that used it last; hazard: uses and tokens; pauses: sessions */
-    uint32_t data;       /* the kind's own: see kinds.c; hazard: its run; pauses: a session */
-} policy_block;
+/* Neighbours in a queue of blocks or runs. */
+typedef struct policy_link {
+    uint32_t prev, next;
+} policy_link;
+
+/* A block with many children. */
+typedef struct policy_many {
+    uint32_t place, children;
+} policy_many;
 
 typedef struct policy_queue {
     uint32_t head, tail, count;
@@ -47,9 +47,21 @@ typedef struct policy_pauses policy_pauses;
 typedef struct policy_shadow {
     policy_kind kind;
     uint64_t capacity, nbytes;
-    policy_block *blocks;
-    uint32_t room, used, free, count, step;
-    policy_hash hash;
+    uint32_t count, step;
+    policy_arena *arena;
+    uint8_t seat;                        /* its bit there */
+    /* Columns by place, one behind the other from `links` on, as far as the arena had room when room was last made. */
+    uint32_t room;
+    policy_link *links;                  /* in its queue; see hazard.c and pauses.c for what else they are */
+    uint32_t *data;                      /* LFU: the bucket; hazard: the run */
+    uint32_t *used;                      /* GDSF: number of the request that used it last */
+    uint16_t *history;                   /* hazard: uses and tokens */
+    uint8_t *children;
+    uint8_t *state;                      /* S3-FIFO, ARC, GDSF: see kinds.c */
+    policy_many *many;                   /* by place */
+    uint32_t many_count, many_room;
+    uint32_t *path;                      /* scratch: places of the running request */
+    size_t path_room;
     policy_queue queues[POLICY_CLASSES]; /* LRU, pauses: the first; S3-FIFO, ARC: two; GDSF: by class */
     uint64_t filled;                     /* GDSF: bit of each class that has a queue */
     policy_bucket *buckets;              /* LFU */
@@ -64,12 +76,16 @@ typedef struct policy_shadow {
     size_t named_room;
 } policy_shadow;
 
-static inline uint64_t policy_id(const policy_block *block) { return (uint64_t)block->high << 32 | block->low; }
-
-/* The id of a block of a shadow, for its hash. */
-static inline uint64_t policy_block_id(const void *shadow, uint32_t place) {
-    return policy_id(((const policy_shadow *)shadow)->blocks + place);
+/* True for a block that the shadow holds, which a ghost is not. */
+static inline int policy_has(const policy_shadow *shadow, uint32_t place) {
+    return shadow->arena->owners[place] & shadow->seat && shadow->children[place] != POLICY_GHOST;
 }
+
+static inline uint32_t policy_parent(const policy_shadow *shadow, uint32_t place) { return shadow->arena->blocks[place].parent; }
+
+/* One more child, for which there is room if the block has many; and one less: true if none is left. */
+void policy_child_came(policy_shadow *shadow, uint32_t place);
+int policy_child_left(policy_shadow *shadow, uint32_t place);
 
 /* A queue of a shadow's blocks. */
 void policy_queue_push(policy_shadow *shadow, policy_queue *queue, uint32_t place);
@@ -78,8 +94,11 @@ void policy_queue_take(policy_shadow *shadow, policy_queue *queue, uint32_t plac
 /* What `policy_request` calls with each block that went. */
 typedef void (*policy_gone_fn)(void *context, uint64_t id);
 
-policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token, double per_pair, double alpha);
+/* `beside`: another shadow, whose arena this one shares if that has a place left, or NULL. */
+policy_shadow *policy_new(policy_kind kind, uint64_t capacity, double per_token, double per_pair, double alpha,
+                          const policy_shadow *beside);
 void policy_free(policy_shadow *shadow);
+/* Its own, and its share of the arena. */
 size_t policy_bytes(const policy_shadow *shadow);
 
 /* Leading ids that are held. */

@@ -47,11 +47,11 @@ static PyObject *gone_bytes(gone *out) {
 
 #define GONE(name) gone name = {.room = 64}; (name).ids = (name).near
 
-/* (kind, capacity, per_token, per_pair, alpha) -> shadow */
+/* (kind, capacity, per_token, per_pair, alpha, shadow to share an arena with or None) -> shadow */
 static PyObject *shadow_new(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     size_t kind, capacity;
     (void)module;
-    if (arity(nargs, 5, "shadow_new") < 0 || size_of(args[0], "kind", &kind) < 0 || size_of(args[1], "capacity", &capacity) < 0)
+    if (arity(nargs, 6, "shadow_new") < 0 || size_of(args[0], "kind", &kind) < 0 || size_of(args[1], "capacity", &capacity) < 0)
         return NULL;
     double numbers[3];
     for (int i = 0; i < 3; i++) {
@@ -62,7 +62,9 @@ static PyObject *shadow_new(PyObject *module, PyObject *const *args, Py_ssize_t 
         PyErr_Format(PyExc_ValueError, "no policy %zu", kind);
         return NULL;
     }
-    policy_shadow *shadow = policy_new((policy_kind)kind, capacity, numbers[0], numbers[1], numbers[2]);
+    const policy_shadow *beside = args[5] == Py_None ? NULL : policy_shadow_of(args[5]);
+    if (!beside && args[5] != Py_None) return NULL;
+    policy_shadow *shadow = policy_new((policy_kind)kind, capacity, numbers[0], numbers[1], numbers[2], beside);
     if (!shadow) return PyErr_NoMemory();
     PyObject *capsule = PyCapsule_New(shadow, SHADOW, shadow_end);
     if (!capsule) policy_free(shadow);

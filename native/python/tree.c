@@ -268,10 +268,11 @@ static PyObject *shadow_fill(PyObject *module, PyObject *const *args, Py_ssize_t
     const region *order = tree && !PyErr_Occurred() ? hold_numbers(&h, args[2], 0, 4, "order") : NULL;
     if (order) {
         const uint32_t *places = order->view.buf;
-        size_t n = order->bytes / 4, i = 0;
+        size_t n = order->bytes / 4, i = 0, at = 0;
         while (i < n && places[i] < tree->used) i++;
-        /* A tree in which no place is free, so that places there and here are the same. */
-        if (i < n || tree->used != tree->count || shadow->used || shadow->hash.count)
+        /* A tree in which no place is free, and parents come before children. */
+        while (at < tree->used && (tree->nodes[at].parent == POLICY_NONE || tree->nodes[at].parent < at)) at++;
+        if (i < n || at < tree->used || tree->used != tree->count || shadow->count)
             PyErr_SetString(PyExc_ValueError, "the shadow is not empty, or the tree is not as it was loaded");
         else done = policy_fill(shadow, tree, places, n, now);
     }

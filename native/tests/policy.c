@@ -1,6 +1,7 @@
 /* policy.c - shadows and resident sets under random requests, sensible and not; the Python tests compare their answers. */
 #include "policy/hazard.h"
 #include "policy/residents.h"
+#include "policy/tree.h"
 #include "test.h"
 
 enum { LONGEST = 40, NUMBERS = 400, ROUNDS = 3000 };
@@ -71,7 +72,7 @@ static void learnt(policy_shadow *shadow) {
 }
 
 static void test_shadow(policy_kind kind, policy_kind other) {
-    policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5);
+    policy_shadow *shadow = policy_new(kind, 1500, 1e-3, 1e-5, 0.5, NULL), *rival = policy_new(other, 1500, 1e-3, 1e-5, 0.5, shadow);
     policy_residents *residents = policy_residents_new();
     CHECK(shadow && rival && residents, "no memory");
     if (shadow->hazard) policy_hazard_remember(shadow, 40, 0.5);
@@ -122,6 +123,32 @@ static void test_shadow(policy_kind kind, policy_kind other) {
     policy_residents_free(residents);
 }
 
+/* Shadows that share an arena are filled from one tree, some with less room than it takes: then places differ. */
+static void test_fill(void) {
+    enum { NODES = 600 };
+    context_tree *tree = calloc(1, sizeof *tree);
+    uint32_t order[NODES];
+    uint8_t key[POLICY_KEY];
+    CHECK(tree && context_tree_reserve(tree, NODES) == 0, "no memory");
+    tree->free = POLICY_NONE;
+    for (uint32_t i = 0; i < NODES; i++) {
+        uint32_t parent = i && below(9) ? (below(3) ? i - 1 : (uint32_t)below(i < 5 ? i : 5)) : POLICY_NONE;
+        key_of(random64(), key);
+        order[NODES - 1 - i] = context_tree_add(tree, key, parent, 16, 5, 0);
+    }
+    policy_shadow *shadows[POLICY_KINDS];
+    for (int i = 0; i < POLICY_KINDS; i++) {
+        shadows[i] = policy_new((policy_kind)i, i % 3 ? 5 * NODES : 1000, 1e-3, 1e-5, 0.5, i ? shadows[0] : NULL);
+        CHECK(shadows[i] && policy_fill(shadows[i], tree, order, NODES, 1.0) == 0, "fill");
+        CHECK(shadows[i]->count == NODES, "%u blocks of kind %d", shadows[i]->count, i);
+        policy_fit(shadows[i], none, NULL);
+        for (int k = 0; k <= i; k++) check(shadows[k]);
+    }
+    CHECK(shadows[1]->arena == shadows[0]->arena && shadows[0]->arena->used < 2 * NODES, "blocks are not shared");
+    for (int i = 0; i < POLICY_KINDS; i++) policy_free(shadows[i]);
+    context_tree_free(tree);
+}
+
 static uint64_t listed(const void *owner, uint32_t place) { return ((const uint64_t *)owner)[place]; }
 
 /* Slots with room for all distances, and for hardly any, as in a very large table. */
@@ -158,5 +185,6 @@ void test_policy(void) {
     test_hash(0);
     test_hash(31);
     test_hash(30);
+    test_fill();
     for (int kind = 0; kind < POLICY_KINDS; kind++) test_shadow((policy_kind)kind, (policy_kind)((kind + 1) % POLICY_KINDS));
 }

@@ -68,9 +68,10 @@ def make_policy(
         return _single(name, per_token, per_pair)
     if not set(experts) <= set(NATIVE):
         raise _unknown(name)
-    shadows: list[Expert[K]] = [
-        NativeShadow[K](expert, capacity, per_token=per_token, per_pair=per_pair) for expert in experts
-    ]
+    shadows: list[NativeShadow[K]] = []
+    for expert in experts:
+        beside = shadows[0] if shadows else None
+        shadows.append(NativeShadow[K](expert, capacity, per_token=per_token, per_pair=per_pair, beside=beside))
     return AdaptivePolicy(shadows, capacity, rng if rng is not None else SystemRandom())
 
 

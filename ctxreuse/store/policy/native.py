@@ -61,6 +61,7 @@ class NativeShadow(Generic[K]):
         per_pair: float = 1e-7,
         alpha: float | None = None,
         ghosts: tuple[int, float] | None = None,
+        beside: NativeShadow[K] | None = None,
     ) -> None:
         """Create an empty shadow.
 
@@ -71,6 +72,8 @@ class NativeShadow(Generic[K]):
             per_pair: seconds a pair of tokens, for ``gdsf``.
             alpha: weight of efficiency under ``gdsf``; None: found by `GhostScores`.
             ghosts: evicted blocks that ``hazard`` remembers at least, and for each cached block.
+            beside: a shadow of the same requests; the two then share what is known of a block, which
+                saves memory. A block has one size for both: that at which the first took it in.
 
         Raises:
             ConfigError: another name.
@@ -82,7 +85,8 @@ class NativeShadow(Generic[K]):
         #: See `Policy.has_admission`.
         self.has_admission = name in ("hazard", "pauses")
         self._line, self.alpha = (per_token, per_pair), alpha or 0.0
-        self.arena = _native.shadow_new(NATIVE.index(name), capacity, per_token, per_pair, self.alpha)
+        other = None if beside is None else beside.arena
+        self.arena: object = _native.shadow_new(NATIVE.index(name), capacity, per_token, per_pair, self.alpha, other)
         self._scores: GhostScores[K] | None = None
         if ghosts is not None:
             _native.shadow_remember(self.arena, *ghosts)
@@ -107,7 +111,7 @@ class NativeShadow(Generic[K]):
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes itself."""
+        """Bytes that it takes itself, with its share of what it has in common with others."""
         return _native.shadow_figures(self.arena)[2]
 
     def __contains__(self, key: K) -> bool:

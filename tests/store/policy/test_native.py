@@ -180,7 +180,9 @@ def key(number: int) -> bytes:
 
 def adaptive_pair(capacity: int) -> tuple[AdaptivePolicy[bytes], AdaptivePolicy[bytes]]:
     names = ("lru", "lfu", "arc", "hazard")
-    mine = [NativeShadow[bytes](name, capacity) for name in names]
+    mine: list[NativeShadow[bytes]] = []
+    for name in names:
+        mine.append(NativeShadow(name, capacity, beside=mine[0] if mine else None))
     theirs = [Shadow[bytes](make(), capacity) for make in (LRU, LFU, ARC, Hazard)]
     return (
         AdaptivePolicy(mine, capacity, Random(1)),

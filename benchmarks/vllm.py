@@ -68,7 +68,8 @@ class _Vllm:
         program = Path(__file__).with_name("vllm_child.py")
         with open(log, "a") as errors:
             self._process = subprocess.Popen(
-                [str(place / "bin" / "python"), str(program), json.dumps(settings)],
+                # -P: beside this program lies a module called vllm
+                [str(place / "bin" / "python"), "-P", str(program), json.dumps(settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -175,7 +176,7 @@ def run(options: Options) -> list[Figure]:
         fix = "Run make test-connectors once, and set it to the folder .venv-connectors"
         raise ConfigError("CTXREUSE_VLLM names no environment with vLLM", where=str(place), fix=fix)
     model = str(models.resolve(options.model or "smollm2"))
-    lengths, rounds, count = options.pick((1024,), (1024, 2048, 4096)), options.pick(1, 2), options.pick(3, 6)
+    lengths, rounds, count = options.pick((2048,), (1024, 2048, 4096)), options.pick(1, 2), options.pick(3, 6)
     wall: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     processor: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     tokens: dict[tuple[int, int], list[list[int]]] = defaultdict(list)

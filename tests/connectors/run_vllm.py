@@ -1,7 +1,8 @@
 """An offline vLLM that answers lines of JSON: ``python run_vllm.py OPTIONS`` in the environment that has vLLM.
 
 A line is a list of prompts for one batch: {"tokens": [...], "salt": "", "new": 8}. The answer is a line that begins
-with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready.
+with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready. With
+``disable_log_stats`` false the first of a batch also says how many requests were preempted so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    llm = LLM(**options)
     print("ANSWER", json.dumps("ready"), flush=True)
     for line in sys.stdin:
         wanted = json.loads(line)
@@ -32,6 +34,9 @@ def main() -> None:
             }
             for done in llm.generate(prompts, sampling, use_tqdm=False)
         ]
+        if options.get("disable_log_stats") is False:  # vLLM counts only if it logs
+            found = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+            answers[0]["preempted"] = sum(found)
         print("ANSWER", json.dumps(answers), flush=True)
 
 

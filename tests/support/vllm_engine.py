@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,20 @@ ENVIRONMENT = {
 class Vllm:
     """An offline vLLM. With ``store`` it has our connector, over that folder.
 
-    ``processes``: scheduler and worker in one each, as `vllm serve` has them, not both in one that starts sooner.
+    ``capacity``: of that store. ``processes``: scheduler and worker in one each, as `vllm serve` has them, not both in
+    one that starts sooner.
     """
 
-    def __init__(self, model: Path, store: Path | None, log: Path, *, processes: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        store: Path | None,
+        log: Path,
+        *,
+        capacity: str = "1GB",
+        processes: bool = False,
+        **options: Any,
+    ) -> None:
         chosen: dict[str, Any] = {
             "model": str(model), "dtype": "float32", "block_size": 32, "max_model_len": 1024, "max_num_seqs": 4,
             "enforce_eager": True, "enable_prefix_caching": False, "skip_tokenizer_init": True, **options,
@@ -41,7 +52,7 @@ class Vllm:
                 "kv_connector": "CtxReuseConnector",
                 "kv_role": "kv_both",
                 "kv_connector_module_path": "ctxreuse_cloud.connectors.vllm",
-                "kv_connector_extra_config": {"path": str(store)},
+                "kv_connector_extra_config": {"path": str(store), "capacity": capacity},
             }
         command = [str(PLACE / "bin" / "python"), str(PROGRAM), json.dumps(chosen)]
         self.log = log
@@ -78,17 +89,20 @@ class Vllm:
     def kill(self) -> None:
         """Kill all its processes at once."""
         os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self.close()
 
     def close(self) -> None:
         """End it as a user would."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         try:
             self._process.wait(patient(60))
         finally:
-            if self._process.poll() is None:
-                self.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdout.close()
 
     def __enter__(self) -> Vllm:
         return self

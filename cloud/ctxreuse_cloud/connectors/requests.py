@@ -17,6 +17,9 @@ from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
 
 __all__ = ["PagedBlock", "RequestBlocks", "StepPlan", "StepProgress"]
 
+#: Saves that may wait to be confirmed; of more, the oldest are not announced.
+_MOST_PLANNED = 1 << 16
+
 
 class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
     """A block and the page that it is in or shall be in: ``tokens`` as int32 bytes, ``end`` after the last of them."""
@@ -56,9 +59,13 @@ class _Known:
 class RequestBlocks:
     """The blocks of all requests under way. Not thread-safe: a scheduler has one thread."""
 
-    def __init__(self, space: bytes, block_tokens: int, secret: bytes = b"") -> None:
-        """Make keys in the space of that digest; ``secret`` makes those of tenants unguessable."""
+    def __init__(self, space: bytes, block_tokens: int, secret: bytes = b"", *, announces: bool = False) -> None:
+        """Make keys in the space of that digest; ``secret`` makes those of tenants unguessable.
+
+        ``announces``: remember the blocks of saves for `stored`.
+        """
         self._space, self._size, self._secret = space, block_tokens, secret
+        self._planned: dict[bytes, PagedBlock] | None = {} if announces else None
         self._known: dict[str, _Known] = {}
         self._loads: list[list[PagedBlock]] = []
 
@@ -111,9 +118,19 @@ class RequestBlocks:
             known.pages = list(pages[:whole])
             if whole > known.stored:
                 self._extend(known, whole)
-                plan.saves.append(self._blocks(known, known.stored, whole, pages))
+                run = self._blocks(known, known.stored, whole, pages)
+                plan.saves.append(run)
                 known.stored = whole
+                if self._planned is not None:
+                    self._planned.update((block.key, block) for block in run)
+                    while len(self._planned) > _MOST_PLANNED:
+                        del self._planned[next(iter(self._planned))]
         return plan
+
+    def stored(self, keys: Iterable[bytes]) -> list[PagedBlock]:
+        """Return the blocks among ``keys`` whose saves were planned here, each once."""
+        planned = self._planned if self._planned is not None else {}
+        return [planned.pop(key) for key in keys if key in planned]
 
     def failed(self, pages: Collection[int]) -> None:
         """Note pages that could not be loaded: they are computed again, and then saved again."""

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -31,14 +33,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ctxreuse.config import StoreConfig
 from ctxreuse.errors import ConfigError, StoreError
+from ctxreuse.identity.keys import ROOT
 from ctxreuse.units import parse_bytes
 from ctxreuse_cloud.connectors.access import StoreAccess, share_store
+from ctxreuse_cloud.connectors.changes import StoreChanges
 from ctxreuse_cloud.connectors.pages import LayerPages, PageLayout, PageShape, find_layout, host_memory
 from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
 from ctxreuse_cloud.connectors.spaces import EngineModel, space_of
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver
 
-__all__ = ["CtxReuseConnector", "StepMetadata", "TransferMetrics", "TransferStats"]
+__all__ = ["CtxReuseConnector", "StepMetadata", "StoreMetadata", "TransferMetrics", "TransferStats"]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +59,18 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler's connector sends to the worker's for one step."""
 
     plan: StepPlan
+
+
+@dataclass
+class StoreMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker's connector sends back: keys of blocks that are stored now, and of blocks that left the store."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+
+    def aggregate(self, other: StoreMetadata) -> StoreMetadata:
+        """Add those of another worker."""
+        return StoreMetadata(self.stored + other.stored, self.removed + other.removed)
 
 
 @dataclass
@@ -128,7 +144,12 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         )
         self._save_memory = parse_bytes(options["save_memory"])
         secret = Path(options["secret_file"]).read_bytes() if options["secret_file"] else b""
-        self._blocks = RequestBlocks(self._space.digest, self._space.block_tokens, secret)
+        events = vllm_config.kv_events_config
+        self._announces = bool(events is not None and events.enable_kv_cache_events)
+        size = self._space.block_tokens
+        self._blocks = RequestBlocks(self._space.digest, size, secret, announces=self._announces)
+        self._changes: StoreChanges | None = None
+        self._events: list[Any] = []
         self._layers: dict[str, int] = {name: i for i, name in enumerate(_layer_names(kv_cache_config))}
         self._pages: list[LayerPages] = []
         self._tensors: list[Any] = []
@@ -152,7 +173,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         found = self._blocks.match(
             request.request_id, request.all_token_ids, request.cache_salt or "", num_computed_tokens, self._stored
         )
-        return found, False
+        return found if self._kv_transfer_config.is_kv_consumer else 0, False
 
     def _stored(self, keys: Any) -> int:
         store = self._access.reading()
@@ -183,6 +204,27 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Learn which pages the worker could not load."""
         if connector_output.invalid_block_ids:
             self._blocks.failed(connector_output.invalid_block_ids)
+        changed = connector_output.kv_connector_worker_meta
+        if isinstance(changed, StoreMetadata):
+            for block in self._blocks.stored(changed.stored):
+                self._events.append(
+                    BlockStored(
+                        block_hashes=[block.key],
+                        parent_block_hash=None if block.parent == ROOT else block.parent,
+                        token_ids=np.frombuffer(block.tokens, "<i4").tolist(),
+                        block_size=self._space.block_tokens,
+                        lora_id=None,
+                        medium=MEDIUM_STORAGE,
+                        lora_name=None,
+                    )
+                )
+            if changed.removed:
+                self._events.append(BlockRemoved(block_hashes=changed.removed, medium=MEDIUM_STORAGE))
+
+    def take_events(self) -> list[Any]:
+        """Return what vLLM shall publish of the store, in its own format: hashes are our keys."""
+        events, self._events = self._events, []
+        return events
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its pages are copied already."""
@@ -217,8 +259,11 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 layout = self._layout_of(name, tensor, memory, shape)
                 log.info("KV pages are %s: %d layers of %s", layout.name, len(names), shape)
             self._pages.append(LayerPages(memory, shape, layout))
-        self._access.writing()  # the first worker is the writer
+        # The first worker that saves at all is the writer.
+        store = self._access.writing() if self._kv_transfer_config.is_kv_producer else None
         self._access.populate(_POPULATED)
+        if self._announces and store is not None:
+            self._changes = StoreChanges(store)
         self._saver = PageSaver(self._access, self._space, self._pages, self._save_memory)
         # An offline engine may end without a word; the store, opened above, ends itself after this.
         atexit.register(self.shutdown)
@@ -226,13 +271,12 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _layout_of(self, name: str, tensor: Any, memory: Any, shape: PageShape) -> PageLayout:
         """Have vLLM write known K and V into an unused page, and see where they lie."""
         layer = self._vllm_config.compilation_config.static_forward_context[name]
-        k, v = (tensor.new_empty((shape.tokens, shape.heads, shape.dim)).normal_() for _ in range(2))
+        made = np.random.default_rng(0)  # not torch's generator, which answers are sampled with
+        k, v = (tensor.new_tensor(made.standard_normal((shape.tokens, shape.heads, shape.dim))) for _ in range(2))
         slots = tensor.new_ones(shape.tokens).long().cumsum(0) - 1 + _UNUSED_PAGE * shape.tokens
         layer.impl.do_kv_cache_update(layer, k, v, tensor, slots)
-        planes = (plane.transpose(0, 1).contiguous() for plane in (k, v))
-        known = [
-            np.array(host_memory(plane.data_ptr(), plane.numel() * plane.element_size())) for plane in list(planes)
-        ]
+        planes = [plane.transpose(0, 1).contiguous() for plane in (k, v)]
+        known = [host_memory(plane.data_ptr(), plane.numel() * plane.element_size()) for plane in planes]
         found = find_layout(memory, shape, _UNUSED_PAGE, known[0], known[1])
         tensor[_UNUSED_PAGE].zero_()
         return found
@@ -261,7 +305,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._add("failed_blocks", len(failed))
             self._add("loaded_tokens", loaded * self._space.block_tokens)
             self._add("load_seconds", seconds)
-        if self._saver is not None and plan.saves:
+        if self._saver is not None and plan.saves and self._kv_transfer_config.is_kv_producer:
             bad = self._failed
             # What follows a page that was not loaded was computed over wrong KV.
             runs = [run for run in plan.saves if not bad or not self._follows(run, bad)]
@@ -276,6 +320,11 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return pages that were not loaded: vLLM computes their tokens again."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def build_connector_worker_meta(self) -> StoreMetadata | None:
+        """Return what came into the store and left it since the last step, if vLLM publishes events."""
+        stored, removed = self._changes.take() if self._changes is not None else ([], [])
+        return StoreMetadata(stored, removed) if stored or removed else None
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return the counts since the last call."""

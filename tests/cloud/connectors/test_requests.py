@@ -119,3 +119,14 @@ def test_requests_are_forgotten() -> None:
     planned.finished("never seen")
     planned.allocated("never seen", [1], 4)
     assert planned.step([StepProgress("never seen", 4, [1])]) == StepPlan([], [])
+
+
+def test_saves_are_announced_once_when_they_are_stored() -> None:
+    planned, stored = RequestBlocks(bytes(32), SIZE, announces=True), Stored()
+    planned.match("a", list(range(12)), "", 0, stored)
+    plan = planned.step([StepProgress("a", 12, [1, 2, 3])])
+    keys = [block.key for block in plan.saves[0]]
+    assert planned.stored([keys[1], b"another"]) == [plan.saves[0][1]]
+    assert planned.stored(keys) == [plan.saves[0][0], plan.saves[0][2]]
+    assert planned.stored(keys) == []
+    assert blocks().stored(keys) == []

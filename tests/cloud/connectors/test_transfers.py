@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ctxreuse_cloud.connectors.access import StoreAccess, share_store
+from ctxreuse_cloud.connectors.changes import StoreChanges
 from ctxreuse_cloud.connectors.requests import PagedBlock
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver, SaveBuffers
 
@@ -280,3 +281,19 @@ def test_blocks_are_mapped_ahead_and_a_close_meanwhile_is_no_error(tmp_path: Pat
     access.close()
     until(lambda: not any(thread.name == "ctxreuse-populate" for thread in threading.enumerate()))
     assert len(run) == 5
+
+
+def test_changes_of_a_store_name_what_is_stored_and_what_left(access: StoreAccess) -> None:
+    store = access.writing()
+    assert store is not None
+    changes = StoreChanges(store)
+    assert changes.take() == ([], [])
+    keys = [block.key for block in saved(access, PagedEngine())]
+    stored, removed = changes.take()
+    assert (set(stored), removed) == (set(keys), [])
+    store.drop(keys[3], "corrupt")
+    stored, removed = changes.take()
+    assert (stored, set(removed)) == ([], set(keys[3:]))
+    changes.close()
+    store.drop(keys[0], "corrupt")
+    assert changes.take() == ([], [])

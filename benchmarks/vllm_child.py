@@ -22,6 +22,10 @@ FRESH = 32
 def main(settings: dict[str, Any]) -> None:
     """Answer lines of standard input."""
     from vllm import LLM, SamplingParams
+    from vllm.triton_utils import dispatcher
+
+    # Its scan of all modules ends with an error at an object of cffi that LMCache's have.
+    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, dict) else {}
 
     engine = LLM(**settings)
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

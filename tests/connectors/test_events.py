@@ -17,46 +17,59 @@ from support.waiting import patient, until
 pytestmark = [pytest.mark.connectors, pytest.mark.daemon]
 
 
+class Published:
+    """Events that vLLM has published, and the numbers of their batches."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.events: list[dict[str, Any]] = []
+        self.numbers: list[int] = []
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Receive what has come, and return all of one kind."""
+        try:
+            while True:
+                _, number, batch = self._socket.recv_multipart()
+                self.numbers.append(int.from_bytes(number, "big"))
+                self.events += msgpack.unpackb(batch)[1]
+        except zmq.Again:
+            return [event for event in self.events if event["type"] == kind]
+
+
 def test_blocks_that_are_stored_and_evicted_are_published(tiny: Path, tmp_path: Path) -> None:
-    rng = np.random.default_rng(40)
-    events: list[dict[str, Any]] = []
-    numbers = []
+    made = np.random.default_rng(40)
+
+    def prompt(tokens: int) -> list[int]:
+        return list(map(int, made.integers(1, 512, tokens)))
+
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt(zmq.RCVTIMEO, round(1e3 * patient(0.01)))
         socket.subscribe(b"")
-        port = socket.bind_to_random_port("tcp://127.0.0.1")  # with an address vLLM's publisher connects
-        published = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://127.0.0.1:{port}",
-        }
-        with Vllm(tiny, tmp_path / "store", tmp_path / "log", capacity="2MB", kv_events_config=published) as engine:
+        # With an address, and not *, vLLM's publisher is what connects.
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        options = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+        published = Published(socket)
+        with Vllm(tiny, tmp_path / "store", tmp_path / "log", capacity="2MB", kv_events_config=options) as engine:
+            # What is published before the subscription has arrived is lost.
+            until(lambda: engine.ask(prompt(40), new=1) and published.of("BlockStored"))
+            text = prompt(100)
+            ids = [text[at : at + 32] for at in (0, 32, 64)]
+            engine.ask(text, new=1)
 
-            def seen(kind: str, count: int) -> bool:
+            def blocks() -> list[dict[str, Any]]:
                 engine.ask([1, 2, 3], new=1)  # events come with a step
-                try:
-                    while True:
-                        _, number, batch = socket.recv_multipart()
-                        numbers.append(int.from_bytes(number, "big"))
-                        events.extend(msgpack.unpackb(batch)[1])
-                except zmq.Again:
-                    return sum(event["type"] == kind for event in events) >= count
+                return [event for event in published.of("BlockStored") if event["token_ids"] in ids]
 
-            prompt = rng.integers(1, 512, 100).tolist()
-            engine.ask(prompt, new=1)
-            until(lambda: seen("BlockStored", 3))
-            first, second, third = events[:3]
-            assert {event["medium"] for event in events} == {"STORAGE"}
-            assert [token for event in events[:3] for token in event["token_ids"]] == prompt[:96]
-            assert first["parent_block_hash"] is None
-            assert [second["parent_block_hash"], third["parent_block_hash"]] == [
-                event["block_hashes"][0] for event in (first, second)
-            ]
-            assert all(len(event["block_hashes"][0]) == KEY_BYTES and event["block_size"] == 32 for event in events)
+            until(lambda: len(blocks()) == 3)
+            chain = blocks()
+            assert [event["token_ids"] for event in chain] == ids
+            keys = [event["block_hashes"][0] for event in chain]
+            assert [event["parent_block_hash"] for event in chain] == [None, *keys[:2]]
+            assert {(event["medium"], event["block_size"]) for event in chain} == {("STORAGE", 32)}
+            assert {len(key) for key in keys} == {KEY_BYTES}
             for _ in range(4):
-                engine.ask(rng.integers(1, 512, 700).tolist(), new=1)
-            until(lambda: seen("BlockRemoved", 1))
-    stored = {key for event in events if event["type"] == "BlockStored" for key in event["block_hashes"]}
-    removed = {key for event in events if event["type"] == "BlockRemoved" for key in event["block_hashes"]}
-    assert removed & stored
-    assert numbers == list(range(len(numbers)))
+                engine.ask(prompt(700), new=1)
+            until(lambda: engine.ask([1, 2, 3], new=1) and published.of("BlockRemoved"))
+            stored = {key for event in published.of("BlockStored") for key in event["block_hashes"]}
+            assert stored & {key for event in published.of("BlockRemoved") for key in event["block_hashes"]}
+    assert published.numbers == list(range(published.numbers[0], published.numbers[0] + len(published.numbers)))

@@ -35,7 +35,9 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import ConfigError, EngineError
 
-__all__ = ["run"]
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS = ("model",)
 
 #: Shares of LMCache's time that ours must not exceed, and of vLLM's own for a fill.
 LATER, RESTART, FILL, SHARED = 0.62, 0.77, 1.03, 1.2

@@ -15,7 +15,7 @@ _NAMES = (
     "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
     "evict", "fair", "fetch", "forget", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order",
     "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "resident", "resume", "router", "scale",
-    "shapes", "states", "together", "tools", "tree", "vllm",
+    "shapes", "states", "together", "tools", "tree",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

@@ -115,7 +115,7 @@ class SaveBuffers:
         self._size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         count = max(1, limit // self._size)
         self._arena = mmap.mmap(-1, count * self._size)
-        advise_hugepages(self._arena, populate=True)  # a first fill would wait for these pages: 30 ms for 47 MB
+        advise_hugepages(self._arena, populate=True)  # a first fill would wait for these pages: 25 ms for 47 MB
         self._buffers = [np.frombuffer(self._arena, np.uint8, self._size, i * self._size) for i in range(count)]
         self._next = 0
 

@@ -245,7 +245,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if tensor.device.type != "cpu":
                 raise ConfigError(
                     f"KV pages lie on {tensor.device}, and this connector reads pages in host memory only",
-                    fix="Run vLLM on CPU, or put this connector's sidecar in front of it",
+                    fix="Run vLLM on the CPU, or without this connector",
                 )
             if tuple(tensor.shape[1:]) != (heads, self._space.block_tokens, 2 * dim):
                 raise ConfigError(

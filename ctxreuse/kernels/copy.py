@@ -1,4 +1,4 @@
-"""Blocks into an engine's memory, and that memory's pages; see `ctxreuse.kernels` for buffers and boxes."""
+"""Blocks into an engine's memory and out of it, and that memory's pages; see `ctxreuse.kernels` for the boxes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ctxreuse.kernels.base import LONG_HASH, dtype_code, hash_matches, item_bytes
+from ctxreuse.kernels.base import LONG_HASH, dense, dtype_code, hash_matches, item_bytes
 from ctxreuse.kernels.dispatch import native
 
 if TYPE_CHECKING:
     from ctxreuse._native import Memory
 
-__all__ = ["advise_hugepages", "scatter_checked"]
+__all__ = ["advise_hugepages", "copy_box", "scatter_checked"]
 
 _NO_ANGLES: Final = np.zeros(0, np.float32)
 
@@ -58,6 +58,26 @@ def scatter_checked(
         native.rope_shift(dst, to, row, dst_strides, *box, _NO_ANGLES, _NO_ANGLES, False)
         row += count * dst_strides[1] * item_bytes(to)
     return -1
+
+
+def copy_box(
+    dst: Memory,
+    src: Memory,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    dst_offset: int = 0,
+    dst_strides: Sequence[int] | None = None,
+    src_offset: int = 0,
+    src_strides: Sequence[int] | None = None,
+) -> None:
+    """Copy a box of elements of one type between two layouts, transposing in tiles where their inner axes differ."""
+    code = dtype_code(dtype)
+    dst_strides = dense(shape) if dst_strides is None else dst_strides
+    src_strides = dense(shape) if src_strides is None else src_strides
+    # A rotation by no angles copies.
+    box = src, code, src_offset, src_strides, shape
+    native.rope_shift(dst, code, dst_offset, dst_strides, *box, _NO_ANGLES, _NO_ANGLES, False)
 
 
 def advise_hugepages(buffer: Memory, *, populate: bool = False) -> int:

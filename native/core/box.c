@@ -148,6 +148,10 @@ ctx_status ctx_rope_shift(const ctx_kernels *k, const ctx_view *dst, const ctx_v
     const size_t heads = shape[0], tokens = shape[1], dim = shape[2];
     const size_t dst_bytes = ctx_dtype_bytes(dst->dtype), src_bytes = ctx_dtype_bytes(src->dtype);
     if (heads == 0 || tokens == 0 || dim == 0) return CTX_OK;
+    if (half == 0) { /* nothing to rotate: a copy, which needs no scratch where dim is strided */
+        ctx_copy3(k, dst, src, shape);
+        return CTX_OK;
+    }
     const ctx_rope_fn rope = (interleaved ? k->rope_pairs : k->rope_half)[src->dtype][dst->dtype];
     const int strided = dim > 1 && (dst->strides[2] != 1 || src->strides[2] != 1);
     const size_t rows = tokens < TILE ? tokens : TILE;

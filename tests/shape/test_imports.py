@@ -11,6 +11,7 @@ ENTRY_POINTS = {
     "ctxreuse.bench.replay",
     "ctxreuse.bench.reuse",
     "ctxreuse.bench.store",
+    "ctxreuse_cloud.connectors.vllm",
     "ctxreuse_cloud.worker",
 }
 

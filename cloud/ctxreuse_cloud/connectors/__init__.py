@@ -1,0 +1,1 @@
+"""Doors for inference engines of others: their KV pages are loaded from a store and saved to it."""

@@ -1,0 +1,165 @@
+"""Requests of another engine's scheduler: which blocks of each are stored, to be loaded, and to be saved.
+
+No input or output happens here. The scheduler asks how much of a prompt is stored (`RequestBlocks.match`), says which
+pages it gave (`allocated`) and at the end of each step how far requests will be computed (`step`); it gets a `StepPlan`
+for the worker that has the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+
+__all__ = ["PagedBlock", "RequestBlocks", "StepPlan", "StepProgress"]
+
+#: Saves that may wait to be confirmed; of more, the oldest are not announced.
+_MOST_PLANNED = 1 << 16
+
+
+class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
+    """A block and the page that it is in or shall be in: ``tokens`` as int32 bytes, ``end`` after the last of them."""
+
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    end: int
+    page: int
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """What a worker does in one step: loads before its forward, one run of blocks a request, and saves after it."""
+
+    loads: list[list[PagedBlock]] = []
+    saves: list[list[PagedBlock]] = []
+
+
+class StepProgress(NamedTuple):
+    """A request in one step: its tokens so far are computed up to position ``end`` then, in ``pages``."""
+
+    request: str
+    end: int
+    pages: Sequence[int]
+
+
+class _Known:
+    """One request: its salt and tokens (which grow), keys of whole blocks, and how many blocks need no saving."""
+
+    def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
+        self.tokens, self.salt = tokens, salt
+        self.keys: list[bytes] = []
+        self.stored = self.local = 0
+        self.pages: list[int] = []
+
+
+class RequestBlocks:
+    """The blocks of all requests under way. Not thread-safe: a scheduler has one thread."""
+
+    def __init__(self, space: bytes, block_tokens: int, secret: bytes = b"", *, announces: bool = False) -> None:
+        """Make keys in the space of that digest; ``secret`` makes those of tenants unguessable.
+
+        ``announces``: remember the blocks of saves for `stored`.
+        """
+        self._space, self._size, self._secret = space, block_tokens, secret
+        self._planned: dict[bytes, PagedBlock] | None = {} if announces else None
+        self._known: dict[str, _Known] = {}
+        self._loads: list[list[PagedBlock]] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def match(
+        self,
+        request: str,
+        tokens: Sequence[int],
+        tenant: str,
+        computed: int,
+        stored: Callable[[Sequence[bytes]], int],
+    ) -> int:
+        """Return how many tokens of a prompt after the first ``computed`` ones are stored; a request may come again.
+
+        Args:
+            request: its id.
+            tokens: its tokens, a sequence that grows with its answer.
+            tenant: what separates its KV from that of others, such as vLLM's ``cache_salt``.
+            computed: tokens that the engine has already, whole blocks.
+            stored: called with keys; returns how many of the first are stored.
+        """
+        known = _Known(tokens, tenant_salt(tenant, self._secret))
+        self._known[request] = known
+        # An engine needs at least one token to compute, for its logits.
+        self._extend(known, (len(tokens) - 1) // self._size)
+        known.stored = stored(known.keys) if known.keys else 0
+        known.local = computed // self._size
+        return max(0, known.stored * self._size - computed)
+
+    def allocated(self, request: str, pages: Sequence[int], tokens: int) -> None:
+        """Note that ``tokens`` of those that `match` found shall be loaded into the request's ``pages``."""
+        known = self._known.get(request)
+        if known is None or tokens <= 0:
+            return
+        first = known.local
+        self._loads.append(self._blocks(known, first, first + tokens // self._size, pages))
+
+    def step(self, progress: Iterable[StepProgress]) -> StepPlan:
+        """Return the plan of a step and forget the loads in it."""
+        plan = StepPlan(self._loads, [])
+        self._loads = []
+        for request, end, pages in progress:
+            known = self._known.get(request)
+            if known is None:
+                continue
+            # Tokens that a draft proposes are computed too, and may be dropped: only those of the request count.
+            whole = min(end, len(known.tokens)) // self._size
+            known.pages = list(pages[:whole])
+            if whole > known.stored:
+                self._extend(known, whole)
+                run = self._blocks(known, known.stored, whole, pages)
+                plan.saves.append(run)
+                known.stored = whole
+                if self._planned is not None:
+                    self._planned.update((block.key, block) for block in run)
+                    while len(self._planned) > _MOST_PLANNED:
+                        del self._planned[next(iter(self._planned))]
+        return plan
+
+    def stored(self, keys: Iterable[bytes]) -> list[PagedBlock]:
+        """Return the blocks among ``keys`` whose saves were planned here, each once."""
+        planned = self._planned if self._planned is not None else {}
+        return [planned.pop(key) for key in keys if key in planned]
+
+    def failed(self, pages: Collection[int]) -> None:
+        """Note pages that could not be loaded: they are computed again, and then saved again."""
+        for known in self._known.values():
+            bad = next((i for i, page in enumerate(known.pages) if page in pages), None)
+            if bad is not None:
+                known.stored = min(known.stored, bad)
+
+    def finished(self, request: str) -> None:
+        """Forget a request."""
+        self._known.pop(request, None)
+
+    def _extend(self, known: _Known, blocks: int) -> None:
+        start = len(known.keys)
+        if blocks > start:
+            more = as_tokens(np.asarray(known.tokens[start * self._size : blocks * self._size], np.int64))
+            parent = known.keys[-1] if known.keys else ROOT
+            known.keys += prefix_keys(self._space, known.salt, more, self._size, parent)
+
+    def _blocks(self, known: _Known, first: int, last: int, pages: Sequence[int]) -> list[PagedBlock]:
+        size = self._size
+        ids = as_tokens(np.asarray(known.tokens[first * size : last * size], np.int64))
+        return [
+            PagedBlock(
+                known.keys[i],
+                known.keys[i - 1] if i else ROOT,
+                ids[(i - first) * size : (i - first + 1) * size].tobytes(),
+                (i + 1) * size,
+                int(pages[i]),
+            )
+            for i in range(first, last)
+        ]

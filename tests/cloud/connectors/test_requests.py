@@ -1,0 +1,132 @@
+"""What a scheduler's side plans: blocks found, loaded into the pages given, and saved once, by tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
+
+from ctxreuse.identity.keys import ROOT
+
+SIZE = 4
+
+
+class Stored:
+    """Keys that are stored, as a store matches them."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+
+    def __call__(self, keys: Sequence[bytes]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.keys), len(keys))
+
+    def take(self, plan: StepPlan) -> None:
+        for run in plan.saves:
+            for block in run:
+                assert block.parent == ROOT or block.parent in self.keys, "a block is saved before its parent"
+                self.keys.add(block.key)
+
+
+def blocks(secret: bytes = b"") -> RequestBlocks:
+    return RequestBlocks(bytes(32), SIZE, secret)
+
+
+def fill(planned: RequestBlocks, stored: Stored, request: str, tokens: list[int], tenant: str = "") -> None:
+    planned.match(request, tokens, tenant, 0, stored)
+    stored.take(planned.step([StepProgress(request, len(tokens), range(100))]))
+    planned.finished(request)
+
+
+def test_a_prompt_is_found_again_up_to_its_last_token() -> None:
+    planned, stored = blocks(), Stored()
+    fill(planned, stored, "a", list(range(12)))
+    assert len(stored.keys) == 3
+    assert planned.match("b", list(range(12)), "", 0, stored) == 8, "one token is left to compute"
+    assert planned.match("c", [*range(12), 1], "", 0, stored) == 12
+    assert planned.match("d", [*range(11), 99, 1], "", 0, stored) == 8
+    assert planned.match("e", [*range(12), 1], "", 8, stored) == 4
+    assert planned.match("f", [*range(12), 1], "", 12, stored) == 0
+
+
+def test_tenants_and_secrets_share_nothing() -> None:
+    planned, stored = blocks(), Stored()
+    fill(planned, stored, "a", list(range(12)), "one")
+    prompt = [*range(12), 1]
+    assert planned.match("b", prompt, "two", 0, stored) == 0
+    assert planned.match("c", prompt, "", 0, stored) == 0
+    assert planned.match("d", prompt, "one", 0, stored) == 12
+    assert blocks(b"secret").match("e", prompt, "one", 0, stored) == 0
+
+
+def test_loads_go_into_the_pages_behind_what_the_engine_has() -> None:
+    planned, stored = blocks(), Stored()
+    fill(planned, stored, "a", list(range(16)))
+    prompt = [*range(16), 1]
+    assert planned.match("b", prompt, "", 4, stored) == 12
+    planned.allocated("b", [7, 8, 9, 10, 11], 12)
+    plan = planned.step([StepProgress("b", 17, [7, 8, 9, 10, 11])])
+    assert [(block.page, block.end) for block in plan.loads[0]] == [(8, 8), (9, 12), (10, 16)]
+    assert plan.saves == []
+    assert planned.step([]).loads == []
+
+
+def test_answers_are_saved_as_their_blocks_fill_and_drafts_are_not() -> None:
+    planned, stored, tokens = blocks(), Stored(), list(range(6))
+    planned.match("a", tokens, "", 0, stored)
+    assert [[b.end for b in run] for run in planned.step([StepProgress("a", 6, [1, 2])]).saves] == [[4]]
+    tokens.append(70)
+    # A draft of three is computed with it, and only what is accepted becomes a token of the request.
+    assert planned.step([StepProgress("a", 10, [1, 2, 3])]).saves == []
+    tokens += [71, 72]
+    saved = planned.step([StepProgress("a", 9, [1, 2, 3])]).saves
+    assert [(b.end, b.page) for b in saved[0]] == [(8, 2)]
+    assert saved[0][0].tokens == bytes([4, 0, 0, 0, 5, 0, 0, 0, 70, 0, 0, 0, 71, 0, 0, 0])
+
+
+def test_what_the_engine_had_itself_is_saved_if_it_is_not_stored() -> None:
+    planned, stored = blocks(), Stored()
+    assert planned.match("a", list(range(13)), "", 8, stored) == 0
+    plan = planned.step([StepProgress("a", 13, [1, 2, 3, 4])])
+    assert [b.page for b in plan.saves[0]] == [1, 2, 3]
+    stored.take(plan)
+
+
+def test_a_failed_page_is_saved_again_with_all_that_follows() -> None:
+    planned, stored = blocks(), Stored()
+    fill(planned, stored, "a", list(range(12)))
+    planned.match("b", [*range(12), 1], "", 0, stored)
+    planned.allocated("b", [5, 6, 7, 8], 12)
+    planned.step([StepProgress("b", 13, [5, 6, 7, 8])])
+    planned.failed({6})
+    plan = planned.step([StepProgress("b", 13, [5, 6, 7, 8])])
+    assert [b.page for b in plan.saves[0]] == [6, 7]
+
+
+def test_a_preempted_request_starts_over() -> None:
+    planned, stored = blocks(), Stored()
+    planned.match("a", list(range(12)), "", 0, stored)
+    stored.take(planned.step([StepProgress("a", 12, [1, 2, 3])]))
+    assert planned.match("a", [*range(12), 50], "", 0, stored) == 12
+    planned.allocated("a", [9, 8, 7, 6], 12)
+    assert [b.page for b in planned.step([StepProgress("a", 13, [9, 8, 7, 6])]).loads[0]] == [9, 8, 7]
+
+
+def test_requests_are_forgotten() -> None:
+    planned, stored = blocks(), Stored()
+    for number in range(1000):
+        fill(planned, stored, str(number), [number] * 9)
+    assert len(planned) == 0
+    planned.finished("never seen")
+    planned.allocated("never seen", [1], 4)
+    assert planned.step([StepProgress("never seen", 4, [1])]) == StepPlan([], [])
+
+
+def test_saves_are_announced_once_when_they_are_stored() -> None:
+    planned, stored = RequestBlocks(bytes(32), SIZE, announces=True), Stored()
+    planned.match("a", list(range(12)), "", 0, stored)
+    plan = planned.step([StepProgress("a", 12, [1, 2, 3])])
+    keys = [block.key for block in plan.saves[0]]
+    assert planned.stored([keys[1], b"another"]) == [plan.saves[0][1]]
+    assert planned.stored(keys) == [plan.saves[0][0], plan.saves[0][2]]
+    assert planned.stored(keys) == []
+    assert blocks().stored(keys) == []

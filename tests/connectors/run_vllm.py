@@ -1,0 +1,44 @@
+"""An offline vLLM that answers lines of JSON: ``python run_vllm.py OPTIONS`` in the environment that has vLLM.
+
+A line is a list of prompts for one batch: {"tokens": [...], "salt": "", "new": 8}. The answer is a line that begins
+with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready. With
+``disable_log_stats`` false the first of a batch also says how many requests were preempted so far.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    options = json.loads(sys.argv[1])
+    llm = LLM(**options)
+    print("ANSWER", json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        prompts = [
+            {"prompt_token_ids": one["tokens"], **({"cache_salt": one["salt"]} if one.get("salt") else {})}
+            for one in wanted
+        ]
+        sampling = [
+            SamplingParams(temperature=0, max_tokens=one.get("new", 8), ignore_eos=True, logprobs=0) for one in wanted
+        ]
+        answers = [
+            {
+                "ids": list(done.outputs[0].token_ids),
+                "logprobs": [next(iter(step.values())).logprob for step in done.outputs[0].logprobs],
+                "cached": done.num_cached_tokens,
+            }
+            for done in llm.generate(prompts, sampling, use_tqdm=False)
+        ]
+        if options.get("disable_log_stats") is False:  # vLLM counts only if it logs
+            found = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+            answers[0]["preempted"] = sum(found)
+        print("ANSWER", json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()

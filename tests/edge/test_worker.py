@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ctxreuse.runtime.steps.passes import MOST
 from support.waiting import patient, until
 
 LONG = {"messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "ignore_eos": True}
@@ -68,7 +69,8 @@ def test_a_hang_up_leaves_the_queue(edge: Any) -> None:
         until(lambda: pool.active == 0)
 
 
-def test_background_leaves_threads_to_a_callers_other_requests(edge: Any) -> None:
+def test_background_leaves_threads_to_a_callers_other_requests(serve: Any) -> None:
+    edge = serve(**{"edge.max_waiting": 16})
     node = edge.node
 
     def ask(n: int, priority: int) -> int:
@@ -166,6 +168,21 @@ def test_a_key_that_floods_is_refused_while_another_is_served(serve: Any, tmp_pa
         edge.node.pool.check()
         done.set()
     until(lambda: edge.node.pool.active == 0)
+
+
+def test_a_caller_has_as_many_answers_at_once_as_a_pass_takes(edge: Any) -> None:
+    """Else agents beyond a small number would wait for whole answers of others."""
+    with ThreadPoolExecutor(MOST) as pool:
+        with edge.node.runtime.steps.exclusive():
+            body = {"max_tokens": 2, "ignore_eos": True}
+            asked = [
+                pool.submit(edge.http.post, "/v1/completions", json={"prompt": f"{n} {n}", **body}) for n in range(MOST)
+            ]
+            until(lambda: edge.node.runtime.steps.stats().waiting == MOST)
+            assert not edge.node.pool.waiting
+        assert [answer.result().status_code for answer in asked] == [200] * MOST
+    until(lambda: edge.node.pool.active == 0)
+    edge.node.pool.check()
 
 
 def test_many_at_once_get_what_each_alone_gets(edge: Any) -> None:

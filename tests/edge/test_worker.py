@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -49,6 +51,39 @@ def test_a_hang_up_ends_a_prompt_before_its_next_pass(edge: Any) -> None:
             until(lambda: len(edge.node.runtime.inflight.table) == 1)
         until(lambda: edge.node.pool.active == 0)
     assert finished(edge, "cancelled") == 1
+
+
+def test_two_hundred_streams_that_are_cut_leave_nothing(edge: Any) -> None:
+    """At any moment: while they wait, while the prompt is computed, between two tokens."""
+    node, rng, answered = edge.node, random.Random(3), Counter[bool]()
+    body = {"prompt": "count:", "max_tokens": 6, "temperature": 0}
+    expected = edge.http.post("/v1/completions", json=body).json()["choices"]
+
+    def cut(n: int) -> None:
+        messages = [{"role": "user", "content": f"{n % 7} " + "Tell me everything. " * (n % 5)}]
+        events = rng.randrange(4)
+        request = {"messages": messages, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with closing(http.client.HTTPConnection(edge.url.removeprefix("http://"), timeout=patient(60))) as link:
+            link.request("POST", "/v1/chat/completions", json.dumps(request), {"content-type": "application/json"})
+            if not events:
+                return
+            answer = link.getresponse()
+            lines = [answer.readline() for _ in range(2 * events)]
+            answered[answer.status == 200 and lines[0].startswith(b"data: {")] += 1
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(cut, range(200)))
+    until(lambda: node.pool.active == 0)
+    assert set(answered) == {True}
+    assert answered[True] > 100
+    node.pool.check()
+    node.runtime.inflight.check()
+    node.runtime.context_cache.check()
+    assert len(node.runtime.inflight.table) == 0
+    assert node.runtime.steps.stats().waiting == 0
+    assert finished(edge, "cancelled") >= answered[True]
+    assert not finished(edge, "error")
+    assert edge.http.post("/v1/completions", json=body).json()["choices"] == expected
 
 
 def test_a_hang_up_leaves_the_queue(edge: Any) -> None:

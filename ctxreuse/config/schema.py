@@ -217,7 +217,7 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     max_waiting: Annotated[
         int,
         _about("Requests queued or running at once; more, and those over the share of a key: 429", ge=1),
-    ] = 32
+    ] = 128
     max_body: Annotated[int, _about("Largest request body", ge=1 << 10, unit="bytes")] = 16 << 20
     max_bodies: Annotated[
         int, _about("Memory for bodies of requests under way; a key's at most half of what is left", unit="bytes")

@@ -16,7 +16,17 @@ from ctxreuse.errors import ContextTooLongError, CtxReuseError, EngineError, Tok
 from ctxreuse.identity.keys import Tokens, as_tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["Context", "Engine", "Loading", "Logits", "check_prompt", "check_vocabulary", "chunk_spans", "is_lost"]
+__all__ = [
+    "Context",
+    "Engine",
+    "Loading",
+    "Logits",
+    "SlicingEngine",
+    "check_prompt",
+    "check_vocabulary",
+    "chunk_spans",
+    "is_lost",
+]
 
 #: float32 [vocab]: the scores of the next token, a copy that the caller owns.
 Logits = npt.NDArray[np.float32]
@@ -216,6 +226,16 @@ def check_prompt(space: ModelSpace, n: int, tokens: Sequence[int] | npt.NDArray[
     check_vocabulary(space, ids)
     check_length(space, n + len(ids))
     return ids
+
+
+@runtime_checkable
+class SlicingEngine(Protocol):
+    """An engine that takes much longer for each of few tokens of a context than for each of many."""
+
+    @property
+    def least_slice(self) -> int:
+        """Tokens of a prefill that go together at least, however long those wait who only want one token each."""
+        ...
 
 
 def check_vocabulary(space: ModelSpace, ids: Tokens) -> None:

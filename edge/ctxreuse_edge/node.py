@@ -26,6 +26,7 @@ from ctxreuse.metrics import Metrics, watch_store
 from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.runtime.steps.passes import MOST
 from ctxreuse.store import Ledger, open_store
 from ctxreuse.store.idle_compaction import IdleCompaction
 from ctxreuse.store.policy.states import StatePolicy
@@ -45,8 +46,9 @@ __all__ = ["EdgeNode"]
 
 log = logging.getLogger(__name__)
 
-# Answers that advance side by side, in shared passes: each has a context in memory.
-_RUNNING = 8
+# Answers of one caller that advance side by side, in shared passes; whether they fit in memory is asked of each prompt.
+# Two, however few may wait.
+_RUNNING, _LEAST = MOST, 2
 
 
 @runtime_checkable
@@ -121,7 +123,9 @@ class EdgeNode:
         links.connect(settings.bus, space, lossy=bool(edge.max_kl), on_profile=self._use_newest_profile)
         runtime.connect(links.remote)
         others = stack.enter_context(ExitStack())  # models that requests open; they outlive the pool
-        self.pool = pool = RequestPool(running=_RUNNING, limit=edge.max_waiting)
+        self.pool = pool = RequestPool(
+            running=max(_LEAST, min(_RUNNING, edge.max_waiting // 2)), limit=edge.max_waiting
+        )
         stack.callback(pool.close)
         # Before the pool, which waits for work that may wait for a link.
         stack.callback(links.stop)

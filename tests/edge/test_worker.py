@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ctxreuse.runtime.steps.passes import MOST
 from support.waiting import patient, until
 
 LONG = {"messages": [{"role": "user", "content": "Tell me everything."}], "max_tokens": 4000, "ignore_eos": True}
@@ -50,6 +53,39 @@ def test_a_hang_up_ends_a_prompt_before_its_next_pass(edge: Any) -> None:
     assert finished(edge, "cancelled") == 1
 
 
+def test_two_hundred_streams_that_are_cut_leave_nothing(edge: Any) -> None:
+    """At any moment: while they wait, while the prompt is computed, between two tokens."""
+    node, rng, answered = edge.node, random.Random(3), Counter[bool]()
+    body = {"prompt": "count:", "max_tokens": 6, "temperature": 0}
+    expected = edge.http.post("/v1/completions", json=body).json()["choices"]
+
+    def cut(n: int) -> None:
+        messages = [{"role": "user", "content": f"{n % 7} " + "Tell me everything. " * (n % 5)}]
+        events = rng.randrange(4)
+        request = {"messages": messages, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with closing(http.client.HTTPConnection(edge.url.removeprefix("http://"), timeout=patient(60))) as link:
+            link.request("POST", "/v1/chat/completions", json.dumps(request), {"content-type": "application/json"})
+            if not events:
+                return
+            answer = link.getresponse()
+            lines = [answer.readline() for _ in range(2 * events)]
+            answered[answer.status == 200 and lines[0].startswith(b"data: {")] += 1
+
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(cut, range(200)))
+    until(lambda: node.pool.active == 0)
+    assert set(answered) == {True}
+    assert answered[True] > 100
+    node.pool.check()
+    node.runtime.inflight.check()
+    node.runtime.context_cache.check()
+    assert len(node.runtime.inflight.table) == 0
+    assert node.runtime.steps.stats().waiting == 0
+    assert finished(edge, "cancelled") >= answered[True]
+    assert not finished(edge, "error")
+    assert edge.http.post("/v1/completions", json=body).json()["choices"] == expected
+
+
 def test_a_hang_up_leaves_the_queue(edge: Any) -> None:
     pool = edge.node.pool
 
@@ -68,7 +104,8 @@ def test_a_hang_up_leaves_the_queue(edge: Any) -> None:
         until(lambda: pool.active == 0)
 
 
-def test_background_leaves_threads_to_a_callers_other_requests(edge: Any) -> None:
+def test_background_leaves_threads_to_a_callers_other_requests(serve: Any) -> None:
+    edge = serve(**{"edge.max_waiting": 16})
     node = edge.node
 
     def ask(n: int, priority: int) -> int:
@@ -166,6 +203,21 @@ def test_a_key_that_floods_is_refused_while_another_is_served(serve: Any, tmp_pa
         edge.node.pool.check()
         done.set()
     until(lambda: edge.node.pool.active == 0)
+
+
+def test_a_caller_has_as_many_answers_at_once_as_a_pass_takes(edge: Any) -> None:
+    """Else agents beyond a small number would wait for whole answers of others."""
+    with ThreadPoolExecutor(MOST) as pool:
+        with edge.node.runtime.steps.exclusive():
+            body = {"max_tokens": 2, "ignore_eos": True}
+            asked = [
+                pool.submit(edge.http.post, "/v1/completions", json={"prompt": f"{n} {n}", **body}) for n in range(MOST)
+            ]
+            until(lambda: edge.node.runtime.steps.stats().waiting == MOST)
+            assert not edge.node.pool.waiting
+        assert [answer.result().status_code for answer in asked] == [200] * MOST
+    until(lambda: edge.node.pool.active == 0)
+    edge.node.pool.check()
 
 
 def test_many_at_once_get_what_each_alone_gets(edge: Any) -> None:

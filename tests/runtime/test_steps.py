@@ -66,6 +66,40 @@ def test_all_who_decode_go_with_a_slice_of_the_first_prefill(llama: TorchEngine)
     assert chosen == [*many[: MOST - 1], many[-1]]
 
 
+def test_slices_are_as_long_as_the_engine_computes_them_fast(llama: TorchEngine) -> None:
+    planner = PassPlanner(least_slice=100)
+    decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))
+    for _ in range(3):
+        planner.done(planner.plan(decoding, 0.0, batches=True)[0], 0.01, 0.0)
+    for seconds in (0.5, 5.0, 50.0):  # however long the others wait for it
+        chosen, limit = planner.plan([*decoding, *prefill], 0.0, batches=True)
+        assert (chosen, limit) == ([*decoding, *prefill], 100)
+        planner.done(chosen, seconds, 0.0)
+    engine = Recorded(llama)
+    assert StepScheduler(engine)._planner.plan([*decoding, *prefill], 0.0, batches=True)[1] == FIRST_SLICE  # type: ignore[arg-type]
+    engine.least_slice = 100  # type: ignore[attr-defined]
+    assert StepScheduler(engine)._planner.plan([*decoding, *prefill], 0.0, batches=True)[1] == 100  # type: ignore[arg-type]
+
+
+def test_no_pass_waits_for_an_answer_that_has_ended(llama: TorchEngine) -> None:
+    engine = Recorded(llama)
+    steps = StepScheduler(engine)  # type: ignore[arg-type]
+    turns = [steps.turn(), steps.turn()]
+    contexts = [llama.new_context(), llama.new_context()]
+    for context in contexts:
+        llama.prefill(context, tokens(20))
+    threads = [threading.Thread(target=steps.step, args=(*one,)) for one in zip(contexts, [tokens(1)] * 2, turns)]
+    with held(engine, 2, steps):
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(patient(60))
+    assert engine.passes == [[1, 1]]
+    assert set(steps._expected.values()) == set(turns), "both may want another token at once"
+    steps.end(turns[0])
+    assert set(steps._expected.values()) == {turns[1]}
+
+
 def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -> None:
     planner = PassPlanner()
     decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))

@@ -47,7 +47,7 @@ class ChildEngine:
     def __init__(self, supervisor: Supervisor) -> None:
         """Of a supervisor whose process is up; see `open_child_engine`."""
         opened = supervisor.connection().opened
-        self.space, self.batches = opened.space, opened.batches
+        self.space, self.batches, self.least_slice = opened.space, opened.batches, opened.least_slice
         self._supervisor = supervisor
         self._codec: Codec | None = None
         self._has_codec, self._codec_given = opened.codec, False

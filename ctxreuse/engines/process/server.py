@@ -20,7 +20,7 @@ from ctxreuse.codec import Codec, ProfileStore
 from ctxreuse.codec.profile_bytes import read_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
-from ctxreuse.engines.base import Context, Engine, Loading
+from ctxreuse.engines.base import Context, Engine, Loading, SlicingEngine
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, RelocatedContext, Relocation
 from ctxreuse.engines.fork import fork_context
 from ctxreuse.engines.process.loading import placed_planes
@@ -365,7 +365,8 @@ def serve(pipe: FramePipe[EngineMessage]) -> None:
         facts = TextFacts(text.stop_ids, text.markers, text.token_chars, getattr(text, "template", ""))
     chunks, codec = isinstance(engine, ChunkEngine), engine.codec is not None
     server = _Server(engine, pipe, memory)
-    pipe.send(EngineOpened(engine.space, engine.batches, chunks, codec, facts))
+    least = engine.least_slice if isinstance(engine, SlicingEngine) else 1
+    pipe.send(EngineOpened(engine.space, engine.batches, chunks, codec, facts, least))
     with contextlib.suppress(OSError):
         server.run()
     os._exit(0)

@@ -157,6 +157,7 @@ class EngineOpened(msgspec.Struct, frozen=True, tag="opened"):
     chunks: bool
     codec: bool
     text: TextFacts | None
+    least_slice: int = 1
 
 
 class OpenFailed(msgspec.Struct, frozen=True, tag="failed"):

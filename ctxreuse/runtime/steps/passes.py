@@ -75,12 +75,15 @@ class StepStats(NamedTuple):
 
 
 class PassPlanner:
-    """Plans the passes of one engine, and learns from them. Not thread-safe."""
+    """Plans the passes of one engine, and learns from them. Not thread-safe.
 
-    def __init__(self) -> None:
+    ``least_slice``: see `ctxreuse.engines.base.SlicingEngine`.
+    """
+
+    def __init__(self, least_slice: int = 1) -> None:
         self._passes = self._contexts = self._stalled = 0
         self._started, self._waited = Counter[int](), defaultdict[int, float](float)
-        self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(), PassCosts()
+        self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(least_slice), PassCosts()
         #: When each answer decoded its last token, and whether prefills go in slices because of that.
         self._decoded, self._sliced = dict[RequestTurn, float](), False
         #: When requests last waited together.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from ctxreuse.engines.base import SlicingEngine
 from ctxreuse.errors import EngineError
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
@@ -48,11 +49,11 @@ class StepScheduler:
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._engine, self._clock = engine, clock
         self._change = threading.Condition()
-        self._planner = PassPlanner()
+        self._planner = PassPlanner(engine.least_slice if isinstance(engine, SlicingEngine) else 1)
         self._waiting: list[Waiting] = []
         self._busy = False
-        #: Contexts that decoded in the last pass and have not come back.
-        self._expected: set[int] = set()
+        #: Contexts that decoded in the last pass and have not come back, and whose they are.
+        self._expected: dict[int, RequestTurn] = {}
         self._last = 0.0
         self._exclusive = 0  # callers that wait for the engine alone
         self._pass_first = False  # it was used alone, and a pass is next
@@ -81,9 +82,11 @@ class StepScheduler:
             self._change.notify_all()
 
     def end(self, turn: RequestTurn) -> None:
-        """Note that the request of ``turn`` computes no more."""
+        """Note that the request of ``turn`` computes no more, so that no pass waits for it."""
         with self._change:
             self._planner.end(turn)
+            self._expected = {number: other for number, other in self._expected.items() if other is not turn}
+            self._change.notify_all()
 
     def step(self, context: Context, tokens: Tokens, turn: RequestTurn = _NORMAL) -> Advanced:
         """Append to a context, beside what others need, as many of ``tokens`` (one or more) as one pass takes.
@@ -150,7 +153,8 @@ class StepScheduler:
     def _wait(self, ones: Sequence[Waiting]) -> None:
         with self._change:
             self._waiting += ones
-            self._expected -= {id(one.context) for one in ones}
+            for one in ones:
+                self._expected.pop(id(one.context), None)
             self._change.notify_all()
             try:
                 while not all(one.done for one in ones):
@@ -197,7 +201,9 @@ class StepScheduler:
         self._planner.done(chosen, self._last, now)
         for one, result in zip(chosen, found):
             one.settle(result, self._last)
-        self._expected = {id(one.context) for one in chosen if one.decodes and one.logits is not None and batches}
+        self._expected = {
+            id(one.context): one.turn for one in chosen if one.decodes and one.logits is not None and batches
+        }
 
     def _recover(self, chosen: Sequence[Waiting], error: BaseException) -> None:
         """This thread was interrupted in a pass that was for others too: they try again, if they can."""

@@ -12,7 +12,7 @@ STALL = 3.0
 _AIM = 0.85
 #: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
 #: the weights are read once for all: with fewer, prefills would take for ever, and nothing would wait much less.
-FIRST_SLICE, _LEAST, LARGEST = 16, 16, 512
+FIRST_SLICE, LARGEST = 16, 512
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
 _LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
 #: Passes that only decode, of which the second shortest counts, as what disturbs a pass makes it longer; and how many
@@ -27,7 +27,9 @@ class SliceEstimator:
     it grows where that took less than aimed at, and shrinks where it took more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = FIRST_SLICE) -> None:
+        """``least``: tokens below which they cost too much to make a slice shorter, whatever the others wait."""
+        self._least = max(FIRST_SLICE, min(least, LARGEST))
         #: Seconds of passes that only decode, by their number of contexts.
         self._decode: dict[int, deque[float]] = {}
         #: Tokens, by the magnitude of the number of contexts that decode.
@@ -51,7 +53,7 @@ class SliceEstimator:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end
                 planned = round(planned * change)
-            self._tokens[_magnitude(decoding)] = max(_LEAST, min(planned, LARGEST))
+            self._tokens[_magnitude(decoding)] = max(self._least, min(planned, LARGEST))
 
     @property
     def measured(self) -> bool:
@@ -71,7 +73,7 @@ class SliceEstimator:
 
     def tokens(self, decoding: int) -> int:
         """Return how many tokens of a prefill may go with ``decoding`` contexts that decode."""
-        return self._tokens.get(_magnitude(decoding), FIRST_SLICE)
+        return self._tokens.get(_magnitude(decoding), self._least)
 
 
 def _magnitude(decoding: int) -> int:

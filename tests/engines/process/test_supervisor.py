@@ -31,6 +31,14 @@ def crashing(folder: str) -> Any:
     return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
 
 
+def of_version(folder: str) -> Any:
+    """An engine of the library's version that stands in a file."""
+    from ctxreuse.engines.llama_cpp.library import LlamaLibrary
+
+    LlamaLibrary.open("").version = (Path(folder) / "version").read_text()
+    return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
+
+
 def test_a_model_that_is_not_there_is_for_the_caller(python_path: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file") as raised:
         start_engine("ctxreuse.engines.registry:open_engine", {"model": str(tmp_path / "missing.gguf")})
@@ -80,6 +88,47 @@ def test_one_that_dies_again_and_again_is_reported(python_path: None, tmp_path: 
     assert not engine.failing
     engine.prefill(engine.new_context(), IDS)
     engine.close()
+
+
+def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_path: None, tmp_path: Path) -> None:
+    """After it was unloaded, or has died: its KV would not be that of the contexts that are stored."""
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "version").write_text("1")
+    engine = start_engine(f"{__name__}:of_version", {"folder": str(tmp_path)})
+    kept = engine.space
+    assert kept.attention == "llama.cpp-1"
+    engine.unload()
+    assert engine.new_context().n == 0
+    (tmp_path / "version").write_text("2")
+    engine.unload()
+    with pytest.raises(EngineError, match=r"another model or library.*restart this program"):
+        engine.new_context()
+    assert engine.space == kept
+    engine.close()
+    again = start_engine(f"{__name__}:of_version", {"folder": str(tmp_path)})
+    assert again.space.digest != kept.digest  # so that no key of the one is one of the other
+    again.close()
+
+
+def test_texts_of_few_tokens_are_asked_for_once(
+    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer needs two for each of its tokens."""
+    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
+    assert isinstance(child, ChildEngine)
+    assert child.text is not None
+    verbs, call = list[str](), child.text._call
+
+    def counted(verb: str, *args: Any, **more: Any) -> Any:
+        verbs.append(verb)
+        return call(verb, *args, **more)
+
+    monkeypatch.setattr(child.text, "_call", counted)
+    found = [child.text.decode(ids) for ids in ([5], [5, 6], np.array([5], "<i4"), [5, 6], [*range(9)], [*range(9)])]
+    assert verbs == ["decode"] * 4
+    assert found[:2] == found[2:4]
+    assert found[4] == found[5]
+    child.close()
 
 
 def test_loads_that_outgrow_the_shared_memory_arrive_whole(child: ChildEngine) -> None:

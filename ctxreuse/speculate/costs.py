@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from statistics import median
 
 __all__ = ["PassCosts"]
@@ -30,6 +32,20 @@ class PassCosts:
         with self._lock:
             self._seconds.setdefault(_kind(rows), deque(maxlen=_PASSES)).append(seconds)
             self.since_plain = 0 if rows == contexts else self.since_plain + 1
+
+    def dump(self) -> dict[int, list[float]]:
+        """Return the newest observations, for `restore` after a restart: as many as are needed to know, so that those
+        of another day are soon outnumbered."""
+        with self._lock:
+            return {kind: list(times)[-_KNOWN:] for kind, times in self._seconds.items()}
+
+    def restore(self, seconds: Mapping[int, Sequence[float]]) -> None:
+        """Take what `dump` gave; what cannot be seconds of a pass is left out."""
+        with self._lock:
+            for kind, times in seconds.items():
+                good = [one for one in times if isfinite(one) and one > 0]
+                if kind == _kind(max(kind, 1)) and good:
+                    self._seconds[kind] = deque(good, maxlen=_PASSES)
 
     def known(self, rows: int) -> bool:
         """True if passes of so many rows were measured."""

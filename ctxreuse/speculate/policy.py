@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from ctxreuse.speculate.costs import PassCosts
 
-__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "PassLoad"]
+__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "LearntRates", "PassLoad"]
 
 #: A draft must promise this much more of tokens a second.
 _MARGIN = 1.05
@@ -40,6 +40,10 @@ class PassLoad(NamedTuple):
 
 #: Tokens of drafts that are alike: the class of the match, that of the share, and whether the answer is drawn.
 _Kind: TypeAlias = tuple[int, int, bool]
+
+
+#: Kinds of tokens, and of each how many were tried and right.
+LearntRates: TypeAlias = list[tuple[_Kind, float, float]]
 
 
 class _Rates:
@@ -81,6 +85,18 @@ class DraftPolicy:
         self.costs = costs
         self._lock = threading.Lock()
         self._rates = _Rates()
+
+    def dump(self) -> LearntRates:
+        """Return how often which tokens were right, for `restore` after a restart."""
+        with self._lock:
+            return [(kind, tried, self._rates.right.get(kind, 0.0)) for kind, tried in self._rates.tried.items()]
+
+    def restore(self, rates: LearntRates) -> None:
+        """Take what `dump` gave; what cannot be counts is left out."""
+        with self._lock:
+            for kind, tried, right in rates:
+                if 0 <= right <= tried <= _MEMORY + 1:
+                    self._rates.tried[kind], self._rates.right[kind] = tried, right
 
     def length(self, draft: Sequence[Confidence], load: PassLoad, ledger: DraftLedger) -> tuple[int, str]:
         """Return how many of a draft's tokens are to be checked, and why not more: ``""``, ``cost`` (they would cost

@@ -8,6 +8,7 @@ Drafts continue texts that were said. Times are CPU time. Peer: the suffix cache
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,9 +38,9 @@ def texts(count: int, rng: np.random.Generator) -> np.ndarray:
 
 def _peer(ids: np.ndarray, tails: list[np.ndarray]) -> tuple[float, float]:
     """Microseconds a draft, and tokens learnt a second, of the other cache."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    cache: Any = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1)
+    cache: Any = import_module("arctic_inference.suffix_decoding").SuffixDecodingCache(
+        max_tree_depth=64, max_cached_requests=-1
+    )
     began = time.thread_time()
     for number, start in enumerate(range(0, len(ids), _TEXT)):
         name = str(number)
@@ -74,7 +75,7 @@ def run(options: Options) -> list[Figure]:
     for tail in tails:
         drafted += len(index.draft(tail, _LENGTH).ids)
     took = 1e6 * (time.thread_time() - began) / len(tails)
-    peer = None, None
+    peer: tuple[float, float] | None = None
     if find_spec("arctic_inference") is not None:
         size = min(count, _PEER)
         peer = _peer(ids[:size], [ids[end - 64 : end] for end in ends % (size - 100) + 64])
@@ -83,7 +84,7 @@ def run(options: Options) -> list[Figure]:
             metric="draft",
             value=took,
             unit="µs",
-            peer=peer[0],
+            peer=peer[0] if peer is not None else None,
             better="lower",
             bar=None if options.quick else _MOST_SECONDS,
             note=f"of {_LENGTH} tokens at most at {count:,}; {drafted / len(tails):.1f} came",
@@ -97,6 +98,10 @@ def run(options: Options) -> list[Figure]:
             note="memory of the index",
         ),
         Figure(
-            metric="learn", value=learnt / 1e6, unit="Mtoken/s", peer=peer[1] and peer[1] / 1e6, note="texts of 2,000"
+            metric="learn",
+            value=learnt / 1e6,
+            unit="Mtoken/s",
+            peer=peer[1] / 1e6 if peer is not None else None,
+            note="texts of 2,000",
         ),
     ]

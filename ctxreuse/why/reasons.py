@@ -69,7 +69,7 @@ _REFUSED = {
 _DRAFTS = {
     "match": "nothing that was said before goes on so",
     "cost": "checking more would have cost more than it promised",
-    "lost": "earlier drafts of this answer had cost too much",
+    "lost": "drafts had cost so much already that another wrong one was too much",
     "unknown": "what a pass costs was not known yet, or not known well any more",
     "grammar": "the grammar forbids how it goes on",
     "end": "the answer was about to reach its longest",

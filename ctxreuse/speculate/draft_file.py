@@ -36,7 +36,7 @@ class _Saved(msgspec.Struct, array_like=True):
 class DraftFile:
     """One model's and one tenant's, in a folder; only its owner may read it. Any thread may call.
 
-    A file that is damaged, of another version, model or tenant counts as none: texts are learnt anew as they come.
+    A file that is damaged, of another version, model or tenant counts as none: texts are learnt again as they come.
     """
 
     def __init__(self, folder: Path, space: bytes, salt: bytes, memory: DraftMemory, policy: DraftPolicy) -> None:
@@ -61,7 +61,7 @@ class DraftFile:
                 raise ValueError("it is of another version, model or tenant")
             self._memory.restore(saved.callers, saved.since)
         except (ValueError, UnicodeDecodeError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            log.warning("drafts begin anew: %s", error, extra={"file": str(self.path)})
+            log.warning("drafts begin without texts: %s", error, extra={"file": str(self.path)})
             return False
         self._policy.restore(saved.rates)
         self._policy.costs.restore(saved.costs)

@@ -108,8 +108,8 @@ class DraftPolicy:
         plain = self.costs.seconds(contexts)
         if plain is None or not self.costs.known(contexts) or self.costs.since_plain > _STALE:
             return 0, "unknown"
-        # What this one may lose: less than all drafts may, and those of this answer.
-        most = ledger.saved + _LOSS * ledger.seconds + max(self._free, 0.0) * plain / contexts
+        # What this one may lose: no more than all drafts may, a share of that where others draft too.
+        most = ledger.saved + _LOSS * ledger.seconds + max(self._free, 0.0) * plain * 2 / (1 + contexts)
         base = self.costs.seconds(contexts + load.drafted) or plain
         tokens, expected, right = contexts + load.drafted / 2, 0.0, 1.0
         best, length, reason = _MARGIN, 0, "cost"
@@ -151,7 +151,7 @@ class DraftPolicy:
             saved = accepted * plain / (load.contexts + 1) - extra
             ledger.saved += saved
         with self._lock:
-            self._free = min(self._free + (_LOSS * share + saved) * (load.contexts + 1) / plain, _FREE)
+            self._free = min(self._free + (_LOSS * share + saved) / plain, _FREE)
 
 
 def _kind(one: Confidence, ledger: DraftLedger) -> _Kind:

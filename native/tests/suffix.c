@@ -1,12 +1,14 @@
-/* suffix.c - suffix indexes of all sizes under random texts: drafts are continuations that were said, and memory stays in bounds. */
+/* suffix.c - suffix indexes of all sizes under random texts: drafts are continuations that were said, or go on with what repeats itself
+ * at the end, and memory stays in bounds. */
 #include "speculate/suffix.h"
 #include "test.h"
 
 enum { TEXT = 96, DRAFT = 40 };
 
-static int said(const int32_t *kept, size_t n, const int32_t *want, size_t length) {
-    for (size_t at = 0; at + length <= n; at++)
-        if (!memcmp(kept + at, want, length * sizeof *want)) return 1;
+/* Whether the wanted tokens stand in a text of n and what was drafted behind it, but from before its last three on. */
+static int said(const int32_t *text, size_t n, size_t made, const int32_t *want) {
+    for (size_t at = 0; at + 3 < n; at++)
+        if (!memcmp(text + at, want, (3 + made) * sizeof *want)) return 1;
     return 0;
 }
 
@@ -16,7 +18,8 @@ static int32_t *copy(const int32_t *from, size_t n) { /* exactly sized, see rand
     return at;
 }
 
-static void draft(const suffix_index *index, const int32_t *kept, size_t n, const int32_t *text, size_t length) {
+/* `kept` has room for a draft behind its n tokens. */
+static void draft(const suffix_index *index, int32_t *kept, size_t n, const int32_t *text, size_t length) {
     int32_t *tail = copy(text, length), *ids = (int32_t *)random_bytes(DRAFT * sizeof *ids), want[3 + DRAFT];
     float *shares = (float *)random_bytes(DRAFT * sizeof *shares);
     uint32_t matched = 77;
@@ -27,14 +30,15 @@ static void draft(const suffix_index *index, const int32_t *kept, size_t n, cons
     if (made) {
         memcpy(want, tail + length - 3, 3 * sizeof *want);
         memcpy(want + 3, ids, made * sizeof *want);
-        CHECK(said(kept, n, want, 3 + made), "%zu tokens were never said", made);
+        memcpy(kept + n, ids, made * sizeof *ids);
+        CHECK(said(kept, n, made, want), "%zu tokens were never said", made);
     }
     free(tail), free(ids), free(shares);
 }
 
 static void test_size(uint32_t most, int32_t alphabet) {
     suffix_index *index = suffix_new(most, random64());
-    int32_t *all = malloc(most * sizeof *all), text[TEXT];
+    int32_t *all = calloc(most + DRAFT, sizeof *all), text[TEXT];
     CHECK(index && all, "no memory");
     uint64_t end = 0;
     for (int round = 0; round < 200; round++) {

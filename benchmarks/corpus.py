@@ -13,11 +13,23 @@ from typing import Any, NamedTuple
 
 from ctxreuse.errors import ConfigError
 
-__all__ = ["Corpus", "Question", "Questions", "article", "chats", "facts", "long_texts", "pool", "questions"]
+__all__ = [
+    "Corpus",
+    "Question",
+    "Questions",
+    "article",
+    "chats",
+    "facts",
+    "long_texts",
+    "pool",
+    "questions",
+    "recorded",
+]
 
 #: Under the folder that CTXREUSE_TRACES names.
 _ARTICLES, _MEETINGS = "rag/loogle_wikipedia.jsonl.xz", "rag/qmsum_meetings.jsonl.xz"
 _TRANSCRIPTS = "rag/podcasts_documents.jsonl.xz"
+_TOOL_LOOPS = "agents/tau_airline_gpt4o.jsonl.xz"
 _CHATS, _ASKED = "rag/lihua_world_chats.jsonl.xz", "rag/lihua_world_questions.jsonl.xz"
 #: Every so many meetings one is read: neighbours are of one kind.
 _EVERY = 5
@@ -142,6 +154,36 @@ def questions(longest: int = 1_200) -> Questions:
         if row["type"] == "Single" and (name := row["evidence"].replace(":", "")) in held
     ]
     return Questions(documents, found, "LiHua-World chats", True)
+
+
+def recorded(count: int) -> list[list[tuple[str, str]]]:
+    """Sessions of one agent that calls tools, each as turns: role and text as a template would write it."""
+    rows = _rows(_TOOL_LOOPS, "traj")
+    if rows is None:
+        return [_made_up_session(Random(i)) for i in range(count)]
+    found = []
+    for row in itertools.islice(rows, count):
+        turns = []
+        for turn in row["traj"]:
+            calls = [one["function"] for one in turn.get("tool_calls") or ()]
+            said = (turn.get("content") or "") + "".join(f"<tool_call>{json.dumps(one)}</tool_call>" for one in calls)
+            turns.append((str(turn["role"]), f"\n<{turn['role']}>\n{said}"))
+        found.append(turns)
+    return found
+
+
+def _made_up_session(chance: Random) -> list[tuple[str, str]]:
+    turns = [("system", "You look up and change orders of goods with the tools `get_order` and `change_order`.")]
+    for _ in range(6):
+        order = {"order": f"#W{chance.randrange(10**6)}", "goods": chance.choice(_GOODS), "to": chance.choice(_PLACES)}
+        call = {"name": "get_order", "arguments": {"order": order["order"]}}
+        turns += [
+            ("user", f"\nWhat is in order {order['order']}?"),
+            ("assistant", f"\n<tool_call>{json.dumps(call)}</tool_call>"),
+            ("tool", f"\n{json.dumps(order)}"),
+            ("assistant", f"\nYour order {order['order']} has {order['goods']} for {order['to']}."),
+        ]
+    return turns
 
 
 def facts(count: int) -> Questions:

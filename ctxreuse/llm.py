@@ -75,10 +75,11 @@ class LLM:
                 model = open_engine(model, **settings)
             elif settings:
                 raise ConfigError(f"an open engine takes no settings: {', '.join(settings)}")
+            folder = None
             if store is None or isinstance(store, str | os.PathLike):
                 folder = None if store is None else Path(store).expanduser()
                 store = opened.enter_context(open_store(folder, capacity=capacity))
-            self.runtime = Runtime(model, store, RuntimeOptions(tenant=tenant, speculate=speculate))
+            self.runtime = Runtime(model, store, RuntimeOptions(tenant=tenant, speculate=speculate, drafts=folder))
             opened.callback(self.runtime.close)
             self.runtime.check_max_kl(max_kl)
             self.engine, self.store, self.max_kl = model, store, max_kl

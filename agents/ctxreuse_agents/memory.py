@@ -124,7 +124,13 @@ class Memory:
                 durable = not readonly and store.disk is not None
                 requests = RequestLog(folder / FILE if durable else None).open()
                 opened.callback(requests.close)
-                options = RuntimeOptions(tenant=tenant, requests=requests, recompute=recompute, speculate=speculate)
+                options = RuntimeOptions(
+                    tenant=tenant,
+                    requests=requests,
+                    recompute=recompute,
+                    speculate=speculate,
+                    drafts=folder if durable else None,
+                )
                 runtime = Runtime(runs, store, options)
                 opened.callback(runtime.close)
             if isinstance(runtime, Runtime) and not readonly:

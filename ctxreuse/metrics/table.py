@@ -85,6 +85,8 @@ _REJECTION = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "
 _PROFILE = Label("what", ("taken", "refused"))
 _PRIORITY = Label("priority", ("interactive", "normal", "background"))
 _DRAFT = Label("verdict", ("accepted", "rejected"))
+_DRAFT_SECONDS = Label("verdict", ("saved", "lost"))
+_DRAFT_SHORT = Label("reason", ("match", "cost", "lost", "unknown", "grammar", "end"))
 _PREFILL = Label("how", ("computed", "shared"))
 
 _CURRENT = (
@@ -102,6 +104,19 @@ _CURRENT = (
     ),
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_draft_tokens_total", "counter", "Tokens of drafts that were checked, by verdict.", (_DRAFT,)),
+    Metric(
+        "ctxreuse_draft_seconds_total",
+        "counter",
+        "Seconds that drafts of answers saved, and those that they cost where they were wrong.",
+        (_DRAFT_SECONDS,),
+    ),
+    Metric(
+        "ctxreuse_draft_short_passes_total",
+        "counter",
+        "Passes of an answer whose draft was short or missing, by reason.",
+        (_DRAFT_SHORT,),
+    ),
+    Metric("ctxreuse_draft_memory_bytes", "gauge", "Bytes of the texts that answers are drafted from."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric(
         "ctxreuse_missed_tokens_total",

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.engines.fork import fork_context
-from ctxreuse.errors import CtxReuseError
+from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.pauses import infer, tools_in
 from ctxreuse.runtime.completion import Completion
 from ctxreuse.runtime.request import ContextRecord, PrefillResult
@@ -172,7 +172,7 @@ class AnswerGroup:
                 found.append(result)
                 continue
             one.advanced = result
-            if runtime.cost is not None:
+            if runtime.cost is not None and not one.drafted and not result.load.drafted:  # what one token costs
                 runtime.cost.decode.observe(context.n, result.seconds)
             assert result.logits is not None
             found.append(result.logits)
@@ -218,7 +218,11 @@ class AnswerGroup:
                 taken = max(len(one.decoder.history) - 1 - len(one.pieces), len(self.request.ids))
                 runtime.engine.crop(done.context, min(taken, done.context.n))
             if runtime.drafting is not None:
-                runtime.drafting.end(self.request, done.context.tokens)
+                outcome = runtime.drafting.outcome(one.sampling, one.drafter)
+                if done.record.logged is not None and outcome is not None:
+                    runtime.requests.drafted(done.record.logged, outcome)
+                if one.drafter is not None:
+                    runtime.drafting.end(self.request, one.drafter, done.context.tokens)
             ids, nbytes = done.context.tokens.copy(), done.context.nbytes  # released, it may be another request's
             keys = runtime.release(done)
             if not one.number:  # the one that most who choose none of them continue
@@ -255,6 +259,11 @@ class _Answer:
         """True if it needs another piece."""
         return not self.closed and self.error is None and not (self.decoder is not None and self.decoder.ended)
 
+    @property
+    def drafted(self) -> int:
+        """Tokens of the draft that is checked now."""
+        return len(self._draft)
+
     def draft(self) -> Tokens:
         """Return what may follow its last token, to be checked in the pass that computes that."""
         if self.drafter is not None and self.decoder is not None:
@@ -278,8 +287,9 @@ class _Answer:
                 self.pieces.append(self.decoder.next(row))
                 drawn.append(self.pieces[-1].token)
             if self.done is not None and self.drafter is not None:
-                if len(drawn) <= len(draft):
-                    engine.crop(self.done.context, self.done.context.n - len(draft) - 1 + len(drawn))
+                context = self.done.context
+                if len(drawn) <= len(draft) and not engine.crop(context, context.n - len(draft) - 1 + len(drawn)):
+                    raise EngineError("the engine could not forget the part of a draft that was wrong")
                 self._count(len(draft), drawn)
         except CtxReuseError as error:
             self.error = error

@@ -1,17 +1,20 @@
-"""The drafts of one runtime's answers: which requests have them, and what is learnt from each."""
+"""The drafts of one runtime's answers: which requests have them, what is learnt from each, and what is kept of that."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctxreuse.speculate import AnswerDrafter, DraftMemory, DraftPolicy
+from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolicy
+from ctxreuse.why.records import DraftOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.identity.model import ModelSpace
+    from ctxreuse.metrics import Metrics
     from ctxreuse.runtime.request import Request
     from ctxreuse.speculate import PassCosts
 
@@ -22,11 +25,25 @@ class Drafting:
     """Makes drafters. Any thread may call."""
 
     def __init__(
-        self, space: ModelSpace, costs: PassCosts, keys: Callable[[Tokens, Sequence[bytes]], list[bytes]]
+        self,
+        space: ModelSpace,
+        salt: bytes,
+        costs: PassCosts,
+        keys: Callable[[Tokens, Sequence[bytes]], list[bytes]],
+        *,
+        folder: Path | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        """``keys``: the prefix keys of tokens, of which the first are known."""
-        self.memory, self._policy = DraftMemory(), DraftPolicy(costs)
-        self._space, self._keys = space, keys
+        """``keys``: the prefix keys of tokens, of which the first are known; ``folder``: where texts and what was
+        learnt of drafts are kept over restarts (None: nowhere)."""
+        self.memory, self._policy = DraftMemory(salt=salt), DraftPolicy(costs)
+        self._space, self._keys, self._metrics = space, keys, metrics
+        self._file: DraftFile | None = None
+        if folder is not None and not self.refused:
+            self._file = DraftFile(folder, space.digest, salt, self.memory, self._policy)
+            self._file.load()
+        if metrics is not None:
+            metrics.watch(lambda: metrics.set("ctxreuse_draft_memory_bytes", self.memory.nbytes))
 
     @property
     def refused(self) -> str:
@@ -37,11 +54,40 @@ class Drafting:
         """Return the drafter of an answer to a request; None: it is not to be drafted."""
         if self.refused or sampling.speculate == "off":
             return None
-        self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens)
-        return AnswerDrafter(self._policy, self.memory, request.caller, request.ids, sampled=sampling.temperature > 0)
+        drafter = AnswerDrafter(
+            self._policy, self.memory, request.caller, request.ids, sampled=sampling.temperature > 0
+        )
+        self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
+        return drafter
 
-    def end(self, request: Request, tokens: Tokens) -> None:
+    def end(self, request: Request, drafter: AnswerDrafter, tokens: Tokens) -> None:
         """Learn a context whose answer has ended; ``tokens``: prompt and answer."""
-        if not self.refused:
-            keys, size = self._keys(tokens, request.keys), self._space.block_tokens
-            self.memory.learn(request.caller, tokens, keys, size, len(request.ids))
+        keys, size = self._keys(tokens, request.keys), self._space.block_tokens
+        self.memory.learn(request.caller, tokens, keys, size, len(request.ids), drafter.cleared)
+
+    def outcome(self, sampling: SamplingParams, drafter: AnswerDrafter | None) -> DraftOutcome | None:
+        """Count what the drafts of an answer came to; None: none were wanted."""
+        if drafter is None:
+            if sampling.speculate == "off":
+                return None
+            return DraftOutcome(short={self.refused: 1})
+        saved, metrics = drafter.ledger.saved, self._metrics
+        if metrics is not None:
+            metrics.add("ctxreuse_draft_seconds_total", abs(saved), "saved" if saved >= 0 else "lost")
+            for reason, count in drafter.short.items():
+                metrics.add("ctxreuse_draft_short_passes_total", count, reason)
+        return DraftOutcome(drafter.drafted, drafter.accepted, saved, dict(drafter.short))
+
+    def save(self, seconds: float = 0.0) -> None:
+        """Keep on disk what is new, but not twice within so many seconds."""
+        if self._file is not None:
+            self._file.save(seconds)
+
+    def forget(self, before: float) -> None:
+        """Forget all texts, on disk too, if one is from before a time. Raises OSError if the file cannot be removed."""
+        if self.memory.since and self.memory.since >= before:
+            return
+        if self._file is not None:
+            self._file.forget()
+        else:
+            self.memory.clear()

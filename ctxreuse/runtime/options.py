@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ctxreuse.store.policy.states import StatePolicy
@@ -58,6 +59,7 @@ class RuntimeOptions:
             none waits).
         clock: seconds; must never go back.
         speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
+        drafts: folder where what answers are drafted from is kept over restarts (None: nowhere).
         rng: samples the rows of a peer's blocks to audit (default: the system's).
     """
 
@@ -75,4 +77,5 @@ class RuntimeOptions:
     available_memory: Callable[[], int] | None = None
     clock: Callable[[], float] = time.perf_counter
     speculate: Literal["auto", "off"] = "off"
+    drafts: Path | None = None
     rng: Random | None = None

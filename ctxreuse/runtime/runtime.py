@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 from random import SystemRandom
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,7 @@ from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.runtime.steps.scheduler import StepScheduler
 from ctxreuse.runtime.watch import watch_steps
 from ctxreuse.runtime.writeback import Writeback
+from ctxreuse.speculate import remove_draft_files
 from ctxreuse.why import RequestInfo, RequestLog, Why, explain
 
 if TYPE_CHECKING:
@@ -115,7 +117,12 @@ class Runtime:
         self.drafting: Drafting | None = None
         if options.speculate == "auto":
             self.drafting = Drafting(
-                engine.space, self.steps.costs, lambda ids, keys: more_keys(engine.space, self._salt, ids, keys)
+                engine.space,
+                self._salt,
+                self.steps.costs,
+                lambda ids, keys: more_keys(engine.space, self._salt, ids, keys),
+                folder=options.drafts,
+                metrics=self.metrics,
             )
         self._fetcher: Fetcher | None = None
         self.eraser = Eraser(store, self.requests, self.forget_texts, self.paused, engine.space, self._salt)
@@ -372,7 +379,7 @@ class Runtime:
         ids = as_tokens(tokens)
         self.context_cache.drop(ids)
         self.requests.forget(ids)
-        self._forget_drafts()
+        self.forget_drafts()
         if self.store is None:
             return 0
         self.store.flush()
@@ -401,15 +408,24 @@ class Runtime:
         """Let memory hold no context and no draft of a text that was deleted: all go, as they are cheap to bring
         back."""
         self.context_cache.clear()
-        self._forget_drafts()
+        self.forget_drafts()
 
-    def _forget_drafts(self) -> None:
+    def forget_drafts(self, before: float = inf) -> None:
+        """Forget all texts that answers are drafted from, on disk too, if one is from before a time (seconds since
+        1970)."""
         if self.drafting is not None:
-            self.drafting.memory.clear()
+            self.drafting.forget(before)
+        if self.options.drafts is not None:
+            remove_draft_files(self.options.drafts, before)
+
+    def save_drafts(self, seconds: float = 0.0) -> None:
+        """Keep on disk what drafts are made from, but not twice within so many seconds."""
+        if self.drafting is not None:
+            self.drafting.save(seconds)
 
     def forget_requests(self, session: str | None = None) -> None:
         """See `RuntimeProtocol.forget_requests`."""
-        self._forget_drafts()
+        self.forget_drafts()
         if session is None:
             self.requests.forget_texts()
         else:
@@ -449,6 +465,7 @@ class Runtime:
             self.chunk_backfill.close()
         self.writeback.close()
         self.context_cache.clear()
+        self.save_drafts()
 
 
 def _nothing(_: bytes) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
+from math import isfinite
 from statistics import median
 
 __all__ = ["PassCosts"]
@@ -31,28 +33,44 @@ class PassCosts:
             self._seconds.setdefault(_kind(rows), deque(maxlen=_PASSES)).append(seconds)
             self.since_plain = 0 if rows == contexts else self.since_plain + 1
 
+    def dump(self) -> dict[int, list[float]]:
+        """Return the newest observations, for `restore` after a restart: as many as are needed to know, so that those
+        of another day are soon outnumbered."""
+        with self._lock:
+            return {kind: list(times)[-_KNOWN:] for kind, times in self._seconds.items()}
+
+    def restore(self, seconds: Mapping[int, Sequence[float]]) -> None:
+        """Take what `dump` gave; what cannot be seconds of a pass is left out."""
+        with self._lock:
+            for kind, times in seconds.items():
+                good = [one for one in times if isfinite(one) and one > 0]
+                if kind == _kind(max(kind, 1)) and good:
+                    self._seconds[kind] = deque(good, maxlen=_PASSES)
+
     def known(self, rows: int) -> bool:
         """True if passes of so many rows were measured."""
         return len(self._seconds.get(_kind(rows), ())) >= _KNOWN
 
     def seconds(self, rows: int) -> float | None:
-        """Return what a pass of so many rows takes, of others by those with the next fewer and more; None: unknown."""
+        """Return what a pass of so many rows takes, by the classes around it; None: unknown.
+
+        Between the middles of classes it rises evenly: with steps none of many answers would draft the first token.
+        """
         with self._lock:
             table = {kind: median(times) for kind, times in self._seconds.items()}
         if not table:
             return None
-        kind = _kind(rows)
-        below = max((one for one in table if one <= kind), default=None)
-        above = min((one for one in table if one >= kind), default=None)
+        below = max((one for one in table if one <= rows), default=None)
+        above = min((one for one in table if one >= rows), default=None)
         if below is None:
             assert above is not None
-            return table[above] / (1 + _PRIOR * (above - kind))
+            return table[above] / (1 + _PRIOR * (above - rows))
         if above is None:
-            return table[below] * (1 + _PRIOR * (kind - below))
+            return table[below] * (1 + _PRIOR * (rows - below))
         if above == below:
             return table[below]
         least, most = table[below], max(table[above], table[below])
-        return least + (most - least) * (kind - below) / (above - below)
+        return least + (most - least) * (rows - below) / (above - below)
 
 
 def _kind(rows: int) -> int:

@@ -42,6 +42,7 @@ class AnswerDrafter:
         short: how often drafts were short or missing, by reason: ``match`` (nothing was said before that goes on so),
             ``grammar``, ``end`` (of the tokens that the answer may have), and those of `DraftPolicy.length`.
         ledger: what they gained.
+        cleared: see `DraftMemory`: when it began.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class AnswerDrafter:
     ) -> None:
         """``history``: the prompt; ``sampled``: the answer is drawn, not greedy."""
         self._policy, self._memory, self._caller = policy, memory, caller
+        self.cleared = memory.cleared
         self._own = SuffixIndex(_OWN)
         self._own.add(history[-DEPTH:])
         self._known = len(history)
@@ -61,17 +63,19 @@ class AnswerDrafter:
         self._own.add(history[self._known :], begins=False)
         self._known = len(history)
         most = min(left, MOST)
-        draft = self._continued(history, most, constraint) if most > 0 else AnswerDraft(_NONE, [])
+        draft, reason = AnswerDraft(_NONE, []), "end"
+        if most > 0:
+            draft, reason = self._continued(history, most, constraint)
         self._draft, self._checked = draft, 0
-        if not draft.confidences:
-            self.short["match" if most > 0 else "end"] += 1
-            return _NONE
-        self._checked, reason = self._policy.length(draft.confidences, load, self.ledger)
+        if draft.confidences:
+            self._checked, shorter = self._policy.length(draft.confidences, load, self.ledger)
+            reason = shorter or reason
         if reason:
             self.short[reason] += 1
         return draft.ids[: self._checked]
 
-    def _continued(self, history: Tokens, most: int, constraint: Constraint | None) -> AnswerDraft:
+    def _continued(self, history: Tokens, most: int, constraint: Constraint | None) -> tuple[AnswerDraft, str]:
+        """Return how the answer may go on, and why no further; "": nothing is known against it."""
         forced = constraint.forced(most) if constraint is not None else _NONE
         tail = history[-DEPTH:]
         if len(forced):
@@ -90,9 +94,8 @@ class AnswerDrafter:
         if constraint is not None and len(ids):
             allowed = constraint.follows(ids)
             if allowed < len(ids):
-                self.short["grammar"] += 1
-            ids, known = ids[:allowed], known[:allowed]
-        return AnswerDraft(ids, known)
+                return AnswerDraft(ids[:allowed], known[:allowed]), "grammar"
+        return AnswerDraft(ids, known), "" if len(ids) else "match"
 
     def checked(self, came: Sequence[int], seconds: float, load: PassLoad) -> None:
         """Note which tokens ``came`` in the place of the last draft, those that were accepted and one more;

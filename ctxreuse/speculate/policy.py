@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeAlias
 
 from ctxreuse.speculate.costs import PassCosts
 
-__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "PassLoad"]
+__all__ = ["Confidence", "DraftLedger", "DraftPolicy", "LearntRates", "PassLoad"]
 
 #: A draft must promise this much more of tokens a second.
 _MARGIN = 1.05
-#: An answer may have lost this share of its time to drafts that were wrong, and so many passes at its beginning.
-_LOSS, _FREE = 0.015, 0.5
+#: Drafts that are wrong may cost this share of an answer's time, and so many passes of it, which drafts of all answers
+#: must have earned since one lost them.
+_LOSS, _FREE = 0.015, 3.0
 #: Passes after which one without a draft is made, to know what that costs now.
 _STALE = 64
 #: Tokens that an expectation from elsewhere counts for, in all answers and in one; tokens that are remembered.
@@ -42,6 +43,10 @@ class PassLoad(NamedTuple):
 _Kind: TypeAlias = tuple[int, int, bool]
 
 
+#: Kinds of tokens, and of each how many were tried and right.
+LearntRates: TypeAlias = list[tuple[_Kind, float, float]]
+
+
 class _Rates:
     """Tokens that were tried, and of these right, by class."""
 
@@ -65,7 +70,7 @@ class DraftLedger:
     Attributes:
         sampled: the answer is drawn, not greedy: the same draft is right less often.
         saved: seconds that drafts saved, less what checking them took.
-        seconds: of all passes so far.
+        seconds: of all passes so far; of each its share, where others were in it.
     """
 
     def __init__(self, *, sampled: bool = False) -> None:
@@ -80,29 +85,45 @@ class DraftPolicy:
     def __init__(self, costs: PassCosts) -> None:
         self.costs = costs
         self._lock = threading.Lock()
+        self._free = _FREE
         self._rates = _Rates()
+
+    def dump(self) -> LearntRates:
+        """Return how often which tokens were right, for `restore` after a restart."""
+        with self._lock:
+            return [(kind, tried, self._rates.right.get(kind, 0.0)) for kind, tried in self._rates.tried.items()]
+
+    def restore(self, rates: LearntRates) -> None:
+        """Take what `dump` gave; what cannot be counts is left out."""
+        with self._lock:
+            for kind, tried, right in rates:
+                if 0 <= right <= tried <= _MEMORY + 1:
+                    self._rates.tried[kind], self._rates.right[kind] = tried, right
 
     def length(self, draft: Sequence[Confidence], load: PassLoad, ledger: DraftLedger) -> tuple[int, str]:
         """Return how many of a draft's tokens are to be checked, and why not more: ``""``, ``cost`` (they would cost
-        more than they promise), ``lost`` (drafts of this answer were too often wrong) or ``unknown`` (the engine's
-        costs are not known yet)."""
+        more than they promise), ``lost`` (if they were wrong, drafts would have lost more than they may) or ``unknown``
+        (the engine's costs are not known yet)."""
         contexts = load.contexts + 1
         plain = self.costs.seconds(contexts)
         if plain is None or not self.costs.known(contexts) or self.costs.since_plain > _STALE:
             return 0, "unknown"
-        if ledger.saved < -(_LOSS * ledger.seconds + _FREE * plain):
-            return 0, "lost"
+        # What this one may lose: no more than all drafts may, a share of that where others draft too.
+        most = ledger.saved + _LOSS * ledger.seconds + max(self._free, 0.0) * plain * 2 / (1 + contexts)
         base = self.costs.seconds(contexts + load.drafted) or plain
         tokens, expected, right = contexts + load.drafted / 2, 0.0, 1.0
-        best, length = _MARGIN, 0
+        best, length, reason = _MARGIN, 0, "cost"
         for count, one in enumerate(draft, 1):
             right *= self.chance(one, ledger)
             expected += right
             cost = self.costs.seconds(contexts + load.drafted + count) or base
             gain = (1 + expected / tokens) / max(cost / base, 1.0)
             if gain > best:
+                if cost - base > most:
+                    reason = "lost"
+                    break
                 best, length = gain, count
-        return length, "" if length == len(draft) else "cost"
+        return length, "" if length == len(draft) else reason
 
     def chance(self, one: Confidence, ledger: DraftLedger) -> float:
         """Return how probably a token of a draft is right, if those before it are."""
@@ -120,11 +141,17 @@ class DraftPolicy:
 
     def settle(self, ledger: DraftLedger, seconds: float, load: PassLoad, drafted: int, accepted: int) -> None:
         """Note a pass of an answer: its ``seconds``, what else was in it, and the answer's own draft."""
-        ledger.seconds += seconds
+        share, saved = seconds / (load.contexts + 1), 0.0
+        ledger.seconds += share
         plain = self.costs.seconds(load.contexts + 1)
-        if drafted and plain is not None and not load.prefill:
+        if plain is None or load.prefill:
+            return
+        if drafted:
             extra = max(seconds - plain, 0.0) * drafted / (drafted + load.drafted)
-            ledger.saved += accepted * plain / (load.contexts + 1) - extra
+            saved = accepted * plain / (load.contexts + 1) - extra
+            ledger.saved += saved
+        with self._lock:
+            self._free = min(self._free + (_LOSS * share + saved) / plain, _FREE)
 
 
 def _kind(one: Confidence, ledger: DraftLedger) -> _Kind:

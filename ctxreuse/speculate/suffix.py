@@ -37,7 +37,7 @@ class Continuation(NamedTuple):
 
 
 class SuffixIndex:
-    """Texts as token ids, and where each of their suffixes was before. Thread-safe.
+    """Texts as token ids, and where each of their suffixes was before. Any thread may call.
 
     The newest ``tokens`` are kept, at 20 bytes each, and memory grows with what there is. Work is bounded, whatever the
     texts are: a draft looks at 48 places, appending a token at none.
@@ -77,6 +77,13 @@ class SuffixIndex:
         """Return the newest tokens, ``count`` at most, oldest first; -1 between texts."""
         ids = np.empty(count, "<i4")
         return ids[: _native.suffix_newest(self._native, ids)]
+
+    def check(self) -> None:
+        """Raise AssertionError where bounds are exceeded, or what is kept cannot be texts."""
+        kept = self.newest(self.most)
+        assert len(kept) == len(self) <= self.most, "miscounted tokens"
+        assert int(kept.min(initial=0)) >= -1, "a token below 0"
+        assert self.nbytes <= 20 * max(self.most, 1024) + 1024, "too many bytes"
 
 
 #: No continuation.

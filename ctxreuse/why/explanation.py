@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ctxreuse.why.difference import Difference
-from ctxreuse.why.records import PromptPart, Reordered
+from ctxreuse.why.records import DraftOutcome, PromptPart, Reordered
 
 __all__ = ["Field", "PromptSpan", "Why"]
 
@@ -58,6 +58,7 @@ class Why(
         text: the whole in sentences.
         advice: what to do about it ("": nothing).
         reordered: how its documents were reordered (None: they stand as given).
+        drafts: what the drafts of its answer came to (None: none were wanted).
     """
 
     request: str
@@ -78,3 +79,4 @@ class Why(
     recomputed: int = 0
     gate_decision: str = ""
     reordered: Reordered | None = None
+    drafts: DraftOutcome | None = None

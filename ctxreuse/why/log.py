@@ -21,7 +21,7 @@ from ctxreuse.store.journal import Journal, read_journal
 from ctxreuse.store.removals import SHORT_KEY
 from ctxreuse.store.types import Removal
 from ctxreuse.why.misses import REFINED, miss_spans, removal_reason, shared_blocks
-from ctxreuse.why.records import LoggedEntry, LogHead, MissSpan, RequestInfo, decoded, encoded
+from ctxreuse.why.records import DraftOutcome, LoggedEntry, LogHead, MissSpan, RequestInfo, decoded, encoded
 
 if TYPE_CHECKING:
     from ctxreuse.usage import Usage
@@ -189,6 +189,12 @@ class RequestLog:
         if not first and any(self._marks.get((tenant, name), set()) - {space} for name in names if name):
             return "space"
         return "new"
+
+    def drafted(self, opened: OpenRequest, outcome: DraftOutcome) -> None:
+        """Add what the drafts of one of a request's answers came to; written down with `kept`."""
+        with self._lock:
+            before = opened.entry.drafts
+            opened.entry.drafts = outcome if before is None else before + outcome
 
     def kept(self, opened: OpenRequest, tokens: Tokens, keys: Sequence[bytes]) -> None:
         """Note that a logged context was offered to the store: its ``tokens``, answer included, and the ``keys``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ctxreuse.why.difference import Difference
     from ctxreuse.why.explanation import Field, PromptSpan
-    from ctxreuse.why.records import LoggedEntry, Reordered
+    from ctxreuse.why.records import DraftOutcome, LoggedEntry, Reordered
 
 __all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 
@@ -63,6 +63,17 @@ _REFUSED = {
     "disk": "the disk was full or failed",
     "readonly": "it was open for reading only",
     "closed": "it was closed",
+}
+
+#: Why a draft of an answer was short or missing.
+_DRAFTS = {
+    "match": "nothing that was said before goes on so",
+    "cost": "checking more would have cost more than it promised",
+    "lost": "drafts had cost so much already that another wrong one was too much",
+    "unknown": "what a pass costs was not known yet, or not known well any more",
+    "grammar": "the grammar forbids how it goes on",
+    "end": "the answer was about to reach its longest",
+    "state": "a model with recurrent or windowed layers cannot forget a wrong draft, so none is made",
 }
 
 _ADVICE = {
@@ -125,6 +136,8 @@ def say(
         if span.reason and span.reason != "tail":
             count = f"Tokens {span.start:,} to {span.end - 1:,} were computed"
             lines.append(f"{count}: {because(span.reason, span.at, span.rule, span.by)}.")
+    if entry.drafts is not None:
+        lines.append(_drafting(entry.drafts))
     if fields:
         named = ", ".join(f"{field.name} ({field.here} here, {field.there} there)" for field in fields)
         lines.append(f"What differs: {named}.")
@@ -139,6 +152,16 @@ def _reordering(made: Reordered) -> str:
     if made.cached <= made.as_given:
         return f"{text}, so that later requests can share more; now nothing is saved by that."
     return f"{text}: KV of {made.cached:,} tokens was cached for it, of {made.as_given:,} as given."
+
+
+def _drafting(made: DraftOutcome) -> str:
+    reasons = sorted(made.short.items(), key=lambda one: -one[1])
+    why = "; ".join(f"{_DRAFTS.get(reason, reason)} ({count:,} times)" for reason, count in reasons)
+    text = "No draft of the answer was checked"
+    if made.drafted:
+        text = f"Of {made.drafted:,} drafted tokens of the answer {made.accepted:,} were right, which "
+        text += f"{'saved' if made.saved >= 0 else 'cost'} {abs(made.saved):.2f} s"
+    return f"{text}. Drafts were short or missing because: {why}." if why else f"{text}."
 
 
 def differing(found: Difference) -> list[str]:

@@ -14,7 +14,17 @@ from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.store.removals import SHORT_KEY
 
-__all__ = ["LogHead", "LoggedEntry", "MissSpan", "PromptPart", "Reordered", "RequestInfo", "decoded", "encoded"]
+__all__ = [
+    "DraftOutcome",
+    "LogHead",
+    "LoggedEntry",
+    "MissSpan",
+    "PromptPart",
+    "Reordered",
+    "RequestInfo",
+    "decoded",
+    "encoded",
+]
 
 
 class PromptPart(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +67,28 @@ class RequestInfo(msgspec.Struct, frozen=True, rename={"client_id": "alias", "fi
     reordered: Reordered | None = None
 
 
+class DraftOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What the drafts of an answer came to, see `ctxreuse.speculate`.
+
+    Attributes:
+        drafted, accepted: tokens of drafts that were checked, and of these right.
+        saved: seconds that they saved; below 0: that they cost.
+        short: how often a draft was short or missing, by reason, see `AnswerDrafter`; ``state``: the model cannot
+            forget a wrong one.
+    """
+
+    drafted: _Count = 0
+    accepted: _Count = 0
+    saved: float = 0.0
+    short: dict[str, _Count] = {}
+
+    def __add__(self, other: DraftOutcome) -> DraftOutcome:
+        short = {name: self.short.get(name, 0) + other.short.get(name, 0) for name in {**self.short, **other.short}}
+        return DraftOutcome(
+            self.drafted + other.drafted, self.accepted + other.accepted, self.saved + other.saved, short
+        )
+
+
 class MissSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens ``start`` to ``end`` were computed, because of ``reason`` (see `ctxreuse.why.reasons`).
 
@@ -91,6 +123,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
         ids: all token ids, little-endian int32; empty where texts are not kept.
         relocated, recomputed, gate_decision: see `Usage`.
         reordered: see `RequestInfo`.
+        drafts: what drafts of its answers came to (None: none were wanted).
     """
 
     request: str
@@ -115,6 +148,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
     recomputed: int = 0
     gate_decision: str = ""
     reordered: Reordered | None = None
+    drafts: DraftOutcome | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +173,8 @@ class LogHead(msgspec.Struct, array_like=True, tag="head"):
     spaces: tuple[ModelSpace, ...] = ()
 
 
+#: Most reasons for which drafts are short.
+_SHORT = 16
 _record = msgspec.msgpack.Decoder(LoggedEntry | LogHead)
 
 
@@ -184,4 +220,6 @@ def _fault(entry: LoggedEntry) -> str:
         return "ids out of range"
     if any(not math.isfinite(miss.at) for miss in entry.misses):
         return "a time that is not finite"
+    if entry.drafts is not None and not (math.isfinite(entry.drafts.saved) and len(entry.drafts.short) <= _SHORT):
+        return "drafts out of range"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -72,6 +73,7 @@ class Forgetter:
     def request(self, request: str) -> Forgotten:
         """Delete what is kept of the chat that has a request of this id. Unknown or forgotten: nothing is deleted."""
         with self._lock:
+            self._forget_drafts()
             eraser = self._models.first.runtime.eraser
             return self._erase(eraser.plan([], eraser.chat_of(request), self._kept()))
 
@@ -81,6 +83,7 @@ class Forgetter:
             fix = f"Give at least {_SHORTEST} characters: a shorter text is in most chats"
             raise ConfigError("the text to forget is too short", fix=fix)
         with self._lock:
+            self._forget_drafts()
             runtime = self._models.first.runtime
             decode = runtime.text.decode if runtime.text is not None else _no_text
             entries = runtime.eraser.saying(text, decode)
@@ -94,12 +97,14 @@ class Forgetter:
             with contextlib.suppress(SessionError):  # deleted meanwhile
                 self.session(name)
         with self._lock:
+            self._forget_drafts(time)
             eraser = self._models.first.runtime.eraser
             return len(names) + self._erase(eraser.plan([], eraser.before(time), self._kept())).requests
 
     def tokens(self, tokens: Tokens, session: str = "") -> Forgotten:
         """Delete what is kept of a context that a program keeps itself, and of the requests of its ``session``."""
         with self._lock:
+            self._forget_drafts()
             eraser = self._models.first.runtime.eraser
             return self._erase(eraser.plan_context(tokens, session, self._kept()))
 
@@ -126,6 +131,11 @@ class Forgetter:
     def _saying(self, text: str) -> list[str]:
         sessions = self._ledger.sessions()
         return [one.name for one in sessions if any(text in turn.content for turn in self._ledger.turns(one.head))]
+
+    def _forget_drafts(self, before: float = inf) -> None:
+        """Answers may be drafted from what no log remembers any more."""
+        for model in self._models.open:
+            model.forget_drafts(before)
 
     def _erase(self, plan: Erasure) -> Forgotten:
         if plan == Erasure():

@@ -17,6 +17,8 @@ __all__ = ["IdleTasks"]
 log = logging.getLogger(__name__)
 
 _INTERVAL = 0.5
+#: Seconds between two writings of what answers are drafted from.
+_DRAFTS = 300.0
 
 
 class IdleTasks:
@@ -38,6 +40,7 @@ class IdleTasks:
         self._daily, self._prepare = daily, prepare
         self._paused, self._busy, self._file, self._save = runtime.paused, busy, file, save
         self._paused.recall(file)
+        self._save_drafts = runtime.save_drafts
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ctxreuse-idle", daemon=True)
         self._thread.start()
@@ -51,6 +54,7 @@ class IdleTasks:
                 self._daily()
                 if not self._busy():
                     self._save()
+                    self._save_drafts(_DRAFTS)
                     self._paused.work(lambda: self._busy() or self._end.is_set())
             except Exception:
                 # One failing round must not end the thread.

@@ -115,6 +115,7 @@ class EdgeNode:
                 recorder=recorder,
                 available_memory=lambda: psutil.virtual_memory().available,
                 speculate=settings.engine.speculate,
+                drafts=folder if store.disk is not None else None,
             ),
         )
         stack.callback(runtime.close)

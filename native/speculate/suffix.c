@@ -133,22 +133,29 @@ static size_t find(const suffix_index *index, int order, const int32_t *tail, si
     return count;
 }
 
+/* What stands at a position; behind the end, where the text that is continued is the newest one, the draft itself: so a text
+ * that repeats itself goes on doing so. */
+static int32_t token_at(const suffix_index *index, uint64_t at, const int32_t *ids, int joined) {
+    if (at < index->end) return index->tokens[at & (index->room - 1)];
+    return joined ? ids[at - index->end] : APART;
+}
+
 /* The token that most of the voters' weight is for; those that say another one leave. Returns its share, 0 for none. */
-static float vote(const suffix_index *index, voter *voters, size_t *count, int32_t *chosen) {
+static float vote(const suffix_index *index, voter *voters, size_t *count, int32_t *ids, size_t made, int joined) {
     int32_t said[VOTES];
     uint64_t all = 0, most = 0;
     size_t left = 0;
     for (size_t i = 0; i < *count; i++) {
-        said[i] = voters[i].next < index->end ? index->tokens[voters[i].next & (index->room - 1)] : APART;
+        said[i] = token_at(index, voters[i].next, ids, joined);
         all += voters[i].weight;
     }
     for (size_t i = 0; i < *count; i++) {
         uint64_t weight = 0;
         for (size_t j = 0; said[i] >= 0 && j < *count; j++) weight += said[j] == said[i] ? voters[j].weight : 0;
-        if (weight > most) most = weight, *chosen = said[i]; /* of equal ones the newest */
+        if (weight > most) most = weight, ids[made] = said[i]; /* of equal ones the newest */
     }
     for (size_t i = 0; most && i < *count; i++)
-        if (said[i] == *chosen) voters[left++] = (voter){voters[i].next + 1, voters[i].weight};
+        if (said[i] == ids[made]) voters[left++] = (voter){voters[i].next + 1, voters[i].weight};
     *count = left;
     return most ? (float)most / (float)all : 0;
 }
@@ -158,9 +165,10 @@ size_t suffix_draft(const suffix_index *index, const int32_t *tail, size_t n, si
     size_t count = 0, made = 0;
     *matched = 0;
     if (!index->end) return 0;
+    int joined = agreement(index, index->end, tail, n) >= grams[0];
     for (int order = 0; order < SUFFIX_ORDERS && !count; order++) count = find(index, order, tail, n, voters, matched);
     while (made < most && count) {
-        float share = vote(index, voters, &count, ids + made);
+        float share = vote(index, voters, &count, ids, made, joined);
         if (share <= 0) break;
         shares[made++] = share;
     }

@@ -59,5 +59,6 @@ void test_rans(void);
 void test_attend(void);
 void test_linear(void);
 void test_policy(void);
+void test_suffix(void);
 
 #endif

@@ -162,7 +162,8 @@ def main() -> int:
         "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
         "doors": _door_bodies(),
         "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
-        "client": [("talk", joined["client"])], "wire": [("kinds", targets._joined(list(kinds.values())))],
+        "client": [("talk", joined["client"]), ("begun", targets._joined(talks["client"][:6]))],
+        "wire": [("kinds", targets._joined(list(kinds.values())))],
     }  # fmt: skip
     for target, inputs in made.items():
         folder = targets.CORPUS / target

@@ -72,16 +72,14 @@ def test_freed_memory_is_given_back(serve: Callable[..., Any], monkeypatch: pyte
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    large, small = [], []
-    for _ in range(1500):  # what stays in use between them keeps the C library from giving them back
-        large.append(libc.malloc(60_000))
-        small.append(libc.malloc(64))
-        ctypes.memset(large[-1], 1, 60_000)
+    blocks = [libc.malloc(60_000) for _ in range(3000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 60_000)
     before = resident()
-    for block in large:
+    for block in blocks[::2]:  # the others keep the C library from giving these back
         libc.free(block)
     until(lambda: resident() < before - (60 << 20))
-    for block in small:
+    for block in blocks[1::2]:
         libc.free(block)
 
 

@@ -311,7 +311,7 @@ class CloudConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "price"
     backend_tokens: Annotated[
-        int, _about("Tokens of KV that each backend keeps, about, for cloud.router = price", ge=1)
+        int, _about('Tokens of KV that each backend keeps, about, for the router "price"', ge=1)
     ] = 1_000_000
     connect: Annotated[float, _about("Timeout for connecting to a backend", gt=0, unit="seconds")] = 2.0
     silence: Annotated[

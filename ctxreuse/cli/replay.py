@@ -283,6 +283,7 @@ def _measured(file: Path) -> Line | None:
         file = file / _COST_FILE if file.is_dir() else file
         known = model.restore(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"the costs cannot be read: {error.strerror}", where=str(file), fix="Name a file") from error
+        fix = f"Name the {_COST_FILE} in the store of a daemon, or that folder"
+        raise ConfigError(f"the costs cannot be read: {error.strerror}", where=str(file), fix=fix) from error
     found = model.prefill.coefficients if known else None
     return None if found is None else Line(found[1], found[2])

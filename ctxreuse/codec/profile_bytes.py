@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, prod
 from typing import Any, Literal
 
 import msgspec
@@ -188,7 +188,7 @@ class _Taker:
 
     def __call__(self, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         kind = np.dtype("<" + dtype)
-        count = int(np.prod(shape, dtype=object))
+        count = prod(shape)
         end = self.at + count * kind.itemsize
         if end > len(self.view):
             raise _fail("is cut off")

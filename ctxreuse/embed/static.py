@@ -67,6 +67,7 @@ class StaticEmbedder:
         tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        tokenizer.model._resize_cache(0)  # a whole text is one word to it, which seldom comes again
         return cls(tokenizer, table)
 
     @property

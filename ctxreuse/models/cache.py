@@ -180,7 +180,7 @@ def resolve(name_or_folder: str | os.PathLike[str]) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{text!r} is neither a known model nor a folder with a config.json",
-            fix=f"Known models: {', '.join(CATALOG)}",
+            fix=f"Known models: {', '.join(CATALOG)}; or name a Hugging Face folder",
         )
     return folder
 

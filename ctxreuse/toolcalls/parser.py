@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from ctxreuse.toolcalls.families import Family
 
 __all__ = ["ArgumentsDelta", "CallBegan", "CallEvent", "CallParser", "TextDelta", "new_call_id", "parse_calls"]
 
+#: A name in JSON, up to the quote that ends it.
+_QUOTED = re.compile(r'(?:[^"\\]|\\.)*(?=")', re.DOTALL)
 _ALNUM = string.ascii_letters + string.digits
 
 
@@ -58,7 +61,7 @@ class CallParser:
     def __init__(self, family: Family, make_id: Callable[[Family], str] = new_call_id) -> None:
         self._family, self._make_id = family, make_id
         self._state: _State = self._text if family.begin else self._start
-        self._pending = ""
+        self._pending, self._taken = "", ""  # of the answer: not read yet; read, and text if no call follows
         self._calls: list[tuple[str, str, list[str]]] = []
         self._depth, self._quoted, self._escaped = 0, False, False
 
@@ -90,6 +93,7 @@ class CallParser:
     def _begun(self, words: str, then: _State) -> bool | None:
         """Go on with ``then`` behind ``words``; False while they may still come, None if they do not."""
         if self._pending.startswith(words):
+            self._taken += words
             self._pending, self._state = self._pending[len(words) :], then
             return True
         return False if words.startswith(self._pending) else None
@@ -97,17 +101,22 @@ class CallParser:
     def _start(self, events: list[CallEvent]) -> bool:
         """Without a marker: calls or text from the beginning."""
         found = self._begun(self._family.open + self._family.head, self._name) if self._pending else False
-        if found is None:
-            self._state = self._rest
-            return True
-        return found
+        return self._no_call(events) if found is None else found
+
+    def _no_call(self, events: list[CallEvent]) -> bool:
+        """What began like a call is text, and so is the rest."""
+        self._say(self._taken, events)
+        self._taken, self._state = "", self._rest
+        return True
 
     def _text(self, events: list[CallEvent]) -> bool:
         begin = self._family.begin
         at = self._pending.find(begin)
         if at >= 0:
-            self._say(self._pending[:at].rstrip(), events)
-            self._pending, self._state = self._pending[at + len(begin) :], self._opening
+            said = self._pending[:at].rstrip()
+            self._say(said, events)
+            self._taken, self._pending = self._pending[len(said) : at + len(begin)], self._pending[at + len(begin) :]
+            self._state = self._opening
             return True
         # Blanks before a call, and what may be the beginning of one, wait.
         keep = overlap(self._pending, begin)
@@ -122,15 +131,16 @@ class CallParser:
 
     def _opening(self, events: list[CallEvent]) -> bool:
         found = self._begun(self._family.open + self._family.head, self._name)
-        if found is None:
-            self._say(self._family.begin, events)
-            self._state = self._rest
-            return True
-        return found
+        return self._no_call(events) if found is None else found
 
     def _name(self, events: list[CallEvent]) -> bool:
         family = self._family
         at = self._pending.find(family.middle)
+        if family.head:
+            quoted = _QUOTED.match(self._pending)
+            at = quoted.end() if quoted is not None else -1
+            if at >= 0 and not self._pending.startswith(family.middle, at):
+                return False if family.middle.startswith(self._pending[at:]) else self._no_call(events)
         if at < 0:
             return False
         written = self._pending[:at]
@@ -138,7 +148,7 @@ class CallParser:
             name = json.loads(f'"{written}"') if family.head else written
         except ValueError:
             name = written
-        self._pending = self._pending[at + len(family.middle) :]
+        self._pending, self._taken = self._pending[at + len(family.middle) :], ""
         id = self._make_id(family)
         events.append(CallBegan(len(self._calls), id, name))
         self._calls.append((id, name, []))
@@ -183,12 +193,19 @@ class CallParser:
         if found is not None:
             return found
         if self._pending.startswith(close):
-            self._pending, self._state = self._pending[len(close) :].lstrip(), self._rest
+            self._pending, self._state = self._pending[len(close) :], self._behind
             return True
         if close.startswith(self._pending):
             return False
         self._state = self._rest
         return True
+
+    def _behind(self, events: list[CallEvent]) -> bool:
+        """Blanks behind the calls belong to no text."""
+        self._pending = self._pending.lstrip()
+        if self._pending:
+            self._state = self._rest
+        return bool(self._pending)
 
     def _rest(self, events: list[CallEvent]) -> bool:
         self._say(self._pending, events)

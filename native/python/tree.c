@@ -393,7 +393,9 @@ static PyObject *trim_memory(PyObject *module, PyObject *none) {
     (void)module;
     (void)none;
 #ifdef __GLIBC__
+    Py_BEGIN_ALLOW_THREADS; /* of 80 MB it takes some 50 ms */
     malloc_trim(0);
+    Py_END_ALLOW_THREADS;
 #endif
     Py_RETURN_NONE;
 }

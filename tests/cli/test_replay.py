@@ -130,6 +130,7 @@ def test_measured_costs(run: Any, trace: Path, tmp_path: Path) -> None:
         (("TRACE", "--prefill", "fast"), "is not a duration", 2),
         (("TRACE", "--prefill", "1ms,1ns,1ns"), "no price of prefill", 2),
         (("TRACE", "--cost", "none.bin"), "costs cannot be read", 2),
+        (("TRACE", "--cost", "none.bin"), "Name the cost.bin in the store of a daemon", 2),
         (("TRACE", "--token-bytes", "0"), "at least one byte", 2),
         (("TRACE", "--token-bytes", "1KB", "--block-bytes", "1KB"), "exclude each other", 2),
         (("--generate", "x"), "no traffic is called 'x'", 2),

@@ -67,6 +67,11 @@ def test_images_install_by_hash_from_a_pinned_base(face: str) -> None:
         assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+(@sha256:\w+)?", base)
 
 
+def test_the_context_of_an_image_has_only_what_its_build_needs() -> None:
+    left_out = set((ROOT / ".dockerignore").read_text("utf-8").splitlines())
+    assert {".git", "**/.venv", "build", "dist", "tests"} <= left_out
+
+
 @pytest.mark.parametrize("face", ["edge", "cloud"])
 def test_units_limit_memory_and_tasks_and_dump_no_core(face: str) -> None:
     text = (ROOT / face / "deploy" / f"ctxreuse-{face}.service").read_text("utf-8")

@@ -2,6 +2,9 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
@@ -204,3 +207,19 @@ def test_stop_strings_are_found_across_pieces_and_nothing_is_lost(parts, stops):
         assert whole.startswith(out)
         assert not any(stop in out for stop in stops)
         assert any(whole[len(out) :].startswith(stop) for stop in stops)
+
+
+def test_words_that_never_come_again_take_bounded_memory() -> None:
+    text, chance = HFText(byte_level()), Random(0)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def encode(count: int) -> None:
+        for _ in range(count):
+            assert len(text.encode("".join(chance.choices(ascii_lowercase, k=200)))) > 0
+
+    encode(1100)
+    before = resident()
+    encode(9000)
+    assert resident() - before < 16 << 20  # 10,000 words, which the package would keep, take 60 MB

@@ -1,6 +1,6 @@
-"""Mixed requests through a real edge daemon and a real cloud, and what the two processes hold meanwhile.
+"""Mixed requests through a real edge daemon and a real cloud, and what their processes hold meanwhile.
 
-By hand: ``PYTHONPATH=tests:examples python -m support.soak 100000 [--seed 1] [--clients 3]``; it prints a line of
+By hand: ``PYTHONPATH=tests:examples python -m support.soak 100000 [--fill 68000] [--seed 1]``; it prints a line of
 figures now and then.
 """
 
@@ -21,12 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from support.cluster import Cluster, Node
 from support.tiny_text import save_model
 from support.waiting import patient, until
 
-__all__ = ["Held", "Soak", "growth"]
+__all__ = ["FULL", "Held", "Soak", "growth"]
+
+#: Blocks after which all that remembers blocks of late is full: 65,536 of those that left, and of those that were asked
+#: for, and the texts of 52,428.
+FULL = 68_000
+#: Tokens of a context that fills (attention takes most of its time, so not many), and of a block.
+_LONG, _BLOCK = 1024, 64
 
 _ROOTS = ["".join(chr(97 + (i * i + k * i * 7 + k) % 26) for i in range(400)) for k in range(12)]
 
@@ -80,11 +87,25 @@ class Soak:
         until(lambda: self.cloud.status()["backends"][0]["healthy"], 30)
         self.done, self.busy, self.kinds, self.wrong = 0, 0, Counter[str](), list[str]()
         self._lock = threading.Lock()
-        self.held: dict[str, list[Held]] = {"edge": [], "cloud": []}
+        assert self.edge.process is not None
+        assert self.cloud.process is not None
+        (engine,) = psutil.Process(self.edge.process.pid).children()
+        self._pids = {"edge": self.edge.process.pid, "its engine": engine.pid, "cloud": self.cloud.process.pid}
+        self.held: dict[str, list[Held]] = {name: [] for name in self._pids}
 
     def close(self) -> None:
         """End both daemons."""
         self._cluster.close()
+
+    def fill(self, blocks: int = FULL) -> None:
+        """Compute so many blocks, no two alike: what remembers blocks of late, or their texts, is full then."""
+        chances = [random.Random(f"{self._seed} fills {i}") for i in range(self._clients)]
+        each = -(-blocks // (_LONG // _BLOCK * self._clients))
+        threads = [threading.Thread(target=_Client(self, 0).fill, args=(each, chance)) for chance in chances]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def run(self, requests: int, samples: int = 40, told: Callable[[str], None] = lambda line: None) -> None:
         """Make so many requests and measure the processes evenly often meanwhile; failures are in ``wrong``."""
@@ -109,9 +130,8 @@ class Soak:
     def measure(self) -> None:
         """Note what the processes hold, at rest."""
         time.sleep(0.05)
-        for name, node in (("edge", self.edge), ("cloud", self.cloud)):
-            assert node.process is not None
-            self.held[name].append(Held.of(node.process.pid, self.done))
+        for name, pid in self._pids.items():
+            self.held[name].append(Held.of(pid, self.done))
 
     def began(self, kind: str, end: int) -> bool:
         with self._lock:
@@ -150,6 +170,19 @@ class _Client:
                 self._kinds[kind][1]()
         except Exception as error:
             self._soak.wrong.append(f"{kind}, seed {self._seed}: {error!r}")
+        finally:
+            for connection in self._open.values():
+                connection.close()
+
+    def fill(self, contexts: int, chance: random.Random) -> None:
+        """Ask for an answer to so many long contexts."""
+        try:
+            for _ in range(contexts):
+                ids = [chance.randrange(250) for _ in range(_LONG)]
+                body = {"tokens": ids, "sampling": {"max_tokens": 1, "ignore_eos": True}}
+                self._ask(self._soak.edge, "POST", "/api/tokens/complete", body)
+        except Exception as error:
+            self._soak.wrong.append(f"filling: {error!r}")
         finally:
             for connection in self._open.values():
                 connection.close()
@@ -279,10 +312,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--fill", type=int, default=0, metavar="BLOCKS", help=f"compute so many before, such as {FULL}")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), seed=given.seed, clients=given.clients)
         try:
+            if given.fill:
+                soak.fill(given.fill)
             soak.run(given.requests, given.samples, lambda line: print(line, flush=True))
             print(dict(soak.kinds), f"{soak.busy} refused as busy", *soak.wrong, sep="\n")
             for name, held in soak.held.items():

@@ -180,9 +180,15 @@ def test_what_is_no_call_stays_text() -> None:
     for text in ("<tool_call>nonsense", "a < b <tool", "<tool_call>\n[1]\n</tool_call>", "x \n <tool_cal l>"):
         assert parse_calls(hermes, text) == (text, [])
     llama = FAMILIES["llama3"]
-    for text in ('{"a": 1}', "{", ' {"name": "x"', "{}"):
-        assert parse_calls(llama, text)[0] == text
+    for text in ('{"a": 1}', "{", ' {"name": "x"', "{}", '{"name": "Ann", "age": 3}', '{"name": "\\", \\"parameters"}'):
+        assert parse_calls(llama, text) == (text, [])
+    for text in ("a \n <tool_call>\n{}", 'a\n<tool_call>\n{"name": "b"}', '<tool_call>\n{"name": "b", "args": {}}'):
+        assert parse_calls(hermes, text) == (text, [])
     assert parse_calls(hermes, 'a<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>\n')[0] == "a"
+    parser = CallParser(hermes)
+    for piece in ('<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>', "\n", " c "):
+        said = parser.feed(piece)
+    assert said == [TextDelta("c ")]
 
 
 TEMPLATES = {

@@ -23,8 +23,8 @@ __all__ = ["ChunkBackfill"]
 
 #: Blocks that one call looks at.
 _MOST = 512
-#: Keys that are remembered.
-_KEPT = 1 << 17
+#: Keys that are remembered, of blocks that are stored, and of so many that may have left.
+_KEPT, _SLACK = 1 << 17, 4096
 #: Allows any level: tokens are read, no planes.
 _ANY = 1000.0
 
@@ -42,6 +42,8 @@ class ChunkBackfill:
         self._fresh: dict[bytes, None] = {}
         self._done: dict[bytes, None] = {}
         self._begun = False
+        #: Keys beyond which those of blocks that left are forgotten.
+        self._sweep_at = _SLACK
         self._unwatch = store.watch(self._came)
 
     def _came(self, keys: Sequence[bytes]) -> None:
@@ -57,6 +59,27 @@ class ChunkBackfill:
                 self._done.pop(key, None)
                 self._done[key] = None
             _trim(self._done)
+            full = len(self._fresh) + len(self._done) > self._sweep_at
+        if full:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget the keys of blocks that left. Not under the lock: a store calls `_came` under its own."""
+        with self._lock:
+            fresh, self._fresh, done = self._fresh, {}, list(self._done)
+            self._sweep_at = 2 * _KEPT  # one thread at a time
+        left: list[bytes] = []
+        try:
+            stored = self._store.entries([*fresh, *done])
+            left = [key for key, entry in zip(done, stored[len(fresh) :]) if entry is None]
+            fresh = dict.fromkeys(key for key, entry in zip(fresh, stored) if entry is not None)
+        finally:
+            with self._lock:
+                self._fresh = fresh | self._fresh
+                _trim(self._fresh)
+                for key in left:
+                    self._done.pop(key, None)  # it may come again
+                self._sweep_at = 2 * (len(self._fresh) + len(self._done)) + _SLACK
 
     def catch_up(self, most: int = _MOST) -> int:
         """Index up to ``most`` blocks that came since the last call, at first all of the store if the index is empty;
@@ -126,6 +149,10 @@ class ChunkBackfill:
         ids = np.concatenate([read[entry.key] for entry in chain])
         proven = prefix_keys(self._space.digest, self._salt, ids, self._space.block_tokens)
         return ids if proven == [entry.key for entry in chain] else None
+
+    def __len__(self) -> int:
+        """Keys that are remembered."""
+        return len(self._fresh) + len(self._done)
 
     def close(self) -> None:
         """Stop watching the store."""

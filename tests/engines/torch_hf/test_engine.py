@@ -298,8 +298,9 @@ def test_models_that_cannot_be_exported_are_refused(tiny):
 
 
 def test_folders_that_are_no_model_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a known model"):
+    with pytest.raises(ConfigError, match="neither a known model") as refused:
         open_engine(str(tmp_path))
+    assert "name a Hugging Face folder" in refused.value.fix
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="does not open"):
         open_engine(str(tmp_path))

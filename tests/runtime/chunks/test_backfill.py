@@ -126,6 +126,32 @@ def test_what_left_the_store_and_came_again_is_noted_again(llama: TorchEngine, s
     homing.close()
 
 
+def test_keys_of_blocks_that_left_are_forgotten(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    homing = ChunkBackfill(store, llama.space, SALT)
+    keys = given(llama, store, pool.ask(FORWARD)[0])
+    assert homing.catch_up() > 0
+    known = len(store.chunks)
+    for n in range(20_000):
+        homing.noted([n.to_bytes(32, "little")])
+    assert len(homing) < 10_000
+    homing._came(keys)  # they may have come again, says the store
+    homing.catch_up()
+    assert len(store.chunks) == known
+    assert set(keys) <= homing._done.keys()
+    homing.close()
+
+
+def test_what_comes_while_keys_are_forgotten_is_looked_at(llama: TorchEngine, store: TieredStore, pool: Any) -> None:
+    homing = ChunkBackfill(store, llama.space, SALT)
+    for n in range(4090):
+        homing.noted([n.to_bytes(32, "little")])
+    given(llama, store, pool.ask(FORWARD)[0])
+    homing.noted([n.to_bytes(32, "little") for n in range(5000, 5010)])
+    assert len(homing) < 100
+    assert homing.catch_up() > 0
+    homing.close()
+
+
 def test_a_store_that_cannot_be_read_is_looked_at_again(
     llama: TorchEngine, store: TieredStore, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 
 from ctxreuse.codec import lossless
 from ctxreuse.dtypes import UNSIGNED
+from ctxreuse.engines.text import ToolCall
 from ctxreuse.kernels import rans_encode
+from ctxreuse.store.lmdb.records import Record
+from ctxreuse.toolcalls.families import FAMILIES
 from support.fuzz import targets
 
 __all__ = ["main"]
@@ -117,6 +121,29 @@ def _door_bodies() -> Iterator[tuple[str, bytes]]:
     yield "embeddings", b"\2" + json.dumps({"input": ["a", "b"], "dimensions": 4, "encoding_format": "base64"}).encode()
 
 
+def _calls() -> Iterator[tuple[str, bytes]]:
+    calls = [ToolCall("look_up", '{"key": "a}\\"b", "n": [1, {"x": null}]}'), ToolCall("né", "{}")]
+    for n, family in enumerate(FAMILIES.values()):
+        said = "Let me see.\n" if family.begin else ""
+        yield family.name, bytes([n, 7]) + (said + family.write(calls)).encode()
+
+
+def _pages() -> Iterator[tuple[str, bytes]]:
+    with tempfile.TemporaryDirectory() as folder:
+        with lmdb.open(folder, max_dbs=4, map_size=1 << 20) as env:
+            meta, blocks = env.open_db(b"meta"), env.open_db(b"blocks")
+            with env.begin(write=True) as txn:
+                for i in range(30):
+                    key, parent = (bytes([n]) * 32 for n in (i, i + 1))
+                    record = Record(parent, i, i, 4096 * i, 0, i << 33, "exact", "exact", None)
+                    txn.put(key, record.pack(), db=meta)
+                    txn.put(key, bytes([i]) * (5000 if i % 10 == 1 else 8), db=blocks)
+            with env.begin(write=True) as txn:
+                txn.delete(bytes(32), db=meta)
+                txn.delete(bytes(32), db=blocks)
+        yield "tables", (Path(folder) / "data.mdb").read_bytes()
+
+
 def _gguf() -> Iterator[tuple[str, bytes]]:
     import gguf
 
@@ -160,9 +187,10 @@ def main() -> int:
     short = targets._joined([[frames[0], *(frame[:64] for frame in frames[1:])] for frames in talks["server"][:8]])
     made = {
         "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
-        "doors": _door_bodies(),
+        "doors": _door_bodies(), "calls": _calls(), "pages": _pages(),
         "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
-        "client": [("talk", joined["client"])], "wire": [("kinds", targets._joined(list(kinds.values())))],
+        "client": [("talk", joined["client"]), ("begun", targets._joined(talks["client"][:6]))],
+        "wire": [("kinds", targets._joined(list(kinds.values())))],
     }  # fmt: skip
     for target, inputs in made.items():
         folder = targets.CORPUS / target

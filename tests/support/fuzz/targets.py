@@ -397,6 +397,26 @@ def _import(data: bytes) -> None:
         raise Finding("import: turns changed")
 
 
+def _pages(data: bytes) -> None:
+    """A file of LMDB, which reads without a fear what the walk found sound."""
+    import lmdb
+
+    from ctxreuse.store.lmdb.recovery import scan
+
+    home = _room() / "pages"
+    home.mkdir(exist_ok=True)
+    (home / "data.mdb").write_bytes(data)
+    if wrong := scan(home, "meta").wrong:
+        raise FormatError(wrong)
+    try:
+        with lmdb.open(str(home), readonly=True, lock=False, max_dbs=4) as env, env.begin() as txn:
+            for name in (b"meta", b"blocks"):
+                for key, value in txn.cursor(db=env.open_db(name, txn=txn, create=False)):
+                    xxhash.xxh3_64_intdigest(key + value)
+    except lmdb.Error as error:
+        raise FormatError(str(error)) from None
+
+
 def _trace(data: bytes) -> None:
     from ctxreuse.lab.opening import open_trace
 
@@ -553,6 +573,29 @@ def _doors(data: bytes) -> None:
         message.cuts  # noqa: B018
 
 
+def _calls(data: bytes) -> None:
+    """The first byte says which family of models speaks, the second how its answer comes in pieces."""
+    from ctxreuse.toolcalls.families import FAMILIES
+    from ctxreuse.toolcalls.parser import CallParser, TextDelta
+
+    family = list(FAMILIES.values())[(data[0] if data else 0) % len(FAMILIES)]
+    text, chance = data[2:].decode("utf-8", "replace"), Random(data[1] if len(data) > 1 else 0)
+    found = []
+    for most in (len(text) or 1, 1 + chance.randrange(20)):
+        parser, at, events = CallParser(family, lambda family: "id"), 0, []
+        while at < len(text):
+            size = 1 + chance.randrange(most)
+            events += parser.feed(text[at : at + size])
+            at += size
+        events += parser.finish()
+        found.append(("".join(e.text for e in events if isinstance(e, TextDelta)), parser.calls, parser.whole))
+    if found[0] != found[1]:
+        raise Finding(f"calls: {found[0]} in other pieces are {found[1]}"[:300])
+    cut = parser._state in (parser._opening, parser._name)
+    if not parser.calls and not cut and found[0][0] != text:
+        raise Finding("calls: text without a call is not the answer")
+
+
 def _api_errors() -> tuple[type[Exception], ...]:
     from ctxreuse.daemon.openai import ApiError
 
@@ -590,6 +633,7 @@ TARGETS: dict[str, Target] = {
         Target("server", _server, _messages, refusals=(ProtocolError,)),
         Target("client", _client, _messages, refusals=(ProtocolError,)),
         Target("import", _import, of_json, refusals=(FormatError, SessionError)),
+        Target("pages", _pages, of_bytes),
         Target("trace", _trace, spoiled(of_lines), ("traces/*.jsonl",), refusals=(FormatError, ConfigError)),
         Target("card", _card, _carded, ("cards/*/*.card",)),
         Target("chunkcard", _chunk_card, _chunk_carded, ("cards/*/*.measured",)),
@@ -601,6 +645,7 @@ TARGETS: dict[str, Target] = {
         Target("openai", _openai, _after_a_byte(of_json), refusals=_api_errors()),
         Target("responses", _responses, of_json, refusals=_api_errors()),
         Target("doors", _doors, _after_a_byte(of_json), refusals=_api_errors()),
+        Target("calls", _calls, _after_a_byte(of_bytes), refusals=()),
         Target("gguf", _gguf, of_bytes, refusals=(FormatError, ConfigError), seconds=3.0, memory=256 << 20, slow=True),
     )
 }

@@ -21,7 +21,7 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test test-adapters test-clients nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-adapters test-clients test-page nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
@@ -68,6 +68,10 @@ test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on t
 	ADAPTERS_MODEL=$(MODEL) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(ADAPTERS)/bin/python -m pytest -q -p pytest_timeout \
 		-W ignore::pytest.PytestUnraisableExceptionWarning \
 		--confcutdir tests/adapters tests/adapters $(PYTEST)
+
+test-page: export CTXREUSE_REQUIRE_CHROMIUM = 1
+test-page: $(READY) ## the daemons' page in a headless Chromium, which must be installed
+	$(BIN)/python -m pytest -q -m browser tests/edge $(PYTEST)
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz

@@ -39,6 +39,8 @@ from ctxreuse.testing.store import Context
 __all__ = ["main", "run"]
 
 _CONTEXTS, _BLOCKS, _READERS = 10_000, 4, 4
+#: Blocks that the contexts begin with: as many system prompts.
+_STARTS = 8
 #: Counts frames while the tree is drawn in each, under a pointer that goes over it.
 _FRAMES = """(async (seconds) => {
   const canvas = document.getElementById("icicle"), box = canvas.getBoundingClientRect(), began = performance.now();
@@ -153,7 +155,7 @@ def main(contexts: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = TieredStore(1 << 26, BlockStore.open(Path(folder) / "store", capacity=2 << 30))
         for number in range(contexts):
-            one = Context(_BLOCKS, branch=number, fork=1, floats=16)
+            one = Context(_BLOCKS, seed=number % _STARTS, branch=number // _STARTS, fork=1, floats=16)
             for block in range(_BLOCKS):
                 store.put(one.keys[block], one.block(block))
             if number % 256 == 0:
@@ -163,7 +165,7 @@ def main(contexts: int) -> None:
         ended = threading.Event()
 
         def grow() -> None:
-            one = Context(2_000, branch=contexts, fork=1, floats=16)
+            one = Context(2_000, branch=2_000, fork=1, floats=16)
             for block in range(1, 2_000):
                 if ended.wait(1):
                     return

@@ -104,8 +104,8 @@ def _reuse(state: FeedState, before: dict[str, Any]) -> RenderableType:
     reused = total - sources.get("compute", 0)
     text = Text(f"\n{reused / total:.0%} of {total:,} prompt tokens reused" if total else "\nno prompt yet")
     if "saved" in tokens:
-        text.append(f", {rounded_duration(abs(tokens['saved'] - tokens['lost']))} ")
-        text.append("saved" if tokens["saved"] >= tokens["lost"] else "lost")
+        net = tokens["saved"] - tokens["lost"]
+        text.append(f", {rounded_duration(abs(net)) if net else '0s'} {'saved' if net >= 0 else 'lost'}")
     if before:
         seconds = max(time.monotonic() - before["at"], 0.1)
         rate = (total - sum(before["tokens"].values())) / seconds
@@ -161,7 +161,8 @@ def _table(title: str, columns: Iterable[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _ago(at: float) -> str:
-    return rounded_duration(max(round(time.time() - at), 0))
+    seconds = max(round(time.time() - at), 0)
+    return f"{seconds}s" if seconds < 60 else rounded_duration(seconds)
 
 
 def _requests(state: FeedState) -> Table | None:

@@ -116,7 +116,8 @@ def test_nothing_is_computed_while_nobody_watches() -> None:
         await asyncio.sleep(5 * FAST)
         assert len(calls) == before
         assert not feed._values
-        assert json.loads((await anext(feed.events()))[6:])["full"] is True  # and it begins again
+        again = json.loads((await anext(feed.events()))[6:])  # and it begins again, from the start
+        assert (again["full"], again["set"]) == (True, {"one": before + 1})
 
     asyncio.run(run())
 

@@ -108,7 +108,7 @@ def test_running_answers_are_seen(edge: Any) -> None:
         next(lines)
         running = here.until(lambda state: state["running"]["answers"] and state["running"]["answers"][0][4])["running"]
         name, _, prompt, cached, _ = running["answers"][0]
-        assert name.startswith("chatcmpl-")
+        assert name.startswith(("req-", "chatcmpl-"))
         assert (prompt >= 350, cached, running["active"]) == (True, 0, 1)
         here.until(lambda state: state["running"]["passes"][0] > running["passes"][0])
         answer.close()

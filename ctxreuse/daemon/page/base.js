@@ -6,7 +6,7 @@ export const plain = (text) => String(text ?? "").replace(ODD, "\ufffd");
 
 // Names of sessions by id, so that a use is shown by its session's name.
 export const names = new Map();
-export const named = (who) => plain(names.get(who) ?? who);
+export const named = (who) => plain(names.get(who) ?? String(who ?? "").replace(/^([a-z]+[-_][0-9a-f]{8})[0-9a-f]{8,}$/, "$1…"));
 
 export function short(count) {
   if (count < 1000) return String(Math.round(count));

@@ -167,7 +167,7 @@ class Feed:
         finally:
             # The next reader starts from nothing, and until then nothing is kept.
             self._values, self._tables, self._messages, self._due = {}, {}, {}, {}
-            self._task = None
+            self._version, self._task = 0, None
             self._idle()
             async with self._changed:
                 self._changed.notify_all()

@@ -66,7 +66,13 @@ function draw(names) {
     dirty.clear();
     // Names of sessions first: others show them.
     now.sort((a, b) => (b === "sessions") - (a === "sessions"));
-    for (const name of now) DRAW[name](feed);
+    for (const name of now) {
+      try {
+        DRAW[name](feed);
+      } catch (error) {
+        console.error(name, error); // the other panels are drawn nevertheless
+      }
+    }
   });
 }
 

@@ -45,7 +45,7 @@ export function reuse({ set: { tokens, daemon } }) {
   const stack = $("sources");
   if (stack.children.length !== used.length || used.some(([name], at) => stack.children[at].className !== name)) stack.replaceChildren(...used.map(([name]) => h("i", name)));
   used.forEach(([, count], at) => { stack.children[at].style.flexGrow = count / total; });
-  const shown = total ? used.map(([name, count]) => [name, tiers[name] || name, short(count)]) : [["compute", "no prompt yet: the first one computes all, the next begins with what it shares"]];
+  const shown = total ? used.map(([name, count]) => [name, tiers[name] || name, short(count)]) : [["compute", "no answer has ended yet: the first one computes all, the next begins with what it shares"]];
   refill($("sources-key"), key(shown));
 }
 
@@ -160,7 +160,7 @@ export function running(feed) {
   say($("answers-empty"), now.active ? "The running requests are computing their prompts." : "No request runs.");
   table($("running"), answers, ([name, since, prompt, cached, made]) => {
     const speed = last && last.answers.has(name || since) ? (made - last.answers.get(name || since)) / Math.max(Date.now() / 1000 - last.at, 1) : 0;
-    return [[name || "reading the prompt"], [ago(since), "n soft"], [short(prompt), "n"], [prompt ? percent(cached / prompt) : "–", "n"], [short(made), "n"], [speed > 0 ? speed.toFixed(speed < 9.95 ? 1 : 0) : "–", "n"]];
+    return [[name ? named(name) : "reading the prompt"], [ago(since), "n soft"], [short(prompt), "n"], [prompt ? percent(cached / prompt) : "–", "n"], [short(made), "n"], [speed > 0 ? speed.toFixed(speed < 9.95 ? 1 : 0) : "–", "n"]];
   });
   gaps(tokens);
 }

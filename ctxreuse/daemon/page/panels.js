@@ -273,9 +273,8 @@ export function removals({ set: { store }, rows: { removals, contexts } }) {
 export function links(feed) {
   const { rows: { links, peers }, set: { daemon } } = feed, last = before(5);
   if (daemon.kind === "cloud") {
-    const head = document.querySelector("#links thead tr");
-    ["device", "tenant", "received", "sent", "", ""].forEach((name, at) => say(head.cells[at], name));
-    return table($("links"), [...(peers || new Map())], ([name, tenant, address, received, sent]) => [[`${name} at ${address}`], [tenant], [bytes(received), "n"], [bytes(sent), "n"], [""], [""]], [h("span", "", "No device is connected. "), h("code", "", "ctxreuse-edge serve --cloud tcp://THIS-HOST:PORT"), h("span", "", " connects one.")]);
+    ["device", "tenant", "transfers"].forEach((name, at) => say(document.querySelectorAll("#links th")[at], name));
+    return table($("links"), [...(peers || new Map())], ([name, tenant, address, received, sent]) => [[`${name} at ${address}`], [tenant, "tight"], [`↓ ${bytes(received)} ↑ ${bytes(sent)}`]], [h("span", "", "No device is connected. "), h("code", "", "ctxreuse-edge serve --cloud tcp://THIS-HOST:PORT"), h("span", "", " connects one.")]);
   }
   const speed = (name, at, now) => {
     const was = last && last.links.get(name), seconds = last ? Date.now() / 1000 - last.at : 0;
@@ -283,9 +282,9 @@ export function links(feed) {
   };
   table($("links"), [...(links || new Map())], ([state, reason, rtt, , came, left, again, , pending, , transfers], name) => {
     const moving = transfers.map(([what, blocks, got]) => `${what} ${blocks}${got ? ` (${bytes(got)})` : ""}`).join(", ");
-    const up = `up${rtt == null ? "" : ` · ${duration(rtt)}`}${again ? ` · again ${again}` : ""}`;
-    return [[name], state === "up" ? [up, "good"] : [reason ? `${state}: ${reason}` : state, "bad"],
-      [`${bytes(speed(name, 0, came))}/s`, "n"], [`${bytes(speed(name, 1, left))}/s`, "n"], [pending ? short(pending) : "–", "n"], [moving || "idle", "soft"]];
+    const up = `up${rtt == null ? "" : ` · ${duration(rtt)}`}`;
+    const all = [`↓ ${bytes(speed(name, 0, came))}/s  ↑ ${bytes(speed(name, 1, left))}/s`, pending ? `${short(pending)} blocks to send` : "", moving, again ? `reconnected ${again} times` : ""];
+    return [[name], state === "up" ? [up, "good tight"] : [reason ? `${state}: ${reason}` : state, "bad"], [all.filter(Boolean).join(" · ")]];
   }, [h("span", "", "No cloud is configured; "), h("code", "", "ctxreuse-edge serve --cloud tcp://HOST:7353"), h("span", "", " fetches contexts from one and sends it those of this device.")]);
 }
 

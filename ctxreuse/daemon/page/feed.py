@@ -1,4 +1,4 @@
-"""What a page shows, as messages of what has changed since the last one; nothing is computed while nobody watches.
+"""What a page shows, as messages of what has changed since the last one; nothing is computed unwatched.
 
 A message is JSON: ``{"full": true, "set": {panel: value}, "rows": {panel: {"put": {id: row}, "drop": [id]}}}``. With
 ``full`` it stands for all there is, else for what has changed since the message before.

@@ -21,7 +21,7 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test test-adapters test-clients test-connectors nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-adapters test-clients test-connectors test-page nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
@@ -78,6 +78,10 @@ test-connectors: $(READY) ## vLLM on the CPU with our connector, in an environme
 	test -f $(CONNECTORS)/.vllm || PIP="$(CONNECTORS)/bin/python -m pip --disable-pip-version-check" tests/connectors/install_vllm.sh $(VLLM) $(CONNECTORS)
 	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q .
 	CONNECTORS=$(CONNECTORS) $(BIN)/python -m pytest -q -m connectors tests/connectors
+
+test-page: export CTXREUSE_REQUIRE_CHROMIUM = 1
+test-page: $(READY) ## the daemons' page in a headless Chromium, which must be installed
+	$(BIN)/python -m pytest -q -m browser tests/edge $(PYTEST)
 
 # Guided by coverage where atheris can be installed, else by what the parsers answer.
 fuzz: $(READY) ## all parsers for SECONDS=60 together, or one TARGET=block; what breaks one is left in build/fuzz

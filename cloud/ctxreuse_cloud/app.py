@@ -16,9 +16,11 @@ from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
 from ctxreuse.daemon.openai import ApiError
+from ctxreuse.daemon.page.routes import page_routes
 from ctxreuse.daemon.probes import probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse_cloud.node import CloudNode
+from ctxreuse_cloud.page import cloud_feed
 from ctxreuse_cloud.proxy.http import Receive
 from ctxreuse_cloud.proxy.proxy import Scope, is_proxied
 from ctxreuse_cloud.proxy.stream import Send
@@ -39,8 +41,10 @@ class Sidecar:
 
     def __init__(self, node: CloudNode, daemon: Daemon) -> None:
         self._node, self._daemon = node, daemon
-        routes = [*probes(self._not_ready, node.metrics.render), Route("/api/status", self._status)]
+        routes = [*probes(self._not_ready, node.metrics.exposition), Route("/api/status", self._status)]
         routes.append(Route("/api/why/{name:path}", self._why))
+        feed = cloud_feed(node, self._not_ready, lambda: daemon.state not in ("starting", "ready"))
+        routes += page_routes(feed, _check_reader)
         # Probes and scrapes come from other machines; routes that name peers check who asks themselves.
         tokens = Keys.from_setting(node.settings.cloud.admin_token_file, ("admin",))
         admin = [keys for keys in (tokens, node.tenants.keys) if keys is not None]
@@ -81,12 +85,18 @@ class Sidecar:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _status(self, request: Request) -> Response:  # not async: it waits for locks
-        check_local(request.scope)
+        _check_reader(request)
         import msgspec
 
         body = self._node.status()
         body["state"] = self._not_ready() or "ready"
         return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _check_reader(request: Request) -> None:
+    """Raise ApiError (403) for who is elsewhere and has no key that opens what reveals peers."""
+    if not request.scope["state"].get("granted"):
+        check_local(request.scope)
 
 
 def _route(path: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ctxreuse.cli.api_keys import key_commands
-from ctxreuse.cli.common import Json, Url, app_of, daemon_client, load_settings, print_json, print_rows
+from ctxreuse.cli.common import Json, Once, Url, app_of, daemon_client, load_settings, print_json, print_rows
 from ctxreuse.cli.errors import run
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ ctxreuse-cloud serve --backend http://127.0.0.1:8000 --record traffic.jsonl    f
 ctxreuse-cloud tenants add team-a                       create an API key for the proxy
 
 ctxreuse-cloud status                                   peers, store, workers, backends
+
+ctxreuse-cloud top                                      the same and more, as it changes
 
 Settings: see `ctxreuse config show`; each can be set by CTXREUSE_SECTION__NAME, too.
 """
@@ -150,6 +152,14 @@ def status(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
         for b in found["backends"]
     ]
     print_rows(rows)
+
+
+@app.command()
+def top(ctx: typer.Context, url: Url = "", once: Once = False, json: Json = False) -> None:
+    """Show what the sidecar does, as its page in a browser does: requests, devices, backends; Ctrl-C ends it."""
+    from ctxreuse.cli.top import follow_top
+
+    follow_top(_client(ctx, url), once=once, json=json)
 
 
 @app.command()

@@ -93,20 +93,20 @@ class CloudNode:
         priced = settings.cloud.router == "price"
         router = Router(settings.cloud.backend_tokens) if priced else None
         self.backends = Backends(settings.cloud.backends, router=router)
-        self._counts = ProxyCounts(self.metrics.registry, self.backends)
+        self.counts = ProxyCounts(self.metrics.registry, self.backends)
         self._auth = _auth(settings)
         # Before models are loaded.
         check_endpoint(settings.bus.bind, secured=self._auth is not None, insecure=settings.bus.insecure)
         self.proxy: Proxy | None = None
-        self._store: TieredStore | None = None
-        self._workers: WorkerPool | None = None
+        self.store: TieredStore | None = None
+        self.workers: WorkerPool | None = None
         self._service: StoreService | None = None
-        self._bus: BusServer | None = None
-        self._since = clock()
+        self.bus: BusServer | None = None
+        self.since = clock()
 
     def not_ready(self) -> str:
         """Return why requests should go elsewhere; "": ready."""
-        if self._bus is None or self.proxy is None:
+        if self.bus is None or self.proxy is None:
             return "starting"
         if self.backends.all and not self.backends.healthy:
             return "no healthy backend"
@@ -121,7 +121,7 @@ class CloudNode:
             stack.push_async_callback(asyncio.to_thread, threaded.close)
             await asyncio.to_thread(self._open_store, threaded)
             yield
-            log.info("closing", extra={"peers": len(self._bus.peers()) if self._bus else 0})
+            log.info("closing", extra={"peers": len(self.bus.peers()) if self.bus else 0})
 
     async def _open_proxy(self, stack: AsyncExitStack) -> None:
         cloud = self.settings.cloud
@@ -132,7 +132,7 @@ class CloudNode:
         make_private_folder(cloud.folder())
         requests = ProxyRequestLog(cloud.folder() / FILE if cloud.backends else None)
         stack.callback(requests.close)
-        observers = Observers(self._counts, requests, PauseTracker(self.metrics.registry), recorder)
+        observers = Observers(self.counts, requests, PauseTracker(self.metrics.registry), recorder)
         stored = StoredObjects(cloud.folder() / STORED if cloud.backends else None)
         stack.callback(stored.close)
         self.proxy = Proxy(cloud, self.backends, self.tenants, pool, observers, self.bodies, stored)
@@ -152,12 +152,12 @@ class CloudNode:
         store = stack.enter_context(
             open_store(msgspec.structs.replace(settings.store, path=str(folder), capacity=cloud.store_bytes))
         )
-        self._store = store
+        self.store = store
         watch_store(self.metrics, store.stats, store.disk.stats if store.disk else None)
         workers = WorkerPool(
             cloud.prefill_workers, settings.engine, settings.log, store=str(folder), on_open=self._reconnect_peers
         )
-        self._workers = workers
+        self.workers = workers
         workers.start()
         stack.callback(workers.close)
         auth = self._auth
@@ -182,12 +182,12 @@ class CloudNode:
         workers.settle(_LOADING)
         bus, heartbeat = settings.bus, int(settings.bus.heartbeat * 1000)
         terms = Terms(max_payload=bus.max_payload, heartbeat_ms=heartbeat, silence_ms=5 * heartbeat)
-        self._bus = BusServer(self._service, bus.bind, auth=auth, limits=Limits(terms=terms), insecure=bus.insecure)
-        self._bus.start()
-        stack.callback(self._bus.close, cloud.drain)
+        self.bus = BusServer(self._service, bus.bind, auth=auth, limits=Limits(terms=terms), insecure=bus.insecure)
+        self.bus.start()
+        stack.callback(self.bus.close, cloud.drain)
         self._compact_when_idle(stack, store, self._service)
-        self._watch(workers, self._bus)
-        log.info("bus listening", extra={"endpoint": self._bus.endpoint, "secured": auth is not None})
+        self._watch(workers, self.bus)
+        log.info("bus listening", extra={"endpoint": self.bus.endpoint, "secured": auth is not None})
 
     def _compact_when_idle(self, stack: ExitStack, store: TieredStore, service: StoreService) -> None:
         """Take what devices deleted out of the files, by itself and within a day."""
@@ -213,9 +213,9 @@ class CloudNode:
     def _reconnect_peers(self, space: ModelSpace) -> None:
         """Drop peers, which connect again and learn in their welcome that this model computes here now."""
         log.info("a model is ready", extra={"space": space.digest.hex()[:16], "model": space.architecture})
-        if self._bus is not None:
-            for user in {peer.user for peer in self._bus.peers()}:
-                self._bus.drop(user, "another model is served now")
+        if self.bus is not None:
+            for user in {peer.user for peer in self.bus.peers()}:
+                self.bus.drop(user, "another model is served now")
 
     def _watch(self, workers: WorkerPool, bus: BusServer) -> None:
         registry = self.metrics.registry
@@ -250,12 +250,12 @@ class CloudNode:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the node as plain values for JSON."""
-        store, workers, service, bus = self._store, self._workers, self._service, self._bus
+        store, workers, service, bus = self.store, self.workers, self._service, self.bus
         folder, limit = self.settings.cloud.folder(), self.settings.cloud.max_waiting
         return {
             "version": ctxreuse.__version__,
             "pid": os.getpid(),
-            "seconds": self._clock() - self._since,
+            "seconds": self._clock() - self.since,
             "state": self.not_ready() or "ready",
             "bus": {"endpoint": bus.endpoint if bus else "", "secured": self._auth is not None},
             "peers": [msgspec.structs.asdict(peer) | {"node": peer.node.hex()} for peer in bus.peers()] if bus else [],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Json",
+    "Once",
     "ProgressBars",
     "Url",
     "app_of",
@@ -32,6 +33,7 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Once = Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")]
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Address of the daemon; default: found by its store.")]
 
 

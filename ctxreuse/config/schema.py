@@ -270,6 +270,9 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     request_log: Annotated[
         Literal["text", "hashes"], _about("Recent requests, kept to explain misses: as token ids (text) or as hashes")
     ] = "text"
+    page_texts: Annotated[
+        bool, _about("Show the ends of prompts and turns on the daemon's page, to those who may see the page")
+    ] = False
     retention: Annotated[
         str, _about("Age at which contexts not used since, and logged requests, are deleted: 30d; empty: never")
     ] = ""

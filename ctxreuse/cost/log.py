@@ -40,11 +40,13 @@ class DecisionLog:
     def __init__(self, capacity: int = 256) -> None:
         self._lock = threading.Lock()
         self._records: deque[DecisionRecord] = deque(maxlen=capacity)
+        self._added = 0
 
     def add(self, record: DecisionRecord) -> None:
         """Keep a decision that has been carried out; also a line of the logger ``ctxreuse.cost`` at level debug."""
         with self._lock:
             self._records.append(record)
+            self._added += 1
         _logger.debug(
             "%s (%s) of %d tokens: predicted %s s, took %.4f s%s",
             record.way,
@@ -59,6 +61,11 @@ class DecisionLog:
         """Return all records kept, oldest first."""
         with self._lock:
             return tuple(self._records)
+
+    def numbered(self) -> list[tuple[int, DecisionRecord]]:
+        """Return all records kept with their numbers, which count from 0, oldest first."""
+        with self._lock:
+            return list(enumerate(self._records, self._added - len(self._records)))
 
     def error(self) -> float | None:
         """Median relative error of the kept predictions; None without any."""

@@ -13,24 +13,26 @@ from ctxreuse.config.hosts import is_loopback
 from ctxreuse.daemon.key_file import ApiKey, KeyScope
 from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.daemon.openai import ApiError
+from ctxreuse.daemon.page.routes import EVENTS, FILES
 from ctxreuse.daemon.probes import PROBES
 
 __all__ = ["Access", "KnownKey", "check_local", "from_here", "host_names", "is_forwarded"]
 
 #: Paths that reveal other callers: open to this machine, with a key, or with the admin token.
-_ADMIN_PATHS = ("/api/status", "/api/why")
+_ADMIN_PATHS = ("/api/status", EVENTS, "/api/why")
 #: Scopes of which one opens a path, and what is below it; other paths: ``answers``. Of explanations a key has its own,
 #: with ``admin`` those of others, too.
 _SCOPES: dict[str, tuple[KeyScope, ...]] = {
     "/metrics": ("metrics", "admin"),
     "/api/status": ("status", "admin"),
+    EVENTS: ("status", "admin"),
     "/api/why": ("answers", "admin"),
     "/api/forget": ("answers", "admin"),
     "/api/compact": ("answers", "admin"),
 }
-#: Probes without private data: open to all callers, under any host name.
+#: Probes, and the page's files, without private data: open to all callers, under any host name.
 _METRICS = "/metrics"
-_OPEN_PATHS = tuple(path for path in PROBES if path != _METRICS)
+_OPEN_PATHS = (*(path for path in PROBES if path != _METRICS), *FILES)
 
 #: ``Host`` (RFC 9110): a name, an IPv4 or a bracketed IPv6 address, and a port; and an ``Origin`` with one.
 _HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
@@ -107,7 +109,8 @@ class Access:
     def admit(self, scope: Scope) -> None:
         """Raise ApiError (401, 403) if the request is not served.
 
-        Its state records its ``key`` (a `KnownKey`), and whether it may read what reveals others (``admin``).
+        Its state records its ``key`` (a `KnownKey`), whether that opens its path (``granted``), and whether it may
+        read what reveals others (``admin``).
         """
         path = scope["path"]
         if path in _OPEN_PATHS:
@@ -122,6 +125,8 @@ class Access:
             if self.keys is not None and not guarded:
                 return
         granted = found is not None and any(one in found.key.scopes for one in scopes)
+        if granted:
+            scope["state"]["granted"] = True
         if granted and "admin" in scopes and found is not None and "admin" in found.key.scopes:
             scope["state"]["admin"] = True
         if guarded:

@@ -65,6 +65,12 @@ class Events:
             self.close()
             raise
 
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._answer.close()
@@ -111,6 +117,11 @@ class Client:
     def stream(self, path: str, body: Any) -> Events:
         """POST ``body`` as JSON and return the events of the answer as they come."""
         connection, answer = self._send("POST", path, body)
+        return Events(connection, answer, self.url)
+
+    def events(self, path: str) -> Events:
+        """GET a stream of events that never ends by itself; use it as a context manager."""
+        connection, answer = self._send("GET", path, None)
         return Events(connection, answer, self.url)
 
     def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:

@@ -20,6 +20,7 @@ from ctxreuse.daemon.bodies import BodyBudget, NoRoomError
 from ctxreuse.daemon.broken import last_piece
 from ctxreuse.daemon.keys import KeyEndedError
 from ctxreuse.daemon.openai import ApiError, api_error
+from ctxreuse.daemon.page.routes import FILES
 from ctxreuse.daemon.probes import PROBES
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.metrics import Metrics
@@ -142,7 +143,7 @@ class ApiMiddleware:
             finally:
                 path = scope["path"]
                 self._metrics.add("ctxreuse_http_requests_total", 1, self._route(path), _CLASSES[status // 100 - 1])
-                level = logging.DEBUG if path in PROBES else logging.INFO
+                level = logging.DEBUG if path in PROBES or path in FILES else logging.INFO
                 seconds = round(self._clock() - started, 4)
                 extra: dict[str, object] = {"status": status, "seconds": seconds}
                 if (known := _known(scope)) is not None:
@@ -173,7 +174,7 @@ class ApiMiddleware:
 
     def _admit(self, scope: Scope) -> None:
         self._access.admit(scope)
-        why = "" if scope["path"] in PROBES else self._not_ready()
+        why = "" if scope["path"] in PROBES or scope["path"] in FILES else self._not_ready()
         if why:
             raise ApiError(503, f"the daemon is {why}", type="server_error", code=why, retry_after=1)
 

@@ -13,11 +13,10 @@ __all__ = ["PROBES", "probes"]
 #: Their paths.
 PROBES = ("/healthz", "/health", "/readyz", "/metrics")
 
-_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
-
-def probes(not_ready: Callable[[], str], render: Callable[[], bytes]) -> list[Route]:
-    """Return the routes. ``not_ready``: why requests should go elsewhere, "": ready; ``render``: the metrics' text.
+def probes(not_ready: Callable[[], str], render: Callable[[str], tuple[bytes, str]]) -> list[Route]:
+    """Return the routes. ``not_ready``: why requests should go elsewhere, "": ready; ``render``: metrics and their type
+    for an ``Accept`` header.
 
     /healthz answers 200 as long as the process can: restarting a draining one would not help.
     """
@@ -29,7 +28,8 @@ def probes(not_ready: Callable[[], str], render: Callable[[], bytes]) -> list[Ro
         why = not_ready()
         return JSONResponse({"status": why or "ready"}, 503 if why else 200)
 
-    def metrics(_: Request) -> Response:  # not async, so that rendering, which takes milliseconds, runs in a thread
-        return Response(render(), media_type=_METRICS)
+    def metrics(request: Request) -> Response:  # not async: rendering, which takes milliseconds, runs in a thread
+        body, media = render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": media})
 
     return [Route("/healthz", alive), Route("/health", alive), Route("/readyz", ready), Route("/metrics", metrics)]

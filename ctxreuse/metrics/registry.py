@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.samples import Sample
 
 from ctxreuse.block.levels import EXACT, PACKED
 from ctxreuse.metrics.table import METRICS, RENAMED
@@ -20,8 +24,6 @@ from ctxreuse.usage import Usage
 __all__ = ["Metrics", "level_label"]
 
 log = logging.getLogger(__name__)
-
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 def level_label(level: str) -> str:
@@ -46,8 +48,21 @@ class _OldNames:
                 yield copy
 
 
+class _WithoutCreated(CollectorRegistry):
+    """The same families without the times at which series were made: as many samples again, which say nothing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__()
+        self._whole = registry
+
+    def collect(self) -> Iterable[Family]:
+        for family in self._whole.collect():
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
+
+
 class Metrics:
-    """All of METRICS in one registry. Thread-safe; a call takes about a microsecond.
+    """All of METRICS in one registry, with those of the process. Thread-safe; a call takes about a microsecond.
 
     Raises KeyError for an unknown name or a wrong number of label values.
     """
@@ -63,7 +78,9 @@ class Metrics:
         for row in self._rows.values():
             labels = [label.name for label in row.labels]
             if row.kind == "histogram":
-                self._series[row.name] = Histogram(row.name, row.help, labels, registry=self.registry, buckets=_SECONDS)
+                self._series[row.name] = Histogram(
+                    row.name, row.help, labels, registry=self.registry, buckets=row.buckets
+                )
             else:
                 kind = Counter if row.kind == "counter" else Gauge
                 self._series[row.name] = kind(row.name, row.help, labels, registry=self.registry)
@@ -71,6 +88,10 @@ class Metrics:
                 # A series must read 0 from the start, not be absent, for rates and alerts to work.
                 self._child(row.name, values)
         self.registry.register(_OldNames(self._series))
+        ProcessCollector(registry=self.registry)
+        about = {"version": version("ctxreuse"), "python": platform.python_version()}
+        build = Gauge("ctxreuse_build_info", "1, with what this daemon is.", list(about), registry=self.registry)
+        build.labels(**about).set(1)
 
     def _child(self, name: str, values: tuple[str, ...]) -> Counter | Gauge | Histogram:
         series, known = self._series[name], self._known(name, values)
@@ -111,8 +132,11 @@ class Metrics:
             raise TypeError(f"{name} is not a histogram")
         child.observe(amount)
 
-    def record(self, usage: Usage, finish: str) -> None:
-        """Count one finished request: tokens by source, seconds, and the reason of its first miss."""
+    def record(self, usage: Usage, finish: str, spared: float | None = None) -> None:
+        """Count one finished request: tokens by source, seconds, and the reason of its first miss.
+
+        ``spared``: predicted seconds of computing what it reused, if known.
+        """
         self.add("ctxreuse_requests_total", 1, finish)
         for source, tokens in usage.tokens.by_source.items():
             self.add("ctxreuse_prompt_tokens_total", tokens, source)
@@ -128,6 +152,11 @@ class Metrics:
             self.add("ctxreuse_misses_total", 1, usage.why or usage.miss_reason)
         self.observe("ctxreuse_load_seconds", usage.seconds.load)
         self.observe("ctxreuse_prefill_seconds", usage.seconds.compute)
+        if usage.tokens.computed and usage.seconds.compute > 0:
+            self.observe("ctxreuse_prefill_tokens_per_second", usage.tokens.computed / usage.seconds.compute)
+        if spared is not None and usage.tokens.cached:
+            saved = spared - usage.seconds.load - usage.seconds.fetch
+            self.add("ctxreuse_reuse_seconds_total", abs(saved), "saved" if saved >= 0 else "lost")
 
     def watch(self, update: Callable[[], None]) -> None:
         """Call ``update`` before each `render`, to set figures that are counted elsewhere."""
@@ -136,15 +165,30 @@ class Metrics:
     def read(self, name: str, *values: str) -> float:
         """Return the value of a counter or gauge, or the sum of a histogram."""
         row = self._rows[name]
-        labels = {label.name: value for label, value in zip(row.labels, self._known(name, values))}
-        found = self.registry.get_sample_value(f"{name}_sum" if row.kind == "histogram" else name, labels)
-        return 0.0 if found is None else found
+        wanted = f"{name}_sum" if row.kind == "histogram" else name
+        return next((one.value for one in self._samples(name, values) if one.name == wanted), 0.0)
+
+    def buckets(self, name: str, *values: str) -> list[tuple[float, int]]:
+        """Return the upper limits of a histogram's buckets, and how many observations were at most that."""
+        found = (one for one in self._samples(name, values) if one.name.endswith("_bucket"))
+        return [(float(one.labels["le"]), int(one.value)) for one in found]
+
+    def _samples(self, name: str, values: tuple[str, ...]) -> Iterator[Sample]:
+        labels = {label.name: value for label, value in zip(self._rows[name].labels, self._known(name, values))}
+        for family in self._series[name].collect():
+            yield from (one for one in family.samples if labels.items() <= one.labels.items())
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
+        return self.exposition("")[0]
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics in the format that an ``Accept`` header prefers, OpenMetrics' or Prometheus' text format,
+        and its content type."""
         for update in self._watchers:
             try:
                 update()
             except Exception:  # a failing store must not hide the figures that would show it
                 log.warning("metrics could not be updated", exc_info=True)
-        return generate_latest(self.registry)
+        encode, media = choose_encoder(accept)
+        return encode(_WithoutCreated(self.registry)), media

@@ -16,6 +16,12 @@ SOURCES = ("device", "host", "disk", "edge", "cloud", "compute")
 ROUTES = ("chat", "completions", "models", "contexts", "api", "probes")
 
 
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_SPEEDS = (1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0, 500.0, 1000.0)
+_PREFILL_SPEEDS = (10.0, 30.0, 100.0, 200.0, 300.0, 500.0, 1e3, 2e3, 3e3, 5e3, 1e4, 2e4, 5e4)
+
+
 class Label(NamedTuple):
     """One label and its values; any other value becomes ``other``."""
 
@@ -24,12 +30,13 @@ class Label(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One row: ``kind`` is counter, gauge or histogram."""
+    """One row: ``kind`` is counter, gauge or histogram, with these ``buckets``."""
 
     name: str
     kind: str
     help: str
     labels: tuple[Label, ...] = ()
+    buckets: tuple[float, ...] = _SECONDS
 
 
 # Reasons as counted by the store: see StoreStats.
@@ -85,8 +92,8 @@ _REJECTION = Label("reason", ("corrupt", "audit", "foreign", "full", "orphan", "
 _PROFILE = Label("what", ("taken", "refused"))
 _PRIORITY = Label("priority", ("interactive", "normal", "background"))
 _DRAFT = Label("verdict", ("accepted", "rejected"))
-_DRAFT_SECONDS = Label("verdict", ("saved", "lost"))
 _DRAFT_SHORT = Label("reason", ("match", "cost", "lost", "unknown", "grammar", "end"))
+_NET = Label("verdict", ("saved", "lost"))
 _PREFILL = Label("how", ("computed", "shared"))
 
 _CURRENT = (
@@ -108,7 +115,7 @@ _CURRENT = (
         "ctxreuse_draft_seconds_total",
         "counter",
         "Seconds that drafts of answers saved, and those that they cost where they were wrong.",
-        (_DRAFT_SECONDS,),
+        (_NET,),
     ),
     Metric(
         "ctxreuse_draft_short_passes_total",
@@ -126,6 +133,30 @@ _CURRENT = (
     ),
     Metric("ctxreuse_load_seconds", "histogram", "Seconds to load reused KV into the engine."),
     Metric("ctxreuse_prefill_seconds", "histogram", "Seconds to compute the rest of the prompt."),
+    Metric(
+        "ctxreuse_reuse_seconds_total",
+        "counter",
+        "Predicted seconds of computing what was reused, less those of loading and fetching it: saved, or lost.",
+        (_NET,),
+    ),
+    Metric(
+        "ctxreuse_inter_token_seconds",
+        "histogram",
+        "Seconds between two tokens of an answer; tokens of one pass share its time.",
+        buckets=_GAPS,
+    ),
+    Metric(
+        "ctxreuse_generation_tokens_per_second",
+        "histogram",
+        "Tokens a second of an answer, from its first to its last.",
+        buckets=_SPEEDS,
+    ),
+    Metric(
+        "ctxreuse_prefill_tokens_per_second",
+        "histogram",
+        "Prompt tokens computed a second, of requests that computed any.",
+        buckets=_PREFILL_SPEEDS,
+    ),
     # the scheduler
     Metric("ctxreuse_scheduler_waiting_contexts", "gauge", "Contexts that wait for a pass of the engine."),
     Metric("ctxreuse_scheduler_admission_requests", "gauge", "Requests that wait for memory for their context."),

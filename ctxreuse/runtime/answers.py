@@ -127,7 +127,9 @@ class AnswerGroup:
                 one.error = error
             raise
         for one, logits in zip(going, found):
+            before = len(one.pieces)
             one.take(logits, self.runtime.engine)
+            one.pace.drawn(len(one.pieces) - before, self.runtime.clock(), self.runtime.metrics)
 
     def _start(self) -> Logits:
         from ctxreuse.engines.generate import AnswerDecoder
@@ -233,10 +235,36 @@ class AnswerGroup:
         if last and runtime.recorder is not None and self._number >= 0:
             runtime.recorder.ended(self._number, output=self._generated, busy=runtime.clock() - self._began)
         if runtime.metrics is not None:
-            runtime.metrics.record(usage, finish)
+            spared = runtime.cost.prefill.seconds(usage.tokens.cached, 0) if runtime.cost is not None else None
+            runtime.metrics.record(usage, finish, spared)
+            one.pace.end(runtime.metrics)
             missed = {} if one.number else runtime.requests.missed_tokens(usage.request)
             for reason, tokens in missed.items():
                 runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
+
+
+class _Pace:
+    """When the tokens of an answer came: seconds, by the runtime's clock."""
+
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
+        self._tokens = 0
+
+    def drawn(self, tokens: int, now: float, metrics: Metrics | None) -> None:
+        """Note that a pass gave ``tokens`` tokens."""
+        if self._tokens and metrics is not None:
+            for _ in range(tokens):
+                metrics.observe("ctxreuse_inter_token_seconds", (now - self._last) / tokens)
+        elif not self._tokens:
+            self._first = now
+        if tokens:
+            self._tokens, self._last = self._tokens + tokens, now
+
+    def end(self, metrics: Metrics) -> None:
+        """Count how fast they came."""
+        if self._tokens > 1 and self._last > self._first:
+            speed = (self._tokens - 1) / (self._last - self._first)
+            metrics.observe("ctxreuse_generation_tokens_per_second", speed)
 
 
 class _Answer:
@@ -251,7 +279,7 @@ class _Answer:
         self.error: BaseException | None = None
         self.wanted, self.closed = True, False
         self.drafter: AnswerDrafter | None = None
-        self.advanced = Advanced(None, 0.0)
+        self.advanced, self.pace = Advanced(None, 0.0), _Pace()
         self._draft = _NO_DRAFT
 
     @property

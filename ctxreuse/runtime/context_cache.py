@@ -150,6 +150,11 @@ class ContextCache:
                 found[level] = contexts + 1, tokens + context.n
         return found
 
+    def tokens(self) -> list[Tokens]:
+        """Return the token ids of all contexts, the most recently used last. Pure."""
+        with self._lock:
+            return [context.tokens.copy() for context in self._contexts if not is_lost(context)]
+
     def clear(self) -> None:
         """Forget all contexts."""
         with self._lock:

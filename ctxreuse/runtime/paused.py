@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ctxreuse.runtime.context_cache import ContextCache
     from ctxreuse.store.base import Store
 
-__all__ = ["IdleWork", "PausedContexts"]
+__all__ = ["IdleWork", "PausedContext", "PausedContexts"]
 
 #: Contexts known at a time, and the tokens they may have in all (64 MiB of ids).
 _MOST, _TOKENS = 256, 16 << 20
@@ -47,6 +47,19 @@ class IdleWork(NamedTuple):
 
     demoted: int = 0
     prefetched: int = 0
+
+
+class PausedContext(NamedTuple):
+    """A context at one moment: its number, tokens, bytes in memory at its pause, the key of its last whole block, what
+    it waits for (a stop reason, and the class of a tool), and since when, by the clock."""
+
+    number: int
+    tokens: int
+    nbytes: int
+    tip: bytes
+    stop: str
+    tool: str
+    since: float
 
 
 class _Context:
@@ -151,6 +164,18 @@ class PausedContexts:
         with self._lock:
             number = self._find(keys)
             return None if number is None else self._sessions.state(number, self._clock())
+
+    def contexts(self) -> list[PausedContext]:
+        """Return all contexts that are known, running ones included."""
+        with self._lock:
+            now, found = self._clock(), list[PausedContext]()
+            for number, one in self._contexts.items():
+                state = self._sessions.state(number, now)
+                if state is not None and one.keys:
+                    pause, size = state.pause, len(one.tokens)
+                    since = round(now - state.age, 1)
+                    found.append(PausedContext(number, size, one.nbytes, one.keys[-1], pause.stop, pause.tool, since))
+            return found
 
     def _report(self, keys: Sequence[bytes], label: int) -> None:
         if self._store is not None:

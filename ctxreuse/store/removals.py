@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -74,6 +75,12 @@ class RemovalLog:
             return self._all
         number = self._number.get(int.from_bytes(key[:SHORT_KEY], "little"))
         return None if number is None else self._events.get(number)
+
+    def newest(self, most: int) -> list[tuple[int, Removal, int]]:
+        """Return the last removals, newest first: a number, how the blocks left, and how many are known."""
+        with self._lock:
+            numbers = islice(reversed(self._events), most)
+            return [(number, self._events[number], self._uses[number]) for number in numbers]
 
     def _insert(self, event: _Event) -> None:
         removal = Removal(event.at, event.how, event.why, event.by)

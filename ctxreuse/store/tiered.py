@@ -8,6 +8,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from ctxreuse.block.format import BlockView, Buffer, Kind
 from ctxreuse.block.levels import EXACT, allowed_by, quality_key
 from ctxreuse.errors import StoreError
@@ -21,6 +23,7 @@ from ctxreuse.store.chunks.index import ChunkIndex, chunk_limit
 from ctxreuse.store.host import HostTier, Name
 from ctxreuse.store.listeners import KeyListeners
 from ctxreuse.store.removals import RemovalLog
+from ctxreuse.store.runs import NO_RUN, RUN, ContextRuns, joined_runs
 from ctxreuse.store.types import Entry, Holding, Removal, StoreStats
 from ctxreuse.tree import Match
 
@@ -101,6 +104,11 @@ class TieredStore:
             disk.on_failure(self._owe, self._offer_again)
 
     @property
+    def removals(self) -> RemovalLog:
+        """How blocks left."""
+        return self._removals
+
+    @property
     def disk(self) -> BlockStore | None:
         """The disk tier."""
         return self._disk
@@ -178,6 +186,19 @@ class TieredStore:
         under = {entry.key: entry for entry in below}
         found = (_merged(hosted.get(key), under.get(key), states.get(key)) for key in under | hosted)
         return iter(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.end))
+
+    def runs(self) -> ContextRuns:
+        """Return what both tiers store as runs; a block in both is one on disk. See `ctxreuse.store.runs`."""
+        with self._lock:
+            items = [item for (kind, _), item in self._host.items().items() if kind == "block"]
+            pins = list(self._host.pins)
+        keys = list({key for item in items for key in (item.key, item.parent)})
+        if self._disk is None or self._closed:
+            below, numbers = ContextRuns(np.zeros(0, RUN), ()), [NO_RUN] * len(keys)
+        else:
+            below, numbers = self._disk.runs(keys)
+        found = {key: number for key, number in zip(keys, numbers) if number != NO_RUN}
+        return joined_runs(below, found, items, pins)
 
     def recent(self) -> list[bytes]:
         with self._lock:

@@ -15,12 +15,14 @@ from ctxreuse.daemon.key_metrics import KeyMetrics
 from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.lifecycle import Daemon
 from ctxreuse.daemon.middleware import ApiMiddleware
+from ctxreuse.daemon.page.routes import page_routes
 from ctxreuse.daemon.probes import PROBES, probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse.engines import Engine
 from ctxreuse.errors import ConfigError
 from ctxreuse_edge.api import error_body, ollama, routes
 from ctxreuse_edge.node import EdgeNode
+from ctxreuse_edge.page import edge_feed
 
 __all__ = ["ADDRESS_FILE", "address_file", "application", "serve"]
 
@@ -93,8 +95,9 @@ def application(node: EdgeNode, daemon: Daemon) -> ApiMiddleware:
                 fix="Set edge.api_key_file, or edge.insecure = true on a network that you trust",
             )
         log.warning("anyone who reaches %s may use this daemon: edge.insecure is set", edge.host)
+    page = page_routes(edge_feed(node, lambda: bool(daemon.not_ready())))
     return ApiMiddleware(
-        Router([*probes(lambda: daemon.not_ready() or node.failing, node.metrics.render), *routes(node)]),
+        Router([*probes(lambda: daemon.not_ready() or node.failing, node.metrics.exposition), *page, *routes(node)]),
         metrics=node.metrics,
         route=_route,
         not_ready=daemon.not_ready,

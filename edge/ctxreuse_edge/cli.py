@@ -10,7 +10,17 @@ from urllib.parse import quote
 import typer
 
 from ctxreuse.cli.api_keys import key_commands
-from ctxreuse.cli.common import Json, ProgressBars, Url, app_of, daemon_client, load_settings, print_json, print_rows
+from ctxreuse.cli.common import (
+    Json,
+    Once,
+    ProgressBars,
+    Url,
+    app_of,
+    daemon_client,
+    load_settings,
+    print_json,
+    print_rows,
+)
 from ctxreuse.cli.errors import run
 
 if TYPE_CHECKING:
@@ -29,6 +39,8 @@ ctxreuse-edge serve --cloud tcp://cloud.example:7353 --cloud-key cloud.pub --bus
 ctxreuse-edge serve --record traffic.jsonl             for `ctxreuse replay`: hashes and counts, no text
 
 ctxreuse-edge status                                   state of the running daemon
+
+ctxreuse-edge top                                      what it does, as it changes; a browser shows it at its address
 
 ctxreuse-edge keys add laptop --expires 30d            create an API key
 
@@ -139,6 +151,14 @@ def status(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
         rows.insert(5, ("disk", f"{what}{rounded_bytes(stats['unwritten_bytes'])} of KV in memory only, tried again"))
     rows += [("cloud", f"{cloud['name']}: {cloud['state']}") for cloud in found["clouds"]]
     print_rows(rows)
+
+
+@app.command()
+def top(ctx: typer.Context, url: Url = "", once: Once = False, json: Json = False) -> None:
+    """Show what the daemon does, as its page in a browser does: reuse, requests, contexts, links; Ctrl-C ends it."""
+    from ctxreuse.cli.top import follow_top
+
+    follow_top(_client(ctx, url), once=once, json=json)
 
 
 @app.command()

@@ -189,6 +189,19 @@ class CloudLinks:
             for link, estimate in self._links
         ]
 
+    def rows(self) -> dict[str, list[Any]]:
+        """Return each cloud for the page, see `ctxreuse_edge.page`."""
+        pending = {one.name: one for one in self._sync.status().links} if self._sync is not None else {}
+        found: dict[str, list[Any]] = {}
+        for one, (link, _) in zip(self.status(), self._links):
+            sync = pending.get(link.name)
+            found[link.name] = [
+                one["state"], one["reason"] or one["quarantined"], one["rtt"], one["bandwidth"], one["bytes_in"],
+                one["bytes_out"], max(one["up"] - 1, 0), one["announced"], sync.pending_blocks if sync else 0,
+                sync.sent_blocks if sync else 0, link.transfers(),
+            ]  # fmt: skip
+        return found
+
     def sync(self) -> dict[str, Any]:
         """Send the clouds the blocks they miss, now; returns what was sent and what is pending."""
         if self._sync is None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ class RunningAnswer:
         # Unbounded, with one entry per token: a slow client does not hold up the engine.
         self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._cancelled = threading.Event()
+        #: When it was requested, in seconds since 1970.
+        self.since = time.time()
         #: Empty until the prompt was read.
         self.completions: Sequence[Completion] = ()
         #: Called when it is cancelled.
@@ -124,6 +127,8 @@ class RequestPool:
         self._waiting = FairQueue[str, _Work](limit)
         self._running, self._background = Shares[str](2 * running), Counter[str]()
         self._closed = False
+        #: Those that run now.
+        self.answers: set[RunningAnswer] = set()
 
     @property
     def active(self) -> int:
@@ -149,7 +154,15 @@ class RequestPool:
 
         Raises ApiError (429) at the limit, now or from the answer; 503 while draining."""
         running = RunningAnswer(make, using)
-        caller, work = self._submit(running.run, running.fail, priority, answers)
+
+        def run() -> None:
+            self.answers.add(running)
+            try:
+                running.run()
+            finally:
+                self.answers.discard(running)
+
+        caller, work = self._submit(run, running.fail, priority, answers)
         running.on_cancel = lambda: self._give_up(caller, work)
         return running
 

@@ -124,3 +124,51 @@ ptrdiff_t context_tree_load(context_tree *tree, const tree_row *rows, const uint
     }
     return alike;
 }
+
+static int heads_run(const context_tree *tree, const uint8_t *pinned, uint32_t place) {
+    const tree_node *node = tree->nodes + place;
+    if (node->parent == POLICY_NONE) return 1;
+    const tree_node *above = tree->nodes + node->parent;
+    return above->children != 1 || above->kind != node->kind || pinned[node->parent] != pinned[place];
+}
+
+ptrdiff_t context_tree_runs(const context_tree *tree, const uint8_t *pinned, tree_run **runs, uint32_t *run_of) {
+    size_t count = 0;
+    for (uint32_t place = 0; place < tree->used; place++) {
+        run_of[place] = POLICY_NONE;
+        count += context_tree_has(tree, place) && heads_run(tree, pinned, place);
+    }
+    tree_run *found = *runs = calloc(count ? count : 1, sizeof *found);
+    if (!found) return -1;
+    uint32_t next = 0;
+    for (uint32_t place = 0; place < tree->used; place++) {
+        if (!context_tree_has(tree, place) || run_of[place] != POLICY_NONE) continue;
+        uint32_t head = place;
+        while (run_of[head] == POLICY_NONE && !heads_run(tree, pinned, head)) head = tree->nodes[head].parent;
+        uint32_t number = run_of[head];
+        if (number == POLICY_NONE) {
+            number = next++;
+            found[number].kind = tree->nodes[head].kind;
+            found[number].head = tree_id(tree->nodes + head);
+            found[number].pinned = pinned[head];
+            found[number].start = tree->nodes[head].depth - context_tree_tokens(tree, tree->nodes + head);
+            run_of[head] = number;
+        }
+        for (uint32_t at = place; run_of[at] == POLICY_NONE; at = tree->nodes[at].parent) run_of[at] = number;
+    }
+    for (uint32_t place = 0; place < tree->used; place++) {
+        if (!context_tree_has(tree, place)) continue;
+        const tree_node *node = tree->nodes + place;
+        tree_run *run = found + run_of[place];
+        if (heads_run(tree, pinned, place)) run->parent = node->parent == POLICY_NONE ? POLICY_NONE : run_of[node->parent];
+        run->nbytes += node->nbytes + node->state_nbytes;
+        run->blocks += node->nbytes > 0;
+        run->states += node->state_nbytes > 0;
+        if (node->depth - run->start > run->tokens || !run->tip) {
+            run->tokens = node->depth - run->start;
+            run->tip = tree_id(node);
+            run->children = node->children;
+        }
+    }
+    return (ptrdiff_t)count;
+}

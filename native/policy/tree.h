@@ -25,6 +25,16 @@ typedef struct tree_row {
     uint32_t tokens, kind;
 } tree_row;
 
+/* Nodes in a line, each the only child of the one before, that have the same kind and are all pinned or none. */
+typedef struct tree_run {
+    uint64_t head, tip;      /* ids of its first and its last node */
+    uint64_t nbytes;         /* of blocks and states */
+    uint32_t parent;         /* number of the run that it continues; POLICY_NONE: of none */
+    uint32_t start, tokens;  /* tokens before it, and its own */
+    uint32_t blocks, states; /* nodes with a block, and with a state */
+    uint32_t kind, children, pinned;
+} tree_run;
+
 /* The first 8 bytes of a node's key as the policies' id. */
 static inline uint64_t tree_id(const tree_node *node) {
     uint64_t id = 0;
@@ -52,5 +62,8 @@ void context_tree_remove(context_tree *tree, uint32_t place);
  * keys begin with the same 8 bytes as another; -1 without memory. */
 ptrdiff_t context_tree_load(context_tree *tree, const tree_row *rows, const uint32_t *order, size_t n, uint64_t *used, uint8_t *lost,
                             uint64_t *uses, size_t kinds);
+/* All runs, in an array to be freed, and how many; `pinned` has a byte for each place. For each place, if `run_of` is not
+ * NULL, the number of its run. -1 without memory. */
+ptrdiff_t context_tree_runs(const context_tree *tree, const uint8_t *pinned, tree_run **runs, uint32_t *run_of);
 
 #endif

@@ -201,6 +201,33 @@ static PyObject *tree_line(PyObject *module, PyObject *const *args, Py_ssize_t n
     return list;
 }
 
+/* (tree, places with pins) -> (tree_run of each run, the number of the run of each place) as bytes */
+static PyObject *tree_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (arity(nargs, 2, "tree_runs") < 0) return NULL;
+    const context_tree *tree = tree_of(args[0]);
+    PyObject *places = tree ? PySequence_List(args[1]) : NULL, *numbers = NULL, *result = NULL;
+    uint8_t *pinned = places ? calloc((size_t)tree->used + 1, 1) : NULL;
+    tree_run *runs = NULL;
+    if (pinned) numbers = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)tree->used * 4);
+    else if (places) PyErr_NoMemory();
+    for (Py_ssize_t i = 0; numbers && i < PyList_Size(places); i++) {
+        size_t place;
+        if (size_of(PyList_GetItem(places, i), "place", &place) < 0) Py_CLEAR(numbers);
+        else if (place < tree->used) pinned[place] = 1;
+    }
+    if (numbers) {
+        ptrdiff_t count = context_tree_runs(tree, pinned, &runs, (uint32_t *)(void *)PyBytes_AsString(numbers));
+        if (count < 0) PyErr_NoMemory();
+        else result = Py_BuildValue("(NO)", PyBytes_FromStringAndSize((const char *)runs, count * (Py_ssize_t)sizeof *runs), numbers);
+    }
+    free(runs);
+    free(pinned);
+    Py_XDECREF(numbers);
+    Py_XDECREF(places);
+    return result;
+}
+
 /* (tree, keys, one byte a kind: bit 0 blocks may be used, bit 1 states)
  * -> (leading keys that may be used, place of the last, how many of them up to the last state, its place) */
 static PyObject *tree_match(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
@@ -414,6 +441,7 @@ PyMethodDef tree_methods[] = {
     FAST(tree_row_of),
     FAST(tree_line),
     FAST(tree_match),
+    FAST(tree_runs),
     FAST(tree_load),
     FAST(shadow_fill),
     FAST(residents_fill),

@@ -51,7 +51,7 @@ def main(drain: str, linger: str, address: str, opening: str, closing: str) -> i
     async def broken(_: Request) -> Response:
         raise RuntimeError("a slip in code")
 
-    routes = [*probes(daemon.not_ready, metrics.render), Route("/ticks", ticks), Route("/broken", broken)]
+    routes = [*probes(daemon.not_ready, metrics.exposition), Route("/ticks", ticks), Route("/broken", broken)]
     app = ApiMiddleware(Router(routes), metrics=metrics, route=str, not_ready=daemon.not_ready)
     logs.setup("json")
     print(daemon.bind(), flush=True)

@@ -17,10 +17,27 @@ import pytest
 from ctxreuse_edge.app import address_file, application
 from ctxreuse_edge.node import EdgeNode
 
+from benchmarks.chromium import INSTALL, chromium
 from ctxreuse.config import Settings, load
 from ctxreuse.daemon.lifecycle import Daemon, read_address
 from support.tiny_text import save_model
 from support.waiting import patient, until
+
+_left_out: list[str] = []
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("browser") is not None]
+    if marked and chromium() is None and os.environ.get("CTXREUSE_REQUIRE_CHROMIUM") != "1":
+        config.hook.pytest_deselected(items=marked)
+        _left_out.extend(item.nodeid for item in marked)
+        items[:] = [item for item in items if item not in marked]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out:
+        said = f"{len(_left_out)} tests of the page in a browser did not run; to run them: {INSTALL}"
+        terminalreporter.write_line(said, yellow=True)
 
 
 @pytest.fixture(scope="session")

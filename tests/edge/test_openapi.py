@@ -26,6 +26,7 @@ def test_every_route_is_described_and_nothing_else(edge: Any) -> None:
     }
     served.remove(("/api/contexts/{name}/{verb}", "POST"))
     served |= {(f"/api/contexts/{{name}}/{verb}", "POST") for verb in ("pin", "unpin")}
+    served.add(("/api/events", "GET"))  # of the page, which both daemons have
     described = edge.http.get("/openapi.json").json()
     assert {(path, method.upper()) for path, methods in described["paths"].items() for method in methods} == served
     assert described == json.loads(json.dumps(description()))

@@ -30,6 +30,11 @@ def _outstanding(backend: Backend) -> float:
     return float(backend.outstanding)
 
 
+def _values(counter: Counter, label: str) -> dict[str, int]:
+    samples = (one for family in counter.collect() for one in family.samples if one.name.endswith("_total"))
+    return {one.labels[label]: int(one.value) for one in samples}
+
+
 class ProxyCounts:
     """Counters and histograms; labels are names from the settings, never tenants or text of callers."""
 
@@ -62,6 +67,10 @@ class ProxyCounts:
         # A series must read 0 from the start, not be absent, for rates and alerts to work.
         for value in values:
             counter.labels(value)
+
+    def totals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return tokens by kind, and requests that ended by outcome."""
+        return _values(self._tokens, "kind"), _values(self._requests, "outcome")
 
     def tried(self, backend: str, *, again: bool) -> None:
         """Count an attempt; ``again``: not the first of its request."""

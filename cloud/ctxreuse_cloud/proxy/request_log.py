@@ -126,6 +126,10 @@ class ProxyRequestLog:
         if self._journal is not None:
             self._journal.append(msgspec.msgpack.encode(seen))
 
+    def newest(self, most: int) -> list[Seen]:
+        """Return the last requests, oldest first. Any thread."""
+        return list(self._seen)[-most:]
+
     def explain(self, request: str, tenant: str | None) -> CloudWhy | None:
         """Explain a request; None if it is not known or not of ``tenant`` (None: the operator, who may see all)."""
         owner = None if tenant is None else self._owner(tenant)

@@ -160,6 +160,17 @@ class ClientSession(Session):
         self._leaving = False
         self._ping, self._pinged, self._answered = 0, 0.0, True
 
+    def transfers(self) -> list[tuple[str, int, int]]:
+        """Return what goes over the link now: ``fetch`` or ``put``, blocks, and the bytes that came. Any thread."""
+        found = list[tuple[str, int, int]]()
+        for one in tuple(self._running.values()):
+            if isinstance(one, PutSender):
+                found.append(("put", one.blocks, 0))
+            elif isinstance(one, FetchReceiver):
+                blocks = len(one.buffer.keys) if isinstance(one.buffer, FetchBuffer) else 0
+                found.append(("fetch", blocks, one.buffer.received))
+        return found
+
     # ---- requests ----
 
     def match(

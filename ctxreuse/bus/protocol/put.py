@@ -67,6 +67,11 @@ class PutSender:
         self._sending: SendTransfer | None = None
         self._source: _OfferedBlocks | None = None
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that are offered."""
+        return len(self._message.sizes)
+
     def offer(self) -> messages.Put:
         """Return the message that opens the put on this connection."""
         self.round, self.open = self.round + 1, True

@@ -218,6 +218,10 @@ class BusClient:
             self._session.announced_count(),
         )
 
+    def transfers(self) -> list[tuple[str, int, int]]:
+        """See `ClientSession.transfers`."""
+        return self._session.transfers()
+
     def close(self, timeout: float = 2.0) -> None:
         """Finish what is on its way for up to ``timeout`` seconds, then end the rest. Idempotent."""
         self._dialer.close(timeout)

@@ -12,6 +12,7 @@ from ctxreuse.store.blocks.index import Index
 from ctxreuse.store.blocks.tables import lookup, match_records, records
 from ctxreuse.store.lmdb.env import Env
 from ctxreuse.store.lmdb.records import Record
+from ctxreuse.store.runs import ContextRuns, tree_runs
 from ctxreuse.store.types import Entry, Holding
 from ctxreuse.tree import Match, Node
 
@@ -67,6 +68,11 @@ class Contents:
                 nodes = [tree.at(place) for place in places[at : at + _WALKED] if tree.has(place)]
                 entries = [_entry_of_node(node) for node in nodes if node.nbytes]
             yield from entries
+
+    def runs(self, keys: Sequence[bytes] = ()) -> tuple[ContextRuns, list[int]]:
+        """See `tree_runs`; of the process that writes only."""
+        with self.lock:
+            return tree_runs(self._index.tree, keys)
 
     def recent(self) -> list[bytes]:
         if self._readonly:

@@ -38,6 +38,7 @@ from ctxreuse.store.lmdb.owner import Owner, claim, folder
 from ctxreuse.store.lmdb.rewrite import rewrite
 from ctxreuse.store.policy import make_policy
 from ctxreuse.store.removals import FILE, RemovalLog
+from ctxreuse.store.runs import ContextRuns
 from ctxreuse.store.types import Entry, Holding, Progress, Removal, StoreOptions, StoreStats
 from ctxreuse.tree import Match
 
@@ -167,6 +168,10 @@ class BlockStore:
 
     def walk(self) -> Iterator[Entry]:
         return self._contents.walk()
+
+    def runs(self, keys: Sequence[bytes] = ()) -> tuple[ContextRuns, list[int]]:
+        """Return the stored runs, and the number of the run of each key; see `ctxreuse.store.runs`."""
+        return self._contents.runs(keys)
 
     def recent(self) -> list[bytes]:
         return self._contents.recent()

@@ -106,6 +106,7 @@ _OPERATIONS = (
     _Operation("GET", "/api/why/{name}", "Why a request reused what it did"),
     _Operation("POST", "/api/sync", "Exchange blocks with the clouds now"),
     _Operation("GET", "/api/status", "The daemon's state"),
+    _Operation("GET", "/api/events", "What the page shows: server-sent events of what changes"),
     _Operation("GET", "/openapi.json", "This description"),
     _Operation("GET", "/docs", "This description as a page"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from ctxreuse.why import RequestInfo, Why
 from ctxreuse_agents._session import SessionCore, make_question
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.retention import lifetime
 from ctxreuse_agents.segments import message_of
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results
 
@@ -284,6 +286,15 @@ class Session:
         here, there = self.head, other.head
         common = self._state.ledger.common(here, there)
         return Diff(common, self._core.after(common, here), self._core.after(common, there))
+
+    def set_ttl(self, seconds: float | timedelta | None) -> None:
+        """Have it deleted after so many seconds, as `Memory.delete` does; None: never. Forks made since go with it."""
+        expires = None if seconds is None else self._state.keeper.clock.now() + lifetime(seconds)
+        self._state.ledger.keep(self.id, expires=expires, pinned=self.record.pinned)
+
+    def pin(self, on: bool = True) -> None:
+        """Keep it whatever its age and that of others: neither its time nor a limit deletes it. ``on``: False: no more."""
+        self._state.ledger.keep(self.id, expires=self.record.expires, pinned=on)
 
     def rename(self, name: str) -> None:
         """Rename it. Raises SessionError if the name is taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -23,11 +23,12 @@ from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import RecomputeBudget, parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
 from ctxreuse.runtime.compaction import compact, finish_deletions
-from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, TieredStore, open_store
+from ctxreuse.store import Hit, Ledger, LedgerStats, NewTurn, Store, StoreStats, TieredStore, open_store
 from ctxreuse.store.recall import EmbedderChoice, Filters
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_agents import transfer
 from ctxreuse_agents._state import MemoryState
+from ctxreuse_agents.inputs import check_text
 from ctxreuse_agents.recalled import Recalled, SearchLimits, count_tokens, gather
 from ctxreuse_agents.retention import KeepLimits, Summarise, lifetime
 from ctxreuse_agents.session import Session
@@ -182,17 +183,24 @@ class Memory:
         max_kl: float | str | None = None,
         ttl: float | timedelta | None = None,
         pin: bool = False,
+        turns: Sequence[NewTurn] = (),
+        id: str | None = None,
         lossy: str | None = None,
     ) -> Session:
-        """Create an empty session. Raises SessionError if the name is taken.
+        """Create a session, with its first ``turns`` if any, in one step. Raises SessionError if the name is taken.
 
         ``namespace``: whose it is, such as ``user/agent/run``: `search`, `recall` and `sessions` can be limited to one
         and those below it. Its forks have the same, and it never changes. ``max_kl``: see `session`. ``ttl``: see
-        `Session.set_ttl`; ``pin``: see `Session.pin`.
+        `Session.set_ttl`; ``pin``: see `Session.pin`. ``id``: 32 hex digits that no session has, for a caller who may
+        have to ask again.
         """
+        for turn in turns:
+            check_text(turn.role, turn.content)
         limit = self._permitted(max_kl, lossy)
         expires = None if ttl is None else self._state.keeper.clock.now() + lifetime(ttl)
-        created = self._state.ledger.create(name, max_kl=limit, namespace=namespace, expires=expires, pinned=pin)
+        created = self._state.ledger.create(
+            name, max_kl=limit, turns=turns, id=id, namespace=namespace, expires=expires, pinned=pin
+        )
         return Session(self._state, created.id)
 
     def session(
@@ -264,7 +272,7 @@ class Memory:
         sessions whose time is over, are not found.
 
         Args:
-            query: words.
+            query: words; none: all turns that ``filters`` allow, the newest first.
             limit: hits at most; 1,000 are the most.
             explain: say in `Hit.explain` why each was found.
             filters: ``session`` (id or name), ``namespace`` (it and those below it), ``role``, ``since`` (seconds since

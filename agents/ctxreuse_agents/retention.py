@@ -43,7 +43,8 @@ class KeepLimits(msgspec.Struct, frozen=True):
         check_namespace(namespace)
         for name, value in (("turns", self.turns), ("characters", self.characters)):
             if value is not None and (not isinstance(value, int) or value < 0):
-                raise ConfigError(f"{name} of {namespace or 'all namespaces'!r} is {value!r}", fix="Give 0 or more, or None")
+                where = namespace or "all namespaces"
+                raise ConfigError(f"{name} is {value!r}", where=where, fix="Give 0 or more, or None")
         return self if self.age is None else msgspec.structs.replace(self, age=lifetime(self.age, "age"))
 
 

@@ -293,7 +293,7 @@ class Session:
         self._state.ledger.keep(self.id, expires=expires, pinned=self.record.pinned)
 
     def pin(self, on: bool = True) -> None:
-        """Keep it whatever its age and that of others: neither its time nor a limit deletes it. ``on``: False: no more."""
+        """Keep it: neither its time nor a limit of its namespace deletes it. ``on``: False: no more."""
         self._state.ledger.keep(self.id, expires=self.record.expires, pinned=on)
 
     def rename(self, name: str) -> None:

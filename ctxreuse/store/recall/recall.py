@@ -88,7 +88,11 @@ class Recall:
             if used and scored > _SCORED:
                 break
             used.append(term)
-        words = tables.find(used, conditions, proposed) if used else []
+        words = list[tuple[int, float]]()
+        if used:
+            words = tables.find(used, conditions, proposed)
+        elif not query.strip() and conditions[0] != "1":
+            words = tables.newest(conditions, limit)
         near, cosines, embedder = list[tuple[int, float]](), dict[int, float](), self._opened()
         if embedder is not None and wanted:
             self._embed(tables, now, embedder, _PATIENCE)

@@ -1,4 +1,4 @@
-"""The index on disk: an SQLite file with the words of each turn, its role, time, namespace and meta; and its vectors."""
+"""The index on disk: an SQLite file with the words of each turn, its role, time, namespace and meta; its vectors."""
 
 from __future__ import annotations
 
@@ -152,11 +152,13 @@ class Tables:
         return [id for (id,) in found]
 
     def oldest(self, namespace: str) -> list[tuple[str, float, int, int]]:
-        """Return the sessions of a namespace and those below it that are not pinned, the first one the longest unchanged.
+        """Return the sessions of a namespace and those below it that are not pinned, the longest unchanged first.
 
         Each: its id, when it changed, its turns that no session before it has, and their characters.
         """
-        where = "" if not namespace else "AND (s.namespace = ?1 OR (s.namespace >= ?1 || '/' AND s.namespace < ?1 || '0'))"
+        where = (
+            "" if not namespace else "AND (s.namespace = ?1 OR (s.namespace >= ?1 || '/' AND s.namespace < ?1 || '0'))"
+        )
         text = (
             "SELECT s.id, s.updated, count(turns.id), coalesce(sum(turns.size), 0) FROM sessions AS s "
             f"LEFT JOIN turns ON turns.session = s.id WHERE NOT s.pinned {where} GROUP BY s.id ORDER BY s.updated"
@@ -213,6 +215,12 @@ class Tables:
             (match, *values, limit),
         )
         return [(int(id), float(score)) for id, score in found]
+
+    def newest(self, conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
+        """Return the turns that meet the conditions, the newest first, all with the score 0."""
+        where, values = conditions
+        found = self._db.execute(f"SELECT id FROM turns WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit))
+        return [(int(id), 0.0) for (id,) in found]
 
     def homes(self, ids: Sequence[int]) -> Mapping[int, str]:
         """Return the session that each turn is here by."""

@@ -19,6 +19,7 @@ from ctxreuse.config import load
 from ctxreuse.daemon.address import is_url
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import SessionError
+from ctxreuse.html import table, when
 from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import RecomputeBudget, parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
@@ -36,6 +37,9 @@ from ctxreuse_agents.session import Session
 __all__ = ["Memory", "MemoryStats"]
 
 _log = logging.getLogger(__name__)
+
+#: Sessions that a notebook shows.
+_SHOWN = 20
 
 
 class MemoryStats(msgspec.Struct, frozen=True):
@@ -152,6 +156,13 @@ class Memory:
     def __repr__(self) -> str:
         name = "text only" if self._state.runtime is None else self._state.runtime.space.architecture
         return f"Memory({str(self.ledger.path)!r}, {name})"
+
+    def _repr_html_(self) -> str:
+        records = self.ledger.sessions(_SHOWN)
+        count = self.ledger.stats().sessions
+        rows = [(one.name, one.namespace, when(one.updated), when(one.expires), one.pinned) for one in records]
+        more = f", the last changed {len(rows)} of {count:,} sessions" if len(rows) < count else ""
+        return table(("session", "namespace", "changed", "expires", "pinned"), rows, f"{self!r}{more}")
 
     def __enter__(self) -> Memory:
         return self

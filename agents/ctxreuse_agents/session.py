@@ -14,6 +14,7 @@ from ctxreuse.block.levels import limit_name
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import SessionError, StoreError
+from ctxreuse.html import table, when
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.pauses import kind_of
 from ctxreuse.pauses.hints import check_hint
@@ -35,12 +36,24 @@ __all__ = ["Diff", "Session"]
 _WARM_SECONDS = 30.0
 
 
+#: Turns of a session that a notebook shows, and their columns.
+_SHOWN, _TURN = 20, ("turn", "role", "text", "created")
+
+
+def _row(turn: Turn) -> tuple[int, str, str, str]:
+    return turn.id, turn.role, turn.content, when(turn.created)
+
+
 class Diff(msgspec.Struct, frozen=True):
     """Two histories: the id of the last turn they share (0: none), and the turns that only one of them has."""
 
     common: int
     here: list[Turn]
     there: list[Turn]
+
+    def _repr_html_(self) -> str:
+        rows = [(side, *_row(turn)) for side, turns in (("here", self.here), ("there", self.there)) for turn in turns]
+        return table(("", *_TURN), rows, f"shared up to turn {self.common}" if self.common else "nothing shared")
 
 
 class Session:
@@ -56,6 +69,12 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.id[:8]})"
+
+    def _repr_html_(self) -> str:
+        record, turns = self.record, self.turns()
+        last = turns[-_SHOWN:]
+        more = f", the last {len(last)} of {len(turns):,} turns" if len(last) < len(turns) else ""
+        return table(_TURN, map(_row, last), f"session {record.name}{more}")
 
     def __enter__(self) -> Session:
         return self

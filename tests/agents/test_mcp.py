@@ -22,7 +22,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
-pytestmark = [pytest.mark.daemon]
+pytestmark = [pytest.mark.daemon, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "ctxreuse", "mcp", "--embedder", "none"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sqlite3
 import threading
@@ -9,6 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ctxreuse.embed import Embedder, open_embedder
 from ctxreuse.errors import ConfigError, SessionError, StoreClosedError, StoreError
@@ -40,6 +44,8 @@ _MOST = 1000
 _PROPOSED = 100
 #: Turns embedded at a time, and seconds of it that a search waits for: 40 µs a sentence, 1 ms a page.
 _BATCH, _PATIENCE = 64, 0.1
+#: The same for all memories of a process: opening it takes .1 s, and 20 MB.
+_open_shared = functools.cache(open_embedder)
 
 
 class Recall:
@@ -96,9 +102,10 @@ class Recall:
         near, cosines, embedder = list[tuple[int, float]](), dict[int, float](), self._opened()
         if embedder is not None and wanted:
             self._embed(tables, now, embedder, _PATIENCE)
-            vector = embedder.embed([query[:MOST_QUERY]]).vectors[0]
-            near, scores = tables.vectors.nearest(vector, proposed, conditions)
-            cosines = tables.vectors.cosines_of([turn for turn, _ in words], scores)
+            made = self._vectors_of(embedder, [query[:MOST_QUERY]])
+            if made is not None:
+                near, scores = tables.vectors.nearest(made[0], proposed, conditions)
+                cosines = tables.vectors.cosines_of([turn for turn, _ in words], scores)
         found = fuse(words, near, cosines)[:limit]
         homes = tables.homes([one.turn for one in found])
         hits = []
@@ -115,17 +122,14 @@ class Recall:
         """Return the embedder; it is opened by the first search."""
         if self._embedder == "auto":
             try:
-                self._embedder = open_embedder()
+                self._embedder = _open_shared()
             except ConfigError as error:
                 log.info("search goes by words alone: %s", error)
                 self._embedder = "none"
         return None if self._embedder == "none" or isinstance(self._embedder, str) else self._embedder
 
     def _embed(self, tables: Tables, now: LedgerSnapshot, embedder: Embedder, seconds: float) -> bool:
-        """Make vectors of turns that have none, for so many seconds; returns True if there are more.
-
-        An embedder that fails is not used again.
-        """
+        """Make vectors of turns that have none, for so many seconds; returns True if there are more."""
         tables.embed_all(embedder.name, embedder.dimensions)
         until = time.monotonic() + seconds
         while turns := tables.pending(_BATCH):
@@ -135,17 +139,25 @@ class Recall:
                     texts.append(now.history.turn(id).content)
                 except (SessionError, DamagedTurnError):  # removed or damaged since
                     texts.append("")
-            try:
-                tables.add_vectors(turns, embedder.embed(texts).vectors)
-            except (sqlite3.Error, OSError):
-                raise
-            except Exception as error:  # of someone else's embedder: words are found without it
-                log.warning("search goes by words alone: the embedder %s failed: %s", embedder.name, error)
-                self._embedder = "none"
+            vectors = self._vectors_of(embedder, texts)
+            if vectors is None:
                 return False
+            tables.add_vectors(turns, vectors)
             if time.monotonic() > until:
                 return bool(tables.pending(1))
         return False
+
+    def _vectors_of(self, embedder: Embedder, texts: list[str]) -> NDArray[np.float32] | None:
+        """Return the vectors of texts; None if the embedder fails, which is not used again then."""
+        try:
+            made = np.asarray(embedder.embed(texts).vectors, np.float32)
+            if made.shape != (len(texts), embedder.dimensions) or not np.isfinite(made).all():
+                raise ValueError(f"its vectors are not finite, or not {embedder.dimensions} numbers each")
+        except Exception as error:  # of someone else's code: words are found without it
+            log.warning("search goes by words alone: the embedder %s failed: %s", embedder.name, error)
+            self._embedder = "none"
+            return None
+        return made
 
     def _fill(self) -> None:
         """Have a thread make the vectors that are missing."""

@@ -14,7 +14,7 @@ __all__ = ["NEEDS", "SUITE"]
 _NAMES = (
     "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "engine",
     "evict", "fair", "fetch", "forget", "fork", "import", "levels", "lossless", "many", "neighbours", "onnx", "order",
-    "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "resident", "resume", "router", "scale",
+    "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "recall", "resident", "resume", "router", "scale",
     "shapes", "states", "together", "tools", "tree",
 )  # fmt: skip
 

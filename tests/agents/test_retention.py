@@ -120,7 +120,11 @@ def test_a_clock_behind_the_last_change_is_not_believed() -> None:
 
 
 def test_limits_of_age_and_size_by_namespace(tmp_path: Path, clock: SetClock) -> None:
-    limits = {"ann": KeepLimits(age=timedelta(seconds=100)), "bob": KeepLimits(turns=3), "eve": KeepLimits(characters=10)}
+    limits = {
+        "ann": KeepLimits(age=timedelta(seconds=100)),
+        "bob": KeepLimits(turns=3),
+        "eve": KeepLimits(characters=10),
+    }
     kept = Kept(tmp_path, clock, limits)
     for n in range(4):
         kept.ledger.create(f"ann{n}", namespace="ann/x")
@@ -138,7 +142,9 @@ def test_limits_of_age_and_size_by_namespace(tmp_path: Path, clock: SetClock) ->
     kept.close()
 
 
-def test_what_goes_is_summed_up_by_the_caller(tmp_path: Path, clock: SetClock, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_goes_is_summed_up_by_the_caller(
+    tmp_path: Path, clock: SetClock, caplog: pytest.LogCaptureFixture
+) -> None:
     def summarise(turns: Sequence[Turn]) -> str | None:
         if turns[0].content == "bad":
             raise ValueError("no")

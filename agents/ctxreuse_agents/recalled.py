@@ -39,7 +39,9 @@ class Recalled(msgspec.Struct, frozen=True):
     tokens: int
 
     def _repr_html_(self) -> str:
-        rows = [(one.score, one.session.name, one.turn.role, one.turn.content, ", ".join(one.explain)) for one in self.hits]
+        rows = [
+            (one.score, one.session.name, one.turn.role, one.turn.content, ", ".join(one.explain)) for one in self.hits
+        ]
         return table(("score", "session", "role", "text", "found by"), rows, f"{self.tokens:,} tokens")
 
 

@@ -57,8 +57,8 @@ def lifetime(value: float | timedelta, name: str = "ttl") -> float:
 
 
 class SteadyClock:
-    """Seconds since 1970 that go on evenly from when it was made: a clock of the machine that is set meanwhile, right or
-    wrong, deletes nothing.
+    """Seconds since 1970 that go on evenly from when it was made: where the machine's clock is set meanwhile, right or
+    wrong, nothing is deleted by that.
 
     ``newest``: a time that has been, such as of the last change; a machine's clock that is before it is not believed.
     """

@@ -267,9 +267,9 @@ def test_keys_are_required_over_http(tmp_path: Path) -> None:
     async def story(url: str) -> None:
         import httpx2
 
-        async with httpx2.AsyncClient(headers={"Authorization": "Bearer a-key-of-some-length"}) as known:
-            async with Client(streamable_http_client(url, http_client=known)) as client:
-                await call(client, "remember", text="secret")
+        known = httpx2.AsyncClient(headers={"Authorization": "Bearer a-key-of-some-length"})
+        async with known, Client(streamable_http_client(url, http_client=known)) as client:
+            await call(client, "remember", text="secret")
         with pytest.raises(Exception):  # noqa: B017
             async with Client(url) as client:
                 await client.list_tools()

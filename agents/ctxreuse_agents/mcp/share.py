@@ -200,7 +200,8 @@ class _Link:
         """Call a tool there. Raises ToolRefusedError, and ConnectionError if no answer comes any more."""
         if self.closed:
             raise ConnectionResetError
-        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             await _write(self._writer, [number, tool, dict(arguments)])

@@ -96,7 +96,7 @@ class _Why(Arguments, frozen=True):
 
 
 class ToolSpec(NamedTuple):
-    """A tool: what it is called, what it takes, the function of a memory and its arguments, and whether it only reads."""
+    """A tool: its name, what it takes, the function of a memory and its arguments, and whether it only reads."""
 
     name: str
     arguments: type[Arguments]

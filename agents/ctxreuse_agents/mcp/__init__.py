@@ -40,7 +40,7 @@ def serve(
     """
     try:
         from ctxreuse_agents.mcp.server import TOOLSETS, run_stdio
-        from ctxreuse_agents.mcp.share import SharedMemory
+        from ctxreuse_agents.mcp.share import CommonMemory
     except ImportError as error:
         fix = "Run: pip install 'ctxreuse[mcp]'"
         raise ConfigError(f"the MCP server needs {error.name}", fix=fix) from None
@@ -58,7 +58,7 @@ def serve(
         return Memory.open(folder, engine, **how)
 
     async def run() -> None:
-        shared = SharedMemory(folder, open_memory)
+        shared = CommonMemory(folder, open_memory)
         if http is None:
             await run_stdio(shared, tuple(tools))
         else:

@@ -15,7 +15,7 @@ from ctxreuse.config.hosts import is_loopback
 from ctxreuse.daemon.keys import Keys, given_key
 from ctxreuse.errors import ConfigError
 from ctxreuse_agents.mcp.server import make_server
-from ctxreuse_agents.mcp.share import SharedMemory
+from ctxreuse_agents.mcp.share import CommonMemory
 
 __all__ = ["run_http"]
 
@@ -39,7 +39,7 @@ class _WithKeys:
         await self._app(scope, receive, send)
 
 
-async def run_http(shared: SharedMemory, toolsets: tuple[str, ...], host: str, port: int, key_file: str) -> None:
+async def run_http(shared: CommonMemory, toolsets: tuple[str, ...], host: str, port: int, key_file: str) -> None:
     """Serve until SIGTERM or SIGINT. ``port`` 0: a free one, which is said on standard error.
 
     Raises ConfigError for an address that cannot be had, or one of other machines without keys.

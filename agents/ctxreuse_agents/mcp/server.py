@@ -17,7 +17,7 @@ from mcp.shared.exceptions import MCPError
 
 from ctxreuse.errors import CtxReuseError
 from ctxreuse_agents.mcp.graph import GRAPH_TOOLS
-from ctxreuse_agents.mcp.share import SharedMemory
+from ctxreuse_agents.mcp.share import CommonMemory
 from ctxreuse_agents.mcp.tools import MEMORY_TOOLS, ToolRefusedError, ToolSpec
 
 __all__ = ["TOOLSETS", "make_server", "run_stdio"]
@@ -33,7 +33,7 @@ _ABOUT = (
 )
 
 
-def make_server(shared: SharedMemory, toolsets: tuple[str, ...] = tuple(TOOLSETS)) -> Server[Any]:
+def make_server(shared: CommonMemory, toolsets: tuple[str, ...] = tuple(TOOLSETS)) -> Server[Any]:
     """Return the server with these sets of tools, all calls of which go to ``shared``."""
     specs = {spec.name: spec for name in toolsets for spec in TOOLSETS[name]}
 
@@ -113,7 +113,7 @@ def _described(spec: ToolSpec) -> types.Tool:
     return types.Tool(name=spec.name, description=spec.about, input_schema=root, annotations=hints)
 
 
-async def run_stdio(shared: SharedMemory, toolsets: tuple[str, ...]) -> None:
+async def run_stdio(shared: CommonMemory, toolsets: tuple[str, ...]) -> None:
     """Serve one client on standard input and output until it closes them."""
     server = make_server(shared, toolsets)
     try:

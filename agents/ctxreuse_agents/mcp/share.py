@@ -28,7 +28,7 @@ from ctxreuse_agents.mcp.graph import GRAPH_TOOLS
 from ctxreuse_agents.mcp.tools import MEMORY_TOOLS, ToolRefusedError, call_tool
 from ctxreuse_agents.memory import Memory
 
-__all__ = ["SharedMemory"]
+__all__ = ["CommonMemory"]
 
 _SPECS = {spec.name: spec for spec in (*MEMORY_TOOLS, *GRAPH_TOOLS)}
 _SOCKET = "mcp.sock"
@@ -41,7 +41,7 @@ _PATIENCE, _AGAIN = 15.0, 0.05
 _IDLE = 30.0
 
 
-class SharedMemory:
+class CommonMemory:
     """Calls of tools, done here or by the process that has the memory open. For one event loop."""
 
     def __init__(self, folder: Path, open_memory: Callable[[], Memory]) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 from ctxreuse.errors import ConfigError
 
 __all__ = [
+    "Asked",
     "Corpus",
+    "ManyAsked",
     "Question",
     "Questions",
     "article",
@@ -23,13 +26,16 @@ __all__ = [
     "long_texts",
     "pool",
     "questions",
+    "questions_on_many",
     "recorded",
+    "sentences",
 ]
 
 #: Under the folder that CTXREUSE_TRACES names.
 _ARTICLES, _MEETINGS = "rag/loogle_wikipedia.jsonl.xz", "rag/qmsum_meetings.jsonl.xz"
 _TRANSCRIPTS = "rag/podcasts_documents.jsonl.xz"
 _TOOL_LOOPS = "agents/tau_airline_gpt4o.jsonl.xz"
+_PASSAGES = "rag/2wiki_corpus.jsonl.xz"
 _CHATS, _ASKED = "rag/lihua_world_chats.jsonl.xz", "rag/lihua_world_questions.jsonl.xz"
 #: Every so many meetings one is read: neighbours are of one kind.
 _EVERY = 5
@@ -76,6 +82,21 @@ class Questions(NamedTuple):
     documents: list[str]
     questions: list[Question]
     source: str
+    real: bool
+
+
+class Asked(NamedTuple):
+    """A question, and the numbers of the documents that answer it together."""
+
+    question: str
+    documents: frozenset[int]
+
+
+class ManyAsked(NamedTuple):
+    """Documents and what is asked about one or more of them."""
+
+    documents: list[str]
+    questions: list[Asked]
     real: bool
 
 
@@ -184,6 +205,36 @@ def _made_up_session(chance: Random) -> list[tuple[str, str]]:
             ("assistant", f"\nYour order {order['order']} has {order['goods']} for {order['to']}."),
         ]
     return turns
+
+
+def questions_on_many() -> ManyAsked:
+    """All chats, and the questions that name those with their answers."""
+    chats, asked = _rows(_CHATS, "doc", "text"), _rows(_ASKED, "question", "evidence")
+    if chats is None or asked is None:
+        made = facts(32)
+        return ManyAsked(
+            made.documents, [Asked(one.question, frozenset({one.document})) for one in made.questions], False
+        )
+    texts = {row["doc"]: str(row["text"]) for row in chats}
+    number = {name: i for i, name in enumerate(texts)}
+    found = []
+    for row in asked:
+        named = [name for part in re.split("<and>|<or>", row["evidence"]) if (name := part.replace(":", "")) in number]
+        if named:
+            found.append(Asked(str(row["question"]), frozenset(number[name] for name in named)))
+    return ManyAsked(list(texts.values()), found, True)
+
+
+def sentences(count: int) -> list[str]:
+    """So many texts of a sentence or some: of Wikipedia passages where they are at hand, then of made-up reports."""
+    found = [
+        part for row in _rows(_PASSAGES, "text") or () for part in re.split(r"(?<=[.!?]) (?=[A-Z])", str(row["text"]))
+    ]
+    found, firm = found[:count], 0
+    while len(found) < count:
+        found += _firm(Random(firm), firm)[0].split("\n")
+        firm += 1
+    return found[:count]
 
 
 def facts(count: int) -> Questions:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ctxreuse.html import table
+
 __all__ = ["TokenUsage", "Usage", "UsageSeconds", "WireUsage", "total_usage"]
 
 
@@ -113,6 +115,15 @@ class Usage(msgspec.Struct, frozen=True):
                 raise AttributeError(f"'Usage' has no attribute {name!r}")
             warnings.warn(f"Usage.{name} is now Usage.{path}", DeprecationWarning, stacklevel=2)
             return attrgetter(path)(self)
+
+    def _repr_html_(self) -> str:
+        tokens, seconds = self.tokens, self.seconds
+        rows: list[tuple[str, object]] = [("prompt tokens", tokens.prompt), ("reused", tokens.cached)]
+        rows += [(f"reused from {source}", count) for source, count in tokens.by_source.items()]
+        rows += [("computed", tokens.computed), ("generated", tokens.completion)]
+        rows += [("seconds to load", seconds.load), ("to fetch", seconds.fetch), ("to compute", seconds.compute)]
+        rows += [("why no more was reused", self.why or self.miss_reason)] if self.why or self.miss_reason else []
+        return table(("usage", ""), rows)
 
     def to_wire(self) -> WireUsage:
         """Its form in JSON."""

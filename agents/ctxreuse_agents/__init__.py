@@ -8,6 +8,7 @@ from ctxreuse_agents.aio import AsyncAnswer, AsyncMemory, AsyncSession
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory, MemoryStats
 from ctxreuse_agents.recalled import Recalled
+from ctxreuse_agents.retention import KeepLimits
 from ctxreuse_agents.session import Diff, Session
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "AsyncSession",
     "Diff",
     "Hit",
+    "KeepLimits",
     "Memory",
     "MemoryStats",
     "Message",

@@ -6,7 +6,7 @@ import atexit
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from weakref import WeakSet, WeakValueDictionary
 
@@ -14,9 +14,10 @@ from ctxreuse.block.levels import check_limit
 from ctxreuse.errors import EngineError, GrammarError, StoreError
 from ctxreuse.runtime import RuntimeProtocol
 from ctxreuse.store import Ledger
-from ctxreuse.store.recall import Recall
+from ctxreuse.store.recall import EmbedderChoice, Recall
 from ctxreuse.toolcalls import Family, Tool, bind_tools, family_of, prompt_text
 from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.retention import KeepLimits, SessionKeeper, Summarise
 from ctxreuse_agents.segments import Segments
 from ctxreuse_agents.turn_lock import TurnLock
 
@@ -30,12 +31,19 @@ class MemoryState:
     """Thread-safe. ``runtime`` is None without an engine; ``max_kl``: limit of sessions without one of their own."""
 
     def __init__(
-        self, ledger: Ledger, runtime: RuntimeProtocol | None, *, readonly: bool, max_kl: float | None = None
+        self,
+        ledger: Ledger,
+        runtime: RuntimeProtocol | None,
+        *,
+        readonly: bool,
+        max_kl: float | None = None,
+        embedder: EmbedderChoice = "auto",
     ) -> None:
         self.ledger, self.runtime, self.max_kl = ledger, runtime, max_kl
-        self._readonly = readonly
+        self.readonly = readonly
         #: The index of all turns, made or brought up to date by the first search.
-        self.recall = Recall(ledger, readonly=readonly)
+        self.recall = Recall(ledger, readonly=readonly, embedder=embedder)
+        self.keeper: SessionKeeper
         self._segments: Segments | None = None
         self._tool_segments: OrderedDict[tuple[str, ...], Segments] = OrderedDict()
         if runtime is not None and runtime.text is not None:
@@ -46,6 +54,12 @@ class MemoryState:
         #: Closed with the memory, last opened first.
         self.owned = ExitStack()
         _open.add(self)
+
+    def keep(
+        self, limits: Mapping[str, KeepLimits], delete: Callable[[str], object], summarise: Summarise | None
+    ) -> None:
+        """Have sessions kept within limits. Raises ConfigError."""
+        self.keeper = SessionKeeper(self.ledger, self.recall, limits, delete, summarise)
 
     def lock_of(self, session_id: str) -> TurnLock:
         """Return the turn lock of a session, the same for all handles; keep a reference while owning it."""
@@ -85,7 +99,7 @@ class MemoryState:
             if found is None:
                 bound = bind_tools(prompt_text(text, family), texts)
                 variant = hashlib.sha256("\0".join((family.name, *texts)).encode()).digest()
-                found = Segments(self.ledger, bound, runtime.space, readonly=self._readonly, variant=variant)
+                found = Segments(self.ledger, bound, runtime.space, readonly=self.readonly, variant=variant)
                 self._tool_segments[texts] = found
                 while len(self._tool_segments) > _TOOL_SETS:
                     self._tool_segments.popitem(last=False)

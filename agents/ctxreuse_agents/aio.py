@@ -238,6 +238,8 @@ class AsyncSession:
 
     fork = _session(Session.fork)
     rename = _awaited(Session.rename)
+    pin = _awaited(Session.pin)
+    set_ttl = _awaited(Session.set_ttl)
     turns = _awaited(Session.turns)
     messages = _awaited(Session.messages)
     tokens = _awaited(Session.tokens)
@@ -424,6 +426,8 @@ class AsyncMemory:
     flush = _awaited(Memory.flush)
     stats = _awaited(Memory.stats)
     gc = _awaited(Memory.gc)
+    tidy = _awaited(Memory.tidy)
+    index = _awaited(Memory.index)
     compact = _awaited(Memory.compact)
     check = _awaited(Memory.check)
     close = _awaited(Memory.close)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack
@@ -18,21 +19,27 @@ from ctxreuse.config import load
 from ctxreuse.daemon.address import is_url
 from ctxreuse.engines import Engine, open_engine
 from ctxreuse.errors import SessionError
+from ctxreuse.html import table, when
 from ctxreuse.private import make_private_folder
 from ctxreuse.reuse import RecomputeBudget, parse_budget
 from ctxreuse.runtime import Runtime, RuntimeOptions, RuntimeProtocol
 from ctxreuse.runtime.compaction import compact, finish_deletions
-from ctxreuse.store import Hit, Ledger, LedgerStats, Store, StoreStats, TieredStore, open_store
-from ctxreuse.store.recall import Filters
+from ctxreuse.store import Hit, Ledger, LedgerStats, NewTurn, Store, StoreStats, TieredStore, open_store
+from ctxreuse.store.recall import EmbedderChoice, Filters
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_agents import transfer
 from ctxreuse_agents._state import MemoryState
+from ctxreuse_agents.inputs import check_text
 from ctxreuse_agents.recalled import Recalled, SearchLimits, count_tokens, gather
+from ctxreuse_agents.retention import KeepLimits, Summarise, lifetime
 from ctxreuse_agents.session import Session
 
 __all__ = ["Memory", "MemoryStats"]
 
 _log = logging.getLogger(__name__)
+
+#: Sessions that a notebook shows.
+_SHOWN = 20
 
 
 class MemoryStats(msgspec.Struct, frozen=True):
@@ -59,11 +66,15 @@ class Memory:
         *,
         readonly: bool = False,
         max_kl: float | None = None,
+        embedder: EmbedderChoice = "auto",
+        keep: Mapping[str, KeepLimits] | None = None,
+        summarise: Summarise | None = None,
     ) -> None:
         """Use a ledger and a runtime that the caller opens and closes; see `open`."""
         if runtime is not None:
             runtime.check_max_kl(max_kl)
-        self._state = MemoryState(ledger, runtime, readonly=readonly, max_kl=max_kl)
+        self._state = MemoryState(ledger, runtime, readonly=readonly, max_kl=max_kl, embedder=embedder)
+        self._state.keep(keep or {}, lambda session: self.delete(session), summarise)
 
     @classmethod
     def open(
@@ -77,6 +88,9 @@ class Memory:
         max_kl: float | str | None = None,
         recompute: RecomputeBudget | None = None,
         speculate: Literal["auto", "off"] = "off",
+        embedder: EmbedderChoice = "auto",
+        keep: Mapping[str, KeepLimits] | None = None,
+        summarise: Summarise | None = None,
         **deprecated: Unpack[_Deprecated],
     ) -> Memory:
         """Open the memory in a folder, which is created if necessary.
@@ -94,6 +108,11 @@ class Memory:
             recompute: limit of recomputation for relocated documents, such as ``Share(0.1)``, see `RuntimeOptions`; not
                 for a runtime or a daemon, which have their own.
             speculate: ``auto``: draft answers from what was said before, where that is faster; as for ``recompute``.
+            embedder: makes the vectors by which `search` finds what is said in other words: ``auto``: that of the extra
+                ``embed`` where it is installed; ``none``: words alone; or an `Embedder`.
+            keep: by namespace (``""``: all), how much of it is kept and how long; see `tidy`.
+            summarise: called with the turns of a session before `tidy` deletes it by age or size; the text that it
+                returns is kept in a pinned session ``summary`` of the namespace. Nothing calls a model by itself.
             deprecated: ``repair`` and ``lossy``, the old forms of ``recompute`` and ``max_kl``: ``10%``, ``kl-0.01``.
 
         Raises StoreOwnedError if another process has it open for writing, StoreError, errors of opening the engine
@@ -135,13 +154,21 @@ class Memory:
                 opened.callback(runtime.close)
             if isinstance(runtime, Runtime) and not readonly:
                 finish_deletions(ledger, runtime.eraser.carry_out)
-            memory = cls(ledger, runtime, readonly=readonly, max_kl=max_kl)
+            more: dict[str, Any] = {"embedder": embedder, "keep": keep, "summarise": summarise}
+            memory = cls(ledger, runtime, readonly=readonly, max_kl=max_kl, **more)
             memory._state.owned = opened.pop_all()
         return memory
 
     def __repr__(self) -> str:
         name = "text only" if self._state.runtime is None else self._state.runtime.space.architecture
         return f"Memory({str(self.ledger.path)!r}, {name})"
+
+    def _repr_html_(self) -> str:
+        records = self.ledger.sessions(_SHOWN)
+        count = self.ledger.stats().sessions
+        rows = [(one.name, one.namespace, when(one.updated), when(one.expires), one.pinned) for one in records]
+        more = f", the last changed {len(rows)} of {count:,} sessions" if len(rows) < count else ""
+        return table(("session", "namespace", "changed", "expires", "pinned"), rows, f"{self!r}{more}")
 
     def __enter__(self) -> Memory:
         return self
@@ -171,15 +198,27 @@ class Memory:
         *,
         namespace: str = "",
         max_kl: float | str | None = None,
+        ttl: float | timedelta | None = None,
+        pin: bool = False,
+        turns: Sequence[NewTurn] = (),
+        id: str | None = None,
         lossy: str | None = None,
     ) -> Session:
-        """Create an empty session. Raises SessionError if the name is taken.
+        """Create a session, with its first ``turns`` if any, in one step. Raises SessionError if the name is taken.
 
         ``namespace``: whose it is, such as ``user/agent/run``: `search`, `recall` and `sessions` can be limited to one
-        and those below it. Its forks have the same, and it never changes. ``max_kl``: see `session`.
+        and those below it. Its forks have the same, and it never changes. ``max_kl``: see `session`. ``ttl``: see
+        `Session.set_ttl`; ``pin``: see `Session.pin`. ``id``: 32 hex digits that no session has, for a caller who may
+        have to ask again.
         """
+        for turn in turns:
+            check_text(turn.role, turn.content)
         limit = self._permitted(max_kl, lossy)
-        return Session(self._state, self._state.ledger.create(name, max_kl=limit, namespace=namespace).id)
+        expires = None if ttl is None else self._state.keeper.clock.now() + lifetime(ttl)
+        created = self._state.ledger.create(
+            name, max_kl=limit, turns=turns, id=id, namespace=namespace, expires=expires, pinned=pin
+        )
+        return Session(self._state, created.id)
 
     def session(
         self,
@@ -245,11 +284,12 @@ class Memory:
         """Return turns that say what is searched for, best first, each with a session that it is in and a snippet.
 
         Turns with any of the words are found, in any of their forms (``dogs`` finds ``dog``), those with more and with
-        rarer words first (BM25); words in double quotes only as they stand. Turns that no session reaches any more are
-        not found.
+        rarer words first (BM25); words in double quotes only as they stand. With an embedder, turns of like meaning are
+        found as well, and count in the order (see `open`). Turns that no session reaches any more, and those of
+        sessions whose time is over, are not found.
 
         Args:
-            query: words.
+            query: words; none: all turns that ``filters`` allow, the newest first.
             limit: hits at most; 1,000 are the most.
             explain: say in `Hit.explain` why each was found.
             filters: ``session`` (id or name), ``namespace`` (it and those below it), ``role``, ``since`` (seconds since
@@ -258,6 +298,8 @@ class Memory:
 
         Raises SessionError for a session that is not there and for limits that cannot be.
         """
+        if not self._state.readonly:
+            self._state.keeper.expire()
         return self._state.recall.search(query, Filters(**filters), limit, explain=explain)
 
     def recall(self, query: str, tokens: int = 1024, *, limit: int = 20, **filters: Unpack[SearchLimits]) -> Recalled:
@@ -290,6 +332,18 @@ class Memory:
         found = session if isinstance(session, Session) else self.session(session, create=False)
         with found._core.lock.hold():
             found._core.delete()
+
+    def tidy(self) -> int:
+        """Delete the sessions whose time is over (`Session.set_ttl`), and what is more or older than `open`'s ``keep``.
+
+        In idle time; `search` does the first part, too. Returns the number of sessions. Ages go on evenly while the
+        memory is open: a clock that is set, right or wrong, deletes nothing.
+        """
+        return self._state.keeper.expire() + self._state.keeper.keep_limits()
+
+    def index(self) -> None:
+        """Take up what was written since the last search, words and vectors, in idle time: the next search need not."""
+        self._state.recall.update()
 
     def compact(self) -> int:
         """Rewrite the files of this memory, so that nothing that was deleted is in them; some seconds a gigabyte.

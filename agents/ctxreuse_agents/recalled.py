@@ -11,6 +11,7 @@ import msgspec
 
 from ctxreuse.engines.text import TextModel
 from ctxreuse.errors import ConfigError
+from ctxreuse.html import table
 from ctxreuse.store import Hit, Turn
 
 __all__ = ["Recalled", "SearchLimits", "count_tokens", "gather"]
@@ -36,6 +37,12 @@ class Recalled(msgspec.Struct, frozen=True):
     documents: tuple[str, ...]
     hits: tuple[Hit, ...]
     tokens: int
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.score, one.session.name, one.turn.role, one.turn.content, ", ".join(one.explain)) for one in self.hits
+        ]
+        return table(("score", "session", "role", "text", "found by"), rows, f"{self.tokens:,} tokens")
 
 
 def count_tokens(text: TextModel | None) -> Callable[[str], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,7 @@ from ctxreuse.block.levels import limit_name
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import SessionError, StoreError
+from ctxreuse.html import table, when
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.pauses import kind_of
 from ctxreuse.pauses.hints import check_hint
@@ -24,6 +26,7 @@ from ctxreuse.why import RequestInfo, Why
 from ctxreuse_agents._session import SessionCore, make_question
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
+from ctxreuse_agents.retention import lifetime
 from ctxreuse_agents.segments import message_of
 from ctxreuse_agents.tools import FunctionTools, ToolLike, join_results
 
@@ -33,12 +36,24 @@ __all__ = ["Diff", "Session"]
 _WARM_SECONDS = 30.0
 
 
+#: Turns of a session that a notebook shows, and their columns.
+_SHOWN, _TURN = 20, ("turn", "role", "text", "created")
+
+
+def _row(turn: Turn) -> tuple[int, str, str, str]:
+    return turn.id, turn.role, turn.content, when(turn.created)
+
+
 class Diff(msgspec.Struct, frozen=True):
     """Two histories: the id of the last turn they share (0: none), and the turns that only one of them has."""
 
     common: int
     here: list[Turn]
     there: list[Turn]
+
+    def _repr_html_(self) -> str:
+        rows = [(side, *_row(turn)) for side, turns in (("here", self.here), ("there", self.there)) for turn in turns]
+        return table(("", *_TURN), rows, f"shared up to turn {self.common}" if self.common else "nothing shared")
 
 
 class Session:
@@ -54,6 +69,12 @@ class Session:
 
     def __repr__(self) -> str:
         return f"Session({self.id[:8]})"
+
+    def _repr_html_(self) -> str:
+        record, turns = self.record, self.turns()
+        last = turns[-_SHOWN:]
+        more = f", the last {len(last)} of {len(turns):,} turns" if len(last) < len(turns) else ""
+        return table(_TURN, map(_row, last), f"session {record.name}{more}")
 
     def __enter__(self) -> Session:
         return self
@@ -284,6 +305,15 @@ class Session:
         here, there = self.head, other.head
         common = self._state.ledger.common(here, there)
         return Diff(common, self._core.after(common, here), self._core.after(common, there))
+
+    def set_ttl(self, seconds: float | timedelta | None) -> None:
+        """Have it deleted after so many seconds, as `Memory.delete` does; None: never. Forks made since go with it."""
+        expires = None if seconds is None else self._state.keeper.clock.now() + lifetime(seconds)
+        self._state.ledger.keep(self.id, expires=expires, pinned=self.record.pinned)
+
+    def pin(self, on: bool = True) -> None:
+        """Keep it: neither its time nor a limit of its namespace deletes it. ``on``: False: no more."""
+        self._state.ledger.keep(self.id, expires=self.record.expires, pinned=on)
 
     def rename(self, name: str) -> None:
         """Rename it. Raises SessionError if the name is taken."""

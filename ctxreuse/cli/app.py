@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, replay, store, why
+from ctxreuse.cli import bench, calibrate, codec, config, demo, doctor, keys, mcp, replay, store, why
 from ctxreuse.cli.common import app_of
 from ctxreuse.cli.errors import EXIT_ERROR, EXIT_USAGE, run
 from ctxreuse.cli.models import app as models
@@ -43,6 +43,7 @@ app.add_typer(store.app, name="store")
 app.command("demo")(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("mcp", epilog=mcp.EXAMPLES)(mcp.mcp)
 app.command("why", epilog=why.EXAMPLES)(why.why)
 app.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
 app.command("replay", epilog=replay.EXAMPLES)(replay.replay)

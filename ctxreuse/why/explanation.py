@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ctxreuse.html import table
 from ctxreuse.why.difference import Difference
 from ctxreuse.why.records import DraftOutcome, PromptPart, Reordered
 
@@ -80,3 +81,8 @@ class Why(
     gate_decision: str = ""
     reordered: Reordered | None = None
     drafts: DraftOutcome | None = None
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{span.start:,} to {span.end:,}", span.reason or "reused", span.text) for span in self.spans]
+        caption = f"{self.cached_tokens:,} of {self.prompt_tokens:,} tokens reused. {self.text} {self.advice}"
+        return table(("tokens", "reason", "what happened"), rows, caption)

@@ -16,7 +16,7 @@ from support.tiny_text import tiny_engine
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Memory]:
-    with Memory.open(tmp_path / "memory") as memory:
+    with Memory.open(tmp_path / "memory", embedder="none") as memory:
         yield memory
         memory.check()
 

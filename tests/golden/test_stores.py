@@ -125,10 +125,14 @@ def test_cache_opened_for_reading(unpacked: Unpacked) -> None:
         assert held(beside) == CACHE["entries"]
 
 
+#: Fields of a session that version had not.
+NEW = {"namespace": "", "expires": None, "pinned": False}
+
+
 def test_ledger(unpacked: Unpacked) -> None:
     folder = unpacked("stores/edge") / "store"
     with Ledger.open(folder) as ledger:
-        assert plain(ledger.sessions()) == [session | {"namespace": ""} for session in EDGE["sessions"]]
+        assert plain(ledger.sessions()) == [session | NEW for session in EDGE["sessions"]]
         for session in EDGE["sessions"]:
             turns = ledger.turns(ledger.session(session["name"]).head)
             for turn, known in zip(turns, EDGE["turns"][session["name"]], strict=True):

@@ -191,11 +191,14 @@ class Ledger:
         lossy: str | None = None,
         id: str | None = None,
         namespace: str = "",
+        expires: float | None = None,
+        pinned: bool = False,
     ) -> Session:
         id = new_session_id() if id is None else id
         name = f"session-{id[:8]}" if name is None else name
         now = self._clock()
-        session = Session(id, name, head, origin, head if origin else 0, now, now, lossy, namespace)
+        start = head if origin else 0
+        session = Session(id, name, head, origin, start, now, now, lossy, namespace, expires, pinned)
         return self._sessions(txn).add(session)
 
     def create(
@@ -209,6 +212,8 @@ class Ledger:
         id: str | None = None,
         origin: str | None = None,
         namespace: str = "",
+        expires: float | None = None,
+        pinned: bool = False,
     ) -> Session:
         """Create a session, with its first turns if any, in one transaction: all of it or nothing.
 
@@ -221,6 +226,8 @@ class Ledger:
             id: 32 hex digits that no session has, for a caller who needs them before.
             origin: the session that it is forked from, at ``head``.
             namespace: whose it is, such as ``user/agent/run``; see `check_namespace`.
+            expires: see `keep`.
+            pinned: see `keep`.
 
         Raises:
             SessionError: the name is taken or cannot be one, ``head`` is not in the origin, or a turn cannot be stored.
@@ -234,7 +241,7 @@ class Ledger:
             if found is not None and not history.ancestor(head, found.head):
                 raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
             parent = found.id if found is not None else None
-            session = self._create(txn, name, head, parent, _stored(max_kl), id, namespace)
+            session = self._create(txn, name, head, parent, _stored(max_kl), id, namespace, expires, pinned)
             added = self._append(txn, history, head, turns)
             for turn, more in zip(added, tokens):
                 for space, ids in more.items():
@@ -373,7 +380,7 @@ class Ledger:
             head = found.head if at is None else at
             if not history.ancestor(head, found.head):
                 raise SessionError(f"turn {head} is not in session {found.name!r}", fix=_NOT_IN)
-            return self._create(txn, name, head, found.id, found.lossy, None, found.namespace)
+            return self._create(txn, name, head, found.id, found.lossy, None, found.namespace, found.expires)
 
         return self._write(work)
 
@@ -393,6 +400,18 @@ class Ledger:
         def work(txn: Any, _: History) -> Session:
             found = self._sessions(txn).find(session)
             return self._sessions(txn).change(found, lossy=_stored(max_kl))
+
+        return self._write(work)
+
+    def keep(self, session: str, *, expires: float | None, pinned: bool) -> Session:
+        """Set when a session is to be deleted, in seconds since 1970 (None: never), and whether it is pinned.
+
+        The ledger deletes nothing by itself: its callers do, by these.
+        """
+
+        def work(txn: Any, _: History) -> Session:
+            found = self._sessions(txn).find(session)
+            return self._sessions(txn).change(found, expires=expires, pinned=pinned, updated=self._clock())
 
         return self._write(work)
 

@@ -72,6 +72,8 @@ class Session(msgspec.Struct, frozen=True):
 
     ``id``: 32 hex digits. ``origin``: id of the session that it was forked from at turn ``forked_at``. ``lossy``: the
     stored form of ``max_kl``: a level's name, or ``exact``. ``namespace``: whose it is; its forks have the same.
+    ``expires``: when it is deleted, in seconds since 1970 (None: never); its forks with it. ``pinned``: it stays
+    whatever its age.
     """
 
     id: str
@@ -83,6 +85,8 @@ class Session(msgspec.Struct, frozen=True):
     updated: float
     lossy: str | None = None
     namespace: str = ""
+    expires: float | None = None
+    pinned: bool = False
 
     @property
     def max_kl(self) -> float | None:

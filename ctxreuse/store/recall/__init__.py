@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ctxreuse.store.recall.filters import Filters
-from ctxreuse.store.recall.recall import Recall
+from ctxreuse.store.recall.recall import EmbedderChoice, Recall
 
-__all__ = ["Filters", "Recall"]
+__all__ = ["EmbedderChoice", "Filters", "Recall"]

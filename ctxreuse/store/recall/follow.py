@@ -22,18 +22,21 @@ def follow(tables: Tables, now: LedgerSnapshot, before: set[bytes], after: set[b
     with tables.writing():
         heads = dict(now.parts(row) for row in new)
         for session, head in heads.items():
-            _add(tables, now, session, head)
+            record = now.session(session)
+            tables.set_session(session, record)
+            _add(tables, now, session, head, record.namespace)
         for row in past:
             session, old = now.parts(row)
             head = heads.get(session, 0)
+            if session not in heads:
+                tables.set_session(session, None)
             if not (head and _reaches(now, old, head)):
                 _leave(tables, now, session, head, after)
         tables.set_rows(past, new)
 
 
-def _add(tables: Tables, now: LedgerSnapshot, session: str, head: int) -> None:
+def _add(tables: Tables, now: LedgerSnapshot, session: str, head: int, namespace: str) -> None:
     """Add the turns of a session that are not here yet; all before one that is here are here."""
-    namespace = now.session(session).namespace
     with suppress(DamagedTurnError):  # what is before damaged links cannot be known
         for id in now.history.up(head):
             digest, here = now.digest(id), tables.digest(id)

@@ -1,4 +1,4 @@
-"""The index on disk: an SQLite file with the words of each turn, its role, time, namespace and meta."""
+"""The index on disk: an SQLite file with the words of each turn, its role, time, namespace and meta; its vectors."""
 
 from __future__ import annotations
 
@@ -10,27 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from ctxreuse.store.ledger.derived import INDEX
-from ctxreuse.store.ledger.records import Turn
+from ctxreuse.store.ledger.records import Session, Turn
 from ctxreuse.store.recall.filters import field_value
 from ctxreuse.store.recall.terms import indexed
+from ctxreuse.store.recall.vectors import VectorTable
 
 __all__ = ["TOKENIZE", "Tables"]
 
 _FILE = "index.sqlite"
 #: Of the tables below. A file of another version is made again.
-_VERSION = 1
+_VERSION = 2
 TOKENIZE = "porter unicode61 remove_diacritics 2"
+#: Turns from which a stem's count is remembered, and stems of which it is.
+_FREQUENT, _KNOWN = 1000, 10_000
 #: Fields of a turn's meta that can be searched for.
 _FIELDS = 64
 
 _SCHEMA = f"""
 CREATE TABLE rows(row BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE turns(id INTEGER PRIMARY KEY, session TEXT, namespace TEXT, role TEXT, created REAL, digest INTEGER);
+CREATE TABLE sessions(id TEXT PRIMARY KEY, namespace TEXT, updated REAL, expires REAL, pinned INTEGER) WITHOUT ROWID;
+CREATE INDEX sessions_expires ON sessions(expires) WHERE expires IS NOT NULL;
+CREATE TABLE turns(
+  id INTEGER PRIMARY KEY, session TEXT, namespace TEXT, role TEXT, created REAL, digest INTEGER, size INTEGER);
 CREATE INDEX turns_session ON turns(session);
 CREATE INDEX turns_namespace ON turns(namespace);
 CREATE TABLE fields(name TEXT, value TEXT, turn INTEGER, PRIMARY KEY(name, value, turn)) WITHOUT ROWID;
 CREATE INDEX fields_turn ON fields(turn);
 CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZE}");
+CREATE TABLE embedder(name TEXT, dimensions INTEGER);
+CREATE TABLE vectors(turn INTEGER PRIMARY KEY, place INTEGER, scale REAL);
+CREATE TABLE pending(turn INTEGER PRIMARY KEY);
 CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row);
 PRAGMA user_version = {_VERSION};
 """
@@ -55,6 +64,11 @@ class Tables:
         try:
             self._open()
             self._inode = self._now()
+            #: Of stems that many turns have, how many: counting them takes .1 ms a thousand. Forgotten by whoever opens
+            #: it again, or with the first of so many changes.
+            self._frequent: dict[str, int] = {}
+            self._changes = 0
+            self.vectors = VectorTable(self._db, None if self.file is None else self.file.parent)
         except BaseException:
             self._db.close()
             raise
@@ -98,6 +112,7 @@ class Tables:
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
+                self.vectors.undo()
             raise
 
     def set_rows(self, left: Iterable[bytes], new: Iterable[bytes]) -> None:
@@ -113,18 +128,69 @@ class Tables:
     def add(self, turn: Turn, session: str, namespace: str, digest: int) -> None:
         """Add a turn."""
         run = self._db.execute
-        values = (turn.id, session, namespace, turn.role, turn.created, digest)
-        run("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?)", values)
+        values = (turn.id, session, namespace, turn.role, turn.created, digest, len(turn.content))
+        run("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        run("INSERT INTO pending VALUES (?)", (turn.id,))
+        self._changes += 1
+        if self._changes >= _FREQUENT:
+            self._frequent, self._changes = {}, 0
         run("INSERT INTO words(rowid, text) VALUES (?, ?)", (turn.id, indexed(turn.content)))
         for name, value in list(turn.meta.items())[:_FIELDS]:
             if (stored := field_value(value)) is not None:
                 run("INSERT OR IGNORE INTO fields VALUES (?, ?, ?)", (name, stored, turn.id))
 
-    def remove(self, ids: Iterable[int]) -> None:
-        """Remove turns."""
+    def remove(self, ids: Sequence[int]) -> None:
+        """Remove turns, and their vectors."""
+        self.vectors.remove(ids)
         for id in ids:
-            for table, column in (("turns", "id"), ("words", "rowid"), ("fields", "turn")):
+            for table, column in (("turns", "id"), ("words", "rowid"), ("fields", "turn"), ("pending", "turn")):
                 self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (id,))
+
+    def set_session(self, id: str, session: Session | None) -> None:
+        """Note how long a session is to be kept; None: it is deleted."""
+        self._db.execute("DELETE FROM sessions WHERE id = ?", (id,))
+        if session is not None:
+            values = (id, session.namespace, session.updated, session.expires, session.pinned)
+            self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)", values)
+
+    def expired(self, now: float, count: int) -> list[str]:
+        """Return sessions that expire up to a time, in seconds since 1970, the first one first."""
+        found = self._db.execute(
+            "SELECT id FROM sessions WHERE expires <= ? AND NOT pinned ORDER BY expires LIMIT ?", (now, count)
+        )
+        return [id for (id,) in found]
+
+    def oldest(self, namespace: str) -> list[tuple[str, float, int, int]]:
+        """Return the sessions of a namespace and those below it that are not pinned, the longest unchanged first.
+
+        Each: its id, when it changed, its turns that no session before it has, and their characters.
+        """
+        where = (
+            "" if not namespace else "AND (s.namespace = ?1 OR (s.namespace >= ?1 || '/' AND s.namespace < ?1 || '0'))"
+        )
+        text = (
+            "SELECT s.id, s.updated, count(turns.id), coalesce(sum(turns.size), 0) FROM sessions AS s "
+            f"LEFT JOIN turns ON turns.session = s.id WHERE NOT s.pinned {where} GROUP BY s.id ORDER BY s.updated"
+        )
+        found = self._db.execute(text, (namespace,) if namespace else ())
+        return [(str(id), float(updated), int(turns), int(size)) for id, updated, turns, size in found]
+
+    def pending(self, count: int) -> list[int]:
+        """Return turns that are to have a vector, the newest first."""
+        return [id for (id,) in self._db.execute("SELECT turn FROM pending ORDER BY turn DESC LIMIT ?", (count,))]
+
+    def embed_all(self, name: str, dimensions: int) -> None:
+        """Have vectors of this embedder. Where they are of another, all turns are to have new ones."""
+        if self.vectors.of != (name, dimensions):
+            with self.writing():
+                self.vectors.clear(name, dimensions)
+                self._db.execute("INSERT OR IGNORE INTO pending SELECT id FROM turns")
+
+    def add_vectors(self, turns: Sequence[int], vectors: Any) -> None:
+        """Add the vectors of turns, float32 [turns, dimensions]."""
+        with self.writing():
+            self.vectors.add(turns, vectors)
+            self._db.executemany("DELETE FROM pending WHERE turn = ?", ((turn,) for turn in turns))
 
     def of_session(self, session: str) -> list[int]:
         """Return the turns that are here by a session, by id."""
@@ -136,15 +202,20 @@ class Tables:
         self._db.executemany("UPDATE turns SET session = ? WHERE id = ?", ((session, id) for id in ids))
 
     def counts(self, terms: Sequence[str]) -> dict[str, int]:
-        """Return how many turns have each term; of a phrase, its rarest word."""
+        """Return how many turns have each term, about; of a phrase, its rarest word."""
         run, found = self._db.execute, dict.fromkeys(terms, 0)
         run("DELETE FROM temp.query")
         self._db.executemany("INSERT INTO temp.query(rowid, text) VALUES (?, ?)", enumerate(terms))
         stems = run("SELECT doc, term FROM temp.stems").fetchall()
         least: dict[int, int] = {}
         for number, stem in stems:
-            row = run("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
-            least[number] = min(least.get(number, 1 << 62), row[0] if row else 0)
+            count = self._frequent.get(stem)
+            if count is None:
+                row = run("SELECT doc FROM vocabulary WHERE term = ?", (stem,)).fetchone()
+                count = row[0] if row else 0
+                if count >= _FREQUENT and len(self._frequent) < _KNOWN:
+                    self._frequent[stem] = count
+            least[number] = min(least.get(number, 1 << 62), count)
         found.update((terms[number], count) for number, count in least.items())
         return found
 
@@ -152,12 +223,22 @@ class Tables:
         """Return turns with any of the terms and their BM25 scores, more is better, best first, then the newest."""
         where, values = conditions
         match = " OR ".join(f'"{term}"' for term in terms)
+        if where == "1":
+            text = "SELECT rowid, -rank FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
+            rows = [(int(id), float(score)) for id, score in self._db.execute(text, (match, limit))]
+            return sorted(rows, key=lambda row: (-row[1], -row[0]))
         found = self._db.execute(
             "SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid "
             f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
             (match, *values, limit),
         )
         return [(int(id), float(score)) for id, score in found]
+
+    def newest(self, conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
+        """Return the turns that meet the conditions, the newest first, all with the score 0."""
+        where, values = conditions
+        found = self._db.execute(f"SELECT id FROM turns WHERE {where} ORDER BY id DESC LIMIT ?", (*values, limit))
+        return [(int(id), 0.0) for (id,) in found]
 
     def homes(self, ids: Sequence[int]) -> Mapping[int, str]:
         """Return the session that each turn is here by."""

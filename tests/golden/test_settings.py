@@ -18,7 +18,7 @@ EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "expected.json").read_t
 DEPLOYED: dict[str, dict[str, Any]] = json.loads((DATA / "deployed.json").read_text("utf-8"))
 
 #: Defaults that have another name now.
-NEW_VALUES = {("store.policy", "duel"): "adaptive"}
+NEW_VALUES = {("edge.max_waiting", "32"): 128, ("store.policy", "duel"): "adaptive"}
 
 
 def flat(settings: Settings) -> dict[str, Any]:

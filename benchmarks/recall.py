@@ -1,10 +1,11 @@
 """Search of a memory by words and by meaning: what is found, in what time, and how many tokens it brings along.
 
-The documents are a year of chats, the questions those about them that name the chats with the answer; every second one
-is reported. The weight of vectors beside words (`ctxreuse.store.recall.fuse`) was chosen on all of them, so at this size
-it is no held-out figure. Found is a question if one of its chats is among the first five. Among 10,000 and 100,000 turns, the others are sentences of Wikipedia
-passages and made-up reports. All memories have the same embedder's vectors; those of the others are made before. Times
-are those of a processor, as the machine may be busy; wall times stand beside them.
+The documents are a year of chats, the questions those about them that name the chats with the answer; every second
+one is reported. The weight of vectors beside words (`ctxreuse.store.recall.fuse`) was chosen on all of them, so at
+this size it is no held-out figure. Found is a question if one of its chats is among the first five. Among 10,000 and
+100,000 turns, the others are sentences of Wikipedia passages and made-up reports. All memories have the same
+embedder's vectors; those of the others are made before. Times are those of a processor, as the machine may be busy;
+wall times stand beside them.
 
 ``CTXREUSE_PEERS``: a Python with mem0ai and langgraph; without it there are no peers.
 """

@@ -140,7 +140,8 @@ class HFText:
     ) -> None:
         self._tokenizer, self._template, self._specials, self._now = tokenizer, template, specials or {}, now
         self._stop_ids = stop_ids
-        _bound(tokenizer)
+        if tokenizer is not None:  # a subclass may have another
+            _bound(tokenizer)
 
     @classmethod
     def open(cls, folder: Path, stop_ids: frozenset[int] = frozenset()) -> HFText | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+
+from support.pages import blocks
 
 from .test_documents import DOCUMENTS, RULES, ask, body
 
@@ -78,6 +81,13 @@ def test_a_plan_of_requests_for_another_engine(serve: Any) -> None:
     assert orders[0][:2] == orders[2][:2]
     assert abs(found["schedule"].index(0) - found["schedule"].index(2)) == 1
     assert (found["shared"], found["tokens"]) == (300, 665)
+
+
+def test_the_plan_that_the_guide_shows(serve: Any) -> None:
+    shown = next(json.loads(text) for page, text in blocks("json") if page == "docs/guide/documents.md")
+    found = serve().http.post("/api/plan", json=shown).json()
+    assert (found["shared"], found["tokens"]) == (600, 1800)
+    assert abs(found["schedule"].index(0) - found["schedule"].index(2)) == 1
 
 
 def test_a_plan_says_what_is_wrong(serve: Any) -> None:

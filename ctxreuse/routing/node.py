@@ -20,13 +20,15 @@ class NodeLoad:
     """The requests of one node that have no first token yet, in the order in which they were sent. Not thread-safe.
 
     The node is taken to compute one prompt after another, so what waits is the sum of what they take, less what has
-    passed since the one at the head began.
+    passed since the one at the head began. One that is late is expected to take as long again as it is late.
     """
 
     def __init__(self, prefill: PrefillLine) -> None:
         """``prefill``: seconds of a prompt, fitted to what was measured at all nodes."""
         self._prefill = prefill
         self._waiting: dict[int, float] = {}
+        #: Those that say nothing before they have ended: they cannot be late.
+        self._silent: set[int] = set()
         self._since = 0.0
         self._busy, self._noted = 0.0, 0.0
         #: Logarithm of how much slower than the line it is, and when that was measured.
@@ -54,24 +56,29 @@ class NodeLoad:
         """Return the seconds until a request that is sent now begins. Pure."""
         if not self._waiting:
             return 0.0
-        head = next(iter(self._waiting.values()))
-        return sum(self._waiting.values()) - min(max(now - self._since, 0.0), head)
+        number, head = next(iter(self._waiting.items()))
+        passed = max(now - self._since, 0.0)
+        late = 0.0 if number in self._silent else max(passed - head, 0.0)
+        return sum(self._waiting.values()) - min(passed, head) + late
 
     @property
     def waiting(self) -> int:
         """Requests without a first token."""
         return len(self._waiting)
 
-    def begin(self, request: int, seconds: float, now: float) -> None:
-        """Note a request that was sent, and what computing its prompt will take."""
+    def begin(self, request: int, seconds: float, now: float, *, silent: bool = False) -> None:
+        """Note a request that was sent, and what computing its prompt will take; ``silent``: its answer comes whole."""
         if not self._waiting:
             self._since = now
         self._waiting[request] = seconds
+        if silent:
+            self._silent.add(request)
         self._busy = self._decayed(now) + seconds
         self._noted = now
 
     def end(self, request: int, now: float) -> None:
         """Note a first token, or that none comes."""
+        self._silent.discard(request)
         if self._waiting.pop(request, None) is not None:
             self._since = now
 

@@ -111,12 +111,13 @@ class Router:
         others = sorted((option for option in options if option is not chosen), key=lambda option: option.price)
         return Route(sum(run.tokens for run in path), chosen, tuple(others))
 
-    def begin(self, route: Route, path: Sequence[PrefixRun], now: float) -> int:
-        """Note that a prompt is sent as chosen; returns its number for `started` and `failed`."""
+    def begin(self, route: Route, path: Sequence[PrefixRun], now: float, *, silent: bool = False) -> int:
+        """Note that a prompt is sent as chosen, ``silent``: for an answer that comes whole; returns its number for
+        `started` and `failed`."""
         self._number += 1
         chosen, load = route.chosen, self.load(route.chosen.node)
         alone = route.tokens - chosen.cached if not load.waiting else 0
-        load.begin(self._number, chosen.prefill, now)
+        load.begin(self._number, chosen.prefill, now, silent=silent)
         self.known(chosen.node).note(path)
         self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached)
         return self._number

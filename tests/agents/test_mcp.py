@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 from ctxreuse_agents import Memory
-
-pytest.importorskip("mcp")
-
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client

@@ -47,7 +47,6 @@ def contents(memory: Memory, query: str, **limits: Any) -> list[str]:
 
 
 def test_what_is_said_in_other_words_is_found(tmp_path: Path) -> None:
-    pytest.importorskip("wordllama")
     with Memory.open(tmp_path) as memory:
         texts = ["My puppy sleeps in the kitchen.", "The invoice was paid on Monday.", "Copper wire is expensive."]
         memory.create("a").extend([NewTurn("user", text) for text in texts])

@@ -56,9 +56,12 @@ def test_a_shared_beginning_is_computed_elsewhere_when_its_backend_is_busy() -> 
             busy, other = (a, b) if home == "a" else (b, a)
             busy.steps = asyncio.Semaphore(0)  # answers do not begin
             waiting = [asyncio.create_task(asked(front, RULES, f"Question {n}?")) for n in range(3)]
-            await async_until(lambda: busy.open + other.open > 0 or all(task.done() for task in waiting))
-            answered = await asked(front, RULES, "And I?")
-            assert answered == other.name
+            await async_until(lambda: busy.open > 0)
+            router = front.backends.router
+            assert router is not None
+            await async_until(lambda: router.load(home).queue(front.backends._clock()) > 1)
+            assert await asked(front, RULES, "And I?") == other.name
+            assert busy.open > 0, "it was not sent there first"
             for _ in range(100):
                 busy.steps.release()
             await asyncio.gather(*waiting)

@@ -9,9 +9,6 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp")
-
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 

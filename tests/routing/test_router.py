@@ -50,12 +50,21 @@ def test_what_waits_is_worked_off() -> None:
     load.begin(2, 2.0, now=10.0)
     assert load.queue(10.0) == 6.0
     assert load.queue(13.0) == 3.0
-    assert load.queue(99.0) == 2.0, "the one at the head may be late, the other has not begun"
+    assert load.queue(99.0) == 2.0 + 85.0, "the one at the head is late, the other has not begun"
     load.end(1, now=12.0)
     assert load.queue(13.0) == 1.0
     load.end(2, now=13.5)
     load.end(2, now=13.6)
     assert (load.queue(14.0), load.waiting) == (0.0, 0)
+
+
+def test_an_answer_that_comes_whole_is_never_late() -> None:
+    load = NodeLoad(PrefillLine())
+    load.begin(1, 4.0, now=10.0, silent=True)
+    load.begin(2, 2.0, now=10.0)
+    assert load.queue(99.0) == 2.0
+    load.end(1, now=100.0)
+    assert load.queue(103.0) == 1.0
 
 
 def test_the_speed_of_nodes_is_learned_from_prompts_that_waited_for_nothing() -> None:

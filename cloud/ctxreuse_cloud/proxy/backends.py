@@ -161,9 +161,12 @@ class Backends:
         route = self.router.choose(runs, names, self._clock(), context)
         return free[route.chosen.node], route
 
-    def begin(self, route: Route | None, runs: Sequence[PrefixRun]) -> int:
-        """Note that a request is sent as chosen; returns its number for `first_byte`, 0 without a route."""
-        return self.router.begin(route, runs, self._clock()) if self.router is not None and route is not None else 0
+    def begin(self, route: Route | None, runs: Sequence[PrefixRun], *, streamed: bool) -> int:
+        """Note that a request is sent as chosen, for an answer that is ``streamed`` or comes whole; returns its number
+        for `first_byte`, 0 without a route."""
+        if self.router is None or route is None:
+            return 0
+        return self.router.begin(route, runs, self._clock(), silent=not streamed)
 
     def first_byte(self, number: int, *, streamed: bool) -> None:
         """Note that an answer began; ``streamed``: as soon as it could."""

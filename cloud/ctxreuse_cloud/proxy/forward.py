@@ -162,7 +162,7 @@ class Forwarder:
         if chosen is None:
             raise FailedError(503, "no backend is available", wait=max(PATIENCE + 1, self._backends.wait()))
         backend, call.route = chosen
-        number = self._backends.begin(call.route, call.runs)
+        number = self._backends.begin(call.route, call.runs, streamed=call.request.streams)
         self._counts.tried(backend.name, again=bool(call.tried))
         call.tried.append(backend)
         body = None

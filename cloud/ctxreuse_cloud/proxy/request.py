@@ -81,6 +81,11 @@ class ProxyRequest:
         """True unless the body says that nothing is to be stored."""
         return bytes((self._fields or {}).get("store", _NULL)) != b"false"
 
+    @property
+    def streams(self) -> bool:
+        """True if the body asks for a streamed answer."""
+        return bytes((self._fields or {}).get("stream", _NULL)) == b"true"
+
     def continues(self) -> list[tuple[str, str]]:
         """Return the stored objects that the request builds on, as collections and ids."""
         found = []

@@ -309,11 +309,11 @@ class Session:
     def set_ttl(self, seconds: float | timedelta | None) -> None:
         """Have it deleted after so many seconds, as `Memory.delete` does; None: never. Forks made since go with it."""
         expires = None if seconds is None else self._state.keeper.clock.now() + lifetime(seconds)
-        self._state.ledger.keep(self.id, expires=expires, pinned=self.record.pinned)
+        self._state.ledger.keep(self.id, expires=expires)
 
     def pin(self, on: bool = True) -> None:
         """Keep it: neither its time nor a limit of its namespace deletes it. ``on``: False: no more."""
-        self._state.ledger.keep(self.id, expires=self.record.expires, pinned=on)
+        self._state.ledger.keep(self.id, pinned=on)
 
     def rename(self, name: str) -> None:
         """Rename it. Raises SessionError if the name is taken."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ctxreuse
 from ctxreuse.daemon.page.feed import Feed, Panels, Rows
-from ctxreuse.daemon.page.panels import ContextPanel, removal_rows, shown_text, store_figures
+from ctxreuse.daemon.page.panels import StorePanels, shown_text
 
 if TYPE_CHECKING:
     from ctxreuse_cloud.node import CloudNode
@@ -21,34 +21,27 @@ _REQUESTS, _PEERS = 64, 256
 def cloud_feed(node: CloudNode, not_ready: Callable[[], str], ended: Callable[[], bool]) -> Feed:
     """Return the feed of a sidecar, for one that may not be open yet; ``not_ready``: why requests go elsewhere."""
     panels = CloudPanels(node, not_ready)
-    return Feed(panels.all(), idle=panels.close, ended=ended)
+    return Feed(panels.all(), idle=panels.of_store.close, ended=ended)
 
 
 class CloudPanels:
-    """The panels of a sidecar; one thread at a time. Those of the store are empty while it is being opened."""
+    """The panels of a sidecar; one thread at a time. Those of the store are of all tenants."""
 
     def __init__(self, node: CloudNode, not_ready: Callable[[], str]) -> None:
         self._node, self._not_ready = node, not_ready
-        self._contexts: ContextPanel | None = None
+        self.of_store = StorePanels(lambda: node.store)
 
     def all(self) -> Panels:
         """What makes each panel."""
         return {
+            **self.of_store.all(),
             "daemon": self.daemon,
             "tokens": self.tokens,
             "running": self.running,
-            "store": self.store,
-            "contexts": self.contexts,
             "requests": self.requests,
             "peers": self.peers,
             "backends": self.backends,
-            "removals": lambda: removal_rows(self._node.store) if self._node.store is not None else Rows(),
         }
-
-    def close(self) -> None:
-        """Stop following the store until the panels are wanted again."""
-        if self._contexts is not None:
-            self._contexts.close()
 
     def daemon(self) -> dict[str, Any]:
         """What it is, and what it serves."""
@@ -82,16 +75,6 @@ class CloudPanels:
         waiting = node.workers.waiting if node.workers is not None else 0
         active = node.proxy.running if node.proxy is not None else 0
         return {"active": active + waiting, "queued": waiting, "limit": node.settings.cloud.max_waiting}
-
-    def store(self) -> dict[str, Any]:
-        """See `store_figures`."""
-        return store_figures(self._node.store) if self._node.store is not None else {}
-
-    def contexts(self) -> Rows:
-        """The tree of contexts of all tenants, see `ContextPanel`."""
-        if self._contexts is None and self._node.store is not None:
-            self._contexts = ContextPanel(self._node.store)
-        return self._contexts.rows() if self._contexts is not None else Rows()
 
     def requests(self) -> Rows:
         """The last requests of the proxy: when, model and backend, prompt tokens, and those that were reused."""

@@ -17,7 +17,7 @@ from ctxreuse.planner.permutation import Permutation
 __all__ = ["Plan", "Planner"]
 
 #: Prefixes that are followed at a time, and extended in all: this bounds the time of one plan.
-_BEAM, _MOST_EXTENDED = 4, 400
+_BEAM, _MOST_EXTENDED = 2, 400
 
 _RANK = {kind: rank for rank, kind in enumerate(KINDS)}
 

@@ -42,6 +42,10 @@ class KnownPrefixes:
             found += run.tokens
         return found
 
+    def missing(self, path: Sequence[PrefixRun]) -> list[Hashable]:
+        """Return the keys of a prompt's runs that are not known. Pure."""
+        return [run.key for run in path if run.key not in self._runs]
+
     def note(self, path: Sequence[PrefixRun]) -> None:
         """Note that the node computes a prompt."""
         for run in reversed(path):  # so that the beginning of a prompt is newer than its end

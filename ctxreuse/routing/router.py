@@ -10,7 +10,7 @@ again, which also copies what is popular; nodes near their limit cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,12 +60,17 @@ def wasted_price(busy: float) -> float:
 
 
 class _Sent(NamedTuple):
-    """A request at a node since ``at``; ``alone``: tokens that it computes behind ``cached`` ones, 0 if it waits."""
+    """A request at a node since ``at``.
+
+    ``alone``: tokens that it computes behind ``cached`` ones, 0 if it waits. ``new``: keys of runs that the node had
+    not.
+    """
 
     node: str
     at: float
     alone: int
     cached: int
+    new: list[Hashable]
 
 
 class Router:
@@ -118,8 +123,9 @@ class Router:
         chosen, load = route.chosen, self.load(route.chosen.node)
         alone = route.tokens - chosen.cached if not load.waiting else 0
         load.begin(self._number, chosen.prefill, now, silent=silent)
-        self.known(chosen.node).note(path)
-        self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached)
+        known = self.known(chosen.node)
+        self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached, known.missing(path))
+        known.note(path)
         return self._number
 
     def _options(self, path: Sequence[PrefixRun], nodes: Sequence[str], now: float) -> list[RouteOption]:
@@ -145,13 +151,13 @@ class Router:
             self.load(sent.node).measure(sent.alone, sent.cached, now - sent.at, now)
         self.load(sent.node).end(number, now)
 
-    def failed(self, number: int, path: Sequence[PrefixRun], now: float) -> None:
-        """Note that a request got no answer: its node may have nothing of it."""
+    def failed(self, number: int, now: float) -> None:
+        """Note that a request got no answer: its node may have nothing of what it brought."""
         sent = self._sent.pop(number, None)
         if sent is not None:
             self.load(sent.node).end(number, now)
-            for run in path:
-                self.known(sent.node).forget(run.key)
+            for key in sent.new:
+                self.known(sent.node).forget(key)
 
     def check(self) -> None:
         """Raise AssertionError if a bound or a count is wrong."""

@@ -11,7 +11,7 @@ import numpy as np
 
 import ctxreuse
 from ctxreuse.daemon.page.feed import Feed, Panels, Rows
-from ctxreuse.daemon.page.panels import ContextPanel, KnownUse, block_id, removal_rows, shown_text, store_figures
+from ctxreuse.daemon.page.panels import KnownUse, StorePanels, block_id, shown_text
 from ctxreuse.metrics import SOURCES
 from ctxreuse_edge.contexts import RESPONSES
 
@@ -32,7 +32,7 @@ _FINISHES = ("stop", "length", "stop_string", "cancelled", "error")
 def edge_feed(node: EdgeNode, ended: Callable[[], bool]) -> Feed:
     """Return the feed of a device's daemon, for one that may not be open yet."""
     panels = EdgePanels(node)
-    return Feed(panels.all(), idle=panels.close, ended=ended)
+    return Feed(panels.all(), idle=panels.of_store.close, ended=ended)
 
 
 class EdgePanels:
@@ -40,28 +40,21 @@ class EdgePanels:
 
     def __init__(self, node: EdgeNode) -> None:
         self._node = node
-        self._contexts: ContextPanel | None = None
+        self.of_store = StorePanels(lambda: node.store, self._uses, self._resident)
 
     def all(self) -> Panels:
         """What makes each panel."""
         return {
+            **self.of_store.all(),
             "daemon": self.daemon,
             "tokens": self.tokens,
             "running": self.running,
-            "store": lambda: store_figures(self._node.store),
-            "contexts": self.contexts,
             "sessions": self.sessions,
             "chats": self.chats,
             "requests": self.requests,
             "links": lambda: Rows(self._node.links.rows()),
-            "removals": lambda: removal_rows(self._node.store),
             "decisions": self.decisions,
         }
-
-    def close(self) -> None:
-        """Stop following the store until the panels are wanted again."""
-        if self._contexts is not None:
-            self._contexts.close()
 
     def daemon(self) -> dict[str, Any]:
         """What it is, and what it serves."""
@@ -122,16 +115,6 @@ class EdgePanels:
             "resident": [len(cache), cache.nbytes, cache.capacity],
         }
 
-    def contexts(self) -> Rows:
-        """The tree of contexts, see `ContextPanel`."""
-        return self._context_panel.rows()
-
-    @property
-    def _context_panel(self) -> ContextPanel:
-        if self._contexts is None:
-            self._contexts = ContextPanel(self._node.store, self._uses, self._resident)
-        return self._contexts
-
     def _uses(self) -> Sequence[KnownUse]:
         entries = self._node.runtime.requests.entries()[-_USES:]
         return [KnownUse(one.at, one.session or one.request, one.keys) for one in reversed(entries)]
@@ -146,7 +129,7 @@ class EdgePanels:
         found = Rows()
         for one in self._node.runtime.requests.entries()[-_REQUESTS:]:
             sources = {name: count for name, count in one.by_source.items() if count}
-            run, end = self._context_panel.run_of(one.keys), block_id(one.keys[-8:]) if one.keys else ""
+            run, end = self.of_store.run_of(one.keys), block_id(one.keys[-8:]) if one.keys else ""
             row = [round(one.at, 2), shown_text(one.session), one.tokens, one.cached, sources, one.why, run, end]
             found[one.request] = [*row, self._prompt(one) if self._texts else ""]
         return found

@@ -33,6 +33,11 @@ async def asked(front: RunningProxy, *texts: str) -> str:
     return found.backend
 
 
+async def settled(front: RunningProxy, a: Scripted, b: Scripted) -> tuple[Scripted, Scripted]:
+    """Ask once; the backend that answered, which has the rules now, and the other one."""
+    return (a, b) if await asked(front, RULES, "Hello.") == a.name else (b, a)
+
+
 def test_a_conversation_goes_where_its_beginning_is() -> None:
     async def test() -> None:
         async with Scripted("a") as a, Scripted("b") as b, fronted(a, b) as front:
@@ -52,14 +57,13 @@ def test_a_conversation_goes_where_its_beginning_is() -> None:
 def test_a_shared_beginning_is_computed_elsewhere_when_its_backend_is_busy() -> None:
     async def test() -> None:
         async with Scripted("a") as a, Scripted("b") as b, fronted(a, b) as front:
-            home = await asked(front, RULES, "Hello.")
-            busy, other = (a, b) if home == "a" else (b, a)
+            busy, other = await settled(front, a, b)
             busy.steps = asyncio.Semaphore(0)  # answers do not begin
             waiting = [asyncio.create_task(asked(front, RULES, f"Question {n}?")) for n in range(3)]
             await async_until(lambda: busy.open > 0)
             router = front.backends.router
             assert router is not None
-            await async_until(lambda: router.load(home).queue(front.backends._clock()) > 1)
+            await async_until(lambda: router.load(busy.name).queue(front.backends._clock()) > 1)
             assert await asked(front, RULES, "And I?") == other.name
             assert busy.open > 0, "it was not sent there first"
             for _ in range(100):
@@ -83,8 +87,7 @@ def test_new_conversations_are_spread() -> None:
 def test_a_backend_that_failed_has_nothing() -> None:
     async def test() -> None:
         async with Scripted("a") as a, Scripted("b") as b, fronted(a, b) as front:
-            home = await asked(front, RULES, "Hello.")
-            failing, other = (a, b) if home == "a" else (b, a)
+            failing, other = await settled(front, a, b)
             failing.plan = ["drop"]
             assert await asked(front, RULES, "Again?") == other.name
             router = front.backends.router

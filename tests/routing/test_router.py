@@ -106,11 +106,21 @@ def test_a_failed_request_leaves_nothing() -> None:
     router = Router()
     runs = path("system", "one")
     route, number = send(router, runs, 0.0)
-    router.failed(number, runs, 1.0)
+    router.failed(number, 1.0)
     router.started(number, 2.0)
     assert router.known(route.chosen.node).match(runs) == 0
     assert router.load(route.chosen.node).queue(1.0) == 0.0
     router.check()
+
+
+def test_a_failed_request_takes_nothing_from_others() -> None:
+    router = Router()
+    _, number = send(router, path("system", "one"), 0.0, ("a",))
+    router.started(number, 1.0)
+    _, number = send(router, path("system", "two"), 2.0, ("a",))
+    router.failed(number, 3.0)
+    assert router.known("a").match(path("system", "one")) == 200
+    assert router.known("a").match(path("system", "two")) == 100
 
 
 def test_one_first_run_that_all_share_does_not_send_all_to_one_node() -> None:
@@ -148,7 +158,7 @@ class Routing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router, self.now = Router(2_000), 0.0
-        self.sent: list[tuple[int, list[PrefixRun]]] = []
+        self.sent: list[int] = []
 
     @rule(names=st.lists(st.sampled_from("abc"), max_size=5), nodes=st.sets(st.sampled_from(NODES), min_size=1))
     def request(self, names: list[str], nodes: set[str]) -> None:
@@ -157,7 +167,7 @@ class Routing(RuleBasedStateMachine):
         assert {route.chosen.node, *(one.node for one in route.others)} == nodes
         assert all(route.chosen.price <= one.price + max(0.02 * one.price, 0.02) for one in route.others)
         assert all(0 <= one.cached <= route.tokens and one.queue >= 0 for one in (route.chosen, *route.others))
-        self.sent.append((number, runs))
+        self.sent.append(number)
 
     @rule(seconds=st.floats(0, 100))
     def wait(self, seconds: float) -> None:
@@ -166,14 +176,13 @@ class Routing(RuleBasedStateMachine):
     @rule(data=st.data(), measured=st.booleans())
     def started(self, data: st.DataObject, measured: bool) -> None:
         if self.sent:
-            number, _ = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
+            number = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
             self.router.started(number, self.now, measured=measured)
 
     @rule(data=st.data())
     def failed(self, data: st.DataObject) -> None:
         if self.sent:
-            number, runs = self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1)))
-            self.router.failed(number, runs, self.now)
+            self.router.failed(self.sent.pop(data.draw(st.integers(0, len(self.sent) - 1))), self.now)
 
     @invariant()
     def consistent(self) -> None:

@@ -178,7 +178,7 @@ class AdkSessionService(BaseSessionService):  # type: ignore[misc]
 
 
 class AdkMemoryService(BaseMemoryService):  # type: ignore[misc]
-    """A memory service: events by user, found by their words (BM25); no model is called. Any thread may call."""
+    """A memory service: events by user, found as `Memory.search` does. Any thread may call."""
 
     def __init__(self, memory: Memory) -> None:
         """Use a memory, which the caller closes."""
@@ -215,7 +215,7 @@ class AdkMemoryService(BaseMemoryService):  # type: ignore[misc]
         await asyncio.to_thread(self._add, app_name, user_id, "", events, custom_metadata or {})
 
     async def search_memory(self, *, app_name: str, user_id: str, query: str) -> Any:
-        """Return the ten memories of a user that say most of the query's words."""
+        """Return ten memories of a user, those first that say most of what is searched for."""
         space = namespace_of(_MEMORY, app_name, user_id)
         hits = await asyncio.to_thread(self._memory.search, query, _FOUND, namespace=space)
         return SearchMemoryResponse(memories=[_entry_of(hit.turn) for hit in hits])

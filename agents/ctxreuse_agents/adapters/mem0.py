@@ -7,14 +7,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import takewhile
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 
 from ctxreuse.errors import ConfigError, SessionError
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse.store.items import Items, ItemTable, item_key
+from ctxreuse_agents.adapters.named import namespace_of
 from ctxreuse_agents.memory import Memory
 from ctxreuse_agents.session import Session
 
@@ -100,7 +101,7 @@ class Mem0Memory:
         threshold: float = 0.0,
         show_expired: bool = False,
     ) -> dict[str, Any]:
-        """Return facts with words of the query, best first; ``score``: from 0 to 1, more is better.
+        """Return facts that say what is searched for, best first; ``score``: from 0 to 1, more is better.
 
         Args:
             query: words; see `Memory.search`.
@@ -252,22 +253,12 @@ def _owners(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _namespace(owners: Mapping[str, str]) -> str:
-    return "/".join(["mem0", *(_part(owners.get(name)) for name in _OWNERS)])
+    return namespace_of("mem0", *map(owners.get, _OWNERS))
 
 
 def _narrowest(owners: Mapping[str, Any]) -> str:
     """The namespace that all of them are in or below; others in it differ by their meta."""
-    parts = ["mem0"]
-    for name in _OWNERS:
-        if name not in owners:
-            break
-        parts.append(_part(owners[name]))
-    return "/".join(parts)
-
-
-def _part(id: str | None) -> str:
-    part = "-" if id is None else f"={quote(id, safe='')}"
-    return part if len(part) <= 100 else part[:60] + hashlib.sha256(part.encode()).hexdigest()[:32]
+    return namespace_of("mem0", *(owners[name] for name in takewhile(owners.__contains__, _OWNERS)))
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

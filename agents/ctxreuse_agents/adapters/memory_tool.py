@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -58,9 +59,11 @@ class MemoryTool:
         if work is None:
             return f"Error: unknown command {str(name)[:60]!r}; use {', '.join(self._commands)}"
         try:
-            return work(**given)
+            inspect.signature(work).bind(**given)
         except TypeError:
             return f"Error: {name} was given {', '.join(sorted(map(str, given)))[:200] or 'nothing'}: wrong arguments"
+        try:
+            return work(**given)
         except CtxReuseError as error:
             return f"Error: {error.what}"
 

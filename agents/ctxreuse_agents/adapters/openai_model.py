@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ctxreuse.daemon.openai import ApiError, CallDelta, Delta, FunctionDelta
+from ctxreuse.daemon.deltas import delta_of
+from ctxreuse.daemon.openai import ApiError, Delta
 from ctxreuse.daemon.responses import (
     FunctionCall,
     InputItem,
@@ -29,7 +30,7 @@ from ctxreuse.daemon.responses import (
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.store import NewTurn
-from ctxreuse.toolcalls import CallBegan, CallEvent, CallParser, TextDelta, family_of
+from ctxreuse.toolcalls import CallParser, family_of
 from ctxreuse_agents.adapters.frameworks import framework
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.memory import Memory
@@ -239,7 +240,7 @@ class _Made:
         """Iterate over the events of its items."""
         for piece in self.answer:
             yield from self._fed(self._deltas(piece))
-        yield from self._fed(map(_delta, self._parser.finish() if self._parser is not None else ()))
+        yield from self._fed(map(delta_of, self._parser.finish() if self._parser is not None else ()))
         yield from self.writer.finish(cut=self.answer.finish != "stop")
         self._keep(self.writer.output)
 
@@ -253,19 +254,11 @@ class _Made:
             yield from self.writer.feed(delta)
 
     def _deltas(self, piece: str) -> Iterator[Delta]:
-        return map(_delta, self._parser.feed(piece)) if self._parser is not None else iter([Delta(content=piece)])
+        return map(delta_of, self._parser.feed(piece)) if self._parser is not None else iter([Delta(content=piece)])
 
     def close(self) -> None:
         """End the answer, if it has not."""
         self.answer.close()
-
-
-def _delta(event: CallEvent) -> Delta:
-    if isinstance(event, TextDelta):
-        return Delta(content=event.text)
-    if isinstance(event, CallBegan):
-        return Delta(tool_calls=[CallDelta(event.number, FunctionDelta("", event.name), event.id, "function")])
-    return Delta(tool_calls=[CallDelta(event.number, FunctionDelta(event.text))])
 
 
 def _messages(instructions: str | None, given: Any) -> list[Message]:

@@ -146,8 +146,9 @@ def _delete(memory: Memory, given: _DeleteEntities) -> dict[str, Any]:
         if _known(memory, name):
             memory.delete(_PREFIX + name)
             done.append(name)
-        for hit in memory.search("", 1000, namespace=NAMESPACE, where={"to": name}):
-            memory.session(hit.session.id).edit(hit.turn, None)
+        while hits := memory.search("", 1000, namespace=NAMESPACE, where={"to": name}):
+            for hit in hits:
+                memory.session(hit.session.id).edit(hit.turn, None)
     return {"deleted": done}
 
 

@@ -56,11 +56,6 @@ class CommonMemory:
         self._last = time.monotonic()
         self._closing = False
 
-    @property
-    def owns(self) -> bool:
-        """True if the memory is open in this process."""
-        return self._memory is not None
-
     async def open(self) -> None:
         """Open the memory, or find the process that has it; else the first call does. Raises what opening raises."""
         await self._reach(time.monotonic() + _PATIENCE)

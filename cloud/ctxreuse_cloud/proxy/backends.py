@@ -173,10 +173,10 @@ class Backends:
         if self.router is not None:
             self.router.started(number, self._clock(), measured=streamed)
 
-    def no_answer(self, number: int, runs: Sequence[PrefixRun]) -> None:
-        """Note that none came. Harmless after `first_byte`."""
+    def no_answer(self, number: int) -> None:
+        """Note that none came. Does nothing after `first_byte`."""
         if self.router is not None:
-            self.router.failed(number, runs, self._clock())
+            self.router.failed(number, self._clock())
 
     def wait(self) -> float:
         """Return the seconds until a backend may be ready, for ``Retry-After``."""

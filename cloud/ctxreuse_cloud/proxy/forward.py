@@ -187,7 +187,7 @@ class Forwarder:
                 late = isinstance(error, TimeoutError)
                 raise FailedError(504 if late else 502, f"the backend failed: {reason}", sent=not connecting) from None
             finally:
-                self._backends.no_answer(number, call.runs)
+                self._backends.no_answer(number)
 
     def _failed(self, call: ProxyCall, backend: Backend, reason: str) -> None:
         backend.failed()

@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ctxreuse.daemon.page.feed import Rows
+from ctxreuse.daemon.page.feed import Panels, Rows
 from ctxreuse.store import TieredStore
 from ctxreuse.store.runs import NO_RUN, ContextRuns
 
-__all__ = ["MOST_RUNS", "ContextPanel", "KnownUse", "block_id", "removal_rows", "shown_text", "store_figures"]
+__all__ = [
+    "MOST_RUNS",
+    "ContextPanel",
+    "KnownUse",
+    "StorePanels",
+    "block_id",
+    "removal_rows",
+    "shown_text",
+    "store_figures",
+]
 
 #: Runs of contexts that a page gets at most, those with the most tokens.
 MOST_RUNS = 10_000
@@ -160,6 +169,59 @@ class ContextPanel:
             self._unwatch()
             self._unwatch, self._rows, self._number, self._names = None, Rows(), {}, []
             self._changed.set()
+
+
+class StorePanels:
+    """The panels of a store that may not be open yet, until when they are empty. One thread at a time.
+
+    Args:
+        store: the store; None: it is not open.
+        uses, resident: see `ContextPanel`.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], TieredStore | None],
+        uses: Callable[[], Sequence[KnownUse]] = tuple,
+        resident: Callable[[], Iterable[Sequence[bytes]]] = tuple,
+    ) -> None:
+        self._store, self._uses, self._resident = store, uses, resident
+        self._tree: ContextPanel | None = None
+
+    def all(self) -> Panels:
+        """What makes each panel."""
+        return {"store": self.store, "contexts": self.contexts, "removals": self.removals}
+
+    def store(self) -> dict[str, Any]:
+        """See `store_figures`."""
+        store = self._store()
+        return store_figures(store) if store is not None else {}
+
+    def removals(self) -> Rows:
+        """See `removal_rows`."""
+        store = self._store()
+        return removal_rows(store) if store is not None else Rows()
+
+    def contexts(self) -> Rows:
+        """See `ContextPanel.rows`."""
+        tree = self._opened()
+        return tree.rows() if tree is not None else Rows()
+
+    def run_of(self, keys: bytes) -> str:
+        """See `ContextPanel.run_of`."""
+        tree = self._opened()
+        return tree.run_of(keys) if tree is not None else ""
+
+    def _opened(self) -> ContextPanel | None:
+        store = self._store()
+        if self._tree is None and store is not None:
+            self._tree = ContextPanel(store, self._uses, self._resident)
+        return self._tree
+
+    def close(self) -> None:
+        """Stop following the store until the panels are wanted again."""
+        if self._tree is not None:
+            self._tree.close()
 
 
 def _largest(table: NDArray[np.void], most: int) -> tuple[list[int], list[int]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
+from msgspec import UNSET, UnsetType
 
 from ctxreuse.block.levels import EXACT, limit_name
 from ctxreuse.errors import CtxReuseError, SessionError, StoreDamagedError, StoreError, StoreReadOnlyError
@@ -319,44 +319,6 @@ class Ledger:
 
         return self._write(work)
 
-    def adopt(
-        self,
-        sessions: Iterable[Session],
-        turns: Mapping[int, tuple[int, NewTurn]],
-        tokens: Iterable[tuple[bytes, bytes]],
-        next_id: int,
-        progress: Progress | None = None,
-    ) -> None:
-        """Write sessions, turns (with the turn before each) and token ids under the ids that they had elsewhere.
-
-        For a new ledger only: in transactions of a thousand, the sessions in the last.
-        """
-
-        def put_turns(batch: list[int], txn: Any, history: History) -> None:
-            for id in batch:
-                parent, new = turns[id]
-                raw = encode_turn(id, history.child_of(parent), new, new.created or 0.0)
-                txn.put(turn_key(id), raw, db=self._env.tables["turns"], append=True)
-
-        def put_tokens(batch: list[tuple[bytes, bytes]], txn: Any, _: History) -> None:
-            for key, ids in batch:
-                TokenTable(txn, self._env.tables).put(int.from_bytes(key[:8], "big"), key[8:], ids)
-
-        def put_sessions(txn: Any, _: History) -> None:
-            for session in sessions:
-                self._sessions(txn).add(session)
-            txn.put(b"next", encode_id(b"next", next_id), db=self._env.tables["info"])
-
-        done = 0
-        for ids in _batches(sorted(turns)):
-            self._write(partial(put_turns, ids))
-            done += len(ids)
-            if progress is not None:
-                progress(done, len(turns))
-        for rows in _batches(tokens):
-            self._write(partial(put_tokens, rows))
-        self._write(put_sessions)
-
     def _next_id(self, txn: Any) -> int:
         # Ids are never used twice, not even when gc() removed the last ones.
         raw = txn.get(b"next", db=self._env.tables["info"])
@@ -403,15 +365,18 @@ class Ledger:
 
         return self._write(work)
 
-    def keep(self, session: str, *, expires: float | None, pinned: bool) -> Session:
-        """Set when a session is to be deleted, in seconds since 1970 (None: never), and whether it is pinned.
+    def keep(
+        self, session: str, *, expires: float | UnsetType | None = UNSET, pinned: bool | UnsetType = UNSET
+    ) -> Session:
+        """Set when a session is to be deleted, in seconds since 1970 (None: never), or whether it is pinned, or both.
 
         The ledger deletes nothing by itself: its callers do, by these.
         """
+        given = {name: value for name, value in (("expires", expires), ("pinned", pinned)) if value is not UNSET}
 
         def work(txn: Any, _: History) -> Session:
             found = self._sessions(txn).find(session)
-            return self._sessions(txn).change(found, expires=expires, pinned=pinned, updated=self._clock())
+            return self._sessions(txn).change(found, **given, updated=self._clock())
 
         return self._write(work)
 
@@ -606,12 +571,6 @@ class Ledger:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _batches(values: Iterable[Any]) -> Iterator[list[Any]]:
-    left = iter(values)
-    while batch := list(islice(left, 1000)):
-        yield batch
 
 
 def _stored(max_kl: float | None) -> str | None:

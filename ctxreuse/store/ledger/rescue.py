@@ -11,6 +11,7 @@ import msgspec
 
 from ctxreuse.errors import StoreDamagedError, StoreError, StoreOwnedError
 from ctxreuse.store.items import Items, ItemTable
+from ctxreuse.store.ledger.adopt import adopt
 from ctxreuse.store.ledger.items import TABLE as ITEMS
 from ctxreuse.store.ledger.ledger import Ledger, new_session_id
 from ctxreuse.store.ledger.records import (
@@ -69,7 +70,7 @@ def rescue(path: str | os.PathLike[str], dest: str | os.PathLike[str], progress:
     except OSError as error:
         raise StoreError(f"cannot create the folder: {error.strerror}", where=str(new), fix="Choose another") from None
     with Ledger.open(new) as ledger:
-        ledger.adopt(found.sessions.values(), turns, found.tokens(turns), found.next_id, progress)
+        adopt(ledger, found.sessions.values(), turns, found.tokens(turns), found.next_id, progress)
         Items(ledger).write(found.put_items)
         ledger.check()
         stats = ledger.stats()

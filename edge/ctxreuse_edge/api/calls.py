@@ -7,25 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from ctxreuse.daemon.deltas import delta_of
 from ctxreuse.daemon.openai import (
     ApiError,
     ApiFunction,
     ApiToolCall,
-    CallDelta,
     ChatRequest,
     Delta,
-    FunctionDelta,
     Reply,
 )
 from ctxreuse.errors import GrammarError
 from ctxreuse.toolcalls import (
     FAMILIES,
     MAX_TOOLS,
-    CallBegan,
-    CallEvent,
     CallParser,
     Family,
-    TextDelta,
     Tool,
     ToolChoice,
     call_grammar,
@@ -125,11 +121,11 @@ class CallReader:
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas of a piece of text."""
-        return [_delta(event) for event in self._parser.feed(text)]
+        return [delta_of(event) for event in self._parser.feed(text)]
 
     def finish(self) -> list[Delta]:
         """The deltas that were held back."""
-        return [_delta(event) for event in self._parser.finish()]
+        return [delta_of(event) for event in self._parser.finish()]
 
     def reply(self, text: str) -> Reply:
         """The message of a whole answer."""
@@ -141,11 +137,3 @@ class CallReader:
     def finish_reason(self, finish: str) -> str:
         """The API's finish reason; ``finish``: that of an answer without calls."""
         return "tool_calls" if finish == "stop" and self._parser.whole else finish
-
-
-def _delta(event: CallEvent) -> Delta:
-    if isinstance(event, TextDelta):
-        return Delta(content=event.text)
-    if isinstance(event, CallBegan):
-        return Delta(tool_calls=[CallDelta(event.number, FunctionDelta("", event.name), event.id, "function")])
-    return Delta(tool_calls=[CallDelta(event.number, FunctionDelta(event.text))])

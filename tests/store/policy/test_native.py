@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -18,7 +17,6 @@ from ctxreuse.store.policy import (
     Facts,
     NativePolicy,
     NativeShadow,
-    Policy,
     Shadow,
 )
 from ctxreuse.store.policy.base import prefill_line
@@ -27,22 +25,11 @@ from ctxreuse.testing.policy import traffic
 from oracle.policy.arc import ARC
 from oracle.policy.gdsf import GDSF
 from oracle.policy.hazard import Hazard
+from oracle.policy.kinds import REFERENCE
 from oracle.policy.lfu import LFU
 from oracle.policy.lru import LRU
-from oracle.policy.pauses import Pauses
 from oracle.policy.residents import ResidentSet
-from oracle.policy.s3fifo import S3FIFO
 from support.examples import examples
-
-REFERENCE: dict[str, Callable[[], Policy[int]]] = {
-    "lru": LRU,
-    "lfu": LFU,
-    "s3fifo": S3FIFO,
-    "arc": ARC,
-    "gdsf": lambda: GDSF(alpha=0.7),
-    "hazard": Hazard,
-    "pauses": Pauses,
-}
 
 
 def native(name: str, capacity: int) -> NativeShadow[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from random import Random
 
@@ -17,31 +16,15 @@ from ctxreuse.store.policy import (
     Facts,
     NativeResidentSet,
     NativeShadow,
-    Policy,
     Shadow,
     make_policy,
 )
 from ctxreuse.testing.policy import traffic
-from oracle.policy.arc import ARC
-from oracle.policy.gdsf import GDSF
-from oracle.policy.hazard import Hazard
-from oracle.policy.lfu import LFU
-from oracle.policy.lru import LRU
-from oracle.policy.pauses import Pauses
-from oracle.policy.s3fifo import S3FIFO
+from oracle.policy.kinds import REFERENCE
 from support.examples import examples
 
 #: Bytes that all arenas of the default adaptive policy may take, a block of a full cache.
 MOST_BYTES = 200
-KINDS: dict[str, Callable[[], Policy[int]]] = {
-    "lru": LRU,
-    "lfu": LFU,
-    "s3fifo": S3FIFO,
-    "arc": ARC,
-    "gdsf": lambda: GDSF(alpha=0.7),
-    "hazard": Hazard,
-    "pauses": Pauses,
-}
 
 
 def family(capacity: int, names: tuple[str, ...] = NATIVE) -> list[NativeShadow[int]]:
@@ -114,7 +97,7 @@ def test_the_first_to_take_a_block_in_says_its_size() -> None:
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_block_with_very_many_children(name: str) -> None:
-    mine, theirs = NativeShadow[int](name, 700, alpha=0.7), Shadow(KINDS[name](), 700)
+    mine, theirs = NativeShadow[int](name, 700, alpha=0.7), Shadow(REFERENCE[name](), 700)
     rng = Random(5)
     for now in range(1_500):
         path = (0, 1 + now % 2, 10 + 2 * rng.randrange(1_200) + now % 2)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ctxreuse.embed.base import Embeddings
 from ctxreuse.errors import ConfigError
 from ctxreuse.models import file_digest
+from ctxreuse.models.word_cache import bound_word_cache
 
 __all__ = ["NAME", "StaticEmbedder"]
 
@@ -67,7 +68,7 @@ class StaticEmbedder:
         tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        tokenizer.model._resize_cache(0)  # a whole text is one word to it, which seldom comes again
+        bound_word_cache(tokenizer, 0)  # a whole text is one word to it, which seldom comes again
         return cls(tokenizer, table)
 
     @property

@@ -120,7 +120,7 @@ class _LookupDrafting:
     def outcome(self, sampling: SamplingParams, drafter: AnswerDrafter | None) -> None:
         return None
 
-    def save(self) -> None: ...
+    def save(self, seconds: float = 0.0) -> None: ...
 
 
 class Measured(NamedTuple):

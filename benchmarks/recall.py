@@ -97,7 +97,6 @@ def _found(asked: corpus.ManyAsked, odd: Sequence[corpus.Asked]) -> list[Figure]
     best = max((one.share for one in peers.values() if one is not None), default=None)
     everything = sum(len(text) for text in asked.documents) // 4
     note = f"{len(odd)} questions on {len(asked.documents)} chats; baseline: by words alone; {_named(peers)}"
-    note += "; the issue's bar of 15 points above words alone cannot be met where they find so many"
     bar = _mem0_share(peers) if asked.real else None
     return [
         _figure(

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ctxreuse.speculate import PassCosts
 from support.raw_files import found_in_files
 
 SECRET = "The password of the harbour office is marmalade forty-seven. "
@@ -29,7 +31,12 @@ def drafts(edge: Any) -> list[Path]:
 
 
 @pytest.fixture
-def drafting(serve: Any) -> Any:
+def drafting(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A daemon whose passes cost little more with more rows, however busy the machine is."""
+    observe = PassCosts.observe
+    monkeypatch.setattr(
+        PassCosts, "observe", lambda self, rows, contexts, _: observe(self, rows, contexts, 1 + rows / 500)
+    )
     return serve(**{"engine.speculate": "auto"})
 
 
@@ -88,6 +95,17 @@ def test_forgetting_removes_drafts_also_where_nothing_is_drafted_any_more(serve:
     off = serve()
     assert off.http.post("/api/forget", json={"text": "no chat says this"}).json()["requests"] == 0
     assert drafts(off) == []
+
+
+def test_drafts_go_with_what_is_too_old(drafting: Any) -> None:
+    ask(drafting, SECRET * 4)
+    drafting.node.runtime.save_drafts()
+    now = time.time()
+    drafting.node.forget.older_than(now - 1000)
+    assert drafts(drafting)
+    drafting.node.forget.older_than(now + 1)
+    assert drafts(drafting) == []
+    assert drafting.node.runtime.drafting.memory.nbytes == 0
 
 
 def test_a_damaged_file_is_written_anew(serve: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,265 @@
+"""Time to first token inside vLLM on the CPU: alone, with our connector, and with LMCache's.
+
+Prompts of 1,024, 2,048 and 4,096 tokens that are shared, and 32 fresh ones; vLLM's own prefix cache is off. ``fill``:
+the first request with such tokens, which computes and saves them. ``later``: the median of those after it.
+``restart``: the first request of a new engine over the same store (LMCache's server stays, its KV in memory; ours is on
+disk).
+``shared``: the first request of a second engine while the one that filled goes on. SmolLM2 in bfloat16, one compute
+thread on every side, which take turns; ``processor`` rows compare seconds of processor time, those of LMCache's server
+included, which other work on the machine does not change.
+
+``CTXREUSE_VLLM`` names the environment with vLLM, this package and, for the peer, ``lmcache`` (`make test-connectors`
+makes one without).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import psutil
+
+from ctxreuse import models
+from ctxreuse.bench.measure import Options
+from ctxreuse.bench.report import Figure
+from ctxreuse.errors import ConfigError, EngineError
+
+__all__ = ["OPTIONS", "run"]
+
+OPTIONS = ("model",)
+
+#: Shares of LMCache's time that ours must not exceed, and of vLLM's own for a fill.
+LATER, RESTART, FILL, SHARED = 0.62, 0.77, 1.03, 1.2
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "LMCACHE_MP_TRANSFER_MODE": "lmcache_driven",
+    "LMCACHE_TRACK_USAGE": "false",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+#: Seconds, processor seconds and first token of a request; by length, then request.
+_Rows = list[list[tuple[float, float, int]]]
+
+
+class _Vllm:
+    """An engine in a process of its own."""
+
+    def __init__(self, place: Path, model: str, connector: dict[str, Any] | None, log: Path) -> None:
+        settings: dict[str, Any] = {
+            "model": model, "dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 8, "enforce_eager": True,
+            "enable_prefix_caching": False, "skip_tokenizer_init": True,
+        }  # fmt: skip
+        if connector is not None:
+            settings["kv_transfer_config"] = {"kv_role": "kv_both", **connector}
+        program = Path(__file__).with_name("vllm_child.py")
+        with open(log, "a") as errors:
+            self._process = subprocess.Popen(
+                # -P: beside this program lies a module called vllm
+                [str(place / "bin" / "python"), "-P", str(program), json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | _ENVIRONMENT,
+            )
+        self._log = log
+        self._read("READY")
+
+    def _read(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line[len(word) :]
+        raise EngineError("vLLM ended", where=str(self._log), fix=self._log.read_text("utf-8")[-500:])
+
+    def ask(self, seed: int, lengths: Sequence[int], count: int) -> _Rows:
+        """Time ``count`` requests of each length."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([seed, lengths, count]) + "\n")
+        self._process.stdin.flush()
+        found: _Rows = json.loads(self._read("SECONDS"))
+        return found
+
+    def __enter__(self) -> _Vllm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+class _Server:
+    """LMCache's server; None of its time if there is none."""
+
+    def __init__(self, process: psutil.Process | None, connector: dict[str, Any] | None) -> None:
+        self._process, self.connector = process, connector
+
+    @property
+    def processor(self) -> float:
+        """Processor seconds that it has used."""
+        if self._process is None:
+            return 0.0
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def _lmcache(place: Path, log: Path) -> Iterator[_Server]:
+    if not (place / "bin" / "lmcache").exists():
+        yield _Server(None, None)
+        return
+    port, http = _free_port(), _free_port()
+    words = ["--host", "127.0.0.1", "--port", port, "--http-host", "127.0.0.1", "--http-port", http, "--l1-size-gb", 1]
+    words += ["--chunk-size", 256, "--eviction-policy", "LRU", "--disable-observability"]
+    words += ["--supported-transfer-mode", "auto"]
+    with open(log, "a") as errors:
+        process = subprocess.Popen(
+            [str(place / "bin" / "lmcache"), "server", *map(str, words)],
+            stdout=errors,
+            stderr=errors,
+            env=os.environ | _ENVIRONMENT,
+        )
+    try:
+        until = time.monotonic() + 300
+        while not _answers(f"http://127.0.0.1:{http}/healthcheck"):
+            if process.poll() is not None or time.monotonic() > until:
+                raise EngineError("LMCache's server did not start", where=str(log))
+            time.sleep(1)
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+        yield _Server(
+            psutil.Process(process.pid), {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
+        )
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def run(options: Options) -> list[Figure]:
+    """Figures in milliseconds, of which `bar` is a share of the peer's."""
+    place = Path(os.environ.get("CTXREUSE_VLLM", ""))
+    if not (place / "bin" / "python").exists():
+        fix = "Run make test-connectors once, and set it to the folder .venv-connectors"
+        raise ConfigError("CTXREUSE_VLLM names no environment with vLLM", where=str(place), fix=fix)
+    model = str(models.resolve(options.model or "smollm2"))
+    lengths, rounds, count = options.pick((2048,), (1024, 2048, 4096)), options.pick(1, 2), options.pick(3, 6)
+    wall: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    processor: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    tokens: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
+        home, log = Path(folder), Path(folder) / "log"
+        module = {"kv_connector": "CtxReuseConnector", "kv_connector_module_path": "ctxreuse_cloud.connectors.vllm"}
+        ours = {**module, "kv_connector_extra_config": {"path": str(home / "store")}}
+        with _lmcache(place, log) as server:
+
+            def measure(side: str, phase: str, engine: _Vllm, seed: int, requests: int) -> None:
+                before = server.processor
+                rows = engine.ask(seed, lengths, requests)
+                # The server's time is one sum for all requests: each gets the part that its own time is of theirs.
+                share = 1.0
+                if side == "lmcache":
+                    used = sum(row[1] for length in rows for row in length)
+                    share += (server.processor - before) / used
+                for length, found in zip(lengths, rows):
+                    wall[side, phase, length].append(found[0][0])
+                    processor[side, phase, length].append(share * found[0][1])
+                    wall[side, "later", length] += [row[0] for row in found[1:]]
+                    processor[side, "later", length] += [share * row[1] for row in found[1:]]
+                    tokens[seed, length].append([row[2] for row in found])
+
+            def engine(connector: dict[str, Any] | None) -> _Vllm:
+                return _Vllm(place, model, connector, log)
+
+            for number in range(rounds):
+                options.step("vLLM alone", number, rounds)
+                with engine(None) as alone:
+                    measure("none", "fill", alone, number, count)
+                options.step("ours", number, rounds)
+                with engine(ours) as filled:
+                    measure("ours", "fill", filled, number, count)
+                    if not options.quick:
+                        with engine(ours) as second:
+                            measure("ours", "shared", second, number, 1)
+                if server.connector is not None:
+                    options.step("LMCache", number, rounds)
+                    with engine(server.connector) as filled:
+                        measure("lmcache", "fill", filled, number, count)
+                options.step("ours, a new engine", number, rounds)
+                with engine(ours) as again:
+                    measure("ours", "restart", again, number, 1)
+                if server.connector is not None:
+                    options.step("LMCache, a new engine", number, rounds)
+                    with engine(server.connector) as again:
+                        measure("lmcache", "restart", again, number, 1)
+    figures = []
+    for kind, seconds in (("", wall), ("_processor", processor)):
+        for length in lengths:
+            figures += _figures(kind, length, {key: statistics.median(each) for key, each in seconds.items()})
+    same = [all(row == rows[0][: len(row)] for row in rows[1:]) for rows in tokens.values()]
+    note = "prompts of which every side's first tokens are vLLM's own"
+    figures.append(Figure(metric="same_tokens", value=sum(same) / len(same), unit="share", bar=1.0, note=note))
+    return figures
+
+
+def _figures(kind: str, length: int, seconds: dict[tuple[str, str, int], float]) -> list[Figure]:
+    def at(side: str, phase: str) -> float | None:
+        found = seconds.get((side, phase, length))
+        return None if found is None else 1e3 * found
+
+    alone, figures = at("none", "fill"), []
+    assert alone is not None
+    for phase, limit in (("fill", FILL), ("later", LATER), ("restart", RESTART), ("shared", SHARED)):
+        value, peer = at("ours", phase), at("lmcache", phase)
+        if value is None:
+            continue
+        against = alone if phase == "fill" else at("ours", "later") if phase == "shared" else peer
+        what = {"fill": "vLLM alone", "shared": "its own later requests"}.get(phase, "LMCache")
+        figures.append(
+            Figure(
+                metric=f"{phase}{kind}_{length}",
+                value=value,
+                unit="ms",
+                baseline=alone,
+                peer=peer,
+                better="lower",
+                bar=None if against is None else limit * against,
+                note=f"bar: {limit} times {what}; baseline: vLLM alone, computing; peer: LMCache's server",
+            )
+        )
+    return figures

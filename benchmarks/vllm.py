@@ -1,12 +1,14 @@
 """Time to first token inside vLLM on the CPU: alone, with our connector, and with LMCache's.
 
-Prompts of 1,024, 2,048 and 4,096 tokens that are shared, and 32 fresh ones; vLLM's own prefix cache is off. ``fill``:
-the first request with such tokens, which computes and saves them. ``later``: the median of those after it.
-``restart``: the first request of a new engine over the same store (LMCache's server stays, its KV in memory; ours is on
-disk).
-``shared``: the first request of a second engine while the one that filled goes on. SmolLM2 in bfloat16, one compute
-thread on every side, which take turns; ``processor`` rows compare seconds of processor time, those of LMCache's server
-included, which other work on the machine does not change.
+Prompts of 1,024, 2,048 and 4,096 tokens that are shared, and 32 fresh ones. ``fill``: the first request with such
+tokens, which computes and saves them. ``later``: those after it. ``restart``: the first with each of these prompts in a
+new engine over the same store (LMCache's server stays, its KV in memory; ours is on disk). ``shared``: the first in a
+second engine beside the one that filled, which reads its store. SmolLM2 in bfloat16, one compute thread on every side.
+
+All engines are up at once and take turns request by request, so that what else the machine does meets all of them; a
+time is the least of several, as whatever disturbs only adds. ``processor`` rows compare medians of processor time, that
+of LMCache's server included. ``floor`` is vLLM's own prefix cache, in the memory of one engine and lost with it: the 32
+tokens are computed, and nothing is loaded. What is above it is a connector's own.
 
 ``CTXREUSE_VLLM`` names the environment with vLLM, this package and, for the peer, ``lmcache`` (`make test-connectors`
 makes one without).
@@ -23,7 +25,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -53,17 +55,21 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-#: Seconds, processor seconds and first token of a request; by length, then request.
-_Rows = list[list[tuple[float, float, int]]]
+#: Seconds, processor seconds and first token of a request.
+_Row = tuple[float, float, int]
+#: Seconds between two requests: what one saves behind its own back is no part of the next.
+_PAUSE = 0.2
 
 
 class _Vllm:
     """An engine in a process of its own."""
 
-    def __init__(self, place: Path, model: str, connector: dict[str, Any] | None, log: Path) -> None:
+    def __init__(
+        self, place: Path, model: str, connector: dict[str, Any] | None, log: Path, *, prefixes: bool = False
+    ) -> None:
         settings: dict[str, Any] = {
             "model": model, "dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 8, "enforce_eager": True,
-            "enable_prefix_caching": False, "skip_tokenizer_init": True,
+            "enable_prefix_caching": prefixes, "skip_tokenizer_init": True,
         }  # fmt: skip
         if connector is not None:
             settings["kv_transfer_config"] = {"kv_role": "kv_both", **connector}
@@ -88,12 +94,12 @@ class _Vllm:
                 return line[len(word) :]
         raise EngineError("vLLM ended", where=str(self._log), fix=self._log.read_text("utf-8")[-500:])
 
-    def ask(self, seed: int, lengths: Sequence[int], count: int) -> _Rows:
-        """Time ``count`` requests of each length."""
+    def ask(self, name: str, length: int, request: int) -> _Row:
+        """Time a request."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([seed, lengths, count]) + "\n")
+        self._process.stdin.write(json.dumps([name, length, request]) + "\n")
         self._process.stdin.flush()
-        found: _Rows = json.loads(self._read("SECONDS"))
+        found: _Row = json.loads(self._read("SECONDS"))
         return found
 
     def __enter__(self) -> _Vllm:
@@ -178,63 +184,89 @@ def run(options: Options) -> list[Figure]:
         fix = "Run make test-connectors once, and set it to the folder .venv-connectors"
         raise ConfigError("CTXREUSE_VLLM names no environment with vLLM", where=str(place), fix=fix)
     model = str(models.resolve(options.model or "smollm2"))
-    lengths, rounds, count = options.pick((2048,), (1024, 2048, 4096)), options.pick(1, 2), options.pick(3, 6)
-    wall: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    processor: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    tokens: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    lengths, rounds = options.pick((2048,), (1024, 2048, 4096)), options.pick(1, 3)
+    count = options.pick(3, 5)
+    times = _Times()
     with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder:
         home, log = Path(folder), Path(folder) / "log"
         module = {"kv_connector": "CtxReuseConnector", "kv_connector_module_path": "ctxreuse_cloud.connectors.vllm"}
         ours = {**module, "kv_connector_extra_config": {"path": str(home / "store")}}
         with _lmcache(place, log) as server:
 
-            def measure(side: str, phase: str, engine: _Vllm, seed: int, requests: int) -> None:
-                before = server.processor
-                rows = engine.ask(seed, lengths, requests)
-                # The server's time is one sum for all requests: each gets the part that its own time is of theirs.
-                share = 1.0
-                if side == "lmcache":
-                    used = sum(row[1] for length in rows for row in length)
-                    share += (server.processor - before) / used
-                for length, found in zip(lengths, rows):
-                    wall[side, phase, length].append(found[0][0])
-                    processor[side, phase, length].append(share * found[0][1])
-                    wall[side, "later", length] += [row[0] for row in found[1:]]
-                    processor[side, "later", length] += [share * row[1] for row in found[1:]]
-                    tokens[seed, length].append([row[2] for row in found])
+            def turns(engines: dict[str, _Vllm], phase: str, prompt: str, length: int, request: int) -> None:
+                for side, engine in engines.items():
+                    before = server.processor
+                    wall, processor, token = engine.ask(prompt, length, request)
+                    if side == "lmcache":
+                        processor += server.processor - before
+                    times.add(side, phase, length, wall, processor)
+                    times.tokens[prompt, length, request].append(token)
+                    time.sleep(_PAUSE)
 
-            def engine(connector: dict[str, Any] | None) -> _Vllm:
-                return _Vllm(place, model, connector, log)
+            with contextlib.ExitStack() as stack:
 
-            for number in range(rounds):
-                options.step("vLLM alone", number, rounds)
-                with engine(None) as alone:
-                    measure("none", "fill", alone, number, count)
-                options.step("ours", number, rounds)
-                with engine(ours) as filled:
-                    measure("ours", "fill", filled, number, count)
-                    if not options.quick:
-                        with engine(ours) as second:
-                            measure("ours", "shared", second, number, 1)
-                if server.connector is not None:
-                    options.step("LMCache", number, rounds)
-                    with engine(server.connector) as filled:
-                        measure("lmcache", "fill", filled, number, count)
-                options.step("ours, a new engine", number, rounds)
-                with engine(ours) as again:
-                    measure("ours", "restart", again, number, 1)
-                if server.connector is not None:
-                    options.step("LMCache, a new engine", number, rounds)
-                    with engine(server.connector) as again:
-                        measure("lmcache", "restart", again, number, 1)
+                def start(connector: dict[str, Any] | None, *, prefixes: bool = False) -> _Vllm:
+                    return stack.enter_context(_Vllm(place, model, connector, log, prefixes=prefixes))
+
+                options.step("engines start", 0, rounds)
+                alone, floor = start(None), start(None, prefixes=True)
+                others = {} if server.connector is None else {"lmcache": server.connector}
+                for number in range(rounds):
+                    prompt = str(number)
+                    with contextlib.ExitStack() as these:
+
+                        def fresh(
+                            connectors: dict[str, dict[str, Any]], these: contextlib.ExitStack = these
+                        ) -> dict[str, _Vllm]:
+                            return {
+                                side: these.enter_context(_Vllm(place, model, connector, log))
+                                for side, connector in connectors.items()
+                            }
+
+                        engines = {"floor": floor, **fresh({"ours": ours, **others})}
+                        for length in lengths:
+                            options.step(f"{length} tokens", number, rounds)
+                            turns({"none": alone, **engines}, "fill", prompt, length, 0)
+                            for request in range(1, count):
+                                turns(engines, "later", prompt, length, request)
+                        second = fresh({"ours": ours})
+                        for length in lengths:
+                            options.step(f"{length} tokens beside the first engine", number, rounds)
+                            turns(second, "shared", prompt, length, count)
+                    with contextlib.ExitStack() as these:
+                        again = fresh({"ours": ours, **others}, these)
+                        for length in lengths:
+                            options.step(f"{length} tokens in a new engine", number, rounds)
+                            turns(again, "restart", prompt, length, count + 1)
+                            turns({"floor": floor}, "later", prompt, length, count + 1)
     figures = []
-    for kind, seconds in (("", wall), ("_processor", processor)):
+    for kind, seconds in times.summaries():
         for length in lengths:
-            figures += _figures(kind, length, {key: statistics.median(each) for key, each in seconds.items()})
-    same = [all(row == rows[0][: len(row)] for row in rows[1:]) for rows in tokens.values()]
-    note = "prompts of which every side's first tokens are vLLM's own"
+            figures += _figures(kind, length, seconds)
+    same = [len(set(found)) == 1 for found in times.tokens.values()]
+    note = "requests whose first token is the same on every side"
     figures.append(Figure(metric="same_tokens", value=sum(same) / len(same), unit="share", bar=1.0, note=note))
     return figures
+
+
+class _Times:
+    """What was measured, by side, phase and length."""
+
+    def __init__(self) -> None:
+        self._wall: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        self._processor: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        #: First tokens of a request, by prompt, length and its number.
+        self.tokens: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+
+    def add(self, side: str, phase: str, length: int, wall: float, processor: float) -> None:
+        self._wall[side, phase, length].append(wall)
+        self._processor[side, phase, length].append(processor)
+
+    def summaries(self) -> list[tuple[str, dict[tuple[str, str, int], float]]]:
+        return [
+            ("", {key: min(each) for key, each in self._wall.items()}),
+            ("_processor", {key: statistics.median(each) for key, each in self._processor.items()}),
+        ]
 
 
 def _figures(kind: str, length: int, seconds: dict[tuple[str, str, int], float]) -> list[Figure]:
@@ -242,8 +274,9 @@ def _figures(kind: str, length: int, seconds: dict[tuple[str, str, int], float])
         found = seconds.get((side, phase, length))
         return None if found is None else 1e3 * found
 
-    alone, figures = at("none", "fill"), []
+    alone, floor, figures = at("none", "fill"), at("floor", "later"), []
     assert alone is not None
+    assert floor is not None
     for phase, limit in (("fill", FILL), ("later", LATER), ("restart", RESTART), ("shared", SHARED)):
         value, peer = at("ours", phase), at("lmcache", phase)
         if value is None:
@@ -257,9 +290,11 @@ def _figures(kind: str, length: int, seconds: dict[tuple[str, str, int], float])
                 unit="ms",
                 baseline=alone,
                 peer=peer,
+                bound=alone if phase == "fill" else floor,
                 better="lower",
                 bar=None if against is None else limit * against,
-                note=f"bar: {limit} times {what}; baseline: vLLM alone, computing; peer: LMCache's server",
+                note=f"bar: {limit} times {what}; baseline: vLLM alone, computing; peer: LMCache's server; bound: "
+                "vLLM alone for a fill, else its own prefix cache in memory",
             )
         )
     return figures

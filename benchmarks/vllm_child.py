@@ -1,8 +1,7 @@
 """A vLLM that the bench `vllm` times: ``python vllm_child.py SETTINGS`` in an environment that has vLLM.
 
 Scheduler and worker share this process and one compute thread, so that its processor time is that of a request. It says
-READY, then answers each line, a list of lengths and of how many requests each, with a line of seconds, processor
-seconds and first tokens.
+READY, then answers each line, [prompt's name, shared tokens, request], with seconds, processor seconds and first token.
 """
 
 from __future__ import annotations
@@ -37,20 +36,14 @@ def main(settings: dict[str, Any]) -> None:
     ask([5] * 64)
     print("READY", flush=True)
     for line in sys.stdin:
-        seed, lengths, count = json.loads(line)
-        found = []
-        for length in lengths:
-            made = random.Random(f"{seed} {length}")
-            shared = [made.randrange(100, 40_000) for _ in range(length)]
-            rows = []
-            for _ in range(count):
-                tokens = shared + [made.randrange(100, 40_000) for _ in range(FRESH)]
-                wall, processor = time.perf_counter(), time.process_time()
-                first = ask(tokens)
-                rows.append((time.perf_counter() - wall, time.process_time() - processor, first))
-                time.sleep(0.2)  # what is saved behind a request's back is no part of the next one
-            found.append(rows)
-        print("SECONDS", json.dumps(found), flush=True)
+        name, length, request = json.loads(line)
+        shared, fresh = random.Random(f"{name} {length}"), random.Random(f"{name} {length} {request}")
+        tokens = [shared.randrange(100, 40_000) for _ in range(length)]
+        tokens += [fresh.randrange(100, 40_000) for _ in range(FRESH)]
+        wall, processor = time.perf_counter(), time.process_time()
+        first = ask(tokens)
+        seconds = time.perf_counter() - wall, time.process_time() - processor
+        print("SECONDS", json.dumps([*seconds, first]), flush=True)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
+#: Pages of 128 tokens in an engine: room for the prompts of a round.
+_PAGES = 96
 #: Seconds, processor seconds and first token of a request.
 _Row = tuple[float, float, int]
 #: Seconds between two requests: what one saves behind its own back is no part of the next.
@@ -69,7 +71,7 @@ class _Vllm:
     ) -> None:
         settings: dict[str, Any] = {
             "model": model, "dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 8, "enforce_eager": True,
-            "enable_prefix_caching": prefixes, "skip_tokenizer_init": True,
+            "enable_prefix_caching": prefixes, "skip_tokenizer_init": True, "num_gpu_blocks_override": _PAGES,
         }  # fmt: skip
         if connector is not None:
             settings["kv_transfer_config"] = {"kv_role": "kv_both", **connector}

@@ -68,17 +68,11 @@ class KvSubscriber:
         self._context = zmq.Context()
         self._ask: zmq.Socket[Any] | None = None
         self._until = 0.0
-        self._replay = replay
+        self._replay, self._listens = replay, endpoint.startswith("@")
         self._end = False
         self._wakeup = Wakeup()
         try:
-            self._socket = self._open(zmq.SUB)
-            self._socket.subscribe(b"")
-            self._monitor = Monitor(self._socket, _EVENTS)
-            if endpoint.startswith("@"):
-                self._socket.bind(endpoint[1:])
-            else:
-                self._socket.connect(endpoint)
+            self._connect(endpoint)
             #: Where it listens, or is connected to.
             self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
             if replay:
@@ -97,6 +91,15 @@ class KvSubscriber:
         socket.linger, socket.rcvhwm, socket.maxmsgsize, socket.ipv6 = 0, _QUEUE, self._most, True
         socket.heartbeat_ivl, socket.heartbeat_timeout = 2_000, 10_000
         return socket
+
+    def _connect(self, endpoint: str) -> None:
+        self._socket = self._open(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._monitor = Monitor(self._socket, _EVENTS)
+        if self._listens:
+            self._socket.bind(endpoint.removeprefix("@"))
+        else:
+            self._socket.connect(endpoint)
 
     def _open_replay(self) -> None:
         """Make a new socket for each: what an old one still gets belongs to none."""
@@ -131,6 +134,10 @@ class KvSubscriber:
         if list(self._monitor.drain()):
             self._until = 0.0
             self._batches.disconnected()
+            if not self._listens:  # ZeroMQ does not connect again after a message that is too large
+                self._monitor.close()
+                self._socket.close(0)
+                self._connect(self.endpoint)
         for _ in range(_TURN):
             frames = self._next(self._socket)
             if frames is None:

@@ -292,8 +292,8 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     kv_events: Annotated[
         str,
         _about(
-            "Where it publishes KV events, tcp://HOST:PORT; with @ before it, the address on this machine that it sends "
-            "them to; empty: none"
+            "Where it publishes KV events, tcp://HOST:PORT; with @ before it, the address on this machine that it "
+            "sends them to; empty: none"
         ),
     ] = ""
     kv_replay: Annotated[str, _about("Where missed KV events are asked for, tcp://HOST:PORT; empty: nowhere")] = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -17,7 +16,7 @@ __all__ = ["PromptTokens", "ReportedBlocks"]
 _SIZES, _ADAPTERS = 4, 256
 
 
-class PromptTokens(NamedTuple):
+class PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as its engine reads it: token ids as unsigned 32-bit bytes, its model's name, the salt of its tenant."""
 
     ids: bytes

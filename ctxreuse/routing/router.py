@@ -35,7 +35,7 @@ _EQUAL, _EQUAL_SECONDS = 0.02, 0.02
 class RouteOption(msgspec.Struct, frozen=True):
     """One node for a request: ``cached`` tokens of its prompt are probably there, ``queue`` seconds wait before it,
     ``prefill`` seconds would compute the rest; ``price``: see `ctxreuse.routing.router`. ``reported``: the node says
-    itself what it has."""
+    itself what it has, and that is all."""
 
     node: str
     cached: int
@@ -166,8 +166,9 @@ class Router:
             cached, load = self._cached(path, node, total, reported.get(node)), self.load(node)
             found.append((node, cached, load.queue(now), load.seconds(total - cached, cached, now)))
         least = min(prefill for *_, prefill in found)
+        whole = {node for node, each in reported.items() if each.whole}
         return [
-            RouteOption(node, cached, queue, prefill, queue + prefill + price * (prefill - least), node in reported)
+            RouteOption(node, cached, queue, prefill, queue + prefill + price * (prefill - least), node in whole)
             for node, cached, queue, prefill in found
         ]
 
@@ -178,7 +179,8 @@ class Router:
         if reported is None or not reported.whole:
             known = self.known(node).match(path)
         else:
-            coming, known = self._coming.get(node, {}), 0
+            coming = self._coming.get(node) or Counter[Hashable]()
+            known = 0
             for run in path:
                 if run.key not in coming:
                     break

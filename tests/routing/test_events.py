@@ -1,10 +1,9 @@
-"""KV events of engines: read in every form, kept exactly, and whatever is lost, late or hostile never claims too much."""
+"""KV events of engines: read in every form, kept exactly; what is lost, late or hostile never claims too much."""
 
 from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -140,7 +139,7 @@ def test_salts_and_adapters_are_apart() -> None:
 
 def test_100_000_prefixes_take_bounded_memory() -> None:
     blocks = ReportedBlocks(most=50_000)
-    tracemalloc.start()
+    tracemalloc.start()  # slows it down
     try:
         for n in range(100_000):
             name = n.to_bytes(32, "big")

@@ -187,7 +187,7 @@ class Backends:
         for name in names if prompt is not None else ():
             events = free[name].events
             if events is not None and prompt is not None:
-                salted = prompt if free[name].config.cache_salt else prompt._replace(salt="")
+                salted = prompt if free[name].config.cache_salt else msgspec.structs.replace(prompt, salt="")
                 if (found := events.match(salted)) is not None:
                     reported[name] = found
         tokens = len(prompt) if prompt is not None else 0

@@ -145,19 +145,23 @@ def _figures(shape: str, table: Table) -> list[Figure]:
 
 def draw(table: Table, path: Path, what: str) -> None:
     """A picture of what repairs compute and what they leave wrong; filled: chunks from behind another head."""
+    from ctxreuse.calibrate.plot import label_points
+
+    named = []
     with picture(path, f"Repairs of {what}: further down and left is better") as axes:
         for ours, colour in ((False, OTHERS[0]), (True, OURS)):
             for kind, face in (("head", "white"), ("behind", colour)):
                 mine = [key for key in table.outcomes if key[0] == kind and (key[1] in _OURS) == ours]
                 points = [(100 * table.work(*key), table.kl(*key)) for key in mine]
                 label = ("ours" if ours else "published, and simple ones") + f", stood {_STOOD[kind]}"
-                axes.scatter(*zip(*points), s=40, marker="o" if ours else "s", c=face, edgecolors=colour, label=label)
-                for (_, repair), at in zip(mine, points):
-                    if kind == "behind":
-                        axes.annotate(repair, at, (5, -9), textcoords="offset points", fontsize=7.5, color=colour)
+                mark = "o" if ours else "s"
+                axes.scatter(*zip(*points), s=40, marker=mark, c=face, edgecolors=colour, label=label, zorder=3)
+                named += [(*at, key[1] if kind == "behind" else "", colour) for key, at in zip(mine, points)]
         axes.set_xlabel("computed anew, % of layers times tokens")
         axes.set_ylabel("KL of the next 128 tokens against full prefill, nats")
         axes.legend(fontsize=9, framealpha=0.9, edgecolor="white")
+        axes.set_yscale("log")
+        label_points(axes, named, 7.5)
 
 
 def order(kl: Mapping[str, float]) -> dict[str, bool]:

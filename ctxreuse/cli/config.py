@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ctxreuse.cli.common import Json, print_json
+from ctxreuse.errors import ConfigError
 
 __all__ = ["app"]
 
@@ -32,8 +33,14 @@ def show(
     import msgspec
 
     from ctxreuse.config import load, settings
+    from ctxreuse.store.policy import make_policy
 
     found = load(ctx.find_root().obj)
+    try:  # the one setting whose words the schema does not know
+        make_policy(found.settings.store.policy, 1)
+    except ConfigError as error:
+        what = f"setting store.policy: {error.what}"
+        raise ConfigError(what, where=found.origins["store.policy"], fix=error.fix) from None
     values = msgspec.to_builtins(found.settings)
     rows = []
     for setting in settings():

@@ -154,6 +154,12 @@ class TestConfig:
         assert values["engine.threads"] == {"value": 3, "origin": f"file {file}"}
         assert values["store.capacity"]["value"] == 3_000_000_000
 
+    def test_a_policy_that_does_not_exist_is_named(self, run: Any, tmp_path: Path) -> None:
+        file = tmp_path / "c.toml"
+        file.write_text('[store]\npolicy = "nosuch"\n')
+        done = run("--config", str(file), "config", "show")
+        assert (done.code, "store.policy" in done.err, "adaptive" in done.err) == (app.EXIT_USAGE, True, True), done.err
+
     def test_path_and_example(self, run: Any, tmp_path: Path) -> None:
         assert run("config", "path").out.strip() == str(tmp_path / "XDG_CONFIG_HOME" / "ctxreuse" / "config.toml")
         assert run("--config", "x.toml", "config", "path").out.strip() == "x.toml"

@@ -62,4 +62,6 @@ def test_the_processors_file_adds_the_connector_alone() -> None:
     transfer = json.loads(second[len(first) + 1])
     kept = re.search(r"(/[\w/]+)$", transfer["kv_connector_extra_config"]["path"])
     assert kept is not None
-    assert any(kept[1].startswith(volume.split(":")[1] + "/") for volume in read("compose.yaml")["services"]["vllm"]["volumes"])
+    assert any(
+        kept[1].startswith(volume.split(":")[1] + "/") for volume in read("compose.yaml")["services"]["vllm"]["volumes"]
+    )

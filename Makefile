@@ -21,7 +21,7 @@ PACKAGES := ctxreuse $(wildcard agents/ctxreuse_agents edge/ctxreuse_edge cloud/
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	command -v $$p >/dev/null && $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help demo check test test-adapters test-clients test-connectors test-page nightly fuzz bench docs lint lock dist clean
+.PHONY: help demo check test test-adapters test-clients test-connectors test-deploy test-page nightly fuzz bench docs lint lock dist clean
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
@@ -79,6 +79,15 @@ test-connectors: $(READY) ## vLLM on the CPU with our connector, in an environme
 	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q .
 	CONNECTORS=$(CONNECTORS) $(BIN)/python -m pytest -q -m connectors tests/connectors
 
+# Helm, and the schemas of Kubernetes and of Compose, in an environment that has those and the sidecar.
+DEPLOYS := .venv-deploy
+test-deploy: ## the Helm chart and the Compose files, rendered and checked; the sidecar with the settings of the chart
+	@$(MAKE) --no-print-directory VENV=$(DEPLOYS) EXTRAS=cloud $(DEPLOYS)/.ready
+	PIP_NO_INPUT=1 $(DEPLOYS)/bin/python -m pip --disable-pip-version-check install -q -r tests/deploy/requirements.txt
+	test -x $(DEPLOYS)/bin/helm || tests/deploy/get_helm.sh "$(DEPLOYS)/bin/python -m pip --disable-pip-version-check" $(DEPLOYS)/bin
+	HELM=$(CURDIR)/$(DEPLOYS)/bin/helm PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(DEPLOYS)/bin/python -m pytest -q -p pytest_timeout \
+		--confcutdir tests/deploy tests/deploy $(PYTEST)
+
 test-page: export CTXREUSE_REQUIRE_CHROMIUM = 1
 test-page: $(READY) ## the daemons' page in a headless Chromium, which must be installed
 	$(BIN)/python -m pytest -q -m browser tests/edge $(PYTEST)
@@ -124,7 +133,7 @@ dist: $(READY) ## wheel, source archive, bill of materials (CycloneDX) and NOTIC
 		--with-license-file --with-urls --no-license-path --format=plain-vertical --output-file=dist/NOTICE
 	@ls -l dist
 
-clean: ## remove what was built and cached (not .venv, .venv-demo, .venv-adapters)
+clean: ## remove what was built and cached (not .venv and those beside it)
 	rm -rf build dist bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(PACKAGES) tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(READY)

@@ -15,7 +15,7 @@ _NAMES = (
     "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "drafts", "engine",
     "evict", "fair", "fetch", "forget", "fork", "import", "index", "levels", "lossless", "many", "neighbours", "onnx",
     "order", "page", "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "recall", "resident", "resume",
-    "router", "scale", "shapes", "states", "together", "tools", "tree",
+    "router", "scale", "shapes", "states", "together", "tools", "tree", "vllm",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

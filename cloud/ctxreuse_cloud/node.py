@@ -44,6 +44,7 @@ from ctxreuse.store.idle_compaction import IdleCompaction
 from ctxreuse_cloud.proxy.backends import Backends, BackendStatus, connections
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.health import HealthChecker
+from ctxreuse_cloud.proxy.kv_events import subscribe
 from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.pauses import PauseTracker
 from ctxreuse_cloud.proxy.proxy import Proxy
@@ -136,6 +137,9 @@ class CloudNode:
         stored = StoredObjects(cloud.folder() / STORED if cloud.backends else None)
         stack.callback(stored.close)
         self.proxy = Proxy(cloud, self.backends, self.tenants, pool, observers, self.bodies, stored)
+        for backend in self.backends.all:
+            if backend.events is not None:
+                stack.push_async_callback(asyncio.to_thread, subscribe(backend.config, backend.events).close)
         checker = HealthChecker(pool, self.backends, cloud.health)
         await checker.once()
         task = asyncio.create_task(checker.run())

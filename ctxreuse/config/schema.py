@@ -289,6 +289,14 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     cache_salt: Annotated[bool, _about("It separates the prefix caches of tenants by `cache_salt`, as vLLM does")] = (
         False
     )
+    kv_events: Annotated[
+        str,
+        _about(
+            "Where it publishes KV events, tcp://HOST:PORT; with @ before it, the address on this machine that it "
+            "sends them to; empty: none"
+        ),
+    ] = ""
+    kv_replay: Annotated[str, _about("Where missed KV events are asked for, tcp://HOST:PORT; empty: nowhere")] = ""
     max_inflight: Annotated[int, _about("Requests at once; 0: unlimited", ge=0)] = 0
     health: Annotated[str, _about("Path that answers 200 while it is healthy; empty: /health, else /v1/models")] = ""
 

@@ -10,13 +10,15 @@ again, which also copies what is popular; nodes near their limit cannot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from ctxreuse.cost.lines import PrefillLine
+from ctxreuse.routing.feed import Reported
 from ctxreuse.routing.known import KnownPrefixes, PrefixRun
 from ctxreuse.routing.node import NodeLoad
 
@@ -32,13 +34,15 @@ _EQUAL, _EQUAL_SECONDS = 0.02, 0.02
 
 class RouteOption(msgspec.Struct, frozen=True):
     """One node for a request: ``cached`` tokens of its prompt are probably there, ``queue`` seconds wait before it,
-    ``prefill`` seconds would compute the rest; ``price``: see `ctxreuse.routing.router`."""
+    ``prefill`` seconds would compute the rest; ``price``: see `ctxreuse.routing.router`. ``reported``: the node says
+    itself what it has, and that is all."""
 
     node: str
     cached: int
     queue: float
     prefill: float
     price: float
+    reported: bool = False
 
     @property
     def seconds(self) -> float:
@@ -63,7 +67,7 @@ class _Sent(NamedTuple):
     """A request at a node since ``at``.
 
     ``alone``: tokens that it computes behind ``cached`` ones, 0 if it waits. ``new``: keys of runs that the node had
-    not.
+    not. ``path``: all its runs.
     """
 
     node: str
@@ -71,6 +75,7 @@ class _Sent(NamedTuple):
     alone: int
     cached: int
     new: list[Hashable]
+    path: Sequence[PrefixRun]
 
 
 class Router:
@@ -87,6 +92,8 @@ class Router:
         self.prefill = PrefillLine()
         self._known: dict[str, KnownPrefixes] = {}
         self._loads: dict[str, NodeLoad] = {}
+        #: By node, how many requests without a first token have each run: it will have these before it says so.
+        self._coming: dict[str, Counter[Hashable]] = {}
         #: Requests without a first token.
         self._sent: dict[int, _Sent] = {}
         self._number = 0
@@ -103,18 +110,34 @@ class Router:
             self._loads[node] = self._load(self.prefill)
         return self._loads[node]
 
-    def choose(self, path: Sequence[PrefixRun], nodes: Sequence[str], now: float, home: bytes = b"") -> Route:
+    def choose(
+        self,
+        path: Sequence[PrefixRun],
+        nodes: Sequence[str],
+        now: float,
+        home: bytes = b"",
+        *,
+        tokens: int = 0,
+        reported: Mapping[str, Reported] | None = None,
+    ) -> Route:
         """Choose one of ``nodes`` (at least one) for a prompt. Pure but for nodes that are new.
 
-        ``home``: of equally cheap nodes, requests with the same one get the same.
+        Args:
+            path: the runs of the prompt.
+            nodes: that may get it.
+            now: seconds.
+            home: of equally cheap nodes, requests with the same one get the same.
+            tokens: of the prompt, where they were counted; 0: the runs say it.
+            reported: what nodes say that they have of it, in the same tokens.
         """
-        options = self._options(path, nodes, now)
+        total = tokens or sum(run.tokens for run in path)
+        options = self._options(path, nodes, now, total, reported or {})
         least = min(option.price for option in options)
         near = [o for o in options if o.price <= least + max(_EQUAL * least, _EQUAL_SECONDS)]
         seed = xxhash.xxh3_64_intdigest(home)
         chosen = max(near, key=lambda option: xxhash.xxh3_64_intdigest(option.node.encode(), seed))
         others = sorted((option for option in options if option is not chosen), key=lambda option: option.price)
-        return Route(sum(run.tokens for run in path), chosen, tuple(others))
+        return Route(total, chosen, tuple(others))
 
     def begin(self, route: Route, path: Sequence[PrefixRun], now: float, *, silent: bool = False) -> int:
         """Note that a prompt is sent as chosen, ``silent``: for an answer that comes whole; returns its number for
@@ -124,22 +147,45 @@ class Router:
         alone = route.tokens - chosen.cached if not load.waiting else 0
         load.begin(self._number, chosen.prefill, now, silent=silent)
         known = self.known(chosen.node)
-        self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached, known.missing(path))
+        self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached, known.missing(path), path)
         known.note(path)
+        self._coming.setdefault(chosen.node, Counter()).update(run.key for run in path)
         return self._number
 
-    def _options(self, path: Sequence[PrefixRun], nodes: Sequence[str], now: float) -> list[RouteOption]:
-        total = sum(run.tokens for run in path)
+    def _options(
+        self,
+        path: Sequence[PrefixRun],
+        nodes: Sequence[str],
+        now: float,
+        total: int,
+        reported: Mapping[str, Reported],
+    ) -> list[RouteOption]:
         price = wasted_price(sum(self.load(node).busy(now) for node in nodes) / len(nodes))
         found = []
         for node in nodes:
-            cached, load = self.known(node).match(path), self.load(node)
+            cached, load = self._cached(path, node, total, reported.get(node)), self.load(node)
             found.append((node, cached, load.queue(now), load.seconds(total - cached, cached, now)))
         least = min(prefill for *_, prefill in found)
+        whole = {node for node, each in reported.items() if each.whole}
         return [
-            RouteOption(node, cached, queue, prefill, queue + prefill + price * (prefill - least))
+            RouteOption(node, cached, queue, prefill, queue + prefill + price * (prefill - least), node in whole)
             for node, cached, queue, prefill in found
         ]
+
+    def _cached(self, path: Sequence[PrefixRun], node: str, total: int, reported: Reported | None) -> int:
+        """Return the leading tokens that a node has, or will have when it has computed what it was sent."""
+        sent = sum(run.tokens for run in path)
+        scale = total / sent if sent else 0.0
+        if reported is None or not reported.whole:
+            known = self.known(node).match(path)
+        else:
+            coming = self._coming.get(node) or Counter[Hashable]()
+            known = 0
+            for run in path:
+                if run.key not in coming:
+                    break
+                known += run.tokens
+        return max(int(known * scale), reported.tokens if reported is not None else 0)
 
     def started(self, number: int, now: float, *, measured: bool = False) -> None:
         """Note the first token of a request; ``measured``: it came as soon as there was one, so its time says how fast
@@ -147,6 +193,7 @@ class Router:
         sent = self._sent.pop(number, None)
         if sent is None:
             return
+        self._came(sent)
         if measured and sent.alone:
             self.load(sent.node).measure(sent.alone, sent.cached, now - sent.at, now)
         self.load(sent.node).end(number, now)
@@ -155,12 +202,22 @@ class Router:
         """Note that a request got no answer: its node may have nothing of what it brought."""
         sent = self._sent.pop(number, None)
         if sent is not None:
+            self._came(sent)
             self.load(sent.node).end(number, now)
             for key in sent.new:
                 self.known(sent.node).forget(key)
 
+    def _came(self, sent: _Sent) -> None:
+        coming = self._coming[sent.node]
+        for run in sent.path:
+            coming[run.key] -= 1
+            if coming[run.key] <= 0:
+                del coming[run.key]
+
     def check(self) -> None:
         """Raise AssertionError if a bound or a count is wrong."""
+        coming = sum(len(sent.path) for sent in self._sent.values())
+        assert sum(count.total() for count in self._coming.values()) == coming, "runs under way counted wrong"
         for known in self._known.values():
             known.check()
         assert sum(load.waiting for load in self._loads.values()) == len(self._sent), "a request waits nowhere"

@@ -67,6 +67,17 @@ def test_blocks_that_are_stored_and_evicted_are_published(tiny: Path, tmp_path: 
             assert [event["parent_block_hash"] for event in chain] == [None, *keys[:2]]
             assert {(event["medium"], event["block_size"]) for event in chain} == {("STORAGE", 32)}
             assert {len(key) for key in keys} == {KEY_BYTES}
+            assert [event.get("extra_keys") for event in chain] == [None] * 3
+            mine = prompt(64)
+            engine.ask(mine, salt="me", new=1)
+
+            def salts() -> list[Any]:
+                engine.ask([1, 2, 3], new=1)
+                found = [one for one in published.of("BlockStored") if one["token_ids"] in (mine[:32], mine[32:])]
+                return [event.get("extra_keys") for event in found]
+
+            until(lambda: len(salts()) == 2)
+            assert salts() == [[["me"]], None]
             for _ in range(4):
                 engine.ask(prompt(700), new=1)
             until(lambda: engine.ask([1, 2, 3], new=1) and published.of("BlockRemoved"))

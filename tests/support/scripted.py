@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -51,6 +51,8 @@ class Scripted:
         self.asked: list[str] = []
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
         self.health = 200
+        #: Answers ``/tokenize``, which is no entry of the plan.
+        self.tokenize: Callable[[Any], list[int]] | None = None
         self.pause = 0.0
         self.steps: asyncio.Semaphore | None = None  # to be acquired for each piece of a stream
         self.open = self.sent = 0
@@ -96,6 +98,11 @@ class Scripted:
             self.asked.append(f"{method} {path}")
         if method != "POST":
             await self._get(path, writer)
+            return True
+        if path == "/tokenize" and self.tokenize is not None:
+            found = json.dumps({"tokens": self.tokenize(json.loads(body)), "max_model_len": 1000}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(found) + found)
+            await writer.drain()
             return True
         self.seen.append((path, headers, body))
         self.open += 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
 
-__all__ = ["PagedBlock", "RequestBlocks", "StepPlan", "StepProgress"]
+__all__ = ["PagedBlock", "PlannedSave", "RequestBlocks", "StepPlan", "StepProgress"]
 
 #: Saves that may wait to be confirmed; of more, the oldest are not announced.
 _MOST_PLANNED = 1 << 16
@@ -38,6 +38,13 @@ class StepPlan(msgspec.Struct, array_like=True):
     saves: list[list[PagedBlock]] = []
 
 
+class PlannedSave(NamedTuple):
+    """A block whose save was planned; ``tenant``: of its request, if it is the first of one, else ""."""
+
+    block: PagedBlock
+    tenant: str
+
+
 class StepProgress(NamedTuple):
     """A request in one step: its tokens so far are computed up to position ``end`` then, in ``pages``."""
 
@@ -47,10 +54,10 @@ class StepProgress(NamedTuple):
 
 
 class _Known:
-    """One request: its salt and tokens (which grow), keys of whole blocks, and how many blocks need no saving."""
+    """One request: its tenant, salt and tokens (which grow), keys of whole blocks, how many blocks need no saving."""
 
-    def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
-        self.tokens, self.salt = tokens, salt
+    def __init__(self, tokens: Sequence[int], tenant: str, salt: bytes) -> None:
+        self.tokens, self.tenant, self.salt = tokens, tenant, salt
         self.keys: list[bytes] = []
         self.stored = self.local = 0
         self.pages: list[int] = []
@@ -65,7 +72,7 @@ class RequestBlocks:
         ``announces``: remember the blocks of saves for `stored`.
         """
         self._space, self._size, self._secret = space, block_tokens, secret
-        self._planned: dict[bytes, PagedBlock] | None = {} if announces else None
+        self._planned: dict[bytes, PlannedSave] | None = {} if announces else None
         self._known: dict[str, _Known] = {}
         self._loads: list[list[PagedBlock]] = []
 
@@ -89,7 +96,7 @@ class RequestBlocks:
             computed: tokens that the engine has already, whole blocks.
             stored: called with keys; returns how many of the first are stored.
         """
-        known = _Known(tokens, tenant_salt(tenant, self._secret))
+        known = _Known(tokens, tenant, tenant_salt(tenant, self._secret))
         self._known[request] = known
         # An engine needs at least one token to compute, for its logits.
         self._extend(known, (len(tokens) - 1) // self._size)
@@ -122,13 +129,15 @@ class RequestBlocks:
                 plan.saves.append(run)
                 known.stored = whole
                 if self._planned is not None:
-                    self._planned.update((block.key, block) for block in run)
+                    for block in run:
+                        first = block.parent == ROOT
+                        self._planned[block.key] = PlannedSave(block, known.tenant if first else "")
                     while len(self._planned) > _MOST_PLANNED:
                         del self._planned[next(iter(self._planned))]
         return plan
 
-    def stored(self, keys: Iterable[bytes]) -> list[PagedBlock]:
-        """Return the blocks among ``keys`` whose saves were planned here, each once."""
+    def stored(self, keys: Iterable[bytes]) -> list[PlannedSave]:
+        """Return those among ``keys`` whose saves were planned here, each once."""
         planned = self._planned if self._planned is not None else {}
         return [planned.pop(key) for key in keys if key in planned]
 

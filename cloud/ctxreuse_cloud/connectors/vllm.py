@@ -206,7 +206,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._blocks.failed(connector_output.invalid_block_ids)
         changed = connector_output.kv_connector_worker_meta
         if isinstance(changed, StoreMetadata):
-            for block in self._blocks.stored(changed.stored):
+            for block, tenant in self._blocks.stored(changed.stored):
                 self._events.append(
                     BlockStored(
                         block_hashes=[block.key],
@@ -216,6 +216,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
                         lora_id=None,
                         medium=MEDIUM_STORAGE,
                         lora_name=None,
+                        extra_keys=[(tenant,)] if tenant else None,
                     )
                 )
             if changed.removed:

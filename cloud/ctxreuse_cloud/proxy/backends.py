@@ -16,8 +16,9 @@ import xxhash
 from ctxreuse.config import BackendConfig
 from ctxreuse.errors import ConfigError
 from ctxreuse.private import warn_if_shared
-from ctxreuse.routing import PrefixRun, Route, Router
+from ctxreuse.routing import PrefixRun, PromptTokens, Route, Router
 from ctxreuse_cloud.proxy.breaker import Breaker
+from ctxreuse_cloud.proxy.kv_events import BackendEvents, check_events
 
 __all__ = ["Backend", "BackendStatus", "Backends", "choose", "connections"]
 
@@ -38,6 +39,9 @@ class BackendStatus(msgspec.Struct, frozen=True):
     failures: int
     models: tuple[str, ...]
     error: str
+    #: By what it is known what it has cached, and blocks by its events.
+    source: str
+    blocks: int
 
 
 class Backend:
@@ -62,6 +66,13 @@ class Backend:
         self.models: tuple[str, ...] = ()
         self.outstanding = self.requests = self.failures = 0
         self.clock = clock
+        #: What it says of its cache; None: nothing.
+        self.events = BackendEvents(self.name) if config.kv_events else None
+
+    @property
+    def source(self) -> str:
+        """By what it is known what it has cached: ``events``, ``both`` or ``text``."""
+        return self.events.source if self.events is not None else "text"
 
     def ready(self) -> bool:
         """Return True if it may take a request now: not unhealthy, breaker closed, not full."""
@@ -93,7 +104,10 @@ class Backend:
         """Return its state."""
         state = self.breaker.state(self.clock())
         counts = (self.outstanding, self.requests, self.failures)
-        return BackendStatus(self.name, self.url, self.healthy, state, *counts, self.models, self.error)
+        blocks = self.events.blocks if self.events is not None else 0
+        return BackendStatus(
+            self.name, self.url, self.healthy, state, *counts, self.models, self.error, self.source, blocks
+        )
 
 
 def _read_key(file: str) -> str:
@@ -122,6 +136,7 @@ class Backends:
         clock: Callable[[], float] = time.monotonic,
         router: Router | None = None,
     ) -> None:
+        check_events(configs)
         self.all = tuple(Backend(config, clock) for config in configs)
         self.router, self._clock = router, clock
         names = [backend.name for backend in self.all]
@@ -129,17 +144,27 @@ class Backends:
             if names.count(name) > 1:
                 raise ConfigError(f"two backends are called {name!r}", fix="Give each its own name")
 
+    def listing(self, model: str) -> Sequence[Backend]:
+        """Return the backends that list a model; all, if none does."""
+        return [backend for backend in self.all if model in backend.models] or self.all
+
     def choose(
-        self, model: str, context: bytes, tried: Sequence[Backend] = (), runs: Sequence[PrefixRun] = ()
+        self,
+        model: str,
+        context: bytes,
+        tried: Sequence[Backend] = (),
+        runs: Sequence[PrefixRun] = (),
+        prompt: PromptTokens | None = None,
     ) -> tuple[Backend, Route | None] | None:
         """Choose a backend for a request, and say why: if possible one not ``tried`` yet, and one that lists ``model``.
 
-        Servers of one model often accept any name, so a model that none lists goes to all. Pure.
+        Servers of one model often accept any name, so a model that none lists goes to all. ``prompt``: its tokens, for
+        those that say what they have. Pure.
         """
-        listing = [backend for backend in self.all if model in backend.models] or self.all
+        listing = self.listing(model)
         fresh = [backend for backend in listing if backend not in tried]
         for places in (fresh, listing):
-            if runs and (priced := self._cheapest(places, context, runs)) is not None:
+            if runs and (priced := self._cheapest(places, context, runs, prompt)) is not None:
                 return priced
             place = choose(places, context, Backend.ready)
             if place is not None:
@@ -147,7 +172,7 @@ class Backends:
         return None
 
     def _cheapest(
-        self, places: Sequence[Backend], context: bytes, runs: Sequence[PrefixRun]
+        self, places: Sequence[Backend], context: bytes, runs: Sequence[PrefixRun], prompt: PromptTokens | None
     ) -> tuple[Backend, Route] | None:
         free = {backend.name: backend for backend in places if backend.ready()}
         if self.router is None or not free:
@@ -158,7 +183,15 @@ class Backends:
         # Answers under way cost a prompt beside them, too, which the price does not know.
         bound = _bound(places)
         names = [name for name, backend in free.items() if backend.outstanding < bound] or list(free)
-        route = self.router.choose(runs, names, self._clock(), context)
+        reported = {}
+        for name in names if prompt is not None else ():
+            events = free[name].events
+            if events is not None and prompt is not None:
+                salted = prompt if free[name].config.cache_salt else msgspec.structs.replace(prompt, salt="")
+                if (found := events.match(salted)) is not None:
+                    reported[name] = found
+        tokens = len(prompt) if prompt is not None else 0
+        route = self.router.choose(runs, names, self._clock(), context, tokens=tokens, reported=reported)
         return free[route.chosen.node], route
 
     def begin(self, route: Route | None, runs: Sequence[PrefixRun], *, streamed: bool) -> int:

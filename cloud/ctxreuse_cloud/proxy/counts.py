@@ -8,6 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ctxreuse_cloud.proxy.backends import Backend, Backends
+from ctxreuse_cloud.proxy.kv_events import BackendEvents
 from ctxreuse_cloud.proxy.reported import ReportedUsage
 
 __all__ = ["OUTCOMES", "ProxyCounts"]
@@ -28,6 +29,18 @@ def _up(backend: Backend) -> float:
 
 def _outstanding(backend: Backend) -> float:
     return float(backend.outstanding)
+
+
+def _source(backend: Backend, source: str) -> float:
+    return float(backend.source == source)
+
+
+def _blocks(events: BackendEvents) -> float:
+    return float(events.blocks)
+
+
+def _lost(events: BackendEvents) -> float:
+    return float(events.lost)
 
 
 def _values(counter: Counter, label: str) -> dict[str, int]:
@@ -54,9 +67,29 @@ class ProxyCounts:
         self._whole = Histogram("ctxreuse_proxy_seconds", "Time to the last byte.", registry=registry, buckets=_SECONDS)
         up = Gauge("ctxreuse_proxy_backend_up", "1 while a backend takes requests.", ["backend"], registry=registry)
         busy = Gauge("ctxreuse_proxy_outstanding", "Requests running at a backend.", ["backend"], registry=registry)
+        source = Gauge(
+            "ctxreuse_router_source",
+            "1 for that by which it is known what a backend has: events, text it was sent, both.",
+            ["backend", "source"],
+            registry=registry,
+        )
+        blocks = Gauge(
+            "ctxreuse_router_blocks", "Blocks that a backend has by its KV events.", ["backend"], registry=registry
+        )
+        lost = Gauge(
+            "ctxreuse_router_lost_batches",
+            "Batches of KV events of a backend that did not come, since the start.",
+            ["backend"],
+            registry=registry,
+        )
         for backend in backends.all:
             up.labels(backend.name).set_function(partial(_up, backend))
             busy.labels(backend.name).set_function(partial(_outstanding, backend))
+            for name in ("events", "both", "text"):
+                source.labels(backend.name, name).set_function(partial(_source, backend, name))
+            if backend.events is not None:
+                blocks.labels(backend.name).set_function(partial(_blocks, backend.events))
+                lost.labels(backend.name).set_function(partial(_lost, backend.events))
         self._start(self._requests, OUTCOMES)
         self._start(self._tried, names)
         self._start(self._failed, names)

@@ -13,7 +13,7 @@ import aiohttp
 from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon.broken import last_piece
 from ctxreuse.daemon.openai import ApiError
-from ctxreuse.routing import PrefixRun, Route
+from ctxreuse.routing import PrefixRun, PromptTokens, Route
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
@@ -56,6 +56,8 @@ class ProxyCall:
         self.request, self.salt = EMPTY_REQUEST, ""
         #: What the router knows it by (none: it computes no prompt), and why the last backend was chosen.
         self.runs: Sequence[PrefixRun] = ()
+        #: Its tokens, where a backend's KV events can be compared with them.
+        self.prompt: PromptTokens | None = None
         self.route: Route | None = None
         self.tried: list[Backend] = []
         #: The only backend that has what the request builds on; None: any may answer.
@@ -137,7 +139,7 @@ class Forwarder:
     def _choose(self, call: ProxyCall) -> tuple[Backend, Route | None] | None:
         if call.place is not None:
             return (call.place, None) if call.place.ready() else None
-        return self._backends.choose(call.request.model, call.request.context, call.tried, call.runs)
+        return self._backends.choose(call.request.model, call.request.context, call.tried, call.runs, call.prompt)
 
     async def find(self, path: str) -> Backend | None:
         """Ask all backends for something stored, such as ``/v1/responses/ID``, and return the one that has it."""

@@ -41,6 +41,7 @@ from ctxreuse_cloud.proxy.http import (
     read_body,
 )
 from ctxreuse_cloud.proxy.observers import Observers
+from ctxreuse_cloud.proxy.prompts import PromptReader
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.retry import PURE, FailedError
 from ctxreuse_cloud.proxy.routes import request_runs
@@ -93,6 +94,7 @@ class Proxy:
         self._config, self._backends, self._tenants, self._clock = config, backends, tenants, clock
         self.observers = observers
         self._forward = Forwarder(backends, pool, observers.counts, self._stored, attempts=config.attempts, clock=clock)
+        self._prompts = PromptReader(backends, pool)
         self._all, self._tenant = Admission(config.max_waiting), Admission(config.tenant_requests)
 
     @property
@@ -272,6 +274,8 @@ class Proxy:
         call.tenant, call.salt = tenant, self._tenants.salt(tenant)
         if len(self._backends.all) > 1 and call.path not in COUNTING:
             call.runs = request_runs(tenant, call.request.model, call.request.messages())
+            if call.runs and self._backends.router is not None:
+                call.prompt = await self._prompts.read(call.path, call.request, call.salt)
         await self._find_place(call)
         self.observers.begin(call, self._clock())
         task = asyncio.current_task()

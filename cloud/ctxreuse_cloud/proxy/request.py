@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -75,6 +76,17 @@ class ProxyRequest:
             if name in fields:
                 found.append((name, bytes(raw)))
         return found
+
+    def field(self, name: str) -> bytes:
+        """Return a field of the body as JSON; ``null`` if there is none."""
+        return bytes((self._fields or {}).get(name, _NULL))
+
+    def only(self, names: Sequence[str], needed: str) -> bytes | None:
+        """Return a body of these fields; None if there is no ``needed`` one."""
+        fields = self._fields or {}
+        if needed not in fields:
+            return None
+        return msgspec.json.encode({name: fields[name] for name in names if name in fields})
 
     @property
     def stores(self) -> bool:

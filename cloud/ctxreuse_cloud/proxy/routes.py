@@ -46,4 +46,6 @@ def describe(route: Route) -> str:
 
 def _expected(option: RouteOption, tokens: int) -> str:
     waits = f" after waiting {option.queue:.2f} s" if option.queue >= 0.005 else ""
-    return f"{option.seconds:.2f} s expected{waits}, about {option.cached:,} of {tokens:,} tokens known there"
+    known = "tokens there by its KV events" if option.reported else "tokens known there"
+    about = "" if option.reported else "about "
+    return f"{option.seconds:.2f} s expected{waits}, {about}{option.cached:,} of {tokens:,} {known}"

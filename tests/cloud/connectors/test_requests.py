@@ -123,10 +123,10 @@ def test_requests_are_forgotten() -> None:
 
 def test_saves_are_announced_once_when_they_are_stored() -> None:
     planned, stored = RequestBlocks(bytes(32), SIZE, announces=True), Stored()
-    planned.match("a", list(range(12)), "", 0, stored)
+    planned.match("a", list(range(12)), "someone", 0, stored)
     plan = planned.step([StepProgress("a", 12, [1, 2, 3])])
     keys = [block.key for block in plan.saves[0]]
-    assert planned.stored([keys[1], b"another"]) == [plan.saves[0][1]]
-    assert planned.stored(keys) == [plan.saves[0][0], plan.saves[0][2]]
+    assert planned.stored([keys[1], b"another"]) == [(plan.saves[0][1], "")]
+    assert planned.stored(keys) == [(plan.saves[0][0], "someone"), (plan.saves[0][2], "")]
     assert planned.stored(keys) == []
     assert blocks().stored(keys) == []

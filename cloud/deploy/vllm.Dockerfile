@@ -1,0 +1,12 @@
+# vLLM for processors, with the connector that keeps contexts over restarts:
+#
+#   docker build -f cloud/deploy/vllm.Dockerfile --build-arg VLLM_IMAGE=… -t ctxreuse-vllm .   (from the repository's root)
+
+ARG VLLM_IMAGE
+FROM ${VLLM_IMAGE}
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+COPY . /tmp/ctxreuse
+# What vLLM has installed stays as it is.
+RUN python3 -m pip freeze --exclude ctxreuse >/tmp/has.txt \
+    && python3 -m pip install --no-cache-dir -c /tmp/has.txt '/tmp/ctxreuse[cloud]' && rm -r /tmp/ctxreuse /tmp/has.txt

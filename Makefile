@@ -63,7 +63,7 @@ test-clients: $(READY) ## agents on the SDKs of OpenAI and Anthropic, LangChain 
 # them are left out, and so is what the other tests share; connections that they leave open are no failure here.
 ADAPTERS := .venv-adapters
 test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on the real packages and SmolLM2, or on MODEL=name
-	@$(MAKE) --no-print-directory VENV=$(ADAPTERS) EXTRAS=llamacpp $(ADAPTERS)/.ready
+	@$(MAKE) --no-print-directory VENV=$(ADAPTERS) EXTRAS=llamacpp,embed $(ADAPTERS)/.ready
 	PIP_NO_INPUT=1 $(ADAPTERS)/bin/python -m pip --disable-pip-version-check install -q -r tests/adapters/requirements.txt
 	ADAPTERS_MODEL=$(MODEL) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(ADAPTERS)/bin/python -m pytest -q -p pytest_timeout \
 		-W ignore::pytest.PytestUnraisableExceptionWarning \

@@ -3,9 +3,10 @@
 The documents are a year of chats, the questions those about them that name the chats with the answer; every second
 one is reported. The weight of vectors beside words (`ctxreuse.store.recall.fuse`) was chosen on all of them, so at
 this size it is no held-out figure. Found is a question if one of its chats is among the first five. Among 10,000 and
-100,000 turns, the others are sentences of Wikipedia passages and made-up reports. All memories have the same
-embedder's vectors; those of the others are made before. Times are those of a processor, as the machine may be busy;
-wall times stand beside them.
+100,000 turns, the others are sentences of Wikipedia passages and made-up reports, so the chats are ten times as long as
+what they stand among. Words only is BM25 over whole texts, as any full-text index has it; this memory's words alone
+(its passages) stand in the notes. All memories have the same embedder's vectors; those of the others are made before.
+Times are those of a processor, as the machine may be busy; wall times stand beside them.
 
 ``CTXREUSE_PEERS``: a Python with mem0ai and langgraph; without it there are no peers.
 """
@@ -31,6 +32,7 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.embed import open_embedder
 from ctxreuse.errors import EngineError
+from ctxreuse.store.recall.rank import Words
 
 __all__ = ["Searched", "run", "searched"]
 
@@ -72,6 +74,15 @@ def searched(memory: Memory, questions: Sequence[corpus.Asked], documents: Seque
     return Searched(found, processor, wall, tokens)
 
 
+def _worded(texts: Sequence[str], questions: Sequence[corpus.Asked]) -> float:
+    """Percent of the questions that are found by words only, in whole texts."""
+    index = Words()
+    index.put(enumerate(texts))
+    return 100 * statistics.fmean(
+        any(place in one.documents for place, _ in index.rank(one.question)[:_HITS]) for one in questions
+    )
+
+
 def run(options: Options) -> list[Figure]:
     """Measure."""
     asked = corpus.questions_on_many()
@@ -96,14 +107,15 @@ def _found(asked: corpus.ManyAsked, odd: Sequence[corpus.Asked]) -> list[Figure]
     peers = {name: _peer(name, asked.documents, odd) for name in ("mem0", "langgraph")}
     best = max((one.share for one in peers.values() if one is not None), default=None)
     everything = sum(len(text) for text in asked.documents) // 4
-    note = f"{len(odd)} questions on {len(asked.documents)} chats; baseline: by words alone; {_named(peers)}"
+    plain = _worded(asked.documents, odd)
+    note = f"{len(odd)} questions on {len(asked.documents)} chats; baseline: words only; {_named(words, peers)}"
     bar = _mem0_share(peers) if asked.real else None
     return [
         _figure(
             "found among the first five",
             ours.share,
             "%",
-            baseline=words.share,
+            baseline=plain,
             peer=best,
             bound=100.0,
             bar=bar,
@@ -128,9 +140,10 @@ def _mem0_share(peers: dict[str, Searched | None]) -> float | None:
     return None if (one := peers["mem0"]) is None else one.share
 
 
-def _named(peers: dict[str, Searched | None]) -> str:
+def _named(words: Searched, peers: dict[str, Searched | None]) -> str:
     shown = [f"{name} {one.share:.1f} %" for name, one in peers.items() if one is not None]
-    return f"peers: {', '.join(shown)}" if shown else "no peers here"
+    rest = f"peers: {', '.join(shown)}" if shown else "no peers here"
+    return f"passages by words {words.share:.1f} %; {rest}"
 
 
 def _size(options: Options, asked: corpus.ManyAsked, odd: Sequence[corpus.Asked], size: int) -> list[Figure]:
@@ -176,10 +189,11 @@ def _size(options: Options, asked: corpus.ManyAsked, odd: Sequence[corpus.Asked]
             f"found {label}",
             ours.share,
             "%",
-            baseline=words.share,
+            baseline=(plain := _worded(texts, odd)),
             peer=share,
             bound=100.0,
-            note=f"{len(odd)} questions; baseline: by words alone; {_named(peers)}",
+            bar=plain + 15 if asked.real and size >= 10_000 else None,
+            note=f"{len(odd)} questions; baseline: words only; {_named(words, peers)}",
         ),
         _figure(
             f"p95 of a search {label}",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ctxreuse_agents import Memory
+
+# mem0 reads these when it is imported: nothing is sent anywhere, and its own folder is none of a user's.
+os.environ |= {"MEM0_TELEMETRY": "False", "MEM0_DIR": tempfile.mkdtemp(prefix="ctxreuse-mem0-")}
 
 #: The frameworks are in .venv-adapters alone.
 collect_ignore_glob = [] if importlib.util.find_spec("langgraph") else ["test_*.py"]

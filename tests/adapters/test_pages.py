@@ -27,7 +27,7 @@ def test_a_program_runs_and_runs_again(program: str, tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", program],
             cwd=tmp_path,
-            env=os.environ | {"CTXREUSE_CONFIG": os.devnull},
+            env=os.environ | {"CTXREUSE_CONFIG": os.devnull, "MEM0_DIR": str(tmp_path)},
             capture_output=True,
             text=True,
             timeout=patient(300),

@@ -14,6 +14,7 @@ import pytest
 from ctxreuse_agents import AsyncMemory, Memory, NewTurn
 
 from ctxreuse.errors import ConfigError, SessionError
+from ctxreuse.store.recall.terms import MOST_PASSAGES, passages
 
 
 def contents(memory: Memory, query: str, **limits: Any) -> list[str]:
@@ -28,6 +29,32 @@ def test_words_are_found_in_all_their_forms_the_rarer_first(memory: Memory) -> N
     assert contents(memory, '"dog cat"') == []
     first = memory.search("BARKS", explain=True)[0]
     assert (first.session.name, first.snippet, first.explain["words"]["terms"]) == ("a", "my dog barks", ["barks"])
+
+
+def test_a_long_turn_is_found_by_its_best_passage_and_once(memory: Memory) -> None:
+    talk = [f"On day {n} we went to the market and bought bread, rice and some fruit for the week." for n in range(60)]
+    talk[30] = "The lighthouse keeper lost his key near the boiler."
+    long = memory.create("long").user("\n".join(talk))
+    memory.create("short").extend([NewTurn("user", f"a keeper of house number {n}") for n in range(30)])
+    assert contents(memory, "keeper key")[0] == long.content
+    assert [hit.turn.id for hit in memory.search("market bread", 50)] == [long.id]
+    for query in ('"fruit for the week. On day 17 we went"', '"week. The lighthouse keeper lost his"'):
+        assert contents(memory, query) == [long.content], "passages have what a phrase goes on with"
+    memory.delete("long")
+    assert contents(memory, "market") == []
+
+
+@pytest.mark.parametrize("text", ["", "x", "x" * 5000, "word " * 900, "one. " * 900, "é\n" * 700, "果。" * 999])
+def test_passages_are_the_whole_text_in_pieces_of_bounded_length(text: str) -> None:
+    found = passages(text)
+    assert all(len(one) <= 600 for one in found)
+    assert len(passages(text * 300)) < MOST_PASSAGES
+    at = 0
+    for one in found:
+        start = text.find(one, max(at - 100, 0))
+        assert start <= at
+        at = start + len(one)
+    assert at == len(text)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ctxreuse_agents.adapters.langgraph_store import LangGraphStore
     from ctxreuse_agents.adapters.llama_index import LlamaIndexChatStore, LlamaIndexMemoryBlock
     from ctxreuse_agents.adapters.mem0 import Mem0Memory
+    from ctxreuse_agents.adapters.mem0_store import Mem0Embedder, Mem0VectorStore
     from ctxreuse_agents.adapters.memory_tool import MemoryTool
     from ctxreuse_agents.adapters.openai_model import OpenAIAgentsModel, OpenAIAgentsProvider
     from ctxreuse_agents.adapters.openai_session import OpenAISession
@@ -22,7 +23,9 @@ __all__ = [
     "LangGraphStore",
     "LlamaIndexChatStore",
     "LlamaIndexMemoryBlock",
+    "Mem0Embedder",
     "Mem0Memory",
+    "Mem0VectorStore",
     "MemoryTool",
     "OpenAIAgentsModel",
     "OpenAIAgentsProvider",
@@ -36,7 +39,9 @@ _MODULES = {
     "LangGraphStore": "langgraph_store",
     "LlamaIndexChatStore": "llama_index",
     "LlamaIndexMemoryBlock": "llama_index",
+    "Mem0Embedder": "mem0_store",
     "Mem0Memory": "mem0",
+    "Mem0VectorStore": "mem0_store",
     "MemoryTool": "memory_tool",
     "OpenAIAgentsModel": "openai_model",
     "OpenAIAgentsProvider": "openai_model",

@@ -12,15 +12,19 @@ from typing import Any
 from ctxreuse.store.ledger.derived import INDEX
 from ctxreuse.store.ledger.records import Session, Turn
 from ctxreuse.store.recall.filters import field_value
-from ctxreuse.store.recall.terms import indexed
+from ctxreuse.store.recall.terms import MOST_PASSAGES, indexed, passages
 from ctxreuse.store.recall.vectors import VectorTable
 
 __all__ = ["TOKENIZE", "Tables"]
 
 _FILE = "index.sqlite"
 #: Of the tables below. A file of another version is made again.
-_VERSION = 2
+_VERSION = 3
 TOKENIZE = "porter unicode61 remove_diacritics 2"
+#: Passages that are read for each turn that is found: several may be of one.
+_EACH = 4
+#: The row of a passage is its number behind the turn's, in so many bits.
+_BITS = MOST_PASSAGES.bit_length()
 #: Turns from which a stem's count is remembered, and stems of which it is.
 _FREQUENT, _KNOWN = 1000, 10_000
 #: Fields of a turn's meta that can be searched for.
@@ -134,7 +138,8 @@ class Tables:
         self._changes += 1
         if self._changes >= _FREQUENT:
             self._frequent, self._changes = {}, 0
-        run("INSERT INTO words(rowid, text) VALUES (?, ?)", (turn.id, indexed(turn.content)))
+        rows = ((turn.id << _BITS | number, indexed(text)) for number, text in enumerate(passages(turn.content)))
+        self._db.executemany("INSERT INTO words(rowid, text) VALUES (?, ?)", rows)
         for name, value in list(turn.meta.items())[:_FIELDS]:
             if (stored := field_value(value)) is not None:
                 run("INSERT OR IGNORE INTO fields VALUES (?, ?, ?)", (name, stored, turn.id))
@@ -143,8 +148,9 @@ class Tables:
         """Remove turns, and their vectors."""
         self.vectors.remove(ids)
         for id in ids:
-            for table, column in (("turns", "id"), ("words", "rowid"), ("fields", "turn"), ("pending", "turn")):
+            for table, column in (("turns", "id"), ("fields", "turn"), ("pending", "turn")):
                 self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (id,))
+            self._db.execute("DELETE FROM words WHERE rowid >= ? AND rowid < ?", (id << _BITS, (id + 1) << _BITS))
 
     def set_session(self, id: str, session: Session | None) -> None:
         """Note how long a session is to be kept; None: it is deleted."""
@@ -220,19 +226,23 @@ class Tables:
         return found
 
     def find(self, terms: Sequence[str], conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
-        """Return turns with any of the terms and their BM25 scores, more is better, best first, then the newest."""
+        """Return turns with any of the terms and the BM25 score of their best passages, best first, then the newest."""
         where, values = conditions
-        match = " OR ".join(f'"{term}"' for term in terms)
+        match, most = " OR ".join(f'"{term}"' for term in terms), _EACH * limit
         if where == "1":
             text = "SELECT rowid, -rank FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
-            rows = [(int(id), float(score)) for id, score in self._db.execute(text, (match, limit))]
-            return sorted(rows, key=lambda row: (-row[1], -row[0]))
-        found = self._db.execute(
-            "SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid "
-            f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
-            (match, *values, limit),
-        )
-        return [(int(id), float(score)) for id, score in found]
+            rows = [(int(row), float(score)) for row, score in self._db.execute(text, (match, most))]
+        else:
+            found = self._db.execute(
+                f"SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid >> {_BITS} "
+                f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
+                (match, *values, most),
+            )
+            rows = [(int(row), float(score)) for row, score in found]
+        best: dict[int, float] = {}
+        for row, score in sorted(rows, key=lambda row: (-row[1], -row[0])):
+            best.setdefault(row >> _BITS, score)
+        return list(best.items())[:limit]
 
     def newest(self, conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
         """Return the turns that meet the conditions, the newest first, all with the score 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["indexed", "snippet", "terms"]
+__all__ = ["MOST_PASSAGES", "indexed", "passages", "snippet", "terms"]
 
 #: Words of a query that are looked at.
 MOST_TERMS = 64
@@ -12,16 +12,36 @@ MOST_TERMS = 64
 MOST_TEXT, MOST_QUERY = 1_000_000, 8192
 #: Characters of a snippet on each side.
 _AROUND = 60
+#: Characters of a passage, about; a passage is half as long at least, and has so many of the next one as well, so that
+#: a phrase that begins in it is found. And what bounds the passages of a text.
+_PASSAGE, _SHARED = 400, 100
+MOST_PASSAGES = 2 * MOST_TEXT // _PASSAGE + 1
 
 # Chinese, Japanese and Korean are written without spaces: each sign is a word, and a row of them a phrase.
 _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _SIGN = re.compile(f"([{_SIGNS}])")
+_END = re.compile(r"[.!?]\s|\n|[。！？]")
 _TERM = re.compile(r'"([^"]*)"|(\w+)')
 
 
 def indexed(text: str) -> str:
     """Return a text as it is given to the index."""
     return _SIGN.sub(r" \1 ", text[:MOST_TEXT]).replace("\0", " ")
+
+
+def passages(text: str) -> list[str]:
+    """Return the pieces of a text that are found and ranked by themselves: it all, if it is short.
+
+    BM25 counts a word for less in a longer text, so a long turn would stand behind every short one that has the word.
+    """
+    text, found, start = text[:MOST_TEXT], list[str](), 0
+    while len(text) - start > _PASSAGE + _PASSAGE // 2:
+        piece = text[start : start + _PASSAGE]
+        ends = [end.end() for end in _END.finditer(piece, _PASSAGE // 2)]
+        length = ends[-1] if ends else max(piece.rfind(" ", _PASSAGE // 2) + 1, 0) or _PASSAGE
+        found.append(text[start : start + length + _SHARED])
+        start += length
+    return [*found, text[start:]]
 
 
 def terms(query: str) -> list[str]:

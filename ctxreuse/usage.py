@@ -83,7 +83,7 @@ class Usage(msgspec.Struct, frozen=True):
         approximate: the answer was computed from lossy KV, or from KV derived from it.
         fetched_bytes: payload received from other nodes, used or not.
         verification: ``cloud``: another node's model gave the answer; else why this one gave it, or its rest (``cut``,
-            ``stalled``, ``down``, ``busy``, ``sampling``, …); "": nobody else was to.
+            ``stalled``, ``down``, ``busy``, ``sampling``, …); "": no other was to.
         request: the request's id, for `Runtime.why`.
     """
 

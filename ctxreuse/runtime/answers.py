@@ -62,7 +62,13 @@ class AnsweringRuntime(Protocol):
     def turn(self, request: Request) -> RequestTurn: ...
 
     def prefill(
-        self, prompt: Request, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+        self,
+        prompt: Request,
+        *,
+        reserve: int = 0,
+        forks: int = 0,
+        turn: RequestTurn | None = None,
+        log: bool = True,
     ) -> PrefillResult: ...
 
     def release(self, done: PrefillResult) -> list[bytes]: ...
@@ -92,7 +98,7 @@ class AnswerGroup:
         """``constraints``: of the samplings' grammars, compiled; empty: none has one; ``verification``: see `Usage`."""
         self.runtime, self.request = runtime, request
         self._text, self._was, self._verification = text, was, verification
-        self._started = False
+        self._started, self._log = False, True
         self._turn = runtime.turn(request)
         self._began = 0.0
         self._lock = threading.RLock()
@@ -107,10 +113,11 @@ class AnswerGroup:
         # The group does not know them: dropped ones, and their contexts, are then freed at once.
         return [Completion(_Source(self, one), 0 if one.number else len(self.request.ids)) for one in self._answers]
 
-    def continue_with(self, decoder: AnswerDecoder) -> PieceSource:
-        """Return the only answer, once: it goes on where ``decoder`` is, whose history is the request."""
+    def continue_with(self, decoder: AnswerDecoder, *, log: bool) -> PieceSource:
+        """Return the only answer, once: it goes on where ``decoder`` is, whose history is the request; ``log``: the
+        request is to be logged."""
         (one,) = self._answers
-        one.decoder = decoder
+        one.decoder, self._log = decoder, log
         return _Source(self, one)
 
     def next(self, one: _Answer) -> GeneratedToken | None:
@@ -145,7 +152,7 @@ class AnswerGroup:
         runtime, request = self.runtime, self.request
         self._began = runtime.clock()
         runtime.paused.on_request(request.ids, request.keys, self._was)
-        done = runtime.prefill(request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn)
+        done = runtime.prefill(request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn, log=self._log)
         self._prompt, self._number, self._started = done, done.record.number, True
         done.usage = msgspec.structs.replace(done.usage, verification=self._verification)
         for one in self._answers:

@@ -209,14 +209,20 @@ class Runtime:
     # Requests
 
     def prefill(
-        self, prompt: PromptLike, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        reserve: int = 0,
+        forks: int = 0,
+        turn: RequestTurn | None = None,
+        log: bool = True,
     ) -> PrefillResult:
         """Bring a prompt into the engine's memory, reusing the longest cached prefix.
 
         The caller owns the result until `release`. At least the last token is computed, for its logits. A prefix that
         another request is computing is waited for, and copied. ``reserve``: room for this many further tokens;
         ``forks``: contexts that will be forked from it, with as much room each; ``turn``: the request's (None: a new
-        one). Raises what `request` raises.
+        one); ``log``: it is to be explained. Raises what `request` raises.
         """
         request = self._request(prompt)
         number = -1 if self.recorder is None else self.recorder.prompt(request.keys, len(request.ids))
@@ -232,7 +238,8 @@ class Runtime:
             mine.end()
             raise
         done.record.number = number
-        self._log_request(done)
+        if log:
+            self._log_request(done)
         return done
 
     def _prefill(

@@ -242,7 +242,7 @@ class VerifiedAnswer:
             )
             self._usage = msgspec.structs.replace(self._usage, verification=reason)
         group = AnswerGroup(self._runtime, self._text, request, [self._sampling], self._was, verification=reason)
-        self._local = group.continue_with(self._decoder)
+        self._local = group.continue_with(self._decoder, log=self._usage is None)
         if self._runtime.metrics is not None:
             self._runtime.metrics.add("ctxreuse_verified_answers_total", 1, reason)
 

@@ -47,7 +47,7 @@ class _Answering:
 
 
 class WorkerPool:
-    """Engine processes, a `ctxreuse.peer.serve.prefill.Prefiller` and a `ctxreuse.peer.serve.verify.Verifier`.
+    """Engine processes, a `ctxreuse.peer.serve.prefill.Prefiller` and a `ctxreuse.peer.serve.verify.DraftVerifier`.
     Thread-safe.
 
     Args:
@@ -121,11 +121,11 @@ class WorkerPool:
             worker.cancel(ticket)
 
     def verifies(self) -> list[ModelSpace]:
-        """See `ctxreuse.peer.serve.verify.Verifier.verifies`: not in those that cannot forget a wrong draft."""
+        """See `ctxreuse.peer.serve.verify.DraftVerifier.verifies`: not in those that cannot forget a wrong draft."""
         return [space for space in self.spaces.values() if not space.needs_state]
 
     def verify(self, salt: bytes, request: Verify, audited: int, sink: VerdictSink) -> _Answering | None:
-        """See `ctxreuse.peer.serve.verify.Verifier.verify`; where the fewest answers are decoded."""
+        """See `ctxreuse.peer.serve.verify.DraftVerifier.verify`; where the fewest answers are decoded."""
         number, brief = next(self._numbers), msgspec.structs.replace(request, tokens=request.tokens[:4])
         for worker in sorted(self._workers, key=lambda worker: worker.answers):
             if worker.verify(VerifyAnswer(number, salt, audited, brief), request.tokens, sink):

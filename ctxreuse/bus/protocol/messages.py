@@ -157,7 +157,7 @@ class Welcome(Body, frozen=True, array_like=True):
     packs: _Levels = ()
     cards: _Cards = ()
     forgets: Any = False  # only True counts: a recorded other version has something else here
-    verifies: Any = ()  # only a list of descriptions counts
+    verifies: Any = []  # only a list of descriptions counts
 
 
 class LevelRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -224,7 +224,7 @@ class ServerSession(Session):
                 packs,
                 cards,
                 message.forgets is True,
-                list(map(msgspec.msgpack.encode, grant.verifies)) or (),
+                list(map(msgspec.msgpack.encode, grant.verifies)),
             )
         )
         since = message.version if message.epoch == self.epoch else 0

@@ -291,7 +291,7 @@ def _without_later(message: Hello | Welcome) -> tuple[Any, ...]:
     """The fields of a message as before those that it does not use."""
     fields = msgspec.structs.astuple(message)
     if isinstance(message, Welcome):
-        if message.verifies != ():
+        if message.verifies != []:
             return fields
         fields = fields[:-1]
     return fields if message.forgets is True else fields[:-1]

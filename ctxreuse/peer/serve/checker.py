@@ -221,9 +221,9 @@ class AnswerChecker:
     def _load(self, one: _Answer) -> Context:
         space = self._engine.space
         if self._store is None:
-            return self._engine.new_context(len(one.known))
+            return self._engine.new_context(len(one.known) - 1)
         keys = prefix_keys(space.digest, one.salt, one.tokens, space.block_tokens)
-        return resume_stored(self._engine, keys[: one.audited], one.tokens, self._store, len(one.known))
+        return resume_stored(self._engine, keys[: one.audited], one.tokens, self._store, len(one.known) - 1)
 
     def _checked(self, one: _Answer, result: Logits | CtxReuseError | None, checked: int, passed: Verdict) -> Checked:
         start = one.count - one.prompt

@@ -26,7 +26,7 @@ from ctxreuse.peer.serve.owners import Namespace, OwnerIndex, node_secret
 from ctxreuse.peer.serve.prefill import Prefiller, PrefillJob, PrefillSource, Sealed
 from ctxreuse.peer.serve.receiver import Contributions, PutOffer, StoreReceiver
 from ctxreuse.peer.serve.source import StoreSource
-from ctxreuse.peer.serve.verify import Verifier, VerifyJob
+from ctxreuse.peer.serve.verify import DraftVerifier, VerifyJob
 from ctxreuse.peer.serve.withdrawals import Withdrawals
 from ctxreuse.store.base import Store
 
@@ -65,7 +65,7 @@ class ServeOptions:
     revoked: Callable[[], frozenset[bytes]] = frozenset
     tenants: Iterable[str] = ()
     prefiller: Prefiller | None = None
-    verifier: Verifier | None = None
+    verifier: DraftVerifier | None = None
     audit: Audit | None = None
     encoder: BlockEncoder | None = None
     clock: Callable[[], float] = time.time

@@ -11,7 +11,7 @@ from ctxreuse.bus.protocol.messages import Verdict, Verify
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["Answering", "VerdictSink", "Verifier", "VerifyJob"]
+__all__ = ["Answering", "DraftVerifier", "VerdictSink", "VerifyJob"]
 
 
 class VerdictSink(Protocol):
@@ -34,7 +34,7 @@ class Answering(Protocol):
         """Give it up; the sink may still be called. Idempotent."""
 
 
-class Verifier(Protocol):
+class DraftVerifier(Protocol):
     """Engines that decode answers for peers. Any thread may call; nothing blocks."""
 
     def verifies(self) -> Sequence[ModelSpace]:

@@ -152,7 +152,9 @@ class AnswerGroup:
         runtime, request = self.runtime, self.request
         self._began = runtime.clock()
         runtime.paused.on_request(request.ids, request.keys, self._was)
-        done = runtime.prefill(request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn, log=self._log)
+        done = runtime.prefill(
+            request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn, log=self._log
+        )
         self._prompt, self._number, self._started = done, done.record.number, True
         done.usage = msgspec.structs.replace(done.usage, verification=self._verification)
         for one in self._answers:

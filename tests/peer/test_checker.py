@@ -20,6 +20,7 @@ from ctxreuse.testing.engine import random_tokens
 from support.examples import examples
 from support.tiny_models import engine_of
 
+GREEDY = DrawRule()
 SALT, OTHER = b"s" * 16, b"o" * 16
 
 
@@ -32,7 +33,7 @@ def request_of(engine: Any, ids: Any, count: int, **options: Any) -> Verify:
     return Verify(1, engine.space.digest, np.asarray(ids, "<i4").tobytes(), count, **options)
 
 
-def plain(engine: Any, ids: Any, count: int, rule: DrawRule = DrawRule()) -> list[int]:
+def plain(engine: Any, ids: Any, count: int, rule: DrawRule = GREEDY) -> list[int]:
     """The answer of the engine alone."""
     sampler, context, known = Sampler(sampling_of(rule), len(ids)), engine.new_context(), list(ids)
     logits = engine.prefill(context, np.asarray(ids, "<i4"))

@@ -42,6 +42,8 @@ class PendingVerify:
             what = f"a verdict on {count} tokens from {verdict.start} on, after {self._tokens}"
             raise ProtocolError(what, where="verify")
         with self._change:
+            if self._verdicts and not self._verdicts[-1].tokens:  # it only said that there is progress
+                self._verdicts.pop()
             self._tokens += count
             self._verdicts.append(verdict)
             self._change.notify_all()

@@ -183,7 +183,8 @@ Limits
 A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and
 262,144 tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a
 text, 32 levels a request, 16 models (256 KiB each) a hello or welcome, 256 MiB a card, 1,024 tokens a draft, 256 stops
-an answer. Open fetches and prefills of an edge are of 8,192 blocks together, its open answers 16 (else ``busy``). All
+an answer; a pass checks 64 tokens of a draft, and of more than 64 drafts between two verdicts the last count for
+nothing. Open fetches and prefills of an edge are of 8,192 blocks together, its open answers 16 (else ``busy``). All
 numbers are below 2^62. Memory follows from bytes that are there, never
 from a number in them. What breaks a rule is a ProtocolError; the side that sees it closes the connection.
 

@@ -24,6 +24,8 @@ __all__ = ["AnswerChecker", "Checked", "sampling_of"]
 
 #: Answers that a pass advances, and tokens of a prompt that go with them.
 _TOGETHER, _SLICE = 8, 256
+#: Tokens of one draft that a pass checks at most, whatever its peer wants: others wait for the pass.
+_WIDEST = 64
 #: Tokens of a prompt that may be left where a draft is checked with them.
 _WITH_DRAFT = 64
 #: Contexts of ended answers that wait for the next one of their conversation: seconds, number, and bytes.
@@ -55,7 +57,7 @@ class _Answer:
 
     def __init__(self, number: int, salt: bytes, request: Verify, audited: int, most: int) -> None:
         prompt = np.frombuffer(request.tokens, "<i4")
-        self.number, self.salt, self.audited, self.width = number, salt, audited, request.width
+        self.number, self.salt, self.audited, self.width = number, salt, audited, min(request.width, _WIDEST)
         self.prompt, self.stops = len(prompt), frozenset(request.stops)
         # The last token needs no position, as it is never fed.
         self.known = np.empty(min(len(prompt) + request.count, most + 1), "<i4")

@@ -13,6 +13,9 @@ from ctxreuse.identity.model import ModelSpace
 
 __all__ = ["Answering", "DraftVerifier", "VerdictSink", "VerifyJob"]
 
+#: Drafts that are passed on between two verdicts: a peer that sends more cannot fill the engine's memory.
+_DRAFTS = 64
+
 
 class VerdictSink(Protocol):
     """Where the verdicts on an answer go. Any thread may call; calls for one answer are sequential."""
@@ -55,7 +58,7 @@ class VerifyJob:
         self._wake, self._done = wake, done
         self._verdicts: deque[Verdict] = deque()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed, self._drafts = False, 0
         self.ended: str | None = None
         self.answering: Answering | None = None
 
@@ -63,6 +66,7 @@ class VerifyJob:
         """See `VerdictSink.verdict`."""
         with self._lock:
             self._verdicts.append(verdict)
+            self._drafts = 0
         self._wake()
 
     def end(self, reason: str = "") -> None:
@@ -73,7 +77,11 @@ class VerifyJob:
         self._wake()
 
     def draft(self, start: int, tokens: Tokens) -> None:
-        """See `VerifySource.draft`."""
+        """See `VerifySource.draft`; what exceeds 64 drafts since the last verdict counts for nothing."""
+        with self._lock:
+            self._drafts += 1
+            if self._drafts > _DRAFTS:
+                return
         if self.answering is not None:
             self.answering.draft(start, tokens)
 

@@ -28,6 +28,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
         recomputed: further tokens that were relocated and then computed again, to limit the error.
         drafted: tokens of drafts that were checked, see `ctxreuse.speculate`.
         accepted: of these, the tokens that were right: so many fewer passes.
+        verified: tokens of the answer that another node's model said.
     """
 
     prompt: int = 0
@@ -39,6 +40,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
     recomputed: int = 0
     drafted: int = 0
     accepted: int = 0
+    verified: int = 0
 
     @property
     def computed(self) -> int:
@@ -80,6 +82,8 @@ class Usage(msgspec.Struct, frozen=True):
             ``refused: …``; "" if there was nothing to relocate, or the request allows exact KV only.
         approximate: the answer was computed from lossy KV, or from KV derived from it.
         fetched_bytes: payload received from other nodes, used or not.
+        verification: ``cloud``: another node's model gave the answer; else why this one gave it, or its rest (``cut``,
+            ``stalled``, ``down``, ``busy``, ``sampling``, …); "": no other was to.
         request: the request's id, for `Runtime.why`.
     """
 
@@ -91,6 +95,7 @@ class Usage(msgspec.Struct, frozen=True):
     approximate: bool = False
     fetched_bytes: int = 0
     request: str = ""
+    verification: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,6 +126,7 @@ class Usage(msgspec.Struct, frozen=True):
         rows: list[tuple[str, object]] = [("prompt tokens", tokens.prompt), ("reused", tokens.cached)]
         rows += [(f"reused from {source}", count) for source, count in tokens.by_source.items()]
         rows += [("computed", tokens.computed), ("generated", tokens.completion)]
+        rows += [("of these by another node", tokens.verified)] if tokens.verified else []
         rows += [("seconds to load", seconds.load), ("to fetch", seconds.fetch), ("to compute", seconds.compute)]
         rows += [("why no more was reused", self.why or self.miss_reason)] if self.why or self.miss_reason else []
         return table(("usage", ""), rows)
@@ -132,7 +138,7 @@ class Usage(msgspec.Struct, frozen=True):
             tokens.prompt, tokens.cached, tokens.by_source, self.miss_reason, seconds.load, seconds.compute,
             tokens.completion, seconds.fetch, self.fetched_bytes, tokens.by_level, self.approximate, self.request,
             self.why, tokens.relocated, tokens.recomputed, self.gate_decision, tokens.drafted,
-            tokens.accepted, seconds.saved,
+            tokens.accepted, seconds.saved, tokens.verified, self.verification,
         )  # fmt: skip
 
     @classmethod
@@ -141,10 +147,12 @@ class Usage(msgspec.Struct, frozen=True):
         one = msgspec.convert(raw, WireUsage)
         tokens = TokenUsage(
             one.prompt_tokens, one.cached_tokens, one.completion_tokens, one.by_source, one.by_level, one.relocated,
-            one.recomputed, one.drafted, one.accepted,
+            one.recomputed, one.drafted, one.accepted, one.verified,
         )  # fmt: skip
         seconds = UsageSeconds(one.seconds_load, one.seconds_fetch, one.seconds_prefill, one.seconds_saved)
-        return cls(tokens, seconds, one.missed, one.why, one.gate, one.approx, one.fetched_bytes, one.request)
+        return cls(
+            tokens, seconds, one.missed, one.why, one.gate, one.approx, one.fetched_bytes, one.request, one.verification
+        )
 
 
 class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "recomputed": "mended"}):
@@ -169,6 +177,8 @@ class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "reco
     drafted: int = 0
     accepted: int = 0
     seconds_saved: float = 0.0
+    verified: int = 0
+    verification: str = ""
 
 
 #: Fields of 0.1 and what they are now.

@@ -176,6 +176,7 @@ class CloudNode:
                 revoked=(lambda: auth.allow.revoked) if auth is not None else frozenset,
                 tenants=[entry.tenant for entry in auth.allow.entries] if auth is not None else [LOCAL],
                 prefiller=workers if cloud.prefill_workers else None,
+                verifier=workers if cloud.prefill_workers else None,
                 audit=StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS) if cloud.prefill_workers else None,
                 encoder=encoder,
             ),

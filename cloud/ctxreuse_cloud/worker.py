@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from ctxreuse.block.format import parse
 from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon import logs
@@ -23,6 +25,7 @@ from ctxreuse.engines.base import Engine
 from ctxreuse.errors import CtxReuseError, FormatError, StoreError
 from ctxreuse.fair import Turns
 from ctxreuse.identity.keys import KEY_BYTES
+from ctxreuse.peer.serve.checker import AnswerChecker
 from ctxreuse.peer.serve.engine import BURST, compute_blocks
 from ctxreuse.peer.serve.engine import Made as Item
 from ctxreuse.runtime.fetch.audit import audit_stored
@@ -32,6 +35,7 @@ from ctxreuse_cloud.workers.pipe import (
     AuditRequest,
     Broken,
     CancelJob,
+    DraftTokens,
     Job,
     JobEnded,
     JobItem,
@@ -40,6 +44,8 @@ from ctxreuse_cloud.workers.pipe import (
     Payload,
     Pipe,
     Ready,
+    VerdictMade,
+    VerifyAnswer,
 )
 
 __all__ = ["Computing", "main"]
@@ -56,7 +62,8 @@ class _Running:
 
 
 class Computing:
-    """Runs jobs in steps, their tenants in turn; between steps it takes more jobs, audits and cancels."""
+    """Runs jobs in steps, their tenants in turn, and answers in passes; the two take turns, and between them it takes
+    more of both, drafts, audits and cancels."""
 
     def __init__(
         self,
@@ -68,11 +75,13 @@ class Computing:
         self._engine, self._pipe, self._store, self._clock = engine, pipe, store, clock
         self._jobs: dict[int, _Running] = {}
         self._turns = Turns[bytes](BURST)
+        self._answers = AnswerChecker(engine, store, clock)
+        self._pass_first = True
 
     @property
     def busy(self) -> bool:
-        """True while jobs run."""
-        return bool(self._jobs)
+        """True while jobs run or answers are decoded."""
+        return bool(self._jobs) or self._answers.busy
 
     def take(self, message: Message, payload: Payload) -> None:
         """Take a message of the node."""
@@ -85,11 +94,22 @@ class Computing:
         elif isinstance(message, CancelJob):
             if message.job in self._jobs:
                 self._end(self._jobs[message.job], "cancelled")
+            self._answers.close(message.job)
+        elif isinstance(message, VerifyAnswer):
+            request = msgspec.structs.replace(message.request, tokens=payload.tobytes())
+            self._answers.open(message.job, message.salt, request, message.audited)
+        elif isinstance(message, DraftTokens):
+            self._answers.draft(message.job, message.start, payload.view("<i4"))
         elif isinstance(message, AuditRequest):
             self._pipe.send(self._audit(message, payload))
 
     def step(self) -> None:
-        """Run one step of the job whose tenant's turn it is."""
+        """Run one pass of the answers, or one step of the job whose tenant's turn it is."""
+        if self._answers.busy and (self._pass_first or not self._jobs):
+            self._pass_first = False
+            self._check_answers()
+            return
+        self._pass_first = True
         by_tenant = {running.job.salt: running for running in reversed(self._jobs.values())}
         running = by_tenant[self._turns.order(by_tenant)[0]]
         started = self._clock()
@@ -106,6 +126,13 @@ class Computing:
         self._turns.charge(running.job.salt, self._engine.space.block_tokens)
         index, kind, data = item
         self._pipe.send(JobItem(running.job.job, index, "state" if kind == "state" else "block"), data)
+
+    def _check_answers(self) -> None:
+        for number, verdict, ended, failed in self._answers.step():
+            if verdict is not None:
+                self._pipe.send(VerdictMade(number, verdict))
+            if ended:
+                self._pipe.send(JobEnded(number, failed, 0, 0.0))
 
     def _end(self, running: _Running, failed: str) -> None:
         del self._jobs[running.job.job]

@@ -1,4 +1,4 @@
-"""Other nodes as a runtime sees them: offers of blocks, and running fetches."""
+"""Other nodes as a runtime sees them: offers of blocks, running fetches, and answers that they decode."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from ctxreuse.block.format import BlockView
-from ctxreuse.bus.protocol.messages import LevelRequest
+from ctxreuse.bus.protocol.messages import LevelRequest, Verdict, Verify
 from ctxreuse.cost.levels import Level
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["Fetch", "FetchRequest", "LevelRequest", "Offer", "Order", "Remote"]
+__all__ = ["Fetch", "FetchRequest", "LevelRequest", "Offer", "Order", "Remote", "Verification", "Verifier"]
 
 #: The order in which parts of the blocks are sent. ``layers``: every head, then layer 0 of all blocks, layer 1, … so
 #: that computing what follows can start after the first layer. ``tail``: whole blocks, the last one first, so that the
@@ -133,3 +133,35 @@ class Remote(Protocol):
 
     def reject(self, offer: Offer, reason: str) -> None:
         """Quarantine a peer whose blocks were wrong (``corrupt``, ``audit``, ``foreign``, ``level``)."""
+
+
+class Verification(Protocol):
+    """An answer that a peer decodes while this node drafts it. Any thread may call."""
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def rtt(self) -> float:
+        """Seconds of a round trip to it; 0: not measured yet."""
+
+    @property
+    def ended(self) -> str | None:
+        """None while verdicts may come, then "" (the answer is whole) or why it ended early."""
+
+    def take(self, timeout: float) -> Verdict | None:
+        """Wait for the next verdict; None at the end, or after ``timeout`` seconds, which end it."""
+
+    def draft(self, start: int, tokens: Tokens) -> None:
+        """Say what may follow the answer's first ``start`` tokens; returns at once."""
+
+    def stop(self) -> None:
+        """Give it up. Idempotent."""
+
+
+class Verifier(Protocol):
+    """Other nodes that decode answers. Any thread may call; nothing raises for a peer that is away."""
+
+    def verify(self, space: ModelSpace, request: Verify) -> Verification | None:
+        """Begin an answer of a peer's model that has the tokenizer of ``space``; ``request`` is in that space, and the
+        peer's takes its place. None: no such peer is connected."""

@@ -276,6 +276,13 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
     retention: Annotated[
         str, _about("Age at which contexts not used since, and logged requests, are deleted: 30d; empty: never")
     ] = ""
+    verify: Annotated[
+        Literal["auto", "off"],
+        _about(
+            "Whose model answers; auto: that of a cloud, if it has this model's tokenizer, with drafts from here, and "
+            "this one where the cloud cannot; off: always this one"
+        ),
+    ] = "off"
     sync: Annotated[bool, _about("Send clouds the contexts they miss, while the device is idle")] = True
     sync_rate: Annotated[float, _about("Bandwidth of sync at most; 0: unlimited", ge=0, unit="bytes/s")] = 0.0
 

@@ -210,13 +210,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Extra(msgspec.Struct, frozen=True):
-    """Our extension of a request. ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact
-    only; None: as in the daemon's settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the
-    daemon's settings. ``order``: of the documents (text parts but the last) of the last message, see `DocumentOrder`;
-    None: as in the daemon's settings."""
+    """Our extension of a request.
+
+    ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact only; None: as in the daemon's
+    settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the daemon's settings. ``verify``:
+    likewise whether a cloud's model may give it. ``order``: of the documents (text parts but the last) of the last
+    message, see `DocumentOrder`; None: as in the daemon's settings.
+    """
 
     lossy: str | None = None
     speculate: Literal["auto", "off"] = "auto"
+    verify: Literal["auto", "off"] = "auto"
     order: DocumentOrder | None = None
 
 
@@ -412,17 +416,23 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """Tokens of the answer's drafts: those that were right, and those that were not; ``seconds_saved`` by them."""
+    """Tokens of the answer's drafts: those that were right, and those that were not; ``seconds_saved`` by them.
+
+    ``cloud_tokens``: of the answer, those that a cloud's model said; ``verification``: see `Usage`. Both are left out
+    where no cloud was to.
+    """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
     seconds_saved: float
+    cloud_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    verification: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiUsage(msgspec.Struct, frozen=True):
     """What a request cost; prompt_tokens is the sum of ``prompt_tokens_details.sources``.
 
-    ``completion_tokens_details`` is left out of an answer that was not drafted.
+    ``completion_tokens_details`` is left out of an answer that was neither drafted nor a cloud's to give.
     """
 
     prompt_tokens: int
@@ -451,8 +461,14 @@ def usage_of(usage: Usage) -> ApiUsage:
             usage.tokens.recomputed,
             usage.gate_decision,
         ),
-        CompletionDetails(tokens.accepted, tokens.drafted - tokens.accepted, round(usage.seconds.saved, 6))
-        if tokens.drafted
+        CompletionDetails(
+            tokens.accepted,
+            tokens.drafted - tokens.accepted,
+            round(usage.seconds.saved, 6),
+            tokens.verified if usage.verification else msgspec.UNSET,
+            usage.verification or msgspec.UNSET,
+        )
+        if tokens.drafted or usage.verification
         else msgspec.UNSET,
     )
 

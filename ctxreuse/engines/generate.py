@@ -95,10 +95,23 @@ class AnswerDecoder:
     def next(self, logits: Logits) -> GeneratedToken:
         """Draw the next token from the logits after all tokens so far. Raises GrammarError for a grammar that turns
         out to be too complex."""
-        sampling, stops, constraint = self._sampling, self._stops, self._constraint
+        constraint = self._constraint
         allowed = logits if constraint is None else constraint.mask(logits)
         token = self._sampler.next(allowed, self._history[: self._count])
         complete = constraint is not None and constraint.advance(token)
+        return self._append(token, complete, *_logprobs(logits, token, self._sampling.logprobs))
+
+    def take(self, token: int) -> GeneratedToken:
+        """Append a token that another node has drawn by the same rule; there is no grammar, and nothing is known of its
+        probability."""
+        self._sampler.skip()
+        return self._append(token, False)
+
+    def _append(
+        self, token: int, complete: bool, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()
+    ) -> GeneratedToken:
+        """``complete``: the answer's grammar is."""
+        sampling, stops, constraint = self._sampling, self._stops, self._constraint
         self._history[self._count] = token
         self._count += 1
         finish: Finish | None = None
@@ -115,7 +128,7 @@ class AnswerDecoder:
         elif finish is not None:
             out += stops.flush()
         self.ended = finish is not None
-        return GeneratedToken(out, token, finish, *_logprobs(logits, token, sampling.logprobs), stops.found)
+        return GeneratedToken(out, token, finish, logprob, top, stops.found)
 
 
 def generate(

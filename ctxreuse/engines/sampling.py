@@ -37,7 +37,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     alternatives to report beside the chosen token's own log-probability; 0 reports nothing. ``grammar``: what the
     answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says. ``shown_markers``: special
     tokens, by their texts, that the answer's text has; it has no others. ``speculate``: ``off``: it is not drafted,
-    whatever the engine's setting; ``auto``: as that says.
+    whatever the engine's setting; ``auto``: as that says. ``verify``: ``off``: it is not decoded by another node,
+    whatever the daemon's setting.
     """
 
     max_tokens: int = 256
@@ -56,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     grammar: Grammar | None = None
     shown_markers: tuple[str, ...] = ()
     speculate: Literal["auto", "off"] = "auto"
+    verify: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         for name, good, rule in (
@@ -71,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
             ("speculate", self.speculate in ("auto", "off"), "auto or off"),
+            ("verify", self.verify in ("auto", "off"), "auto or off"),
             (
                 "logit_bias",
                 all(_whole(id) and abs(bias) <= MAX_BIAS for id, bias in self.logit_bias.items()),
@@ -142,6 +145,10 @@ class Sampler:
         self._draws += 1
         at = int(np.searchsorted(np.cumsum(weights), uniform * weights.sum(), side="right"))
         return int(ids[min(at, len(ids) - 1)])
+
+    def skip(self) -> None:
+        """Count a draw that was made elsewhere."""
+        self._draws += 1
 
     def _penalise(self, scores: npt.NDArray[np.float64], history: Tokens) -> None:
         how = self.sampling

@@ -148,6 +148,7 @@ class Metrics:
         self.add("ctxreuse_completion_tokens_total", usage.tokens.completion)
         self.add("ctxreuse_draft_tokens_total", usage.tokens.accepted, "accepted")
         self.add("ctxreuse_draft_tokens_total", usage.tokens.drafted - usage.tokens.accepted, "rejected")
+        self.add("ctxreuse_verified_tokens_total", usage.tokens.verified)
         if usage.why or usage.miss_reason:
             self.add("ctxreuse_misses_total", 1, usage.why or usage.miss_reason)
         self.observe("ctxreuse_load_seconds", usage.seconds.load)

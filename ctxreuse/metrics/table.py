@@ -93,6 +93,9 @@ _PROFILE = Label("what", ("taken", "refused"))
 _PRIORITY = Label("priority", ("interactive", "normal", "background"))
 _DRAFT = Label("verdict", ("accepted", "rejected"))
 _DRAFT_SHORT = Label("reason", ("match", "cost", "lost", "unknown", "grammar", "end"))
+_VERIFIED = Label(
+    "verification", ("cloud", "cut", "stalled", "down", "busy", "drain", "failed", "tokens", "space", "cancelled")
+)
 _NET = Label("verdict", ("saved", "lost"))
 _PREFILL = Label("how", ("computed", "shared"))
 
@@ -122,6 +125,13 @@ _CURRENT = (
         "counter",
         "Passes of an answer whose draft was short or missing, by reason.",
         (_DRAFT_SHORT,),
+    ),
+    Metric("ctxreuse_verified_tokens_total", "counter", "Tokens of answers that a cloud's model said."),
+    Metric(
+        "ctxreuse_verified_answers_total",
+        "counter",
+        "Answers that a cloud's model was to give: those it gave, and why others were decoded here in the end.",
+        (_VERIFIED,),
     ),
     Metric("ctxreuse_draft_memory_bytes", "gauge", "Bytes of the texts that answers are drafted from."),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),

@@ -13,7 +13,7 @@ import numpy as np
 from ctxreuse.engines.fork import fork_context
 from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.pauses import infer, tools_in
-from ctxreuse.runtime.completion import Completion
+from ctxreuse.runtime.completion import Completion, PieceSource
 from ctxreuse.runtime.request import ContextRecord, PrefillResult
 from ctxreuse.runtime.steps.scheduler import Advanced
 from ctxreuse.usage import TokenUsage, Usage
@@ -62,7 +62,13 @@ class AnsweringRuntime(Protocol):
     def turn(self, request: Request) -> RequestTurn: ...
 
     def prefill(
-        self, prompt: Request, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+        self,
+        prompt: Request,
+        *,
+        reserve: int = 0,
+        forks: int = 0,
+        turn: RequestTurn | None = None,
+        log: bool = True,
     ) -> PrefillResult: ...
 
     def release(self, done: PrefillResult) -> list[bytes]: ...
@@ -87,10 +93,12 @@ class AnswerGroup:
         samplings: Sequence[SamplingParams],
         was: PauseKind | None,
         constraints: Sequence[Constraint | None] = (),
+        verification: str = "",
     ) -> None:
-        """``constraints``: of the samplings' grammars, compiled; empty: none has one."""
+        """``constraints``: of the samplings' grammars, compiled; empty: none has one; ``verification``: see `Usage`."""
         self.runtime, self.request = runtime, request
-        self._text, self._was = text, was
+        self._text, self._was, self._verification = text, was, verification
+        self._started, self._log = False, True
         self._turn = runtime.turn(request)
         self._began = 0.0
         self._lock = threading.RLock()
@@ -104,6 +112,13 @@ class AnswerGroup:
         """Return the answers, once."""
         # The group does not know them: dropped ones, and their contexts, are then freed at once.
         return [Completion(_Source(self, one), 0 if one.number else len(self.request.ids)) for one in self._answers]
+
+    def continue_with(self, decoder: AnswerDecoder, *, log: bool) -> PieceSource:
+        """Return the only answer, once: it goes on where ``decoder`` is, whose history is the request; ``log``: the
+        request is to be logged."""
+        (one,) = self._answers
+        one.decoder, self._log = decoder, log
+        return _Source(self, one)
 
     def next(self, one: _Answer) -> GeneratedToken | None:
         """Return the next piece of an answer; see `PieceSource.next`."""
@@ -121,7 +136,7 @@ class AnswerGroup:
         going = [one for one in self._answers if one.goes_on]
         found: Sequence[Logits | Exception]
         try:
-            found = [self._start()] * len(going) if going[0].decoder is None else self._advance(going)
+            found = self._advance(going) if self._started else [self._start()] * len(going)
         except BaseException as error:
             for one in going:
                 one.error = error
@@ -137,12 +152,15 @@ class AnswerGroup:
         runtime, request = self.runtime, self.request
         self._began = runtime.clock()
         runtime.paused.on_request(request.ids, request.keys, self._was)
-        done = runtime.prefill(request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn)
-        self._prompt, self._number = done, done.record.number
+        done = runtime.prefill(
+            request, reserve=self._room, forks=len(self._answers) - 1, turn=self._turn, log=self._log
+        )
+        self._prompt, self._number, self._started = done, done.record.number, True
+        done.usage = msgspec.structs.replace(done.usage, verification=self._verification)
         for one in self._answers:
             one.usage = Usage(TokenUsage(), request=done.usage.request) if one.number else done.usage
         for one in self._answers:
-            one.decoder = AnswerDecoder(
+            one.decoder = one.decoder or AnswerDecoder(
                 self._text, runtime.engine.space, done.context.tokens, one.sampling, one.constraint
             )
             if runtime.drafting is not None:

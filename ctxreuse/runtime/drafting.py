@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolicy
+from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolicy, PipelinedDrafter
 from ctxreuse.why.records import DraftOutcome
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ class Drafting:
         *,
         folder: Path | None = None,
         metrics: Metrics | None = None,
+        here: bool = True,
     ) -> None:
         """``keys``: the prefix keys of tokens, of which the first are known; ``folder``: where texts and what was
-        learnt of drafts are kept over restarts (None: nowhere)."""
+        learnt of drafts are kept over restarts (None: nowhere); ``here``: also answers that this node decodes are
+        drafted."""
         self.memory, self._policy = DraftMemory(salt=salt), DraftPolicy(costs)
-        self._space, self._keys, self._metrics = space, keys, metrics
+        self._space, self._keys, self._metrics, self._here = space, keys, metrics, here
         self._file: DraftFile | None = None
         if folder is not None and not self.refused:
             self._file = DraftFile(folder, space.digest, salt, self.memory, self._policy)
@@ -52,7 +54,7 @@ class Drafting:
 
     def begin(self, request: Request, sampling: SamplingParams) -> AnswerDrafter | None:
         """Return the drafter of an answer to a request; None: it is not to be drafted."""
-        if self.refused or sampling.speculate == "off":
+        if self.refused or sampling.speculate == "off" or not self._here:
             return None
         drafter = AnswerDrafter(
             self._policy, self.memory, request.caller, request.ids, sampled=sampling.temperature > 0
@@ -60,15 +62,30 @@ class Drafting:
         self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
         return drafter
 
-    def end(self, request: Request, drafter: AnswerDrafter, tokens: Tokens) -> None:
+    def begin_elsewhere(self, policy: DraftPolicy, request: Request, sampling: SamplingParams) -> PipelinedDrafter:
+        """Return the drafter of an answer that another node decodes; ``policy``: knows what passes cost there."""
+        drafter = PipelinedDrafter(
+            policy,
+            self.memory,
+            request.caller,
+            request.ids,
+            sampled=sampling.temperature > 0,
+            drafts=sampling.speculate != "off",
+        )
+        self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
+        return drafter
+
+    def end(self, request: Request, drafter: AnswerDrafter | PipelinedDrafter, tokens: Tokens) -> None:
         """Learn a context whose answer has ended; ``tokens``: prompt and answer."""
         keys, size = self._keys(tokens, request.keys), self._space.block_tokens
         self.memory.learn(request.caller, tokens, keys, size, len(request.ids), drafter.cleared)
 
-    def outcome(self, sampling: SamplingParams, drafter: AnswerDrafter | None) -> DraftOutcome | None:
+    def outcome(
+        self, sampling: SamplingParams, drafter: AnswerDrafter | PipelinedDrafter | None
+    ) -> DraftOutcome | None:
         """Count what the drafts of an answer came to; None: none were wanted."""
         if drafter is None:
-            if sampling.speculate == "off":
+            if sampling.speculate == "off" or not self._here:
                 return None
             return DraftOutcome(short={self.refused: 1})
         saved, metrics = drafter.ledger.saved, self._metrics

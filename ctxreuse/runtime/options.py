@@ -59,6 +59,7 @@ class RuntimeOptions:
             none waits).
         clock: seconds; must never go back.
         speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
+        verify: answers may be decoded by other nodes, see `Runtime.let_verify`.
         drafts: folder where what answers are drafted from is kept over restarts (None: nowhere).
         rng: samples the rows of a peer's blocks to audit (default: the system's).
     """
@@ -77,5 +78,6 @@ class RuntimeOptions:
     available_memory: Callable[[], int] | None = None
     clock: Callable[[], float] = time.perf_counter
     speculate: Literal["auto", "off"] = "off"
+    verify: bool = False
     drafts: Path | None = None
     rng: Random | None = None

@@ -40,13 +40,14 @@ from ctxreuse.runtime.prefill import PrefillWork, PromptPrefiller
 from ctxreuse.runtime.request import PrefillResult, PromptLike, Request, more_keys, validate_tokens
 from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.runtime.steps.scheduler import StepScheduler
+from ctxreuse.runtime.verified import VerifiedAnswer, Verifying, refusal
 from ctxreuse.runtime.watch import watch_steps
 from ctxreuse.runtime.writeback import Writeback
 from ctxreuse.speculate import remove_draft_files
 from ctxreuse.why import RequestInfo, RequestLog, Why, explain
 
 if TYPE_CHECKING:
-    from ctxreuse.bus.remote import Remote
+    from ctxreuse.bus.remote import Remote, Verifier
     from ctxreuse.constrain import Constraint, Grammar
     from ctxreuse.engines.base import Engine
     from ctxreuse.engines.sampling import SamplingParams
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from ctxreuse.runtime.steps.order import RequestTurn
     from ctxreuse.store.base import Store
     from ctxreuse.usage import Usage
+    from ctxreuse.why import OpenRequest
 
 __all__ = ["Runtime"]
 
@@ -114,8 +116,9 @@ class Runtime:
         self._prefiller = PromptPrefiller(
             engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
         )
+        self.verifying: Verifying | None = None
         self.drafting: Drafting | None = None
-        if options.speculate == "auto":
+        if options.speculate == "auto" or options.verify:
             self.drafting = Drafting(
                 engine.space,
                 self._salt,
@@ -123,6 +126,7 @@ class Runtime:
                 lambda ids, keys: more_keys(engine.space, self._salt, ids, keys),
                 folder=options.drafts,
                 metrics=self.metrics,
+                here=options.speculate == "auto",
             )
         self._fetcher: Fetcher | None = None
         self.eraser = Eraser(store, self.requests, self.forget_texts, self.paused, engine.space, self._salt)
@@ -139,6 +143,13 @@ class Runtime:
             assert self.cost is not None
             rng = self.options.rng if self.options.rng is not None else SystemRandom()
             self._fetcher = Fetcher(self.engine, remote, self.cost, self.clock, rng)
+
+    def let_verify(self, verifier: Verifier | None) -> None:
+        """Let other nodes decode answers from now on (None: none); `RuntimeOptions.verify` must be set."""
+        self.verifying = None
+        if verifier is not None:
+            assert self.drafting is not None
+            self.verifying = Verifying(verifier, self.drafting)
 
     def keys(self, tokens: Sequence[int] | Tokens) -> list[bytes]:
         """Prefix keys of the whole blocks of ``tokens`` in this engine's space for this tenant."""
@@ -198,14 +209,20 @@ class Runtime:
     # Requests
 
     def prefill(
-        self, prompt: PromptLike, *, reserve: int = 0, forks: int = 0, turn: RequestTurn | None = None
+        self,
+        prompt: PromptLike,
+        *,
+        reserve: int = 0,
+        forks: int = 0,
+        turn: RequestTurn | None = None,
+        log: bool = True,
     ) -> PrefillResult:
         """Bring a prompt into the engine's memory, reusing the longest cached prefix.
 
         The caller owns the result until `release`. At least the last token is computed, for its logits. A prefix that
         another request is computing is waited for, and copied. ``reserve``: room for this many further tokens;
         ``forks``: contexts that will be forked from it, with as much room each; ``turn``: the request's (None: a new
-        one). Raises what `request` raises.
+        one); ``log``: it is to be explained. Raises what `request` raises.
         """
         request = self._request(prompt)
         number = -1 if self.recorder is None else self.recorder.prompt(request.keys, len(request.ids))
@@ -221,7 +238,8 @@ class Runtime:
             mine.end()
             raise
         done.record.number = number
-        self._log_request(done)
+        if log:
+            self._log_request(done)
         return done
 
     def _prefill(
@@ -260,7 +278,13 @@ class Runtime:
         if self.text is None:
             raise EngineError("this engine has no tokenizer", fix="Give Runtime a TextModel: RuntimeOptions(text=…)")
         constraints = [self.constrain(one.grammar) if one.grammar is not None else None for one in samplings]
-        return AnswerGroup(self, self.text, self._request(prompt), samplings, was, constraints).completions()
+        request, why_here = self._request(prompt), ""
+        if self.verifying is not None:
+            why_here = refusal(samplings)
+            if not why_here:
+                answer = VerifiedAnswer(self, self.text, request, samplings[0], was, self.verifying)
+                return [answer.completion()]
+        return AnswerGroup(self, self.text, request, samplings, was, constraints, why_here).completions()
 
     def constrain(self, grammar: Grammar) -> Constraint:
         """Compile a grammar, or find it compiled. Raises what `GrammarCompiler.compile` raises."""
@@ -359,6 +383,10 @@ class Runtime:
         done.usage = msgspec.structs.replace(done.usage, request=logged.entry.request, why=logged.entry.why)
         if record.gate_outcome and self.metrics is not None:
             self.metrics.add("ctxreuse_chunk_reuse_requests_total", 1, record.gate_outcome)
+
+    def log_elsewhere(self, request: Request, usage: Usage) -> OpenRequest:
+        """Log a request whose prompt another node computes."""
+        return self.requests.note(request, usage, (), space=self.space, salt=self._salt, removal=_nothing)
 
     def why(self, request: str = "", *, session: str = "", others: bool = False) -> Why:
         """See `RuntimeProtocol.why`; only requests of this runtime's tenant are explained."""

@@ -4,6 +4,7 @@ from ctxreuse.speculate.costs import PassCosts
 from ctxreuse.speculate.draft_file import DraftFile, remove_draft_files
 from ctxreuse.speculate.drafter import AnswerDraft, AnswerDrafter
 from ctxreuse.speculate.memory import DraftMemory
+from ctxreuse.speculate.pipelined import PipelinedDrafter
 from ctxreuse.speculate.policy import DraftPolicy, PassLoad
 from ctxreuse.speculate.suffix import SuffixIndex
 
@@ -15,6 +16,7 @@ __all__ = [
     "DraftPolicy",
     "PassCosts",
     "PassLoad",
+    "PipelinedDrafter",
     "SuffixIndex",
     "remove_draft_files",
 ]

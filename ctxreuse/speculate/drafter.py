@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.speculate.memory import DraftMemory
 
-__all__ = ["MOST", "AnswerDraft", "AnswerDrafter"]
+__all__ = ["MOST", "AnswerDraft", "AnswerDrafter", "Continuations"]
 
 #: Tokens of a draft at most.
 MOST = 32
@@ -34,48 +34,24 @@ class AnswerDraft:
         self.ids, self.confidences = ids, confidences
 
 
-class AnswerDrafter:
-    """Drafts for one answer. Not thread-safe.
+class Continuations:
+    """How one answer may go on, by its own text, what its caller said before, and its grammar. Not thread-safe."""
 
-    Attributes:
-        drafted, accepted: tokens of drafts that were checked, and of these right.
-        short: how often drafts were short or missing, by reason: ``match`` (nothing was said before that goes on so),
-            ``grammar``, ``end`` (of the tokens that the answer may have), and those of `DraftPolicy.length`.
-        ledger: what they gained.
-        cleared: see `DraftMemory`: when it began.
-    """
-
-    def __init__(
-        self, policy: DraftPolicy, memory: DraftMemory, caller: str, history: Tokens, *, sampled: bool = False
-    ) -> None:
-        """``history``: the prompt; ``sampled``: the answer is drawn, not greedy."""
-        self._policy, self._memory, self._caller = policy, memory, caller
-        self.cleared = memory.cleared
+    def __init__(self, memory: DraftMemory, caller: str, history: Tokens) -> None:
+        """``history``: the prompt."""
+        self._memory, self._caller = memory, caller
         self._own = SuffixIndex(_OWN)
         self._own.add(history[-DEPTH:])
         self._known = len(history)
-        self._draft, self._checked = AnswerDraft(_NONE, []), 0
-        self.ledger, self.short = DraftLedger(sampled=sampled), Counter[str]()
-        self.drafted = self.accepted = 0
 
-    def next(self, history: Tokens, left: int, load: PassLoad, constraint: Constraint | None = None) -> Tokens:
-        """Return what may follow ``history`` (prompt and answer so far), int32 [n]; ``left``: tokens at most."""
+    def extend(self, history: Tokens) -> None:
+        """Learn the answer so far; ``history``: with the prompt."""
         self._own.add(history[self._known :], begins=False)
         self._known = len(history)
-        most = min(left, MOST)
-        draft, reason = AnswerDraft(_NONE, []), "end"
-        if most > 0:
-            draft, reason = self._continued(history, most, constraint)
-        self._draft, self._checked = draft, 0
-        if draft.confidences:
-            self._checked, shorter = self._policy.length(draft.confidences, load, self.ledger)
-            reason = shorter or reason
-        if reason:
-            self.short[reason] += 1
-        return draft.ids[: self._checked]
 
-    def _continued(self, history: Tokens, most: int, constraint: Constraint | None) -> tuple[AnswerDraft, str]:
-        """Return how the answer may go on, and why no further; "": nothing is known against it."""
+    def draft(self, history: Tokens, most: int, constraint: Constraint | None) -> tuple[AnswerDraft, str]:
+        """Return how an answer that ends in ``history`` may go on, and why no further; "": nothing is known against
+        it."""
         forced = constraint.forced(most) if constraint is not None else _NONE
         tail = history[-DEPTH:]
         if len(forced):
@@ -96,6 +72,43 @@ class AnswerDrafter:
             if allowed < len(ids):
                 return AnswerDraft(ids[:allowed], known[:allowed]), "grammar"
         return AnswerDraft(ids, known), "" if len(ids) else "match"
+
+
+class AnswerDrafter:
+    """Drafts for one answer. Not thread-safe.
+
+    Attributes:
+        drafted, accepted: tokens of drafts that were checked, and of these right.
+        short: how often drafts were short or missing, by reason: ``match`` (nothing was said before that goes on so),
+            ``grammar``, ``end`` (of the tokens that the answer may have), and those of `DraftPolicy.length`.
+        ledger: what they gained.
+        cleared: see `DraftMemory`: when it began.
+    """
+
+    def __init__(
+        self, policy: DraftPolicy, memory: DraftMemory, caller: str, history: Tokens, *, sampled: bool = False
+    ) -> None:
+        """``history``: the prompt; ``sampled``: the answer is drawn, not greedy."""
+        self._policy, self.cleared = policy, memory.cleared
+        self._texts = Continuations(memory, caller, history)
+        self._draft, self._checked = AnswerDraft(_NONE, []), 0
+        self.ledger, self.short = DraftLedger(sampled=sampled), Counter[str]()
+        self.drafted = self.accepted = 0
+
+    def next(self, history: Tokens, left: int, load: PassLoad, constraint: Constraint | None = None) -> Tokens:
+        """Return what may follow ``history`` (prompt and answer so far), int32 [n]; ``left``: tokens at most."""
+        self._texts.extend(history)
+        most = min(left, MOST)
+        draft, reason = AnswerDraft(_NONE, []), "end"
+        if most > 0:
+            draft, reason = self._texts.draft(history, most, constraint)
+        self._draft, self._checked = draft, 0
+        if draft.confidences:
+            self._checked, shorter = self._policy.length(draft.confidences, load, self.ledger)
+            reason = shorter or reason
+        if reason:
+            self.short[reason] += 1
+        return draft.ids[: self._checked]
 
     def checked(self, came: Sequence[int], seconds: float, load: PassLoad) -> None:
         """Note which tokens ``came`` in the place of the last draft, those that were accepted and one more;

@@ -100,10 +100,16 @@ class DraftPolicy:
                 if 0 <= right <= tried <= _MEMORY + 1:
                     self._rates.tried[kind], self._rates.right[kind] = tried, right
 
-    def length(self, draft: Sequence[Confidence], load: PassLoad, ledger: DraftLedger) -> tuple[int, str]:
+    def length(
+        self, draft: Sequence[Confidence], load: PassLoad, ledger: DraftLedger, ahead: int = 0
+    ) -> tuple[int, str]:
         """Return how many of a draft's tokens are to be checked, and why not more: ``""``, ``cost`` (they would cost
         more than they promise), ``lost`` (if they were wrong, drafts would have lost more than they may) or ``unknown``
-        (the engine's costs are not known yet)."""
+        (the engine's costs are not known yet).
+
+        ``ahead``: tokens that the engine has computed by itself when the draft is there, as it is a round trip away:
+        they save nothing, and cost nothing.
+        """
         contexts = load.contexts + 1
         plain = self.costs.seconds(contexts)
         if plain is None or not self.costs.known(contexts) or self.costs.since_plain > _STALE:
@@ -115,8 +121,10 @@ class DraftPolicy:
         best, length, reason = _MARGIN, 0, "cost"
         for count, one in enumerate(draft, 1):
             right *= self.chance(one, ledger)
+            if count <= ahead:
+                continue
             expected += right
-            cost = self.costs.seconds(contexts + load.drafted + count) or base
+            cost = self.costs.seconds(contexts + load.drafted + count - ahead) or base
             gain = (1 + expected / tokens) / max(cost / base, 1.0)
             if gain > best:
                 if cost - base > most:

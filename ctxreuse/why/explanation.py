@@ -6,7 +6,7 @@ import msgspec
 
 from ctxreuse.html import table
 from ctxreuse.why.difference import Difference
-from ctxreuse.why.records import DraftOutcome, PromptPart, Reordered
+from ctxreuse.why.records import DraftOutcome, PromptPart, Reordered, VerifiedOutcome
 
 __all__ = ["Field", "PromptSpan", "Why"]
 
@@ -60,6 +60,7 @@ class Why(
         advice: what to do about it ("": nothing).
         reordered: how its documents were reordered (None: they stand as given).
         drafts: what the drafts of its answer came to (None: none were wanted).
+        verified: what another node decoded of its answer (None: nothing was to be).
     """
 
     request: str
@@ -81,6 +82,7 @@ class Why(
     gate_decision: str = ""
     reordered: Reordered | None = None
     drafts: DraftOutcome | None = None
+    verified: VerifiedOutcome | None = None
 
     def _repr_html_(self) -> str:
         rows = [(f"{span.start:,} to {span.end:,}", span.reason or "reused", span.text) for span in self.spans]

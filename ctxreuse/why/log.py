@@ -21,7 +21,16 @@ from ctxreuse.store.journal import Journal, read_journal
 from ctxreuse.store.removals import SHORT_KEY
 from ctxreuse.store.types import Removal
 from ctxreuse.why.misses import REFINED, miss_spans, removal_reason, shared_blocks
-from ctxreuse.why.records import DraftOutcome, LoggedEntry, LogHead, MissSpan, RequestInfo, decoded, encoded
+from ctxreuse.why.records import (
+    DraftOutcome,
+    LoggedEntry,
+    LogHead,
+    MissSpan,
+    RequestInfo,
+    VerifiedOutcome,
+    decoded,
+    encoded,
+)
 
 if TYPE_CHECKING:
     from ctxreuse.usage import Usage
@@ -195,6 +204,11 @@ class RequestLog:
         with self._lock:
             before = opened.entry.drafts
             opened.entry.drafts = outcome if before is None else before + outcome
+
+    def verified(self, opened: OpenRequest, outcome: VerifiedOutcome) -> None:
+        """Add what another node decoded of a request's answer; written down with `kept`."""
+        with self._lock:
+            opened.entry.verified = outcome
 
     def kept(self, opened: OpenRequest, tokens: Tokens, keys: Sequence[bytes]) -> None:
         """Note that a logged context was offered to the store: its ``tokens``, answer included, and the ``keys``."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ctxreuse.why.difference import Difference
     from ctxreuse.why.explanation import Field, PromptSpan
-    from ctxreuse.why.records import DraftOutcome, LoggedEntry, Reordered
+    from ctxreuse.why.records import DraftOutcome, LoggedEntry, Reordered, VerifiedOutcome
 
 __all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 
@@ -76,6 +76,18 @@ _DRAFTS = {
     "state": "a model with recurrent or windowed layers cannot forget a wrong draft, so none is made",
 }
 
+#: Why an answer, or its rest, was decoded here.
+_LOCAL = {
+    "cut": "the link was cut",
+    "stalled": "the cloud said nothing for too long",
+    "down": "no cloud that decodes for this tokenizer was connected",
+    "busy": "the cloud decoded too many answers already",
+    "drain": "the cloud was stopping",
+    "failed": "the cloud's engine failed",
+    "tokens": "the prompt and the answer do not fit the cloud's model",
+    "space": "the cloud does not decode for this model any more",
+}
+
 _ADVICE = {
     "evicted": "Give the store more room (store.capacity), or pin what has to stay.",
     "refused": "See ctxreuse_store_refused_puts_total: the disk is too slow or the store too small for the load.",
@@ -130,12 +142,14 @@ def say(
         lines.append(f"{reused or 'None were relocated'}{again} ({entry.gate_decision}).")
     if entry.reordered is not None:
         lines.append(_reordering(entry.reordered))
-    if not reason:
+    if not reason and entry.verified is None:
         lines.append("There was no miss: the rest does not fill a block, or is the last token.")
     for span in spans:
         if span.reason and span.reason != "tail":
             count = f"Tokens {span.start:,} to {span.end - 1:,} were computed"
             lines.append(f"{count}: {because(span.reason, span.at, span.rule, span.by)}.")
+    if entry.verified is not None:
+        lines.append(_verified(entry.verified))
     if entry.drafts is not None:
         lines.append(_drafting(entry.drafts))
     if fields:
@@ -152,6 +166,13 @@ def _reordering(made: Reordered) -> str:
     if made.cached <= made.as_given:
         return f"{text}, so that later requests can share more; now nothing is saved by that."
     return f"{text}: KV of {made.cached:,} tokens was cached for it, of {made.as_given:,} as given."
+
+
+def _verified(made: VerifiedOutcome) -> str:
+    text = f"A cloud's model said {made.tokens:,} tokens of the answer"
+    if made.reason == "cloud":
+        return f"{text}, all of it."
+    return f"{text}; the rest is of the model here, because {_LOCAL.get(made.reason, made.reason)}."
 
 
 def _drafting(made: DraftOutcome) -> str:

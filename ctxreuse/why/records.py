@@ -22,6 +22,7 @@ __all__ = [
     "PromptPart",
     "Reordered",
     "RequestInfo",
+    "VerifiedOutcome",
     "decoded",
     "encoded",
 ]
@@ -89,6 +90,14 @@ class DraftOutcome(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class VerifiedOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Of an answer that another node decoded: its ``tokens`` that came from there, and the ``reason`` of
+    `Usage.verification`."""
+
+    tokens: _Count
+    reason: Annotated[str, msgspec.Meta(max_length=32)]
+
+
 class MissSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens ``start`` to ``end`` were computed, because of ``reason`` (see `ctxreuse.why.reasons`).
 
@@ -124,6 +133,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
         relocated, recomputed, gate_decision: see `Usage`.
         reordered: see `RequestInfo`.
         drafts: what drafts of its answers came to (None: none were wanted).
+        verified: what another node decoded of its answer (None: nothing was to be).
     """
 
     request: str
@@ -149,6 +159,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
     gate_decision: str = ""
     reordered: Reordered | None = None
     drafts: DraftOutcome | None = None
+    verified: VerifiedOutcome | None = None
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from ctxreuse.peer.sync.sync import SyncOptions
 from ctxreuse.private import write_private
 
 if TYPE_CHECKING:
-    from ctxreuse.bus.remote import Remote
+    from ctxreuse.bus.remote import Remote, Verifier
     from ctxreuse.bus.transport import BusClient
     from ctxreuse.config import BusConfig
     from ctxreuse.identity.model import ModelSpace
@@ -59,12 +59,14 @@ class _Counted(DecisionLog):
 class CloudLinks:
     """The clouds of one device, and its measured costs. Thread-safe; an unreachable cloud raises nothing.
 
-    ``cost`` and ``remote`` (None without clouds, or before `connect`) are for the runtime. Costs are in ``folder``.
+    ``cost``, ``remote`` and ``verifier`` (None without clouds, or before `connect`) are for the runtime. Costs are in
+    ``folder``.
     """
 
     def __init__(self, metrics: Metrics, folder: Path) -> None:
         self.cost = CostModel(log=_Counted(metrics))
         self.remote: Remote | None = None
+        self.verifier: Verifier | None = None
         self._file = folder / "cost.bin"
         with contextlib.suppress(OSError):
             self.cost.restore(self._file.read_bytes())
@@ -101,6 +103,7 @@ class CloudLinks:
             from ctxreuse.bus.transport import BusClient
             from ctxreuse.codec import ProfileStore
             from ctxreuse.peer.fetch.clouds import CloudPool
+            from ctxreuse.peer.fetch.verifiers import CloudVerifiers
             from ctxreuse.peer.quarantine import Quarantine
             from ctxreuse.peer.sync.deletions import CloudDeletions
         except ModuleNotFoundError as error:
@@ -134,7 +137,8 @@ class CloudLinks:
         self._space, self._on_profile = space, on_profile
         if lossy:
             self.fetch_profiles()
-        self.remote = self._clouds
+        self.remote, quarantine = self._clouds, self._quarantine
+        self.verifier = CloudVerifiers([link for link, _ in self._links], lambda name: quarantine.reason(name) is None)
         self._metrics.watch(self._update_metrics)
 
     def fetch_profiles(self) -> None:

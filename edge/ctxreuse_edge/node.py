@@ -115,6 +115,7 @@ class EdgeNode:
                 recorder=recorder,
                 available_memory=lambda: psutil.virtual_memory().available,
                 speculate=settings.engine.speculate,
+                verify=edge.verify == "auto" and bool(settings.bus.clouds),
                 drafts=folder if store.disk is not None else None,
             ),
         )
@@ -123,6 +124,7 @@ class EdgeNode:
             runtime.calibrate()
         links.connect(settings.bus, space, lossy=bool(edge.max_kl), on_profile=self._use_newest_profile)
         runtime.connect(links.remote)
+        runtime.let_verify(links.verifier if edge.verify == "auto" else None)
         others = stack.enter_context(ExitStack())  # models that requests open; they outlive the pool
         self.pool = pool = RequestPool(
             running=max(_LEAST, min(_RUNNING, edge.max_waiting // 2)), limit=edge.max_waiting
@@ -184,7 +186,9 @@ class EdgeNode:
     def _open_other(self, stack: ExitStack, config: EngineConfig) -> Runtime:
         """Open a further model over the same store; clouds and named contexts are the first one's."""
         engine = open_engine(config, isolate=self.settings.edge.isolate)
-        runtime = Runtime(engine, self.store, replace(self.runtime.options, cost=None, recorder=None, remote=None))
+        runtime = Runtime(
+            engine, self.store, replace(self.runtime.options, cost=None, recorder=None, remote=None, verify=False)
+        )
         if isinstance(engine, ChildEngine):
             stack.callback(engine.close)
         stack.callback(runtime.close)

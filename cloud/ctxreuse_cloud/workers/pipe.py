@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from ctxreuse.block.format import Kind
+from ctxreuse.bus.protocol.messages import Verdict, Verify
 from ctxreuse.config import EngineConfig, LogConfig
 from ctxreuse.engines.process.pipe import FramePipe, Payload
 from ctxreuse.identity.model import ModelSpace
@@ -17,6 +18,7 @@ __all__ = [
     "AuditRequest",
     "Broken",
     "CancelJob",
+    "DraftTokens",
     "Job",
     "JobEnded",
     "JobItem",
@@ -25,6 +27,8 @@ __all__ = [
     "Payload",
     "Pipe",
     "Ready",
+    "VerdictMade",
+    "VerifyAnswer",
 ]
 
 
@@ -64,6 +68,30 @@ class AuditRequest(msgspec.Struct, frozen=True, tag="audit"):
     count: int
 
 
+class VerifyAnswer(msgspec.Struct, frozen=True, tag="verify"):
+    """Node: decode this answer; payload: all tokens of its prompt, of which ``request`` has the first only. ``salt``
+    and ``audited`` as in `Job`."""
+
+    job: int
+    salt: bytes
+    audited: int
+    request: Verify
+
+
+class DraftTokens(msgspec.Struct, frozen=True, tag="draft"):
+    """Node: an answer may go on so (payload, int32) after its first ``start`` tokens."""
+
+    job: int
+    start: int
+
+
+class VerdictMade(msgspec.Struct, frozen=True, tag="verdict"):
+    """Process: the next tokens of an answer. `JobEnded` follows the last."""
+
+    job: int
+    verdict: Verdict
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Process: the engine is open."""
 
@@ -101,7 +129,10 @@ class AuditDone(msgspec.Struct, frozen=True, tag="audited"):
     failed: str = ""
 
 
-Message: TypeAlias = Open | Job | CancelJob | AuditRequest | Ready | Broken | JobItem | JobEnded | AuditDone
+Message: TypeAlias = (
+    Open | Job | CancelJob | AuditRequest | VerifyAnswer | DraftTokens | Ready | Broken | JobItem | JobEnded | AuditDone
+    | VerdictMade
+)  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from ctxreuse.bus.protocol.messages import Verify
 from ctxreuse.config import EngineConfig, LogConfig
 from ctxreuse.errors import LinkDownError
 from ctxreuse.fair import FairQueue
@@ -20,7 +21,8 @@ from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.peer.serve.engine import BURST
 from ctxreuse.peer.serve.prefill import DISPLACED, PrefillSink
-from ctxreuse_cloud.workers.pipe import AuditRequest, Job, Open
+from ctxreuse.peer.serve.verify import VerdictSink
+from ctxreuse_cloud.workers.pipe import AuditRequest, Job, Open, VerifyAnswer
 from ctxreuse_cloud.workers.process import Answer, Ticket, WorkerProcess, WorkerStatus
 
 __all__ = ["WorkerPool"]
@@ -31,8 +33,22 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 2
 
 
+class _Answering:
+    """An answer that a process decodes; an `Answering`."""
+
+    def __init__(self, worker: WorkerProcess, job: int) -> None:
+        self._worker, self._job = worker, job
+
+    def draft(self, start: int, tokens: Tokens) -> None:
+        self._worker.draft(self._job, start, tokens)
+
+    def cancel(self) -> None:
+        self._worker.end_answer(self._job)
+
+
 class WorkerPool:
-    """Engine processes, a `ctxreuse.peer.serve.prefill.Prefiller`. Thread-safe.
+    """Engine processes, a `ctxreuse.peer.serve.prefill.Prefiller` and a `ctxreuse.peer.serve.verify.DraftVerifier`.
+    Thread-safe.
 
     Args:
         count: number of processes.
@@ -103,6 +119,18 @@ class WorkerPool:
                 return
         for worker in self._workers:
             worker.cancel(ticket)
+
+    def verifies(self) -> list[ModelSpace]:
+        """See `ctxreuse.peer.serve.verify.DraftVerifier.verifies`: not in those that cannot forget a wrong draft."""
+        return [space for space in self.spaces.values() if not space.needs_state]
+
+    def verify(self, salt: bytes, request: Verify, audited: int, sink: VerdictSink) -> _Answering | None:
+        """See `ctxreuse.peer.serve.verify.DraftVerifier.verify`; where the fewest answers are decoded."""
+        number, brief = next(self._numbers), msgspec.structs.replace(request, tokens=request.tokens[:4])
+        for worker in sorted(self._workers, key=lambda worker: worker.answers):
+            if worker.verify(VerifyAnswer(number, salt, audited, brief), request.tokens, sink):
+                return _Answering(worker, number)
+        return None
 
     def audit(self, space: bytes, keys: Sequence[bytes], first: int, state: bytes) -> Answer:
         """Return `audit_stored` of a process of this space; the future raises LinkDownError if there is none.

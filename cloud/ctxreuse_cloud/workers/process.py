@@ -18,11 +18,13 @@ from ctxreuse.errors import CtxReuseError, EngineError, LinkDownError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.peer.serve.prefill import PrefillSink
+from ctxreuse.peer.serve.verify import VerdictSink
 from ctxreuse_cloud.workers.pipe import (
     AuditDone,
     AuditRequest,
     Broken,
     CancelJob,
+    DraftTokens,
     Job,
     JobEnded,
     JobItem,
@@ -31,6 +33,8 @@ from ctxreuse_cloud.workers.pipe import (
     Payload,
     Pipe,
     Ready,
+    VerdictMade,
+    VerifyAnswer,
 )
 
 __all__ = ["Answer", "State", "Ticket", "WorkerEvents", "WorkerProcess", "WorkerStatus"]
@@ -105,6 +109,7 @@ class WorkerProcess:
         self._outbox: queue.SimpleQueue[tuple[Message, Buffer] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
         self._pending: dict[int, Answer] = {}
+        self._answers: dict[int, VerdictSink] = {}
         self._pid = self._jobs = self._tokens = self._restarts = 0
         self._seconds = 0.0
         self._error = ""
@@ -152,6 +157,32 @@ class WorkerProcess:
         with self._lock:
             if ticket.job.job in self._tickets:
                 self._outbox.put((CancelJob(ticket.job.job), b""))
+
+    @property
+    def answers(self) -> int:
+        """Number of answers that it decodes."""
+        return len(self._answers)
+
+    def verify(self, request: VerifyAnswer, tokens: bytes, sink: VerdictSink) -> bool:
+        """Decode an answer; False if the process is not up."""
+        with self._lock:
+            if not self.can_answer:
+                return False
+            self._answers[request.job] = sink
+            self._outbox.put((request, tokens))
+        return True
+
+    def draft(self, job: int, start: int, tokens: Tokens) -> None:
+        """Pass a draft of an answer on, if it is decoded here."""
+        with self._lock:
+            if job in self._answers:
+                self._outbox.put((DraftTokens(job, start), np.ascontiguousarray(tokens, "<i4").view(np.uint8)))
+
+    def end_answer(self, job: int) -> None:
+        """Give an answer up if it is decoded here."""
+        with self._lock:
+            if self._answers.pop(job, None) is not None:
+                self._outbox.put((CancelJob(job), b""))
 
     def audit(self, request: AuditRequest, payload: bytes) -> Answer:
         """Audit; the future raises LinkDownError if the process dies, EngineError if the audit fails."""
@@ -234,6 +265,7 @@ class WorkerProcess:
             self._pipe, self.state = None, "restarting"
             tickets, self._tickets = self._tickets, {}
             pending, self._pending = self._pending, {}
+            answers, self._answers = self._answers, {}
         pipe.shut()
         outbox.put(None)
         feeder.join()
@@ -242,6 +274,8 @@ class WorkerProcess:
         self._error = self._error or how
         for answer in pending.values():
             answer.set_exception(LinkDownError("the engine process died"))
+        for sink in answers.values():
+            sink.end("the engine process died")
         for ticket in tickets.values():
             self._events.on_died(ticket, "the engine process died")
 
@@ -255,6 +289,14 @@ class WorkerProcess:
                 elif message.item not in ticket.had:
                     ticket.had.add(message.item)
                     ticket.sink.block(message.item, payload)
+        elif isinstance(message, VerdictMade):
+            if (sink := self._answers.get(message.job)) is not None:
+                sink.verdict(message.verdict)
+        elif isinstance(message, JobEnded) and message.job in self._answers:
+            with self._lock:
+                sink = self._answers.pop(message.job, None)
+            if sink is not None:
+                sink.end(message.failed)
         elif isinstance(message, JobEnded):
             with self._lock:
                 ticket = self._tickets.pop(message.job, None)

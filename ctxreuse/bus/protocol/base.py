@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from ctxreuse.block.format import Buffer
-from ctxreuse.bus.protocol.messages import Have, LevelRequest, Pace, Piece, Welcome
+from ctxreuse.bus.protocol.messages import Have, LevelRequest, Pace, Piece, Verdict, Verify, Welcome
 from ctxreuse.bus.remote import Fetch, FetchRequest
 from ctxreuse.identity.keys import ROOT, Tokens
 from ctxreuse.identity.model import ModelSpace
@@ -27,16 +27,19 @@ __all__ = [
     "SendOrder",
     "SendPlan",
     "Service",
+    "VerifySource",
+    "VerifyingService",
 ]
 
 
 class Grant(msgspec.Struct, frozen=True):
     """Rights of an accepted peer: its ``tenant`` (from its key, never from a message), the ``salt`` [16 bytes] of keys
-    on this link, and the ``spaces`` (digests) that this node computes for it."""
+    on this link, the ``spaces`` (digests) that this node computes for it, and those in which it ``verifies``."""
 
     tenant: str
     salt: bytes
     spaces: tuple[bytes, ...] = ()
+    verifies: tuple[ModelSpace, ...] = ()
 
 
 class MatchResult(msgspec.Struct, frozen=True):
@@ -238,6 +241,37 @@ class Service(Protocol):
 
     def changes(self, tenant: str, since: int) -> tuple[int, Sequence[bytes], Sequence[bytes]] | None:
         """Return the current version and the keys added and removed since ``since``; None if no longer known."""
+
+
+class VerifySource(Protocol):
+    """An answer that is decoded for one peer. Only the thread that owns the sockets calls.
+
+    ``ended``: None while more may come, then "" or why it ended early.
+    """
+
+    @property
+    def ended(self) -> str | None: ...
+
+    def draft(self, start: int, tokens: Tokens) -> None:
+        """Take what may follow the answer's first ``start`` tokens."""
+
+    def verdicts(self) -> Sequence[Verdict]:
+        """Return those that have come since the last call, with any ids."""
+
+    def close(self) -> None:
+        """Give it up. Idempotent."""
+
+
+@runtime_checkable
+class VerifyingService(Protocol):
+    """A `Service` that also decodes answers which its peers draft."""
+
+    def open_verify(self, tenant: str, request: Verify, wake: Callable[[], None]) -> VerifySource:
+        """Begin an answer; ``wake`` is called (any thread, cheap) when a verdict has come, or it has ended.
+
+        Raises LinkRefusedError (``space``, ``tokens`` out of range, ``busy``), ConfigError for a rule without meaning.
+        """
+        ...
 
 
 class Link(Protocol):

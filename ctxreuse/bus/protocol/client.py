@@ -24,6 +24,7 @@ from ctxreuse.bus.protocol.messages import (
 )
 from ctxreuse.bus.protocol.put import PutSender
 from ctxreuse.bus.protocol.session import Limits, Request, Session
+from ctxreuse.bus.protocol.verify import PendingVerify
 from ctxreuse.bus.protocol.wire import Frame, join_keys
 from ctxreuse.bus.transfer.profile import ProfileBuffer
 from ctxreuse.bus.transfer.receive import FetchBuffer
@@ -157,6 +158,7 @@ class ClientSession(Session):
         self._scheduler = SendScheduler()
         self._last_id = 0
         self._running: dict[int, PendingMatch | FetchReceiver | PutSender] = {}
+        self._answers: dict[int, PendingVerify] = {}
         self._leaving = False
         self._ping, self._pinged, self._answered = 0, 0.0, True
 
@@ -251,6 +253,27 @@ class ClientSession(Session):
             self._start(PutSender(request, message, read, payload))
         return request
 
+    def verify(self, answer: PendingVerify) -> None:
+        """Ask for an answer; it ends with this connection, and at once if there is none."""
+        if not self.up or self.draining or len(self._answers) >= self.limits.queue:
+            answer.end("down" if not self.up else "busy")
+            return
+        self._last_id += 1
+        answer.request = msgspec.structs.replace(answer.request, id=self._last_id)
+        self._answers[self._last_id] = answer
+        self._say(answer.request)
+
+    def draft(self, answer: PendingVerify, start: int, tokens: bytes) -> None:
+        """Say how an answer may go on; does nothing if it has ended."""
+        if self._answers.get(answer.request.id) is answer:
+            self._say(messages.Draft(answer.request.id, start, tokens))
+
+    def stop_answer(self, answer: PendingVerify) -> None:
+        """Give up an answer; does nothing if it has ended."""
+        if self._answers.get(answer.request.id) is answer:
+            del self._answers[answer.request.id]
+            self._say(messages.Cancel(answer.request.id))
+
     def cancel(self, what: Request[MatchResult] | Request[PutResult] | FetchBuffer | ProfileBuffer) -> None:
         """Give up a request; does nothing if it has ended."""
         for number, running in list(self._running.items()):
@@ -278,11 +301,12 @@ class ClientSession(Session):
     @property
     def drained(self) -> bool:
         """True when nothing runs and nothing waits to be sent."""
-        return not self._running and not self._control
+        return not self._running and not self._answers and not self._control
 
     def close(self, reason: str = "closed") -> None:
         """End all requests."""
         self._leaving, self.draining = True, reason
+        self._end_answers("down")
         for number in sorted(self._running, reverse=True):  # waiting ones first: ending others makes room for them
             self._drop(number, LinkDownError(reason))
 
@@ -313,6 +337,7 @@ class ClientSession(Session):
         """Suspend requests until the next connection: the transport is gone."""
         super().lost(now)
         self.up = False
+        self._end_answers("cut")
         for running in self._running.values():
             if isinstance(running, PendingMatch):
                 running.sent = False
@@ -320,6 +345,11 @@ class ClientSession(Session):
                 running.stop()
             else:
                 running.stop(self._scheduler)
+
+    def _end_answers(self, reason: str) -> None:
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            answer.end(reason)
 
     def tick(self, now: float) -> None:
         """Ping every heartbeat; notice a silent peer, and fetches that have been stopped."""
@@ -359,6 +389,14 @@ class ClientSession(Session):
                     raise ProtocolError(f"{message.blocks} of {count} blocks matched", where=self._who())
                 del self._running[message.id]
                 asking.request.succeed(MatchResult(message.blocks, message.state_blocks, message.nbytes))
+            case messages.Verdict():
+                if (answer := self._answers.get(message.id)) is not None:
+                    answer.add(message)
+                else:
+                    self.counts["ignored"] += 1
+            case messages.Done() | messages.Refused() if message.id in self._answers:
+                ended = "" if isinstance(message, messages.Done) else message.code or "failed"
+                self._answers.pop(message.id).end(ended)
             case messages.Done():
                 self._done(message)
             case messages.Refused():
@@ -523,7 +561,8 @@ class ClientSession(Session):
         """Raise AssertionError if the session's state is inconsistent."""
         super().check()
         assert self._open or not self.up
-        assert all(0 < number <= self._last_id for number in self._running)
+        assert all(0 < number <= self._last_id for number in (*self._running, *self._answers))
+        assert self.up or not self._answers
         opened = [running for running in self._running.values() if isinstance(running, FetchReceiver) and running.open]
         assert self.up or not opened
         assert len(opened) <= self._terms.transfers

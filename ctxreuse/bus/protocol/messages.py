@@ -13,8 +13,10 @@ from msgspec import Meta
 from ctxreuse.identity.keys import KEY_BYTES
 
 __all__ = [
+    "MAX_DRAFT",
     "MAX_KEYS",
     "MAX_LEVELS",
+    "MAX_MODELS",
     "MAX_PAYLOAD",
     "MAX_PIECES",
     "MAX_PREFIXES",
@@ -30,6 +32,8 @@ __all__ = [
     "CardName",
     "Credit",
     "Done",
+    "Draft",
+    "DrawRule",
     "Fetch",
     "FetchCard",
     "Forget",
@@ -51,6 +55,8 @@ __all__ = [
     "Skip",
     "Stored",
     "Terms",
+    "Verdict",
+    "Verify",
     "Want",
     "Welcome",
 ]
@@ -63,6 +69,8 @@ MAX_PIECES = 4096
 PREFIX_BYTES = 8
 MAX_SPACES, MAX_TEXT = 512, 512
 MAX_LEVELS, MAX_MODELS, MAX_MODEL = 32, 16, 1 << 18
+#: Tokens of a draft, and stop tokens of an answer, at most.
+MAX_DRAFT, MAX_STOPS = 1024, 256
 #: Bytes of a card; one of SmolLM2 has 13 MB.
 MAX_PROFILE = 256 << 20
 
@@ -136,7 +144,8 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(Body, frozen=True, array_like=True):
-    """The cloud's answer to hello: version, node, the link's salt and terms; whether it takes `Forget`."""
+    """The cloud's answer to hello: version, node, the link's salt and terms; whether it takes `Forget`; descriptions of
+    the spaces in which it takes `Verify`."""
 
     TYPE: ClassVar[int] = 2
     version: _Number
@@ -148,6 +157,7 @@ class Welcome(Body, frozen=True, array_like=True):
     packs: _Levels = ()
     cards: _Cards = ()
     forgets: Any = False  # only True counts: a recorded other version has something else here
+    verifies: Any = []  # only a list of descriptions counts
 
 
 class LevelRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -378,7 +388,66 @@ class Forget(Body, frozen=True, array_like=True):
     keys: _Keys
 
 
+class DrawRule(msgspec.Struct, frozen=True, array_like=True):
+    """How the tokens of an answer are drawn, see `ctxreuse.engines.sampling.SamplingParams`; the default is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: _Number = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: _Number = 0
+
+
+class Verify(Body, frozen=True, array_like=True):
+    """Ask for the answer to ``tokens``, of ``count`` tokens at most, ending with one of ``stops``.
+
+    ``width``: tokens of a draft that a pass may check; ``draft``: how the answer may begin, as in `Draft`.
+    """
+
+    TYPE: ClassVar[int] = 23
+    id: _Id
+    space: _Digest
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_TOKENS)]
+    count: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    width: Annotated[int, Meta(ge=0, le=MAX_DRAFT)] = 0
+    stops: Annotated[tuple[_Number, ...], Meta(max_length=MAX_STOPS)] = ()
+    rule: DrawRule = DrawRule()
+    draft: Annotated[bytes, Meta(max_length=4 * MAX_DRAFT)] = b""
+
+
+class Draft(Body, frozen=True, array_like=True):
+    """Tokens with which the answer may go on at its token ``start``; those that were drafted from there on are void."""
+
+    TYPE: ClassVar[int] = 24
+    id: _Id
+    start: _Number
+    tokens: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_DRAFT)]
+
+
+class Verdict(Body, frozen=True, array_like=True):
+    """The next tokens of the answer, from its token ``start`` on; none: the prompt is being computed.
+
+    Of ``drafted`` tokens that were checked the first ``accepted`` were right. The pass took ``micros`` for ``rows``
+    tokens of ``contexts`` contexts (0 rows: prompts were in it too). ``cached``: tokens of the prompt that were here.
+    """
+
+    TYPE: ClassVar[int] = 25
+    id: _Id
+    start: _Number
+    tokens: Annotated[bytes, Meta(max_length=4 * (MAX_DRAFT + 1))] = b""
+    drafted: Annotated[int, Meta(ge=0, le=MAX_DRAFT)] = 0
+    accepted: Annotated[int, Meta(ge=0, le=MAX_DRAFT)] = 0
+    rows: _Number = 0
+    contexts: _Number = 0
+    micros: _Number = 0
+    cached: _Number = 0
+
+
 Message: TypeAlias = (
     Hello | Welcome | Refused | Announce | Resync | Match | Matched | Fetch | Payload | Credit | Done | Cancel | Put
     | Want | Stored | Skip | Prefill | Ping | Pong | Bye | FetchCard | Forget
+    | Verify | Draft | Verdict
 )  # fmt: skip

@@ -11,7 +11,15 @@ from msgspec.structs import replace
 
 from ctxreuse.bus.protocol import messages, wire
 from ctxreuse.bus.protocol.announce import Announcer
-from ctxreuse.bus.protocol.base import Grant, PutRequest, SendOrder, SendPlan, Service
+from ctxreuse.bus.protocol.base import (
+    Grant,
+    PutRequest,
+    SendOrder,
+    SendPlan,
+    Service,
+    VerifyingService,
+    VerifySource,
+)
 from ctxreuse.bus.protocol.messages import Message
 from ctxreuse.bus.protocol.put import PutReceiver
 from ctxreuse.bus.protocol.session import Limits, Session
@@ -25,6 +33,8 @@ __all__ = ["ServerSession"]
 _Opening: TypeAlias = messages.Fetch | messages.Prefill | messages.FetchCard
 
 _model_decoder = msgspec.msgpack.Decoder(ModelSpace)
+#: Answers that one peer may have decoded at once.
+_VERIFYING = 16
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CtxReuseError, ValueError)
 
 
@@ -39,6 +49,7 @@ class ServerSession(Session):
         epoch: A number of this life of the node, never used before (such as nanoseconds at its start).
         limits: Bounds; the default ones if None.
         wake: Called (any thread) when a prefill has made something for this peer.
+        ready: Called (any thread) when `collect` has something to do.
     """
 
     def __init__(
@@ -51,8 +62,10 @@ class ServerSession(Session):
         epoch: int,
         limits: Limits | None = None,
         wake: Callable[[], None] | None = None,
+        ready: Callable[[ServerSession], None] = lambda _: None,
     ) -> None:
         super().__init__(limits or Limits())
+        self._ready = ready
         self.service, self.user, self.scheduler = service, user, scheduler
         self.node, self.epoch = node, epoch
         self.hello: messages.Hello | None = None
@@ -63,6 +76,7 @@ class ServerSession(Session):
         self._leaving = False
         self._sending: dict[int, SendTransfer] = {}
         self._receiving: dict[int, PutReceiver] = {}
+        self._verifying: dict[int, VerifySource] = {}
         self._progress: dict[int, tuple[int, float]] = {}  # of a transfer, and when it last changed
         self._announcer = Announcer(service, self.limits)
         self._turn = False
@@ -84,6 +98,7 @@ class ServerSession(Session):
         super().tick(now)
         if not self._open or self.grant is None:
             return
+        self.collect()
         if not self.draining:
             self._announcer.look(self._time)
         for number in [*self._sending, *self._receiving]:
@@ -101,7 +116,7 @@ class ServerSession(Session):
     @property
     def drained(self) -> bool:
         """True when nothing runs and nothing waits to be sent."""
-        return not self._sending and not self._receiving and not self._control
+        return not self._sending and not self._receiving and not self._verifying and not self._control
 
     @property
     def talks(self) -> bool:
@@ -110,8 +125,20 @@ class ServerSession(Session):
 
     def close(self, reason: str = "drain") -> None:
         """End what runs and tell the peer why; `next` still returns those messages."""
-        for number in [*self._sending, *self._receiving]:
+        for number in [*self._sending, *self._receiving, *self._verifying]:
             self._end(number, reason)
+
+    def collect(self) -> None:
+        """Say the verdicts that have come."""
+        for number, source in list(self._verifying.items()):
+            ended = source.ended  # before its last verdicts are taken
+            for verdict in source.verdicts():
+                self._say(replace(verdict, id=number))
+            if ended == "":
+                self._say(messages.Done(number, 1))
+                self._forget(number)
+            elif ended is not None:
+                self._end(number, "failed", ended)
 
     # ---- messages ----
 
@@ -135,6 +162,13 @@ class ServerSession(Session):
                 self._open_transfer(message, grant)
             case messages.Put():
                 self._open_put(message, grant)
+            case messages.Verify():
+                self._open_verify(message, grant)
+            case messages.Draft():
+                if (source := self._verifying.get(message.id)) is not None:
+                    source.draft(message.start, np.frombuffer(message.tokens, "<i4"))
+                else:
+                    self.counts["ignored"] += 1
             case messages.Credit():
                 self._credit(message)
             case messages.Cancel():
@@ -190,6 +224,7 @@ class ServerSession(Session):
                 packs,
                 cards,
                 message.forgets is True,
+                list(map(msgspec.msgpack.encode, grant.verifies)),
             )
         )
         since = message.version if message.epoch == self.epoch else 0
@@ -318,6 +353,24 @@ class ServerSession(Session):
         self._say(messages.Want(message.id, message.round, receiver.items, receiver.upto))
         self._settle(message.id, receiver)
 
+    def _open_verify(self, message: messages.Verify, grant: Grant) -> None:
+        open_numbers = self._verifying.keys() | self._sending.keys() | self._receiving.keys()
+        if message.id in open_numbers:
+            self.counts["ignored"] += 1
+        elif self.draining:
+            self._refuse(message.id, 0, "drain", self.draining)
+        elif len(self._verifying) >= _VERIFYING:
+            self._refuse(message.id, 0, "busy", f"{len(self._verifying)} are open")
+        elif not isinstance(self.service, VerifyingService):
+            self._refuse(message.id, 0, "space", "this node verifies nothing")
+        else:
+            try:
+                source = self.service.open_verify(grant.tenant, message, lambda: self._ready(self))
+            except CtxReuseError as error:
+                self._refuse(message.id, 0, *_why(error))
+                return
+            self._verifying[message.id] = source
+
     def _payload(self, message: messages.Payload, payload: memoryview) -> None:
         receiver = self._receiving.get(message.id)
         if receiver is None or receiver.round != message.round:
@@ -384,9 +437,9 @@ class ServerSession(Session):
 
     def _end(self, number: int, code: str, text: str = "") -> None:
         older = self._sending.get(number) or self._receiving.get(number)
-        if older is not None:
+        if older is not None or number in self._verifying:
             self._forget(number)
-            self._refuse(number, older.round, code, text)
+            self._refuse(number, older.round if older is not None else 0, code, text)
 
     def _forget(self, number: int) -> None:
         sending, receiver = self._sending.pop(number, None), self._receiving.pop(number, None)
@@ -397,9 +450,11 @@ class ServerSession(Session):
             sending.close()
         if receiver is not None:
             receiver.close()
+        if (source := self._verifying.pop(number, None)) is not None:
+            source.close()
 
     def _reset(self) -> None:
-        for number in [*self._sending, *self._receiving]:
+        for number in [*self._sending, *self._receiving, *self._verifying]:
             self._forget(number)
         self._control.clear()
         self._announcer.stop()
@@ -421,6 +476,7 @@ class ServerSession(Session):
         terms = self.limits.terms
         assert len(self._sending) <= terms.transfers
         assert len(self._receiving) <= terms.puts
+        assert len(self._verifying) <= _VERIFYING
         assert set(self._progress) == set(self._sending) | set(self._receiving)
         assert self.grant is not None or not self._progress
         for receiver in self._receiving.values():

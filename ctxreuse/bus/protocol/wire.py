@@ -32,7 +32,8 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
                         this link), spaces[32 each] (in which it prefills), terms: max_payload, transfers, puts,
                         max_block, window, heartbeat_ms, silence_ms; packs (levels without a card that it can
                         send), cards [(space[32], card[32])] (that it can encode with, and has to give), forgets
-                        (it takes *forget*, and the edge would send it; left out if not)
+                        (it takes *forget*, and the edge would send it; left out if not), verifies (descriptions of
+                        the spaces in which it takes *verify*; left out if there are none)
     3     refused   EC  id (0: the whole link), code, text, round
     4     announce  C   seq, base, version, part, parts, added and removed (first 8 bytes of each key, in a row),
                         withdrawn (likewise; left out if there are none)
@@ -63,6 +64,13 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     21    fetchcard E   id, round, space[32], digest[32], payload, have, credit
     22    forget    E   id, keys (not consecutive): delete these blocks and all below them, if they are this tenant's;
                         answered by *matched* (blocks: how many were stored); only if welcome says ``forgets``
+    23    verify    E   id, space[32], tokens (int32 little-endian, the prompt from its start), count (tokens of the
+                        answer at most), width (of a draft that are checked at once), stops (token ids), rule
+                        (temperature, top_p, top_k, min_p, repetition, presence and frequency penalty, seed), draft
+                        (int32, as in *draft* from 0 on); only in a space that welcome ``verifies``
+    24    draft     E   id, start, tokens (int32: what may follow the first ``start`` tokens of the answer)
+    25    verdict   C   id, start, tokens (int32: the answer from there on), drafted, accepted, rows, contexts, micros,
+                        cached
 
 **Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
 ``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
@@ -97,6 +105,23 @@ all that there are were sent.
 **Cards** (calibration profiles) are content: named by SHA-256 in welcome, sent as item 0 of a *fetchcard* (unsealed;
 ``check`` is bytes 24 to 32 of it), compared with the requested digest before anything of it is read. A cloud names
 only cards of models that this edge described in hello; an edge asks only for those.
+
+**Answers.** A *verify* asks for an answer of the cloud's model, token by token, while the edge drafts it. The cloud
+decodes as if there were no drafts, and sends a *verdict* for each pass. The edge says ahead of the verdicts how the
+answer may go on; a pass then checks as many of these tokens as ``width`` allows, and where one is wrong, what was
+drafted beyond is dropped. A draft for a place that the cloud has passed counts from its first new token on, if it was
+right until there; one that begins behind a gap counts for nothing. So a draft that comes late, or is wrong, delays no
+token by more than its rows, and the answer is the one that the cloud gives without drafts. A *verdict* without tokens
+says that the prompt is being computed. ``done`` ends the answer (round 1), ``cancel`` and a cut give it up: the edge
+goes on by itself, and a *verify* is never opened again on another connection::
+
+    E                                   C
+    |-- verify 5 (prompt, draft 0..3) ->|   the context is found here, or computed
+    |<-- verdict 5 start=0 2 of 4 right |   3 tokens: two of the draft, and what follows instead of the third
+    |-- draft 5 start=3, 8 tokens ----->|
+    |-- draft 5 start=11, 8 tokens ---->|   as if all 8 were right
+    |<-- verdict 5 start=3 1 token -----|   the first draft was still on its way
+    |<-- verdict 5 start=4 8 tokens ----|
 
 **Credit** counts payload messages. The receiver says up to how many may have been sent in this round; the sender never
 sends more. Saying it twice, or an old number, does nothing.
@@ -157,8 +182,10 @@ Limits
 ======
 A header is at most 2 MiB, a payload 16 MiB and never more than the receiver's ``max_payload``; at most 8,192 keys and
 262,144 tokens a message, 65,536 prefixes an announcement, 4,096 pieces a payload, 512 spaces a hello, 512 characters a
-text, 32 levels a request, 16 models (256 KiB each) a hello, 256 MiB a card. Open fetches and prefills of an edge are
-of 8,192 blocks together (else ``busy``). All numbers are below 2^62. Memory follows from bytes that are there, never
+text, 32 levels a request, 16 models (256 KiB each) a hello or welcome, 256 MiB a card, 1,024 tokens a draft, 256 stops
+an answer; a pass checks 64 tokens of a draft, and of more than 64 drafts between two verdicts the last count for
+nothing. Open fetches and prefills of an edge are of 8,192 blocks together, its open answers 16 (else ``busy``). All
+numbers are below 2^62. Memory follows from bytes that are there, never
 from a number in them. What breaks a rule is a ProtocolError; the side that sees it closes the connection.
 
 Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
@@ -169,7 +196,8 @@ Versions
 ========
 Fields may be appended to a message within a version; a receiver ignores those that it does not know. A message may be
 added if it is only sent to a peer that has shown, by such a field, that it knows it: no fetchcard goes to a cloud that
-named no card, and an unknown level request is answered with exact blocks. All else is a new version. In every
+named no card, no verify to one that named no space for it, and an unknown level request is answered with exact blocks.
+All else is a new version. In every
 version prelude, ``hello`` and ``refused`` begin as they do here. Hello names the oldest and newest version that the
 edge speaks; the cloud answers with the highest that both speak, or refuses with ``version`` naming both.
 """
@@ -178,7 +206,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -188,6 +216,7 @@ from ctxreuse.bus.protocol.messages import (
     PREFIX_BYTES,
     Announce,
     Body,
+    Draft,
     Fetch,
     Forget,
     Hello,
@@ -197,6 +226,8 @@ from ctxreuse.bus.protocol.messages import (
     Prefill,
     Put,
     Refused,
+    Verdict,
+    Verify,
     Want,
     Welcome,
 )
@@ -249,12 +280,22 @@ def encode(message: Message, payload: Frame | None = None) -> list[Frame]:
     body: object = message
     if isinstance(message, Announce) and not message.withdrawn:
         body = msgspec.structs.astuple(message)[:-1]  # as before there were withdrawals
-    if isinstance(message, Hello | Welcome) and message.forgets is not True:
-        body = msgspec.structs.astuple(message)[:-1]  # likewise
+    if isinstance(message, Hello | Welcome):
+        body = _without_later(message)
     header = _PRELUDES[kind] + _encoder.encode(body)
     if len(header) > MAX_HEADER:
         raise ValueError(f"header of {len(header)} bytes")
     return [header] if payload is None else [header, payload]
+
+
+def _without_later(message: Hello | Welcome) -> tuple[Any, ...]:
+    """The fields of a message as before those that it does not use."""
+    fields = msgspec.structs.astuple(message)
+    if isinstance(message, Welcome):
+        if message.verifies != []:
+            return fields
+        fields = fields[:-1]
+    return fields if message.forgets is True else fields[:-1]
 
 
 def _bad(what: str, where: str) -> ProtocolError:
@@ -307,6 +348,13 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
         case Prefill():
             if len(message.tokens) % 4:
                 raise _bad(f"tokens of {len(message.tokens)} bytes", name)
+        case Verify() | Draft() | Verdict():
+            if len(message.tokens) % 4 or (isinstance(message, Verify) and len(message.draft) % 4):
+                raise _bad(f"tokens of {len(message.tokens)} bytes", name)
+            if isinstance(message, Verdict) and not (
+                message.accepted <= message.drafted and message.accepted <= len(message.tokens) // 4
+            ):
+                raise _bad(f"{message.accepted} right tokens of {message.drafted}", name)
         case Announce():
             if not message.part < message.parts:
                 raise _bad(f"part {message.part} of {message.parts}", name)

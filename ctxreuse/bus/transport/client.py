@@ -13,18 +13,22 @@ import msgspec
 from ctxreuse.block.format import Buffer
 from ctxreuse.bus.protocol.base import MatchResult, PutRequest, PutResult
 from ctxreuse.bus.protocol.client import ClientSession
-from ctxreuse.bus.protocol.messages import MAX_KEYS, Welcome
+from ctxreuse.bus.protocol.messages import MAX_KEYS, MAX_MODELS, Verify, Welcome
 from ctxreuse.bus.protocol.session import Request
+from ctxreuse.bus.protocol.verify import PendingVerify
 from ctxreuse.bus.remote import FetchRequest
 from ctxreuse.bus.transfer.profile import ProfileBuffer
 from ctxreuse.bus.transfer.receive import FetchBuffer
 from ctxreuse.bus.transport.dialer import ClientOptions, Dialer, LinkState
 from ctxreuse.bus.transport.sockets import check_endpoint
-from ctxreuse.errors import ConfigError, LinkError, LinkRefusedError
+from ctxreuse.errors import ConfigError, CtxReuseError, LinkError, LinkRefusedError
+from ctxreuse.identity.model import ModelSpace
 
 __all__ = ["BusClient", "ClientOptions", "LinkStats"]
 
 _log = logging.getLogger(__name__)
+
+_model_decoder = msgspec.msgpack.Decoder(ModelSpace)
 
 
 class LinkStats(msgspec.Struct, frozen=True):
@@ -74,6 +78,7 @@ class BusClient:
             bandwidth=lambda: estimate.bandwidth if estimate is not None else 0.0,
             forgets=True,
         )
+        self._described: tuple[Welcome | None, Sequence[ModelSpace]] = (None, ())
         self._dialer = Dialer(endpoint, self._session, self.name, options)
         self._dialer.start()
 
@@ -178,6 +183,26 @@ class BusClient:
             buffer.end("stopped")
             self._dialer.post(lambda: self._session.cancel(buffer))
 
+    @property
+    def verifies(self) -> Sequence[ModelSpace]:
+        """The model spaces in which the cloud verifies, by its last handshake."""
+        welcome = self.welcome
+        if welcome is not self._described[0]:
+            self._described = welcome, _described(welcome)
+        return self._described[1]
+
+    def verify(self, request: Verify) -> PendingVerify:
+        """Have the cloud decode an answer that this node drafts; returns at once. It ends with the connection."""
+        answer = PendingVerify(request)
+
+        def draft(start: int, tokens: bytes) -> None:
+            self._dialer.post(lambda: self._session.draft(answer, start, tokens))
+
+        answer.on_draft = draft
+        answer.on_stop = lambda: self._dialer.post(lambda: self._session.stop_answer(answer))
+        self._dialer.post(lambda: self._session.verify(answer), lambda _: answer.end("down"))
+        return answer
+
     def put(self, request: PutRequest, read: Callable[[int], Buffer], *, timeout: float = 60.0) -> PutResult:
         """See `Link.put`; ``read`` is called in the link's thread."""
 
@@ -231,3 +256,15 @@ class BusClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _described(welcome: Welcome | None) -> Sequence[ModelSpace]:
+    """Return the spaces that a cloud verifies in, without those that cannot be read."""
+    found = list[ModelSpace]()
+    raw = welcome.verifies if welcome is not None and isinstance(welcome.verifies, list) else ()
+    for description in raw[:MAX_MODELS]:
+        try:
+            found.append(_model_decoder.decode(description))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, CtxReuseError, TypeError, ValueError):
+            continue
+    return found

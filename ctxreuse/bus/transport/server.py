@@ -203,6 +203,16 @@ class BusServer:
                 self._calls.append(call)  # type: ignore[arg-type]
                 self._wakeup.set()
 
+    def _collect(self, session: ServerSession) -> None:
+        """Let a session say what has come for its peer."""
+
+        def collect() -> None:
+            if session in self._owners:
+                session.collect()
+                self._talkers.add(session)
+
+        self._post(collect)
+
     # ---- the server's thread ----
 
     def _run(self) -> None:
@@ -322,6 +332,7 @@ class BusServer:
             epoch=self._epoch,
             limits=self._limits,
             wake=self.wake,
+            ready=self._collect,
         )
         peer = Peer(name, user, key, fd, address, session)
         peer.tenant = self._auth.tenant(user) if self._auth is not None else None

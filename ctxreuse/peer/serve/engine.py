@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ctxreuse.peer.serve.prefill import PrefillSink
     from ctxreuse.store.base import Store
 
-__all__ = ["BURST", "EnginePrefiller", "Made", "compute_blocks"]
+__all__ = ["BURST", "EnginePrefiller", "Made", "compute_blocks", "resume_stored"]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,10 @@ def compute_blocks(
     space = engine.space
     size, n = space.block_tokens, len(tokens) // space.block_tokens
     keys = prefix_keys(space.digest, salt, tokens, size)
-    context = _resumed(engine, keys[:audited], tokens, store) if store is not None else engine.new_context(n * size)
+    if store is not None:
+        context = resume_stored(engine, keys[:audited], tokens, store, len(tokens))
+    else:
+        context = engine.new_context(n * size)
     done = min(first, context.n // size)
     while done < n:
         # What was loaded can go out at once.
@@ -83,12 +86,15 @@ def compute_blocks(
         yield Made(n - 1, "state", engine.export_state(context, keys[n - 1], parent, n * size))
 
 
-def _resumed(engine: Engine, keys: Sequence[bytes], tokens: Tokens, store: Store) -> Context:
-    """Return a context with the leading blocks of ``keys`` that are stored, except for the last of ``tokens``."""
+def resume_stored(engine: Engine, keys: Sequence[bytes], tokens: Tokens, store: Store, reserve: int) -> Context:
+    """Return a context with the leading blocks of ``keys`` that are stored, but not the last of ``tokens``.
+
+    ``reserve``: tokens that it has room for. Blocks that cannot be used count as missing.
+    """
     space, size = engine.space, engine.space.block_tokens
-    context = engine.new_context(len(tokens))
+    context = engine.new_context(reserve)
     try:
-        found = store.match(keys[: len(tokens) // size - 1])
+        found = store.match(keys[: (len(tokens) - 1) // size])
         count = found.state_blocks if space.needs_state else found.blocks
         with store.read() as reader:
             views, state = [], None
@@ -105,7 +111,7 @@ def _resumed(engine: Engine, keys: Sequence[bytes], tokens: Tokens, store: Store
             del state
     except (FormatError, StoreError) as error:
         log.warning("stored blocks cannot be used and are computed again: %s", error)
-        return engine.new_context(len(tokens))
+        return engine.new_context(reserve)
     return context
 
 

@@ -10,18 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ctxreuse.bus.protocol.base import BlockReceiver, BlockSource, Grant, MatchResult, PutRequest
+import numpy as np
+
+from ctxreuse.bus.protocol.base import BlockReceiver, BlockSource, Grant, MatchResult, PutRequest, VerifySource
+from ctxreuse.bus.protocol.messages import Verify
 from ctxreuse.errors import LinkRefusedError
 from ctxreuse.fair import Shares
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, prefix_keys
 from ctxreuse.peer.quarantine import Quarantine
 from ctxreuse.peer.serve.audit import Audit, Auditor, AuditResult
+from ctxreuse.peer.serve.checker import sampling_of
 from ctxreuse.peer.serve.encoder import BlockEncoder
 from ctxreuse.peer.serve.forgetting import DeletionMark, Forgetting
 from ctxreuse.peer.serve.owners import Namespace, OwnerIndex, node_secret
 from ctxreuse.peer.serve.prefill import Prefiller, PrefillJob, PrefillSource, Sealed
 from ctxreuse.peer.serve.receiver import Contributions, PutOffer, StoreReceiver
 from ctxreuse.peer.serve.source import StoreSource
+from ctxreuse.peer.serve.verify import DraftVerifier, VerifyJob
 from ctxreuse.peer.serve.withdrawals import Withdrawals
 from ctxreuse.store.base import Store
 
@@ -35,6 +40,8 @@ _QUARANTINE_SECONDS = 24 * 3600.0
 _AUDIT_BYTES = 128 << 20
 #: Bytes of computed contexts that may wait in memory for slow peers; more are refused.
 _PREFILL_BYTES = 4 << 30
+#: Answers that are decoded for peers at once; each tenant has a share.
+_ANSWERS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class ServeOptions:
         revoked: marks of users whose blocks are dropped, now and whenever it changes (`AllowList.revoked`).
         tenants: tenants whose blocks may be in the store already; those of others are found when they connect.
         prefiller: computes for peers.
+        verifier: decodes answers that peers draft.
         audit: examines blocks that peers put, which are not visible before (see `runtime.fetch.audit`).
         encoder: encodes blocks for peers that allow it (the caller closes it); None: they are sent as stored.
         clock: seconds since 1970.
@@ -57,6 +65,7 @@ class ServeOptions:
     revoked: Callable[[], frozenset[bytes]] = frozenset
     tenants: Iterable[str] = ()
     prefiller: Prefiller | None = None
+    verifier: DraftVerifier | None = None
     audit: Audit | None = None
     encoder: BlockEncoder | None = None
     clock: Callable[[], float] = time.time
@@ -75,6 +84,7 @@ class StoreService:
         place = Path(folder)
         self.encoder = options.encoder
         self._store, self._tenant_of, self._prefiller = store, options.tenant_of, options.prefiller
+        self._verifier = options.verifier
         self._owners = owners = OwnerIndex(store, node_secret(place / "node.secret"), options.tenants)
         store.share_by(owners.over_share)
         self.quarantine = Quarantine(place / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=options.clock)
@@ -89,6 +99,7 @@ class StoreService:
         )
         self._giver_of, self._revoked, self._seen = options.giver_of, options.revoked, frozenset[bytes]()
         self._jobs: dict[tuple[str, bytes, bytes], PrefillJob] = {}
+        self._answers = Shares[str](_ANSWERS, owners.has_one_tenant)
         self._prefill_bytes = Shares[str](_PREFILL_BYTES, owners.has_one_tenant)
         self._lock = threading.Lock()
         #: Events by name: ``taken``, ``served``, ``computed``, ``shared``, ``refused:REASON``, …
@@ -109,7 +120,8 @@ class StoreService:
         if tenant is None:
             raise LinkRefusedError("this node's key is not allowed here", where="unknown")
         computed = tuple(self._prefiller.spaces) if self._prefiller is not None else ()
-        return Grant(tenant, self._owners.salt(tenant), computed)
+        verified = tuple(self._verifier.verifies()) if self._verifier is not None else ()
+        return Grant(tenant, self._owners.salt(tenant), computed, verified)
 
     def match(self, tenant: str, space: bytes, keys: Sequence[bytes]) -> MatchResult:
         """See `Service.match`."""
@@ -193,6 +205,29 @@ class StoreService:
         else:
             self._count("shared")
         return PrefillSource(job, who, first, state, lambda: self._end_job(name, job))
+
+    def open_verify(self, tenant: str, request: Verify, wake: Callable[[], None]) -> VerifySource:
+        """See `VerifyingService.open_verify`."""
+        self._settle()
+        verifier = self._verifier
+        model = next((one for one in verifier.verifies() if one.digest == request.space), None) if verifier else None
+        if verifier is None or model is None:
+            raise LinkRefusedError("this node does not decode for this model", where="space")
+        ids = np.frombuffer(request.tokens, "<i4")
+        if len(ids) > model.max_tokens or int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size:
+            raise LinkRefusedError("these tokens are out of this model's range", where="tokens")
+        sampling_of(request.rule)
+        if not self._answers.fits(tenant, 1):
+            raise LinkRefusedError("too many answers are being decoded", where="busy")
+        salt = self._owners.salt(tenant)
+        keys = prefix_keys(model.digest, salt, ids, model.block_tokens)
+        job = VerifyJob(wake, lambda: self._answers.give_back(tenant, 1))
+        job.answering = verifier.verify(salt, request, self.match(tenant, model.digest, keys).blocks, job)
+        if job.answering is None:
+            raise LinkRefusedError("no engine is up", where="busy")
+        self._answers.take(tenant, 1)
+        self._count("verified")
+        return job
 
     def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
         """See `Service.forget`."""

@@ -136,6 +136,7 @@ def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens
         logit_bias=bias,
         logprobs=body.reported_logprobs,
         speculate=body.ctxreuse.speculate,
+        verify=body.ctxreuse.verify,
     )
 
 

@@ -75,6 +75,30 @@ def _talks() -> dict[str, list[list[bytes]]]:
     return said
 
 
+def _drafts() -> Iterator[list[bytes]]:
+    """What an edge says that has three answers decoded: one drafted rightly, one wrongly, one given up."""
+    from ctxreuse.bus.protocol import messages, wire
+    from support.counting import SPACE, next_token
+
+    answer = [3]
+    for _ in range(20):
+        answer.append(next_token(answer[-1]))
+    ids = np.array(answer, "<i4")
+    drawn = messages.DrawRule(temperature=0.5, top_k=1, seed=3)
+    for message in (
+        messages.Verify(1, SPACE.digest, ids[:1].tobytes(), 18, 4, (), messages.DrawRule(), ids[1:4].tobytes()),
+        messages.Draft(1, 3, ids[4:9].tobytes()),
+        messages.Verify(2, SPACE.digest, ids[:6].tobytes(), 9, 8, (int(ids[12]),), drawn),
+        messages.Draft(2, 0, ids[5:9].tobytes()),
+        messages.Draft(1, 9, ids[10:14].tobytes()),
+        messages.Verify(3, SPACE.digest, ids[:2].tobytes(), 200),
+        messages.Draft(3, 1, ids[3:9].tobytes()),
+        messages.Cancel(3),
+        messages.Ping(1),
+    ):
+        yield wire.encode(message)  # type: ignore[misc]
+
+
 def _imports() -> Iterator[tuple[str, bytes]]:
     turns: list[dict[str, Any]] = [
         {"role": "user", "content": "What?", "created": 1.7e9},
@@ -184,13 +208,15 @@ def main() -> int:
     talks = _talks()
     joined = {name: targets._joined(messages) for name, messages in talks.items()}
     kinds = {frames[0][6]: frames for messages in talks.values() for frames in messages}
+    drafts = list(_drafts())
     short = targets._joined([[frames[0], *(frame[:64] for frame in frames[1:])] for frames in talks["server"][:8]])
     made = {
         "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
         "doors": _door_bodies(), "calls": _calls(), "pages": _pages(),
         "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
         "client": [("talk", joined["client"]), ("begun", targets._joined(talks["client"][:6]))],
-        "wire": [("kinds", targets._joined(list(kinds.values())))],
+        "wire": [("kinds", targets._joined(list(kinds.values()))), ("answers", targets._joined(drafts))],
+        "answers": [("three", targets._joined(drafts))],
     }  # fmt: skip
     for target, inputs in made.items():
         folder = targets.CORPUS / target

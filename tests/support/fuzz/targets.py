@@ -332,9 +332,91 @@ def _server(data: bytes) -> None:
         raise Finding("server: a transfer was left open")
 
 
+@cache
+def _answering() -> Any:
+    """A service that decodes answers, and the checker that does."""
+    from ctxreuse.bus.protocol.messages import Verify
+    from ctxreuse.peer.serve.checker import AnswerChecker
+    from ctxreuse.peer.serve.service import ServeOptions, StoreService
+    from ctxreuse.peer.serve.verify import VerdictSink
+    from ctxreuse.store import TieredStore
+    from support.counting import SPACE, CountingEngine
+
+    class Answering:
+        def __init__(self) -> None:
+            self.checker, self.sinks = AnswerChecker(CountingEngine()), dict[int, VerdictSink]()  # type: ignore[arg-type]
+            self.number = 0
+
+        def verifies(self) -> list[ModelSpace]:
+            return [SPACE]
+
+        def verify(self, salt: bytes, request: Verify, audited: int, sink: VerdictSink) -> Any:
+            self.number += 1
+            self.sinks[self.number] = sink
+            self.checker.open(self.number, salt, request, audited)
+            return _OneAnswer(self.checker, self.number)
+
+        def step(self) -> None:
+            for number, verdict, ended, failed in self.checker.step():
+                if verdict is not None:
+                    self.sinks[number].verdict(verdict)
+                if ended:
+                    self.sinks.pop(number).end(failed)
+
+    made = Answering()
+    options = ServeOptions(tenant_of=lambda user: user, verifier=made)
+    return StoreService(TieredStore(16 << 20), _room() / "service", options), made
+
+
+class _OneAnswer(NamedTuple):
+    checker: Any
+    number: int
+
+    def draft(self, start: int, tokens: Any) -> None:
+        self.checker.draft(self.number, start, tokens)
+
+    def cancel(self) -> None:
+        self.checker.close(self.number)
+
+
+def _answers(data: bytes) -> None:
+    """What an edge says that lets answers be decoded: these are what they were to be, whatever is drafted."""
+    from ctxreuse.bus.protocol import messages, wire
+    from support.counting import next_token
+
+    service, answering = _answering()
+    server, last = _node().server_of(service), dict[int, int]()
+    try:
+        for frames in _frames(data):
+            message, _ = wire.decode(frames)
+            if isinstance(message, messages.Verify) and message.id not in server._verifying:
+                last.pop(message.id, None)
+                if message.rule == messages.DrawRule():
+                    last[message.id] = int(np.frombuffer(message.tokens, "<i4")[-1])
+            server.receive(frames, 0.0)
+            for _ in range(4):
+                answering.step()
+            server.collect()
+            while (said := server.next(0.0)) is not None:
+                verdict, _ = wire.decode(said)
+                if not isinstance(verdict, messages.Verdict) or verdict.id not in last:
+                    continue
+                for token in np.frombuffer(verdict.tokens, "<i4").tolist():
+                    if token != next_token(last[verdict.id]):
+                        raise Finding(f"answers: {token} after {last[verdict.id]}")
+                    last[verdict.id] = token
+            server.check()
+    finally:
+        server.lost(0.0)
+    if answering.checker.busy or service._answers.taken:
+        raise Finding("answers: one was left open")
+
+
 def _client(data: bytes) -> None:
-    """What a cloud says, to a client with a match, two fetches and a put under way."""
+    """What a cloud says, to a client with a match, two fetches, a put and an answer under way."""
     from ctxreuse.bus.protocol.base import PutRequest
+    from ctxreuse.bus.protocol.messages import Verify
+    from ctxreuse.bus.protocol.verify import PendingVerify
 
     pair = _node()
     client = pair.client_of()
@@ -343,6 +425,8 @@ def _client(data: bytes) -> None:
     for fetch in fetches:
         client.fetch(fetch, payload=4096)
     client.put(PutRequest(pair.SPACE.digest, pair.KEYS, pair.SIZES), lambda i: pair.DATA[i])
+    answer = PendingVerify(Verify(1, pair.SPACE.digest, bytes(8), 40))
+    client.verify(answer)
     try:
         for frames in _frames(data):
             client.receive(frames, 0.0)
@@ -353,6 +437,11 @@ def _client(data: bytes) -> None:
     finally:
         client.lost(0.0)
         client.close()
+    said = 0
+    while (verdict := answer.take(0.0)) is not None:
+        said += len(verdict.tokens) // 4
+    if answer.ended is None or said > 40:
+        raise Finding("client: an answer without an end")
     for fetch in fetches:
         fetch.check()
         for view in fetch.views(fetch.tail()):
@@ -632,6 +721,7 @@ TARGETS: dict[str, Target] = {
         Target("wire", _wire, _messages, refusals=(ProtocolError,)),
         Target("server", _server, _messages, refusals=(ProtocolError,)),
         Target("client", _client, _messages, refusals=(ProtocolError,)),
+        Target("answers", _answers, _messages, refusals=(ProtocolError,)),
         Target("import", _import, of_json, refusals=(FormatError, SessionError)),
         Target("pages", _pages, of_bytes),
         Target("trace", _trace, spoiled(of_lines), ("traces/*.jsonl",), refusals=(FormatError, ConfigError)),

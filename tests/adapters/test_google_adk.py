@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,29 @@ def test_sessions_survive_are_turns_and_an_event_is_added_once(tmp_path: Path) -
             "system", "user", "assistant", "tool", "assistant",
         ]  # fmt: skip
         assert memory.search("water", namespace="adk/=app/=anna")[0].turn.content == "How high is the water?"
+
+
+def test_threads_and_tasks_use_two_services_on_one_memory(memory: Memory) -> None:
+    both = [AdkSessionService(memory), AdkSessionService(memory)]
+
+    async def chat(number: int) -> None:
+        who = {"app_name": "app", "user_id": "anna", "session_id": f"s{number}"}
+        session = await both[number % 2].create_session(**who)
+        for n in range(4):
+            await both[number % 2].append_event(
+                session, said("user", f"{number} {n}", float(n), **{f"user:{number}": n})
+            )
+
+    async def tasks() -> None:
+        await asyncio.gather(*(chat(number) for number in range(4)))
+
+    asyncio.run(tasks())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: asyncio.run(chat(number)), range(4, 8)))
+    for number in range(8):
+        session = asyncio.run(both[1].get_session(app_name="app", user_id="anna", session_id=f"s{number}"))
+        assert [event.content.parts[0].text for event in session.events] == [f"{number} {n}" for n in range(4)]
+        assert session.state == {f"user:{other}": 3 for other in range(8)}
 
 
 def test_state_of_a_user_that_a_kill_left_out_is_taken_over(memory: Memory) -> None:

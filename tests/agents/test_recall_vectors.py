@@ -12,6 +12,7 @@ import pytest
 from ctxreuse_agents import Memory, NewTurn
 
 from ctxreuse.embed import Embeddings
+from ctxreuse.store.recall import recall
 from ctxreuse.store.recall.vectors import VECTORS
 from support.waiting import until
 
@@ -86,6 +87,20 @@ def test_an_embedder_that_is_replaced_makes_all_vectors_again(tmp_path: Path, ot
         assert hit.turn.content == "xyz"
         assert hit.explain["vectors"]["embedder"] == other.name
         assert sorted(other.texts) == ["abc", "xyz", "zyx"]
+
+
+def test_an_embedder_that_is_missing_leaves_the_words_until_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recall._open_shared.cache_clear()
+    with monkeypatch.context() as without:
+        without.setattr("ctxreuse.embed.static._PACKAGE", "a_package_that_is_not_installed")
+        with Memory.open(tmp_path) as memory:
+            memory.create("a").extend([NewTurn("user", text) for text in ("the dogs bark", "red boats")])
+            assert contents(memory, "dog") == ["the dogs bark"]
+            assert memory.search("dog", explain=True)[0].explain.keys() == {"words"}
+    with Memory.open(tmp_path) as memory:
+        assert contents(memory, "puppy")[0] == "the dogs bark"
 
 
 def test_an_embedder_that_fails_leaves_the_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

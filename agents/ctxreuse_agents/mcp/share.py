@@ -69,7 +69,11 @@ class CommonMemory:
             arguments = {**arguments, "id": new_session_id()}  # so that one made again is done once
         until = time.monotonic() + _PATIENCE
         while True:
-            owner = await self._reach(until)
+            try:
+                owner = await self._reach(until)
+            except StoreOwnedError:  # its words have the other program's command, with paths
+                fix = "Give the servers a --folder of their own; to attach them to a daemon, add --engine ADDRESS"
+                raise ToolRefusedError(f"another program, no MCP server, has this memory open. {fix}") from None
             if owner is None:
                 return await self._call_here(tool, arguments)
             try:

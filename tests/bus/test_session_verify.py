@@ -1,4 +1,4 @@
-"""Answers over a link in memory: drafts and verdicts, peers that know nothing of them, and those that break the rules."""
+"""Answers over a link in memory: drafts, verdicts, peers that know nothing of them, and those that break the rules."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_what_cannot_be_calibrated_says_why() -> None:
     engine = TorchEngine(early_model(), tiny_text(), block_tokens=16)
     assert exit_settings(engine).depths == (4, 5)
     with pytest.raises(ConfigError, match="too little text"):
-        calibrate_exits(engine, texts(), SETTINGS._replace(length=1900), quiet, {})
+        calibrate_exits(engine, {part: {"code": ["short"]} for part in texts()}, SETTINGS, quiet, {})
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         calibrate_exits(TorchEngine(early_model(), None, block_tokens=16), texts(), SETTINGS, quiet, {})
     windowed = TorchEngine(tiny_model("gemma3"), tiny_text(), block_tokens=16)

@@ -63,7 +63,8 @@ def run(options: Options) -> list[Figure]:
     if profile is None:
         raise ConfigError("the model has no exit profile", fix="Run `ctxreuse calibrate smollm2 --exits`")
     engine.use_exits(profile)
-    costs = list(engine.ramps)
+    costs = engine.ramps
+    assert not isinstance(costs, str)
     texts = _texts(engine, options.pick(512, _EACH))
     scored = _scored(engine, profile, texts, options)
     bound = _oracle(scored, costs)
@@ -84,7 +85,7 @@ def run(options: Options) -> list[Figure]:
                 note=f"of all tokens {one.wrong.mean():.2%} are wrong",
             ),
         ]  # fmt: skip
-    return [*figures, *_timed(engine, texts[1], options)]
+    return [*figures, *_timed(engine, costs, texts[1], options)]
 
 
 def _texts(engine: TorchEngine, each: int) -> list[Tokens]:
@@ -154,10 +155,10 @@ def _oracle(scored: Scored, costs: Sequence[RampCost]) -> float:
     return float(np.array([*(cost.saved for cost in costs), 0.0])[first].mean())
 
 
-def _timed(engine: TorchEngine, ids: Tokens, options: Options) -> list[Figure]:
+def _timed(engine: TorchEngine, costs: Sequence[RampCost], ids: Tokens, options: Options) -> list[Figure]:
     """Processor time of an engine that reads a text token by token, with exits and without, in turns."""
     ids = ids[: options.pick(150, _TIMED)]
-    controller = ExitController(list(engine.ramps))
+    controller = ExitController(costs)
     gate = controller.gate(b"", 0.05)
     assert gate is not None
     early, whole = engine.new_context(len(ids)), engine.new_context(len(ids))

@@ -13,9 +13,9 @@ __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
     "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "drafts", "engine",
-    "evict", "fair", "fetch", "forget", "fork", "import", "index", "levels", "lossless", "many", "neighbours", "onnx",
-    "order", "page", "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "recall", "remote", "resident",
-    "resume", "router", "scale", "shapes", "states", "together", "tools", "tree", "vllm",
+    "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "levels", "lossless", "many", "neighbours",
+    "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "recall", "remote",
+    "resident", "resume", "router", "scale", "shapes", "states", "together", "tools", "tree", "vllm",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"
@@ -25,6 +25,7 @@ NEEDS = {
     "levels": (_LEVELS,),
     "pipeline": (_LEVELS,),
     "chunks": (_LEVELS, _CHUNKS),
+    "exits": ("ctxreuse calibrate smollm2 --exits",),
     "decay": (_LEVELS, _CHUNKS),
     "qa": (_LEVELS, _CHUNKS),
 }

@@ -180,6 +180,20 @@ def linear(
     threads: int,
     /,
 ) -> None: ...
+def linear_top(
+    x: Memory,
+    dtype: int,
+    w: Memory,
+    format: int,
+    scales: Memory | None,
+    bias: Memory | None,
+    tops: Memory,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    threads: int,
+    /,
+) -> None: ...
 def shadow_new(
     kind: int, capacity: int, per_token: float, per_pair: float, alpha: float, beside: object | None, /
 ) -> object: ...

@@ -54,6 +54,8 @@ class LLM:
         max_kl: how far KV may be from exact, in nats of the next token's distribution; None: exact KV only.
         tenant: whose keys these are; equal text of different tenants shares nothing.
         speculate: ``auto``: draft answers from what was said before, where that is faster.
+        exits: share of an answer's tokens that may be other than the model's own, such as 0.01, so that tokens leave
+            the model early; ``off``: none.
         settings: fields of `EngineConfig`, such as ``dtype`` or ``threads``.
 
     Raises ConfigError, EngineError, StoreError and StoreOwnedError as `open_engine` and `open_store` do.
@@ -68,6 +70,7 @@ class LLM:
         max_kl: float | None = None,
         tenant: str = "default",
         speculate: Literal["auto", "off"] = "off",
+        exits: float | Literal["off"] = "off",
         **settings: Any,
     ) -> None:
         with ExitStack() as opened:
@@ -79,7 +82,9 @@ class LLM:
             if store is None or isinstance(store, str | os.PathLike):
                 folder = None if store is None else Path(store).expanduser()
                 store = opened.enter_context(open_store(folder, capacity=capacity))
-            self.runtime = Runtime(model, store, RuntimeOptions(tenant=tenant, speculate=speculate, drafts=folder))
+            share = 0.0 if exits == "off" else exits
+            options = RuntimeOptions(tenant=tenant, speculate=speculate, drafts=folder, exits=share)
+            self.runtime = Runtime(model, store, options)
             opened.callback(self.runtime.close)
             self.runtime.check_max_kl(max_kl)
             self.engine, self.store, self.max_kl = model, store, max_kl

@@ -29,6 +29,8 @@ class TokenUsage(msgspec.Struct, frozen=True):
         drafted: tokens of drafts that were checked, see `ctxreuse.speculate`.
         accepted: of these, the tokens that were right: so many fewer passes.
         verified: tokens of the answer that another node's model said.
+        exited: tokens of the answer that left the model early, see `ctxreuse.exits`.
+        disagreed: of these, as far as verified, the tokens that the whole model would not have said.
     """
 
     prompt: int = 0
@@ -41,6 +43,8 @@ class TokenUsage(msgspec.Struct, frozen=True):
     drafted: int = 0
     accepted: int = 0
     verified: int = 0
+    exited: int = 0
+    disagreed: int = 0
 
     @property
     def computed(self) -> int:
@@ -55,7 +59,7 @@ class UsageSeconds(msgspec.Struct, frozen=True):
         load: loading stored KV; where it overlaps computing, that part counts as ``compute``.
         fetch: waiting for other nodes while nothing else could be done, lookups included.
         compute: computing the rest.
-        saved: of the answer, what its drafts saved; below 0: what they cost.
+        saved: of the answer, what its drafts and early exits saved; below 0: what they cost.
     """
 
     load: float = 0.0
@@ -138,7 +142,7 @@ class Usage(msgspec.Struct, frozen=True):
             tokens.prompt, tokens.cached, tokens.by_source, self.miss_reason, seconds.load, seconds.compute,
             tokens.completion, seconds.fetch, self.fetched_bytes, tokens.by_level, self.approximate, self.request,
             self.why, tokens.relocated, tokens.recomputed, self.gate_decision, tokens.drafted,
-            tokens.accepted, seconds.saved, tokens.verified, self.verification,
+            tokens.accepted, seconds.saved, tokens.verified, self.verification, tokens.exited, tokens.disagreed,
         )  # fmt: skip
 
     @classmethod
@@ -147,7 +151,7 @@ class Usage(msgspec.Struct, frozen=True):
         one = msgspec.convert(raw, WireUsage)
         tokens = TokenUsage(
             one.prompt_tokens, one.cached_tokens, one.completion_tokens, one.by_source, one.by_level, one.relocated,
-            one.recomputed, one.drafted, one.accepted, one.verified,
+            one.recomputed, one.drafted, one.accepted, one.verified, one.exited, one.disagreed,
         )  # fmt: skip
         seconds = UsageSeconds(one.seconds_load, one.seconds_fetch, one.seconds_prefill, one.seconds_saved)
         return cls(
@@ -179,6 +183,8 @@ class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "reco
     seconds_saved: float = 0.0
     verified: int = 0
     verification: str = ""
+    exited: int = 0
+    disagreed: int = 0
 
 
 #: Fields of 0.1 and what they are now.
@@ -198,7 +204,7 @@ _OLD = {
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Return what several answers to one prompt cost; the first has the prompt, see `RuntimeProtocol.complete_many`."""
-    names = ("completion", "drafted", "accepted")
+    names = ("completion", "drafted", "accepted", "exited", "disagreed")
     counts = {name: sum(getattr(usage.tokens, name) for usage in usages) for name in names}
     tokens, saved = msgspec.structs.replace(usages[0].tokens, **counts), sum(usage.seconds.saved for usage in usages)
     seconds = msgspec.structs.replace(usages[0].seconds, saved=saved)

@@ -88,6 +88,7 @@ class Memory:
         max_kl: float | str | None = None,
         recompute: RecomputeBudget | None = None,
         speculate: Literal["auto", "off"] = "off",
+        exits: float | Literal["off"] = "off",
         embedder: EmbedderChoice = "auto",
         keep: Mapping[str, KeepLimits] | None = None,
         summarise: Summarise | None = None,
@@ -108,6 +109,8 @@ class Memory:
             recompute: limit of recomputation for relocated documents, such as ``Share(0.1)``, see `RuntimeOptions`; not
                 for a runtime or a daemon, which have their own.
             speculate: ``auto``: draft answers from what was said before, where that is faster; as for ``recompute``.
+            exits: share of an answer's tokens that may be other than the model's own, such as 0.01, so that some leave
+                the model early; ``off``: none; as for ``recompute``. An answer's ``sampling`` may name another.
             embedder: makes the vectors by which `search` finds what is said in other words: ``auto``: that of the extra
                 ``embed`` where it is installed; ``none``: words alone; or an `Embedder`.
             keep: by namespace (``""``: all), how much of it is kept and how long; see `tidy`.
@@ -148,6 +151,7 @@ class Memory:
                     requests=requests,
                     recompute=recompute,
                     speculate=speculate,
+                    exits=0.0 if exits == "off" else exits,
                     drafts=folder if durable else None,
                 )
                 runtime = Runtime(runs, store, options)

@@ -1,4 +1,4 @@
-"""The command ``ctxreuse calibrate``: makes the profile of lossy levels, or of chunk reuse."""
+"""The command ``ctxreuse calibrate``: makes the profile of lossy levels, of chunk reuse, or of early exits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ctxreuse.cli.common import ProgressBars
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ctxreuse.exits.profile import ExitProfile
     from ctxreuse.reuse.profile import ChunkProfile
 
 __all__ = ["EXAMPLES", "calibrate", "show_chunk_profile"]
@@ -27,6 +28,8 @@ ctxreuse calibrate smollm2 --text notes.txt --text chats.txt   on your own texts
 ctxreuse calibrate ./my-model --levels 0.03,0.01+0.0015 --plot rate.svg
 
 ctxreuse calibrate smollm2 --chunks              error of documents reused at other positions
+
+ctxreuse calibrate smollm2 --exits               ramps at which tokens can leave the model early
 
 ctxreuse calibrate gemma3-270m --chunks --whole  a sliding-window model, with the KV of all tokens
 
@@ -54,8 +57,12 @@ def calibrate(
     chunks: Annotated[
         bool, typer.Option("--chunks", help="Measure reuse at other positions, for the quality gate.")
     ] = False,
+    exits: Annotated[
+        bool, typer.Option("--exits", help="Make ramps at which tokens can leave the model early.")
+    ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --chunks: less text and fewer recompute policies.")
+        bool,
+        typer.Option("--quick", help="Less text; with --chunks also fewer recompute policies."),
     ] = False,
     whole: Annotated[
         bool, typer.Option("--whole", help="With --chunks: keep all tokens of sliding-window layers.")
@@ -65,6 +72,9 @@ def calibrate(
 ) -> None:
     """Measure how a model's K and V can be coded, and store the result as a calibration profile."""
     output = _Output(out, plot, quiet, time.monotonic())
+    if exits:
+        _exits(model, text or [], threads or 0, output, quick=quick)
+        return
     if chunks:
         _chunks(model, text or [], threads or 0, output, quick=quick, whole=whole)
         return
@@ -143,6 +153,42 @@ def _chunks(model: str, text: list[Path], threads: int, output: _Output, *, quic
         lambda file: draw_policies(profile.measured, f"Chunks of {notes['model']} at other positions", file),
         lambda console: show_chunk_profile(profile, console),
     )
+
+
+def _exits(model: str, text: list[Path], threads: int, output: _Output, *, quick: bool) -> None:
+    """Make ramps and store the profile."""
+    from ctxreuse import calibrate as work
+    from ctxreuse.calibrate.exits import calibrate_exits, exit_settings
+    from ctxreuse.engines.torch_hf import TorchEngine
+    from ctxreuse.errors import ConfigError
+    from ctxreuse.exits.profile import ExitProfileStore, write_exit_profile
+
+    if output.plot is not None:
+        raise ConfigError("ramps have no plot", fix="Leave --plot out")
+    given = work.read_texts(text) if text else None
+    engine = TorchEngine.open(model, threads=threads)
+    with ProgressBars(quiet=output.quiet, lines=True) as bars:
+        profile = calibrate_exits(
+            engine, given or work.default_texts(), exit_settings(engine, quick=quick), bars.advance, _notes(model, text)
+        )
+    output.write(
+        ExitProfileStore().add(profile),
+        write_exit_profile(profile),
+        lambda file: None,
+        lambda console: _show_exit_profile(profile, console),
+    )
+
+
+def _show_exit_profile(profile: ExitProfile, console: Console) -> None:
+    """Print where the ramps are, and how often they say what the model says."""
+    from rich.table import Table
+
+    table = Table(title="ramps", title_justify="left")
+    for column in ("after layer", "of", "tokens", "agrees on held-out text"):
+        table.add_column(column, justify="right")
+    for ramp in profile.ramps:
+        table.add_row(f"{ramp.depth}", f"{profile.layers}", f"{len(ramp.candidates):,}", f"{ramp.agrees:.1%}")
+    console.print(table)
 
 
 def show_chunk_profile(profile: ChunkProfile, console: Console) -> None:

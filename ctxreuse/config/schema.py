@@ -57,7 +57,9 @@ _UNITS: dict[str, tuple[Callable[[str], float], Callable[[Any], str]]] = {
 EngineName: TypeAlias = Literal["auto", "torch", "llama_cpp", "onnxruntime"]
 
 
-def _about(text: str, *, ge: int | None = None, gt: int | None = None, le: int | None = None, unit: str = "") -> Any:
+def _about(
+    text: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None, unit: str = ""
+) -> Any:
     bounds: dict[str, Any] = {name: value for name, value in (("ge", ge), ("gt", gt), ("le", le)) if value is not None}
     return msgspec.Meta(description=text, extra={"unit": unit} if unit else None, **bounds)
 
@@ -141,6 +143,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Draft answers from what was said before, and check drafts in one pass: auto, where that is faster; off"
         ),
     ] = "off"
+    exits: Annotated[
+        float,
+        _about(
+            "Share of an answer's tokens that may differ from the model's own, such as 0.01, so that tokens leave the "
+            "model early (torch, after `ctxreuse calibrate NAME --exits`); 0: none",
+            ge=0,
+            le=0.2,
+        ),
+    ] = 0.0
     recompute_budget: Annotated[
         str, _about("Recomputation of relocated KV at most: 10%, 64 (tokens) or 200ms; empty: as the level requires")
     ] = ""

@@ -214,13 +214,15 @@ class Extra(msgspec.Struct, frozen=True):
 
     ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact only; None: as in the daemon's
     settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the daemon's settings. ``verify``:
-    likewise whether a cloud's model may give it. ``order``: of the documents (text parts but the last) of the last
-    message, see `DocumentOrder`; None: as in the daemon's settings.
+    likewise whether a cloud's model may give it. ``exits``: the share of the answer's tokens that may be other than the
+    model's own, so that some leave it early; ``off``: none; None: as in the daemon's settings. ``order``: of the
+    documents (text parts but the last) of the last message, see `DocumentOrder`; None: as in the daemon's settings.
     """
 
     lossy: str | None = None
     speculate: Literal["auto", "off"] = "auto"
     verify: Literal["auto", "off"] = "auto"
+    exits: Annotated[float, msgspec.Meta(gt=0, le=0.2)] | Literal["off"] | None = None
     order: DocumentOrder | None = None
 
 
@@ -416,10 +418,12 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """Tokens of the answer's drafts: those that were right, and those that were not; ``seconds_saved`` by them.
+    """Tokens of the answer's drafts: those that were right, and those that were not; ``seconds_saved`` by them and by
+    early exits.
 
     ``cloud_tokens``: of the answer, those that a cloud's model said; ``verification``: see `Usage`. Both are left out
-    where no cloud was to.
+    where no cloud was to. ``early_exit_tokens``: those that left the model early, ``early_exit_disagreements``: of
+    these, those that the whole model would not have said; left out where none left.
     """
 
     accepted_prediction_tokens: int
@@ -427,12 +431,15 @@ class CompletionDetails(msgspec.Struct, frozen=True):
     seconds_saved: float
     cloud_tokens: int | msgspec.UnsetType = msgspec.UNSET
     verification: str | msgspec.UnsetType = msgspec.UNSET
+    early_exit_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    early_exit_disagreements: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiUsage(msgspec.Struct, frozen=True):
     """What a request cost; prompt_tokens is the sum of ``prompt_tokens_details.sources``.
 
-    ``completion_tokens_details`` is left out of an answer that was neither drafted nor a cloud's to give.
+    ``completion_tokens_details`` is left out of an answer that was neither drafted nor a cloud's to give, and of which
+    no token left the model early.
     """
 
     prompt_tokens: int
@@ -461,15 +468,20 @@ def usage_of(usage: Usage) -> ApiUsage:
             usage.tokens.recomputed,
             usage.gate_decision,
         ),
-        CompletionDetails(
-            tokens.accepted,
-            tokens.drafted - tokens.accepted,
-            round(usage.seconds.saved, 6),
-            tokens.verified if usage.verification else msgspec.UNSET,
-            usage.verification or msgspec.UNSET,
-        )
-        if tokens.drafted or usage.verification
-        else msgspec.UNSET,
+        _details(usage) if tokens.drafted or tokens.exited or usage.verification else msgspec.UNSET,
+    )
+
+
+def _details(usage: Usage) -> CompletionDetails:
+    tokens, none = usage.tokens, msgspec.UNSET
+    return CompletionDetails(
+        tokens.accepted,
+        tokens.drafted - tokens.accepted,
+        round(usage.seconds.saved, 6),
+        tokens.verified if usage.verification else none,
+        usage.verification or none,
+        tokens.exited or none,
+        tokens.disagreed if tokens.exited else none,
     )
 
 

@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says. ``shown_markers``: special
     tokens, by their texts, that the answer's text has; it has no others. ``speculate``: ``off``: it is not drafted,
     whatever the engine's setting; ``auto``: as that says. ``verify``: ``off``: it is not decoded by another node,
-    whatever the daemon's setting.
+    whatever the daemon's setting. ``exits``: the share of tokens that may be other than the model's own, so that some
+    leave it early (`ctxreuse.exits`); 0: none; None: as the engine's setting says.
     """
 
     max_tokens: int = 256
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     shown_markers: tuple[str, ...] = ()
     speculate: Literal["auto", "off"] = "auto"
     verify: Literal["auto", "off"] = "auto"
+    exits: float | None = None
 
     def __post_init__(self) -> None:
         for name, good, rule in (
@@ -74,6 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
             ("speculate", self.speculate in ("auto", "off"), "auto or off"),
             ("verify", self.verify in ("auto", "off"), "auto or off"),
+            ("exits", self.exits is None or 0 <= self.exits <= 0.2, "a share of tokens up to 0.2; 0 is off"),
             (
                 "logit_bias",
                 all(_whole(id) and abs(bias) <= MAX_BIAS for id, bias in self.logit_bias.items()),

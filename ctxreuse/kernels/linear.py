@@ -18,7 +18,10 @@ from numpy.typing import NDArray
 
 from ctxreuse.kernels.dispatch import native
 
-__all__ = ["Weights", "linear", "quantise_weights"]
+__all__ = ["TOP", "Weights", "linear", "linear_top", "quantise_weights"]
+
+#: What `linear_top` gives of a row: the largest output, the next one, the log-sum-exp of all, its number.
+TOP: Final = np.dtype([("best", "<f4"), ("second", "<f4"), ("total", "<f4"), ("index", "<u4")])
 
 _FORMATS: Final = {np.dtype(np.float32): 0, np.dtype(np.int16): 1, np.dtype(np.uint16): 1, np.dtype(np.int8): 2}
 #: fp32 and bf16, as the kernels number them.
@@ -49,6 +52,24 @@ def linear(x: NDArray[Any], weights: Weights, y: NDArray[Any], threads: int = 1)
     native.linear(
         x, kind, data, format, weights.scales, weights.bias, y, x.size // max(inputs, 1), outputs, inputs, threads
     )  # fmt: skip
+
+
+def linear_top(x: NDArray[Any], weights: Weights, threads: int = 1) -> NDArray[Any]:
+    """Return of each row of x [rows, inputs] times the weights, of one output at least, the largest: `TOP` [rows].
+
+    The outputs are compared in the cache, where they were computed. -inf is the second of one; a row that is not finite
+    has a ``total`` that is none. ValueError as `linear`.
+    """
+    data = weights.data
+    kind, format = _ACTIVATIONS.get(x.dtype), _FORMATS.get(data.dtype)
+    if kind is None or format is None:
+        raise ValueError(f"linear_top: cannot multiply {x.dtype} with weights of {data.dtype}")
+    outputs, inputs = data.shape
+    tops = np.empty(x.size // max(inputs, 1), TOP)
+    native.linear_top(
+        x, kind, data, format, weights.scales, weights.bias, tops.view(np.float32), len(tops), outputs, inputs, threads
+    )  # fmt: skip
+    return tops
 
 
 def quantise_weights(data: NDArray[np.float32], bias: NDArray[np.float32] | None = None) -> Weights:

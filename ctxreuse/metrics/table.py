@@ -96,6 +96,12 @@ _DRAFT_SHORT = Label("reason", ("match", "cost", "lost", "unknown", "grammar", "
 _VERIFIED = Label(
     "verification", ("cloud", "cut", "stalled", "down", "busy", "drain", "failed", "tokens", "space", "cancelled")
 )
+_EXIT = Label("verdict", ("agreed", "disagreed", "unverified"))
+_EXIT_REFUSED = Label(
+    "reason",
+    ("unknown", "worthless", "spent", "score", "pending", "batch", "draft", "sampled", "grammar", "logprobs", "callers",
+     "engine"),
+)  # fmt: skip
 _NET = Label("verdict", ("saved", "lost"))
 _PREFILL = Label("how", ("computed", "shared"))
 
@@ -134,6 +140,16 @@ _CURRENT = (
         (_VERIFIED,),
     ),
     Metric("ctxreuse_draft_memory_bytes", "gauge", "Bytes of the texts that answers are drafted from."),
+    Metric("ctxreuse_exit_tokens_total", "counter", "Tokens that left the model early, by verdict.", (_EXIT,)),
+    Metric(
+        "ctxreuse_exit_seconds_total", "counter", "Seconds that early exits saved, and those that they cost.", (_NET,)
+    ),
+    Metric(
+        "ctxreuse_exit_refused_tokens_total",
+        "counter",
+        "Tokens, or whole answers, that could not leave the model early, by reason.",
+        (_EXIT_REFUSED,),
+    ),
     Metric("ctxreuse_misses_total", "counter", "Requests whose reuse ended early, by reason.", (_MISSES,)),
     Metric(
         "ctxreuse_missed_tokens_total",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,11 @@ from ctxreuse.engines.fork import fork_context
 from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.pauses import infer, tools_in
 from ctxreuse.runtime.completion import Completion, PieceSource
+from ctxreuse.runtime.exiting import AnswerExits
 from ctxreuse.runtime.request import ContextRecord, PrefillResult
 from ctxreuse.runtime.steps.scheduler import Advanced
 from ctxreuse.usage import TokenUsage, Usage
+from ctxreuse.why.records import ExitOutcome
 
 if TYPE_CHECKING:
     from ctxreuse.constrain import Constraint
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from ctxreuse.metrics import Metrics
     from ctxreuse.pauses import PauseKind
     from ctxreuse.runtime.drafting import Drafting
+    from ctxreuse.runtime.exiting import Exiting
     from ctxreuse.runtime.inflight.sharing import PromptsInFlight
     from ctxreuse.runtime.options import TrafficRecorder
     from ctxreuse.runtime.paused import PausedContexts
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from ctxreuse.why import RequestLog, Why
 
 __all__ = ["AnswerGroup", "pieces_in_turn"]
+
+log = logging.getLogger(__name__)
 
 
 #: What is checked of an answer that is not drafted.
@@ -56,6 +62,7 @@ class AnsweringRuntime(Protocol):
     cost: CostModel | None
     metrics: Metrics | None
     drafting: Drafting | None
+    exiting: Exiting
     recorder: TrafficRecorder | None
     clock: Callable[[], float]
 
@@ -165,6 +172,7 @@ class AnswerGroup:
             )
             if runtime.drafting is not None:
                 one.drafter = runtime.drafting.begin(request, one.sampling)
+            one.exits = runtime.exiting.begin(request, one.sampling)
         return done.logits
 
     @property
@@ -186,16 +194,23 @@ class AnswerGroup:
             draft = one.draft()
             batch.append((context, np.concatenate([ids[context.n :], one.decoder.last, draft])))
             rows.append(1 + len(draft))
+        plans = [one.exits.plan() if isinstance(one.exits, AnswerExits) else None for one in going]
+        plan = plans[0] if rows == [1] else None
         found: list[Logits | Exception] = []
-        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows)):
+        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows, plan)):
             if isinstance(result, Exception):
                 found.append(result)
                 continue
             one.advanced = result
-            if runtime.cost is not None and not one.drafted and not result.load.drafted:  # what one token costs
+            one.note_exit()
+            alone = not one.drafted and not result.load.drafted and result.step is None
+            if runtime.cost is not None and alone:  # what one token costs
                 runtime.cost.decode.observe(context.n, result.seconds)
-            assert result.logits is not None
-            found.append(result.logits)
+            if result.step is not None and result.step.left >= 0:
+                found.append(_only(result.step.token, runtime.engine.space.vocab_size))
+            else:
+                assert result.logits is not None
+                found.append(result.logits)
         return found
 
     def _fork(self, going: Sequence[_Answer]) -> None:
@@ -237,6 +252,7 @@ class AnswerGroup:
             if one.drafter is not None and one.decoder is not None:  # tokens of a draft that nobody took
                 taken = max(len(one.decoder.history) - 1 - len(one.pieces), len(self.request.ids))
                 runtime.engine.crop(done.context, min(taken, done.context.n))
+            usage = self._end_exits(one, done, usage)
             if runtime.drafting is not None:
                 outcome = runtime.drafting.outcome(one.sampling, one.drafter)
                 if done.record.logged is not None and outcome is not None:
@@ -259,6 +275,36 @@ class AnswerGroup:
             missed = {} if one.number else runtime.requests.missed_tokens(usage.request)
             for reason, tokens in missed.items():
                 runtime.metrics.add("ctxreuse_missed_tokens_total", tokens, reason)
+
+    def _end_exits(self, one: _Answer, done: PrefillResult, usage: Usage) -> Usage:
+        """Verify the last tokens of an answer that left early, and count them; returns its usage with them."""
+        runtime, exits = self.runtime, one.exits
+        if exits is None:
+            return usage
+        outcome = exits
+        if isinstance(exits, AnswerExits):
+            try:
+                with runtime.steps.exclusive():
+                    exits.complete(runtime.engine, done.context)
+            except CtxReuseError as error:
+                log.warning("the last tokens of an answer could not be verified: %s", error)
+            outcome = exits.outcome()
+            one.count_exits()
+            if one.usage is not None:
+                tokens = msgspec.structs.replace(one.usage.tokens, completion=usage.tokens.completion)
+                usage = msgspec.structs.replace(one.usage, tokens=tokens)
+        assert isinstance(outcome, ExitOutcome)
+        runtime.exiting.count(outcome)
+        if done.record.logged is not None:
+            runtime.requests.exited(done.record.logged, outcome)
+        return usage
+
+
+def _only(token: int, vocabulary: int) -> Logits:
+    """Logits of a distribution that knows one token, as a ramp says no more."""
+    logits = np.full(vocabulary, -np.inf, np.float32)
+    logits[token] = 0.0
+    return logits
 
 
 class _Pace:
@@ -297,6 +343,7 @@ class _Answer:
         self.error: BaseException | None = None
         self.wanted, self.closed = True, False
         self.drafter: AnswerDrafter | None = None
+        self.exits: AnswerExits | ExitOutcome | None = None
         self.advanced, self.pace = Advanced(None, 0.0), _Pace()
         self._draft = _NO_DRAFT
 
@@ -309,6 +356,30 @@ class _Answer:
     def drafted(self) -> int:
         """Tokens of the draft that is checked now."""
         return len(self._draft)
+
+    def note_exit(self) -> None:
+        """Note what became of its last token's chance to leave early."""
+        exits, advanced = self.exits, self.advanced
+        if not isinstance(exits, AnswerExits):
+            return
+        if advanced.step is not None:
+            exits.stepped(advanced.step, advanced.seconds)
+        else:
+            exits.passed("draft" if self.drafted else "batch")
+        self.count_exits()
+
+    def count_exits(self) -> None:
+        """Let its usage have the exits so far."""
+        exits = self.exits
+        if isinstance(exits, AnswerExits) and exits.exited and self.usage is not None:
+            tokens, seconds = self.usage.tokens, self.usage.seconds
+            tokens = msgspec.structs.replace(tokens, exited=exits.exited, disagreed=exits.disagreed)
+            seconds = msgspec.structs.replace(seconds, saved=exits.saved + self._drafts_saved)
+            self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
+
+    @property
+    def _drafts_saved(self) -> float:
+        return self.drafter.ledger.saved if self.drafter is not None and self.drafter.drafted else 0.0
 
     def draft(self) -> Tokens:
         """Return what may follow its last token, to be checked in the pass that computes that."""
@@ -346,7 +417,8 @@ class _Answer:
         if drafted and self.usage is not None:
             tokens, seconds, own = self.usage.tokens, self.usage.seconds, self.drafter
             tokens = msgspec.structs.replace(tokens, drafted=own.drafted, accepted=own.accepted)
-            seconds = msgspec.structs.replace(seconds, saved=own.ledger.saved)
+            exits_saved = self.exits.saved if isinstance(self.exits, AnswerExits) and self.exits.exited else 0.0
+            seconds = msgspec.structs.replace(seconds, saved=own.ledger.saved + exits_saved)
             self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
 
 

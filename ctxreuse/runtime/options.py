@@ -60,7 +60,10 @@ class RuntimeOptions:
         clock: seconds; must never go back.
         speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
         verify: answers may be decoded by other nodes, see `Runtime.let_verify`.
-        drafts: folder where what answers are drafted from is kept over restarts (None: nowhere).
+        drafts: folder where what answers are drafted from, and what was learnt of early exits, is kept over restarts
+            (None: nowhere).
+        exits: share of an answer's tokens that may be other than the model's own, so that some leave it early
+            (`ctxreuse.exits`), unless a request names another; 0: none leave.
         rng: samples the rows of a peer's blocks to audit (default: the system's).
     """
 
@@ -80,4 +83,5 @@ class RuntimeOptions:
     speculate: Literal["auto", "off"] = "off"
     verify: bool = False
     drafts: Path | None = None
+    exits: float = 0.0
     rng: Random | None = None

@@ -31,6 +31,7 @@ from ctxreuse.runtime.compress import ContextCompressor
 from ctxreuse.runtime.context_cache import ContextCache
 from ctxreuse.runtime.drafting import Drafting
 from ctxreuse.runtime.erase import Eraser
+from ctxreuse.runtime.exiting import Exiting
 from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
 from ctxreuse.runtime.inflight.memory import MemoryAdmission
 from ctxreuse.runtime.inflight.sharing import PromptInFlight, PromptsInFlight
@@ -128,6 +129,9 @@ class Runtime:
                 metrics=self.metrics,
                 here=options.speculate == "auto",
             )
+        self.exiting = Exiting(
+            engine, self._salt, self.steps, budget=options.exits, folder=options.drafts, metrics=self.metrics
+        )
         self._fetcher: Fetcher | None = None
         self.eraser = Eraser(store, self.requests, self.forget_texts, self.paused, engine.space, self._salt)
         self.connect(options.remote)
@@ -447,7 +451,9 @@ class Runtime:
             remove_draft_files(self.options.drafts, before)
 
     def save_drafts(self, seconds: float = 0.0) -> None:
-        """Keep on disk what drafts are made from, but not twice within so many seconds."""
+        """Keep on disk what drafts are made from, and what was learnt of early exits, but not twice within so many
+        seconds."""
+        self.exiting.save()
         if self.drafting is not None:
             self.drafting.save(seconds)
 
@@ -494,6 +500,7 @@ class Runtime:
         self.writeback.close()
         self.context_cache.clear()
         self.save_drafts()
+        self.exiting.save(clean=True)
 
 
 def _nothing(_: bytes) -> None:

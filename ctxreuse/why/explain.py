@@ -72,7 +72,7 @@ def explain(
     return Why(
         entry.request, entry.at, entry.session, entry.space.hex()[:16], entry.tokens, entry.cached, entry.by_source,
         reason, spans, entry.parts, difference, fields, text, advise(reason, difference, spans), entry.relocated,
-        entry.recomputed, entry.gate_decision, entry.reordered, entry.drafts, entry.verified,
+        entry.recomputed, entry.gate_decision, entry.reordered, entry.drafts, entry.verified, entry.exits,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from ctxreuse.html import table
 from ctxreuse.why.difference import Difference
-from ctxreuse.why.records import DraftOutcome, PromptPart, Reordered, VerifiedOutcome
+from ctxreuse.why.records import DraftOutcome, ExitOutcome, PromptPart, Reordered, VerifiedOutcome
 
 __all__ = ["Field", "PromptSpan", "Why"]
 
@@ -61,6 +61,7 @@ class Why(
         reordered: how its documents were reordered (None: they stand as given).
         drafts: what the drafts of its answer came to (None: none were wanted).
         verified: what another node decoded of its answer (None: nothing was to be).
+        exits: what became of its answer's early exits (None: none were wanted).
     """
 
     request: str
@@ -83,6 +84,7 @@ class Why(
     reordered: Reordered | None = None
     drafts: DraftOutcome | None = None
     verified: VerifiedOutcome | None = None
+    exits: ExitOutcome | None = None
 
     def _repr_html_(self) -> str:
         rows = [(f"{span.start:,} to {span.end:,}", span.reason or "reused", span.text) for span in self.spans]

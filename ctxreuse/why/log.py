@@ -23,6 +23,7 @@ from ctxreuse.store.types import Removal
 from ctxreuse.why.misses import REFINED, miss_spans, removal_reason, shared_blocks
 from ctxreuse.why.records import (
     DraftOutcome,
+    ExitOutcome,
     LoggedEntry,
     LogHead,
     MissSpan,
@@ -209,6 +210,12 @@ class RequestLog:
         """Add what another node decoded of a request's answer; written down with `kept`."""
         with self._lock:
             opened.entry.verified = outcome
+
+    def exited(self, opened: OpenRequest, outcome: ExitOutcome) -> None:
+        """Add what became of the early exits of one of a request's answers; written down with `kept`."""
+        with self._lock:
+            before = opened.entry.exits
+            opened.entry.exits = outcome if before is None else before + outcome
 
     def kept(self, opened: OpenRequest, tokens: Tokens, keys: Sequence[bytes]) -> None:
         """Note that a logged context was offered to the store: its ``tokens``, answer included, and the ``keys``."""

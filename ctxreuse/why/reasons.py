@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ctxreuse.why.difference import Difference
     from ctxreuse.why.explanation import Field, PromptSpan
-    from ctxreuse.why.records import DraftOutcome, LoggedEntry, Reordered, VerifiedOutcome
+    from ctxreuse.why.records import DraftOutcome, ExitOutcome, LoggedEntry, Reordered, VerifiedOutcome
 
 __all__ = ["REASONS", "advise", "because", "differing", "say", "when"]
 
@@ -88,6 +88,21 @@ _LOCAL = {
     "space": "the cloud does not decode for this model any more",
 }
 
+#: Why a token of an answer did not leave the model early.
+_EXITS = {
+    "unknown": "too few tokens had been verified since the start",
+    "worthless": "no ramp saves anything within the budget",
+    "spent": "as many as the budget allows had left and were wrong, or not verified yet",
+    "score": "no ramp was sure enough",
+    "pending": "so many were not verified that a full pass was due",
+    "batch": "the pass had tokens of other answers",
+    "draft": "the pass checked a draft",
+    "sampled": "the answer is drawn, or its tokens are penalised or biased, and a ramp knows only the likeliest one",
+    "grammar": "the answer has a grammar, and a ramp does not know it",
+    "logprobs": "log-probabilities were requested, and a ramp does not know them",
+    "callers": "too many callers had spent some of their budgets",
+}
+
 _ADVICE = {
     "evicted": "Give the store more room (store.capacity), or pin what has to stay.",
     "refused": "See ctxreuse_store_refused_puts_total: the disk is too slow or the store too small for the load.",
@@ -152,6 +167,8 @@ def say(
         lines.append(_verified(entry.verified))
     if entry.drafts is not None:
         lines.append(_drafting(entry.drafts))
+    if entry.exits is not None:
+        lines.append(_exiting(entry.exits))
     if fields:
         named = ", ".join(f"{field.name} ({field.here} here, {field.there} there)" for field in fields)
         lines.append(f"What differs: {named}.")
@@ -183,6 +200,17 @@ def _drafting(made: DraftOutcome) -> str:
         text = f"Of {made.drafted:,} drafted tokens of the answer {made.accepted:,} were right, which "
         text += f"{'saved' if made.saved >= 0 else 'cost'} {abs(made.saved):.2f} s"
     return f"{text}. Drafts were short or missing because: {why}." if why else f"{text}."
+
+
+def _exiting(made: ExitOutcome) -> str:
+    reasons = sorted(made.refused.items(), key=lambda one: -one[1])
+    why = "; ".join(f"{_EXITS.get(reason, reason)} ({count:,} times)" for reason, count in reasons)
+    text = "No token of the answer left the model early"
+    if made.exited:
+        text = f"{made.exited:,} tokens of the answer left the model early; the whole model would have said another in "
+        text += f"place of {made.disagreed:,} of the {made.verified:,} verified ones (budget: {made.budget:.1%} of all "
+        text += f"tokens), which {'saved' if made.saved >= 0 else 'cost'} {abs(made.saved):.2f} s"
+    return f"{text}. Others did not leave because: {why}." if why else f"{text}."
 
 
 def differing(found: Difference) -> list[str]:

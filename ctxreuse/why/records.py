@@ -16,6 +16,7 @@ from ctxreuse.store.removals import SHORT_KEY
 
 __all__ = [
     "DraftOutcome",
+    "ExitOutcome",
     "LogHead",
     "LoggedEntry",
     "MissSpan",
@@ -98,6 +99,35 @@ class VerifiedOutcome(msgspec.Struct, frozen=True, array_like=True):
     reason: Annotated[str, msgspec.Meta(max_length=32)]
 
 
+class ExitOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the tokens of an answer that could leave the model early, see `ctxreuse.exits`.
+
+    Attributes:
+        exited, verified, disagreed: tokens that left, of these verified, and of these other than the model's own.
+        budget: the share of tokens that may be.
+        saved: seconds that they saved; below 0: that they cost.
+        refused: how often a token did not leave, by reason, see `ExitGate` and `Exiting`; a longer one is the engine's.
+    """
+
+    exited: _Count = 0
+    verified: _Count = 0
+    disagreed: _Count = 0
+    budget: float = 0.0
+    saved: float = 0.0
+    refused: dict[str, _Count] = {}
+
+    def __add__(self, other: ExitOutcome) -> ExitOutcome:
+        both = {**self.refused, **other.refused}
+        return ExitOutcome(
+            self.exited + other.exited,
+            self.verified + other.verified,
+            self.disagreed + other.disagreed,
+            max(self.budget, other.budget),
+            self.saved + other.saved,
+            {name: self.refused.get(name, 0) + other.refused.get(name, 0) for name in both},
+        )
+
+
 class MissSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens ``start`` to ``end`` were computed, because of ``reason`` (see `ctxreuse.why.reasons`).
 
@@ -134,6 +164,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
         reordered: see `RequestInfo`.
         drafts: what drafts of its answers came to (None: none were wanted).
         verified: what another node decoded of its answer (None: nothing was to be).
+        exits: what became of its answers' early exits (None: none were wanted).
     """
 
     request: str
@@ -160,6 +191,7 @@ class LoggedEntry(msgspec.Struct, array_like=True, tag="request"):
     reordered: Reordered | None = None
     drafts: DraftOutcome | None = None
     verified: VerifiedOutcome | None = None
+    exits: ExitOutcome | None = None
 
     @property
     def nbytes(self) -> int:
@@ -184,8 +216,8 @@ class LogHead(msgspec.Struct, array_like=True, tag="head"):
     spaces: tuple[ModelSpace, ...] = ()
 
 
-#: Most reasons for which drafts are short.
-_SHORT = 16
+#: Most reasons for which drafts are short, and characters of one for which a token did not leave early.
+_SHORT, _LONG = 16, 1024
 _record = msgspec.msgpack.Decoder(LoggedEntry | LogHead)
 
 
@@ -233,4 +265,13 @@ def _fault(entry: LoggedEntry) -> str:
         return "a time that is not finite"
     if entry.drafts is not None and not (math.isfinite(entry.drafts.saved) and len(entry.drafts.short) <= _SHORT):
         return "drafts out of range"
+    exits = entry.exits
+    if exits is not None and not (
+        math.isfinite(exits.saved)
+        and 0 <= exits.budget <= 1
+        and exits.disagreed <= exits.verified <= exits.exited
+        and len(exits.refused) <= _SHORT
+        and all(len(reason) <= _LONG for reason in exits.refused)
+    ):
+        return "exits out of range"
     return ""

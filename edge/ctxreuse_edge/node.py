@@ -116,6 +116,7 @@ class EdgeNode:
                 available_memory=lambda: psutil.virtual_memory().available,
                 speculate=settings.engine.speculate,
                 verify=edge.verify == "auto" and bool(settings.bus.clouds),
+                exits=settings.engine.exits,
                 drafts=folder if store.disk is not None else None,
             ),
         )

@@ -34,10 +34,11 @@ static void piece(void *what, size_t i) {
     free(room);
 }
 
+ctx_linear_fn ctx_linear_of(const ctx_kernels *k) { return ((const ctx_linear_kernels *)ctx_variant_of(variants, k->name)->table)->run; }
+
 ctx_status ctx_linear_run(const ctx_kernels *k, const ctx_linear *a, size_t threads) {
-    const ctx_linear_kernels *kernels = ctx_variant_of(variants, k->name)->table;
     size_t blocks = PIECE / (BLOCK * a->inputs * ctx_weights_bytes(a->format) + 1);
-    job j = {.linear = a, .run = kernels->run, .each = BLOCK * (blocks ? blocks : 1)};
+    job j = {.linear = a, .run = ctx_linear_of(k), .each = BLOCK * (blocks ? blocks : 1)};
     ctx_pool_run(piece, &j, (a->outputs + j.each - 1) / j.each, threads);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }

@@ -32,4 +32,7 @@ typedef struct ctx_linear_kernels {
     ctx_linear_fn run;
 } ctx_linear_kernels;
 
+/* The active table's loops. */
+ctx_linear_fn ctx_linear_of(const ctx_kernels *k);
+
 #endif

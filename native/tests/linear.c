@@ -1,5 +1,5 @@
 /* tests/linear.c - a linear layer by every table against doubles, on memory cut to size, by several threads. */
-#include "linear/linear.h"
+#include "linear/top.h"
 
 #include <math.h>
 
@@ -33,6 +33,19 @@ static void one(const ctx_kernels *k, ctx_weights format, size_t rows, size_t ou
             const double expected = sum * scales[o] + bias[o];
             CHECK(fabs(y[r * outputs + o] - expected) <= 1e-5 * size * (1 + scales[o]) + 1e-4, "%s, format %d, row %zu, output %zu", k->name, format, r, o);
         }
+    ctx_top *tops = malloc(rows * sizeof *tops);
+    CHECK(tops && ctx_linear_top(k, &a, tops, 1 + below(4)) == CTX_OK, "no memory");
+    for (size_t r = 0; r < rows; r++) {
+        double sum = 0;
+        for (size_t o = 0; o < outputs; o++) {
+            const float value = y[r * outputs + o];
+            CHECK(value <= tops[r].best && (value <= tops[r].second || o == tops[r].index), "%s: a larger output", k->name);
+            sum += exp((double)value - tops[r].best);
+        }
+        CHECK(tops[r].index < outputs && y[r * outputs + tops[r].index] == tops[r].best, "%s: another number", k->name);
+        CHECK(fabs(tops[r].best + log(sum) - tops[r].total) <= 1e-4 * (1 + fabs(tops[r].total)), "%s: another sum", k->name);
+    }
+    free(tops);
     free(x), free(y), free(scales), free(bias), free(w), free(values);
 }
 

@@ -7,7 +7,7 @@ import pytest
 
 from ctxreuse import kernels
 from ctxreuse.kernels.convert import from_float32, to_float32
-from ctxreuse.kernels.linear import Weights, linear, quantise_weights
+from ctxreuse.kernels.linear import Weights, linear, linear_top, quantise_weights
 
 
 def bits(x):
@@ -49,6 +49,38 @@ def test_products_are_right_and_rows_do_not_notice_each_other(format, table):
         short = product(bits(x), weights)
         exact = product(to_float32(bits(x), "bf16"), weights)
         assert np.array_equal(short, bits(exact))
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("table", kernels.available())
+def test_the_largest_outputs_are_those_of_all(format, table):
+    kernels.use(table)
+    rng = np.random.default_rng(4)
+    for outputs, inputs, rows in ((1, 1, 1), (2, 16, 3), (64, 100, 2), (65, 48, 1), (700, 33, 5)):
+        weights, _ = made(rng, format, outputs, inputs, bias=rows % 2 == 1)
+        x = rng.normal(size=(rows, inputs)).astype(np.float32)
+        logits = product(x, weights)
+        found = linear_top(x, weights, threads=3)
+        ordered = np.sort(logits, 1)
+        assert np.array_equal(found["index"], logits.argmax(1))
+        assert np.array_equal(found["best"], ordered[:, -1])
+        assert np.array_equal(found["second"], ordered[:, -2] if outputs > 1 else np.full(rows, -np.inf))
+        exact = np.log(np.exp(logits.astype(np.float64)).sum(1))
+        assert np.abs(found["total"] - exact).max() <= 1e-5 * (1 + np.abs(exact).max())
+        assert np.array_equal(linear_top(x, weights), found)
+
+
+def test_of_equal_outputs_the_first_is_the_largest_and_what_does_not_fit_is_refused():
+    weights = quantise_weights(np.ones((200, 8), np.float32))
+    x = np.ones((1, 8), np.float32)
+    (found,) = linear_top(x, weights)
+    assert (found["index"], found["best"]) == (0, found["second"])
+    assert found["total"] == pytest.approx(found["best"] + np.log(200), abs=1e-5)
+    assert not np.isfinite(linear_top(np.full((1, 8), np.nan, np.float32), weights)["total"]).any()
+    with pytest.raises(ValueError):
+        linear_top(np.ones((1, 9), np.float32), weights)
+    with pytest.raises(ValueError):
+        linear_top(x, Weights(np.ones((0, 8), np.float32)))
 
 
 def test_calls_from_many_threads_at_once():

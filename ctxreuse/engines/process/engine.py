@@ -18,6 +18,7 @@ from ctxreuse.codec.profile_bytes import write_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits
 from ctxreuse.engines.checks import check_export, check_kind
+from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.process.chunks import ChildChunkOps
 from ctxreuse.engines.process.connection import Connection, Result
 from ctxreuse.engines.process.context import ChildContext
@@ -27,6 +28,7 @@ from ctxreuse.engines.process.text import ChildText
 from ctxreuse.engines.process.wire import ContextFacts, Opening, WireError, encode_headers
 from ctxreuse.engines.scoring import TokenScores
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineDiedError, EngineError
+from ctxreuse.exits import ExitPlan, ExitRow, RampCost
 from ctxreuse.identity.keys import Tokens, as_tokens
 
 __all__ = ["ChildEngine", "ChildRelocatingEngine", "open_child_engine"]
@@ -50,6 +52,7 @@ class ChildEngine:
         self.space, self.batches, self.least_slice = opened.space, opened.batches, opened.least_slice
         self._supervisor = supervisor
         self._codec: Codec | None = None
+        self._ramps: tuple[RampCost, ...] | None = None
         self._has_codec, self._codec_given = opened.codec, False
         self._lock = threading.Lock()
         self._seen: Connection | None = None
@@ -262,6 +265,27 @@ class ChildEngine:
             elif result:
                 found[i] = next(logits)
         return found
+
+    @property
+    def ramps(self) -> Sequence[RampCost] | str:
+        """See `ExitEngine.ramps`; looked up once."""
+        if self._ramps is None:
+            found = self._call("ramps").value
+            if isinstance(found, str):
+                return found
+            self._ramps = msgspec.convert(found, tuple[RampCost, ...])
+        return self._ramps
+
+    def exit_step(self, context: Context, tokens: Tokens, plan: ExitPlan) -> ExitStep:
+        """See `ExitEngine.exit_step`."""
+        own, ids = self._own(context), as_tokens(tokens)
+        found = self._call("exit_step", plan, on=[own], appended=[ids], arrays=[ids], room=self._logits_bytes)
+        token, left, rows = msgspec.convert(found.value, tuple[int, int, tuple[ExitRow, ...]])
+        return ExitStep(found.arrays[0] if found.arrays else None, token, left, rows)
+
+    def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
+        """See `ExitEngine.complete_rows`."""
+        return msgspec.convert(self._call("complete_rows", on=[self._own(context)]).value, tuple[ExitRow, ...])
 
     def export(
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int

@@ -22,6 +22,7 @@ from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
 from ctxreuse.engines.base import Context, Engine, Loading, SlicingEngine
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, RelocatedContext, Relocation
+from ctxreuse.engines.exits import ExitEngine
 from ctxreuse.engines.fork import fork_context
 from ctxreuse.engines.process.loading import placed_planes
 from ctxreuse.engines.process.memory import SharedMemory
@@ -47,6 +48,7 @@ from ctxreuse.engines.process.wire import (
 from ctxreuse.engines.scoring import score_tokens
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.exits import ExitPlan
 
 __all__ = ["open_config", "serve"]
 
@@ -57,7 +59,7 @@ _THREADS = 8
 #: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
 _COMPUTES = frozenset((
     "fork", "prefill", "score", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention",
-    "recompute_rows",
+    "recompute_rows", "ramps", "exit_step", "complete_rows",
 ))  # fmt: skip
 
 #: The result of a verb: a value, and arrays.
@@ -195,6 +197,19 @@ class _Server:
         found = self._engine.step(list(zip(contexts, parts)), limit=limit, rows=rows)
         value: list[Any] = [WireError.of(one) if isinstance(one, Exception) else int(one is not None) for one in found]
         return value, [one for one in found if isinstance(one, np.ndarray)]
+
+    def do_ramps(self, *, call: Call) -> Outcome:
+        engine = self._engine
+        return engine.ramps if isinstance(engine, ExitEngine) else "this engine has no early exits", ()
+
+    def do_exit_step(self, context: Context, plan: Any, ids: Array, *, call: Call) -> Outcome:
+        assert isinstance(self._engine, ExitEngine)
+        step = self._engine.exit_step(context, ids, msgspec.convert(plan, ExitPlan))
+        return (step.token, step.left, step.rows), [step.logits] if step.logits is not None else []
+
+    def do_complete_rows(self, context: Context, *, call: Call) -> Outcome:
+        assert isinstance(self._engine, ExitEngine)
+        return self._engine.complete_rows(context), ()
 
     def do_crop(self, context: Context, n: int, *, call: Call) -> Outcome:
         return self._engine.crop(context, n), ()

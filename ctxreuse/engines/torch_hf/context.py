@@ -21,7 +21,9 @@ from ctxreuse.engines.torch_hf.cache.arena import Lease, Pool
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer, WindowLayer
 from ctxreuse.engines.torch_hf.cache.states import Snapshot
 from ctxreuse.engines.torch_hf.inplace.attention import InPlaceLayer
+from ctxreuse.engines.torch_hf.pending import PendingRow
 from ctxreuse.errors import EngineError, FormatError, LinkError
+from ctxreuse.exits import ExitRow
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.reuse.inplace import AttachedRun, InPlaceRuns, Selection
 from ctxreuse.rope import Rotary
@@ -51,6 +53,8 @@ class TorchContext:
         self._ids = np.zeros(0, "<i4")
         self._n = 0
         self.lease: Lease | None = None
+        #: The last tokens, if they left the model early, and what became of those that were completed since.
+        self.pending, self.completed = list[PendingRow](), list[ExitRow]()
         self.in_place: InPlaceRuns | None = None
         #: The attached runs are this context's own rows, quantised.
         self.compressed = False
@@ -304,7 +308,10 @@ class TorchContext:
             self.in_place.check(self._n)
             rows = self.in_place.rows
         for index, layer in self.arena_layers:
-            assert layer.length == rows, f"layer {index} holds {layer.length} tokens of {rows}"
+            rest = sum(row.depth <= index for row in self.pending)
+            assert layer.length == rows - rest, (
+                f"layer {index} holds {layer.length} tokens of {rows}, {rest} left early"
+            )
             assert layer.in_place is None or layer.in_place.n == self._n, "attached runs end elsewhere"
         for window in self.windows:
             assert window.cumulative_length == self._n, "a window ends elsewhere"

@@ -18,7 +18,16 @@ from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt
-from ctxreuse.engines.checks import check_blocks, check_boundary, check_crop, check_export, check_state, decoded_state
+from ctxreuse.engines.checks import (
+    check_blocks,
+    check_boundary,
+    check_crop,
+    check_export,
+    check_kind,
+    check_state,
+    decoded_state,
+)
+from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.text import HFText, TextModel
@@ -27,10 +36,13 @@ from ctxreuse.engines.torch_hf.cache.arena import Lease, forked
 from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.exits import TorchExits, check_exits
 from ctxreuse.engines.torch_hf.inplace.compress import expand
 from ctxreuse.engines.torch_hf.model import ModelOptions, TorchModel, first_keys, open_model
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.errors import CtxReuseError, EngineError
+from ctxreuse.exits import ExitPlan, ExitRow, RampCost
+from ctxreuse.exits.profile import ExitProfile, ExitProfileStore
 from ctxreuse.identity.keys import Tokens
 
 __all__ = ["TorchEngine"]
@@ -69,6 +81,7 @@ class TorchEngine:
         self.model, self.space = self._model.module, self._model.space
         #: See `ctxreuse.engines.chunks.ChunkEngine.chunks`.
         self.chunks = TorchChunkOps(self._model)
+        self._exits: TorchExits | None = None
         self._reach = max((window - 1 for window in self._model.windows.values()), default=0)
 
     @classmethod
@@ -132,6 +145,44 @@ class TorchEngine:
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`. A context that is loading goes through the model alone."""
         return self._model.step(batch, self._model.chunk if limit is None else limit, rows)
+
+    @property
+    def ramps(self) -> Sequence[RampCost] | str:
+        """See `ExitEngine.ramps`; of this user's exit profile, opened when needed, unless `use_exits` gave another."""
+        if self._exits is None:
+            profile = ExitProfileStore().find(self.space)
+            try:
+                check_exits(self.space, self.model)
+                if profile is None:
+                    return "the model has no exit profile: run `ctxreuse calibrate NAME --exits`"
+                self._exits = TorchExits(self._model, profile)
+            except EngineError as error:
+                return error.what
+        return self._exits.costs
+
+    def use_exits(self, profile: ExitProfile) -> None:
+        """Let tokens leave at these ramps, before any has left. Raises EngineError if none can."""
+        self._exits = TorchExits(self._model, profile)
+
+    def exit_step(self, context: Context, tokens: Tokens, plan: ExitPlan) -> ExitStep:
+        """See `ExitEngine.exit_step`. A context with attached runs runs through all layers."""
+        ramps, own = self.ramps, check_kind(context, TorchContext)
+        if self._exits is None:
+            raise EngineError(f"no token can leave early: {ramps}")
+        own.check_usable()
+        if len(tokens) != 1 or own.in_place is not None or own.loading is not None or own.gaps:
+            logits = self.prefill(own, tokens)
+            found = ExitStep(logits, -1, -1, (ExitRow(),))
+        else:
+            found = self._exits.step(own, tokens, plan)
+        before, own.completed = tuple(own.completed), []
+        return found._replace(rows=before + found.rows)
+
+    def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
+        """See `ExitEngine.complete_rows`."""
+        own = self._model.own(context)
+        found, own.completed = tuple(own.completed), []
+        return found
 
     @inference
     def load(

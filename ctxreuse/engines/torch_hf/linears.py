@@ -13,6 +13,9 @@ row reads no slower. Kernels compute passes over several contexts, and all of bf
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -20,7 +23,9 @@ import torch
 from ctxreuse.engines.torch_hf.packed import is_packing
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
-__all__ = ["install_linears", "numbers", "uses_kernels"]
+__all__ = ["few_rows", "install_linears", "numbers", "uses_kernels"]
+
+_few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
 
 #: Most rows of a call to the kernel, by the type of weights.
 _MOST: Final = {torch.float32: 48, torch.bfloat16: 6}
@@ -30,7 +35,18 @@ _MOST_CODES: Final = 24
 
 def uses_kernels(dtype: torch.dtype) -> bool:
     """True if few tokens of this type are computed by the project's kernels now, on this thread."""
-    return (dtype != torch.float32 or is_packing()) and not torch.is_grad_enabled()
+    return (dtype != torch.float32 or is_packing() or _few.get()) and not torch.is_grad_enabled()
+
+
+@contextmanager
+def few_rows(count: int) -> Iterator[None]:
+    """Inside, several rows of one context are computed by the kernels in float32 too: torch takes twice as long for
+    four of them as for one."""
+    token = _few.set(count > 1)
+    try:
+        yield
+    finally:
+        _few.reset(token)
 
 
 def install_linears(model: torch.nn.Module, *, int8: bool = False) -> None:

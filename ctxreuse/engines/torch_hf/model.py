@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
@@ -205,6 +205,8 @@ class TorchModel(UserCodec):
             self.pool.reserve(reserve)
         self.windows = {i: s.window for i, s in enumerate(self.space.layers) if s.window}
         self.state_sample = self._sample()
+        #: Completes rows that left the model early.
+        self.complete: Callable[[TorchContext], None] | None = None
 
     @inference
     def _measure(self, folder: Path | None, weights: str, attention: str, block_tokens: int) -> ModelSpace:
@@ -238,9 +240,13 @@ class TorchModel(UserCodec):
         return TorchContext(self.new_cache(), self.pool, self.space.max_tokens, reserve)
 
     def own(self, context: Context) -> TorchContext:
-        """The context, if it is a usable one of this engine; raises EngineError."""
+        """The context, if it is a usable one of this engine, with all rows whole; raises EngineError."""
         own = check_kind(context, TorchContext)
         own.check_usable()
+        if own.pending:
+            assert self.complete is not None
+            own.wait_load()
+            self.complete(own)
         return own
 
     @property

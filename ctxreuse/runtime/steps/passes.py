@@ -12,6 +12,8 @@ from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Logits
+    from ctxreuse.engines.exits import ExitStep
+    from ctxreuse.exits import ExitPlan
     from ctxreuse.identity.keys import Tokens
 
 __all__ = ["MOST", "PATIENT", "PassPlanner", "StepStats", "Waiting"]
@@ -31,11 +33,17 @@ _SHORT = 128
 class Waiting:
     """What one context needs next."""
 
-    __slots__ = ("context", "done", "error", "load", "logits", "rows", "seconds", "start", "tokens", "turn")
+    __slots__ = (
+        "context", "done", "error", "load", "logits", "plan", "rows", "seconds", "start", "step", "tokens", "turn",
+    )  # fmt: skip
 
-    def __init__(self, context: Context, tokens: Tokens, turn: RequestTurn, rows: int = 1) -> None:
+    def __init__(
+        self, context: Context, tokens: Tokens, turn: RequestTurn, rows: int = 1, plan: ExitPlan | None = None
+    ) -> None:
         self.context, self.tokens, self.turn, self.start = context, tokens, turn, context.n
         self.rows, self.load = rows, PassLoad()
+        self.plan = plan if len(tokens) == rows == 1 else None
+        self.step: ExitStep | None = None
         self.done, self.seconds = False, 0.0
         self.logits: Logits | None = None
         self.error: Exception | None = None
@@ -47,6 +55,11 @@ class Waiting:
             self.error = result
         else:
             self.logits = result
+
+    @property
+    def plain(self) -> bool:
+        """True if its pass had all layers for its rows, and for no others."""
+        return self.step is None or (self.step.left < 0 and len(self.step.rows) == 1)
 
     @property
     def decodes(self) -> bool:
@@ -143,13 +156,13 @@ class PassPlanner:
         rows = sum(one.rows for one in chosen if one.decodes)
         for one in chosen:
             one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
-        if decoding and not prefills:
+        if decoding and not prefills and chosen[0].plain:
             self.costs.observe(rows, decoding, seconds)
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
             self._stalled += bool(computed) and step is not None and seconds > STALL * step
-        if self._sliced and rows == decoding and (computed or not prefills):
+        if self._sliced and rows == decoding and (computed or not prefills) and chosen[0].plain:
             self._slices.observe(decoding, computed, seconds)
 
     def end(self, turn: RequestTurn) -> None:

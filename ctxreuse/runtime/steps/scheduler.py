@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.engines.base import SlicingEngine
-from ctxreuse.errors import EngineError
+from ctxreuse.engines.exits import ExitEngine
+from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
 from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine, Logits
+    from ctxreuse.engines.exits import ExitStep
+    from ctxreuse.exits import ExitPlan
     from ctxreuse.identity.keys import Tokens
 
 __all__ = ["Advanced", "StepScheduler"]
@@ -33,11 +36,12 @@ _NORMAL.started = True
 
 class Advanced(NamedTuple):
     """Logits after the last token, None if some are left, the seconds of the passes that computed it, and what the
-    last one held beside it."""
+    last one held beside it; ``step``: what became of a token that could leave early."""
 
     logits: Logits | None
     seconds: float
     load: PassLoad = PassLoad()
+    step: ExitStep | None = None
 
 
 class StepScheduler:
@@ -109,24 +113,28 @@ class StepScheduler:
                 return done.logits, seconds
 
     def advance_all(
-        self, batch: Sequence[tuple[Context, Tokens]], turn: RequestTurn = _NORMAL, rows: Sequence[int] = ()
+        self,
+        batch: Sequence[tuple[Context, Tokens]],
+        turn: RequestTurn = _NORMAL,
+        rows: Sequence[int] = (),
+        plan: ExitPlan | None = None,
     ) -> list[Advanced | Exception]:
         """Append to several contexts of one request, see `advance`, in common passes; an error harms no other.
 
-        ``rows``: see `Engine.step`.
+        ``rows``: see `Engine.step`; ``plan``: of the only context's one token, where its pass has no other.
         """
         left = {i: (context, tokens) for i, (context, tokens) in enumerate(batch)}
         found: dict[int, Advanced | Exception] = {}
         seconds = [0.0] * len(batch)
         while left:
-            ones = {i: Waiting(*one, turn, rows[i] if rows else 1) for i, one in left.items()}
+            ones = {i: Waiting(*one, turn, rows[i] if rows else 1, plan) for i, one in left.items()}
             self._wait(list(ones.values()))
             for i, one in ones.items():
                 seconds[i] += one.seconds
                 if one.error is not None:
                     found[i] = one.error
-                elif one.logits is not None:
-                    found[i] = Advanced(one.logits, seconds[i], one.load)
+                elif one.step is not None or one.logits is not None:
+                    found[i] = Advanced(one.logits, seconds[i], one.load, one.step)
             left = {
                 i: (one.context, one.tokens[one.context.n - one.start :]) for i, one in ones.items() if i not in found
             }
@@ -189,8 +197,7 @@ class StepScheduler:
         self._change.release()
         began = self._clock()
         try:
-            batch, rows = [(one.context, one.tokens) for one in chosen], [one.rows for one in chosen]
-            found = self._engine.step(batch, limit=limit, rows=rows)
+            found = self._run(chosen, limit)
         except BaseException as error:
             self._change.acquire()
             self._recover(chosen, error)
@@ -204,6 +211,18 @@ class StepScheduler:
         self._expected = {
             id(one.context): one.turn for one in chosen if one.decodes and one.logits is not None and batches
         }
+
+    def _run(self, chosen: Sequence[Waiting], limit: int | None) -> Sequence[Logits | CtxReuseError | None]:
+        first = chosen[0]
+        if len(chosen) > 1 or first.plan is None:
+            batch, rows = [(one.context, one.tokens) for one in chosen], [one.rows for one in chosen]
+            return self._engine.step(batch, limit=limit, rows=rows)
+        assert isinstance(self._engine, ExitEngine)
+        try:
+            first.step = self._engine.exit_step(first.context, first.tokens, first.plan)
+        except CtxReuseError as error:
+            return [error]
+        return [first.step.logits]
 
     def _recover(self, chosen: Sequence[Waiting], error: BaseException) -> None:
         """This thread was interrupted in a pass that was for others too: they try again, if they can."""

@@ -1,0 +1,273 @@
+"""Tokens that leave a torch model early: its layers in parts, its ramps, and rows that wait for the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+
+from ctxreuse.engines.base import check_prompt
+from ctxreuse.engines.exits import ExitStep
+from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
+from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.linears import few_rows
+from ctxreuse.engines.torch_hf.model import TorchModel, plain_cache
+from ctxreuse.engines.torch_hf.modes import inference
+from ctxreuse.engines.torch_hf.pending import PendingRow
+from ctxreuse.engines.torch_hf.space import new_cache
+from ctxreuse.errors import EngineError
+from ctxreuse.exits import ExitPlan, RampCost
+from ctxreuse.exits.profile import ExitProfile, Ramp
+from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.kernels.linear import linear_top
+
+__all__ = ["ExitStates", "HiddenStates", "LayerParts", "TorchExits", "check_exits"]
+
+#: A row of several costs so much of a pass of one: what a token that left costs later.
+_ROW = 0.11
+#: Parts of a model give the bits of the whole; that is looked at once.
+_TOLERANCE = 1e-6
+
+
+class LayerParts:
+    """A model that runs some of its layers at a time. Attention is to the same cache as the whole model's."""
+
+    def __init__(self, module: Any) -> None:
+        """Raises EngineError for a model whose layers cannot be run in parts."""
+        inner: Any = getattr(module, module.base_model_prefix, None)
+        head = module.get_output_embeddings()
+        if (
+            not all(isinstance(getattr(inner, name, None), torch.nn.Module) for name in ("layers", "norm"))
+            or head is None
+        ):
+            raise EngineError("it has no row of layers that could be run in parts", where=type(module).__name__)
+        self._inner, self._head = inner, head
+        self.count, self.width = len(inner.layers), int(head.in_features)
+        #: Bytes of the weights of each layer, and of the last one that gives logits.
+        self.layer_bytes, self.head_bytes = [_bytes(layer) for layer in inner.layers], _bytes(head)
+        self._parts: dict[tuple[int, int], Any] = {}
+        self._check(module)
+
+    def _part(self, start: int, stop: int) -> Any:
+        """A model of layers ``start`` to ``stop`` that shares its weights with the whole."""
+        part = self._parts.get((start, stop))
+        if part is None:
+            part = copy.copy(self._inner)
+            part._modules = dict(self._inner._modules)
+            part.layers = torch.nn.ModuleList(list(self._inner.layers)[start:stop])
+            if stop < self.count:
+                part.norm = torch.nn.Identity()
+            self._parts[start, stop] = part
+        return part
+
+    def run(
+        self, given: torch.Tensor, positions: torch.Tensor, cache: DynamicCache, start: int, stop: int
+    ) -> torch.Tensor:
+        """Run layers ``start`` to ``stop`` on hidden states [n, width], or on int64 ids [n] from layer 0 on.
+
+        Returns hidden states [n, width], behind the last layer normalised. Each layer appends to its own cache.
+        """
+        view = copy.copy(cache)
+        view.layers = [cache.layers[start]] * start + cache.layers[start:]  # masks follow the first one's length
+        what = {"inputs_embeds": given[None]} if given.is_floating_point() else {"input_ids": given[None]}
+        out = self._part(start, stop)(
+            **what, position_ids=positions[None], past_key_values=view, use_cache=True
+        ).last_hidden_state
+        found: torch.Tensor = out[0]
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [n, vocab] of hidden states behind the last layer."""
+        found: torch.Tensor = self._head(hidden).float()
+        return found
+
+    @inference
+    def _check(self, module: Any) -> None:
+        """Models scale or cap what goes in and out in ways of their own; see that parts do what the whole does."""
+        ids = torch.arange(1, 6) % module.get_input_embeddings().num_embeddings
+        at, middle = torch.arange(len(ids)), self.count // 2
+        whole = (
+            module(input_ids=ids[None], position_ids=at[None], past_key_values=plain_cache(module)).logits[0].float()
+        )
+        cache = plain_cache(module)
+        hidden = self.run(ids, at, cache, 0, middle)
+        found = self.logits(self.run(hidden, at, cache, middle, self.count))
+        if not (whole - found).abs().max() <= _TOLERANCE * whole.abs().max():
+            raise EngineError("parts of its layers do not give what all give", where=type(module).__name__)
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    """Bytes of weights of linear layers; those that are int8 have none as parameters."""
+    linears = [one for one in module.modules() if isinstance(one, torch.nn.Linear)]
+    return sum(
+        one.in_features * one.out_features * (one.weight.itemsize if one.weight.numel() else 1) for one in linears
+    )
+
+
+def root_mean_square(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states [n, width] as float32, each divided by its root mean square: what a ramp's head takes."""
+    wide = hidden.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class TorchExits:
+    """The exits of one model. Different contexts from different threads."""
+
+    def __init__(self, model: TorchModel, profile: ExitProfile) -> None:
+        """Raises EngineError, with the reason, for a model that tokens cannot leave early."""
+        check_exits(model.space, model.module)
+        self._model, self._ramps = model, profile.ramps
+        self._parts = LayerParts(model.module)
+        if not profile.ramps or (profile.width, profile.layers) != (self._parts.width, self._parts.count):
+            raise EngineError("the exit profile has no ramps of this model", where=model.space.architecture)
+        #: See `ExitEngine.ramps`.
+        self.costs = tuple(self._cost(ramp) for ramp in profile.ramps)
+        model.complete = self._complete
+
+    def _cost(self, ramp: Ramp) -> RampCost:
+        """By the bytes of weights that a token reads, which is what it costs."""
+        layers, head = self._parts.layer_bytes, self._parts.head_bytes
+        whole = sum(layers) + head
+        return RampCost((1 - _ROW) * (sum(layers[ramp.depth :]) + head) / whole, ramp.head.data.nbytes / whole)
+
+    @inference
+    def step(self, context: TorchContext, tokens: Tokens, plan: ExitPlan) -> ExitStep:
+        """See `ExitEngine.exit_step`; the context has no load in flight and no attached runs."""
+        ids = check_prompt(self._model.space, context.n, tokens)
+        context.reserve(context.n + len(ids))
+        given = torch.from_numpy(ids.astype(np.int64))
+        with _undone(context):
+            found = self._run(context, given, 0, [PendingRow(plan.ramps)], context.n, plan)
+            context.append(ids)
+        return found
+
+    @inference
+    def _complete(self, context: TorchContext) -> None:
+        """Compute what the last rows of a context miss."""
+        depth = context.pending[-1].depth
+        batch = [row for row in context.pending if row.depth == depth]
+        with _undone(context):
+            found = self._run(context, _stacked(batch), depth, batch, context.n - 1, ExitPlan())
+        context.completed += found.rows
+
+    def _run(
+        self, context: TorchContext, given: torch.Tensor, at: int, batch: list[PendingRow], last: int, plan: ExitPlan
+    ) -> ExitStep:
+        """Run the rows of a batch, of which the last has position ``last``, from layer ``at`` on, and from where they
+        wait those before it; unless that row leaves."""
+        row, waiting = batch[-1], context.pending
+        wanted = {number for one in (*waiting, row) for number in one.ramps}
+        depths = {self._ramps[number].depth: number for number in wanted}
+        stops = {stop for stop in (*depths, *(one.depth for one in waiting)) if stop > at}
+        for stop in sorted(stops | {self._parts.count}):
+            positions = torch.arange(last + 1 - len(batch), last + 1)
+            with few_rows(len(batch)):
+                given = self._parts.run(given, positions, context.cache, at, stop)
+            at = stop
+            number = depths.get(stop, -1)
+            if number >= 0:
+                self._score(number, given, batch)
+            least = plan.least.get(number)
+            if least is not None and row.scores[number] >= least:
+                for one, hidden in zip(batch, given):
+                    one.depth, one.hidden = stop, hidden
+                row.left = number
+                waiting.append(row)
+                return ExitStep(None, row.tokens[number], number, ())
+            joining = [one for one in waiting if one.depth == stop]
+            if joining:
+                given, batch = torch.cat([_stacked(joining), given]), [*joining, *batch]
+        with few_rows(len(batch)):
+            logits = self._parts.logits(given)
+        said = logits.argmax(-1).tolist()
+        context.pending = []
+        return ExitStep(
+            logits[-1].numpy().copy(), said[-1], -1, tuple(one.completed(token) for one, token in zip(batch, said))
+        )
+
+    def _score(self, number: int, hidden: torch.Tensor, batch: Sequence[PendingRow]) -> None:
+        """Compute a ramp for those rows that it is wanted for."""
+        chosen = [at for at, row in enumerate(batch) if number in row.ramps]
+        if not chosen:
+            return
+        ramp = self._ramps[number]
+        tops = linear_top(root_mean_square(hidden[chosen]).numpy(), ramp.head, torch.get_num_threads())
+        for at, top in zip(chosen, tops):
+            batch[at].scores[number] = float(top["best"]) - float(top["total"])  # the log of its probability
+            batch[at].tokens[number] = int(ramp.candidates[top["index"]])
+
+
+class HiddenStates(NamedTuple):
+    """Of each token of a text: ``hidden``, by depth, as a ramp's head takes it, float32 [n, width]; ``last``: behind
+    all layers, as the model's own head takes it; ``said``: what the model says next, int64 [n]."""
+
+    hidden: list[npt.NDArray[np.float32]]
+    last: npt.NDArray[np.float32]
+    said: npt.NDArray[np.int64]
+
+
+class ExitStates:
+    """Reads hidden states of a model, to make ramps from."""
+
+    def __init__(self, space: ModelSpace, module: Any) -> None:
+        """Raises EngineError, with the reason, for a model that tokens cannot leave early."""
+        check_exits(space, module)
+        self._module, self._parts = module, LayerParts(module)
+        self.width = self._parts.width
+
+    @inference
+    def read(self, ids: Tokens, depths: Sequence[int]) -> HiddenStates:
+        """Run a text from position 0 on; depths ascend."""
+        given, at = torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids))
+        cache, hidden = plain_cache(self._module), []
+        for start, stop in pairwise((0, *depths, self._parts.count)):
+            given = self._parts.run(given, at, cache, start, stop)
+            hidden.append(root_mean_square(given).numpy())
+        said = self._parts.logits(given).argmax(-1).numpy()
+        return HiddenStates(hidden[:-1], given.float().numpy(), said)
+
+    @inference
+    def head_rows(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """Return the rows of the model's own head, float32 [n, width], of some tokens."""
+        weight = self._module.get_output_embeddings().weight
+        if not weight.numel():
+            raise EngineError("the model's weights are int8", fix="Calibrate it without int8_weights")
+        found: npt.NDArray[np.float32] = weight[torch.from_numpy(tokens.astype(np.int64))].float().numpy()
+        return found
+
+
+def check_exits(space: ModelSpace, module: Any) -> None:
+    """Raise EngineError, with the reason, for a model whose layers do not all keep K and V of all tokens."""
+    if space.needs_state or any(type(layer) is not ArenaLayer for layer in new_cache(module).layers):
+        raise EngineError(
+            "it has recurrent states or sliding windows, in which a token that leaves early would be missing",
+            where=space.architecture,
+        )
+
+
+def _stacked(rows: Sequence[PendingRow]) -> torch.Tensor:
+    return torch.stack([row.hidden for row in rows if row.hidden is not None])
+
+
+@contextmanager
+def _undone(context: TorchContext) -> Iterator[None]:
+    """After a failure inside: let each layer have what it had."""
+    lengths = [layer.length for _, layer in context.arena_layers]
+    before = [(row, row.depth, row.hidden) for row in context.pending]
+    try:
+        yield
+    except BaseException:
+        for (_, layer), length in zip(context.arena_layers, lengths):
+            layer.resize(length)
+        for row, depth, hidden in before:
+            row.depth, row.hidden = depth, hidden
+        context.pending = [row for row, _, _ in before]
+        raise

@@ -115,11 +115,12 @@ def write_profile(profile: CodecProfile) -> bytes:
         )
         for level in profile.levels
     )
+    written: tuple[Any, ...] = levels
     if profile.version == 1:
-        levels = tuple(msgspec.structs.astuple(level)[:-1] for level in levels)
+        written = tuple(msgspec.structs.astuple(level)[:-1] for level in levels)
     fields = msgspec.structs.astuple(
         _Header(
-            profile.model, ropes, planes, len(profile.tables), levels, dict(sorted(profile.notes.items())),
+            profile.model, ropes, planes, len(profile.tables), written, dict(sorted(profile.notes.items())),
             tuple(level.kinds for level in profile.levels), profile.seen, profile.unseen,
         )
     )  # fmt: skip

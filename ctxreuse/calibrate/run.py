@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -119,8 +120,6 @@ def calibrate(
     prepared = [prepare(model, window, basis) for window in validation]
     levels = _levels(model, prepared, basis, samples, settings.targets, progress)
     del samples, prepared, validation
-    bound = 2 * float(np.median([lv.step for lv in levels]))
-    basis = Basis([transform.narrowed(bound) for transform in basis.transforms], rotaries)
     plan = make_plan(len(stats), lambda i: components(i, _ROWS), levels, lambda i: progress("tables", i, len(stats)))
     progress("tables", len(stats), len(stats))
     seen, unseen = _familiar(model, text, texts, [*cut["validation"], *cut["held-out"]])
@@ -132,13 +131,19 @@ def calibrate(
         tables=plan.tables,
         levels=tuple(
             ProfileLevel(
-                LevelInfo(lv.name, True, 0.0, base="" if lv.base is None else levels[lv.base].name), lv.step, codings
+                LevelInfo(lv.name, True, 0.0, base="" if lv.base is None else levels[lv.base].name),
+                lv.step,
+                tuple(
+                    msgspec.structs.replace(coding, narrow=min(transform.narrow(lv.step), len(coding.table)))
+                    for transform, coding in zip(basis.transforms, codings)
+                ),
             )
             for lv, codings in zip(levels, plan.codings)
         ),
         notes=notes,
         seen=seen,
         unseen=unseen,
+        version=2,
     )
     return measure(model, profile, basis, levels, cut["held-out"], settings.prefix, progress)
 

@@ -19,6 +19,9 @@ Doubles = npt.NDArray[np.float64]
 
 #: Entries of the basis are whole numbers up to this: sums over 256 channels then fit 32 bits.
 BASIS_LIMIT = 8191
+#: Components whose spread is below so many steps of a level get a basis of bytes there: together that adds about 2 %
+#: to a level's squared error (.3 % below one step, 2 % from one to two, 7 % from two to four, but 35 % above).
+_NARROW = 4.0
 
 
 class Transform(NamedTuple):
@@ -35,16 +38,17 @@ class Transform(NamedTuple):
     basis: npt.NDArray[np.int16]
     gain: Floats
 
-    def narrowed(self, bound: float) -> Transform:
-        """The same with the basis of components whose spread is below ``bound`` rounded to multiples of 64.
+    def narrow(self, step: float) -> int:
+        """Return the component from which on a level of this step has a basis of bytes (`ChannelGroup.rounded`).
 
-        Such rows fit a byte, which decoders multiply twice as fast. Their integers are small, and so is what it costs.
+        Their integers are small, and so is what it costs.
         """
-        whole = self.basis.astype(np.int32)
-        tail = np.sqrt(self.variance) < bound
-        whole[tail] = np.clip(np.rint(whole[tail] / 64), -127, 127) * 64
-        basis = whole.astype(np.int16)
-        return self._replace(basis=basis, inverse=(basis.T * self.gain[:, None]).astype(np.float32))
+        return int((np.sqrt(self.variance) >= _NARROW * step).sum())
+
+    def inverse_at(self, step: float, components: int) -> Floats:
+        """Return the first columns of ``inverse`` as a level of this step decodes with them."""
+        group = self.group(components).rounded(self.narrow(step))
+        return np.asarray((group.basis.T * self.gain[:, None]).astype(np.float32))
 
     def group(self, components: int) -> ChannelGroup:
         """Return the group as a profile stores it, with the first ``components``."""

@@ -50,7 +50,9 @@ def decode(prepared: Prepared, basis: Basis, step: float, active: Sequence[int])
     for transform, y, scale, n in zip(basis.transforms, prepared.components, prepared.scales, active):
         stats = transform.stats
         q = np.rint(y[:, :n] / np.float32(step))
-        rows = (q @ transform.inverse[:, :n].T) * (scale * np.float32(step))[:, None] + stats.mean.astype(np.float32)
+        rows = (q @ transform.inverse_at(step, n).T) * (scale * np.float32(step))[:, None] + stats.mean.astype(
+            np.float32
+        )
         plane = planes[stats.layer, stats.role]
         place = positions(prepared.window.reading, plane.shape[1])
         kept = place >= SINKS

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ctxreuse import kernels
 from ctxreuse.codec.profile import SINKS, CodecProfile, PlaneProfile
 from ctxreuse.codec.stream import CELL, Cell, Coder, join_cells, read_cell, split_cells, write_cell
+from ctxreuse.codec.whole import WholeForward
 from ctxreuse.errors import FormatError
 from ctxreuse.rope import Rotary, Tables
 
@@ -48,6 +49,7 @@ class PlaneCoder(NamedTuple):
             kernels.KltGroup(
                 c.group.first, c.group.heads, c.group.log_rms, c.group.mean, c.group.gain, c.group.forward,
                 c.group.basis, c.coding.table, c.coding.shift, None if c.base is None else c.coding.refine,
+                c.whole,
             )
             for c in coders
         ]  # fmt: skip
@@ -142,7 +144,11 @@ def plane_coder(profile: CodecProfile, number: int, layer: int, role: str, table
     coders = []
     for i, group in enumerate(plane.groups, first):
         below = profile.levels[base].codings[i] if base >= 0 else None
-        coders.append(Coder(group, level.codings[i], tables, level.step, below, nested))
+        coding = level.codings[i]
+        whole = None
+        if profile.version > 1:
+            whole = WholeForward.of(group, len(coding.table)).at(level.step, nested=nested)
+        coders.append(Coder(group.rounded(coding.narrow), coding, tables, level.step, below, nested, whole))
     rope = profile.ropes[plane.rope] if plane.rope >= 0 and profile.ropes[plane.rope].style != "none" else None
     under = plane_coder(profile, base, layer, role, tables) if base >= 0 else None
     return PlaneCoder.of(plane, number, rope, coders, under)

@@ -4,7 +4,7 @@
 
     offset  size  field (little-endian)
     0       8     magic "CTXRCARD"
-    8       4     version (1)
+    8       4     version (1 or 2)
     12      4     header length h
     16      h     header: MessagePack, see _Header
     ...           arrays without padding: per group mean, gain, forward, basis; tables; per level and group table,
@@ -24,14 +24,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.levels import LevelInfo, parse_level
-from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, KindFigures, PlaneProfile, ProfileLevel
+from ctxreuse.codec.profile import (
+    MOST_CHANNELS,
+    ChannelGroup,
+    CodecProfile,
+    Coding,
+    KindFigures,
+    PlaneProfile,
+    ProfileLevel,
+)
 from ctxreuse.errors import FormatError
 from ctxreuse.identity.keys import KEY_BYTES
 from ctxreuse.rope import Rotary, RotaryStyle
 
 __all__ = ["MAX_PROFILE", "profile_digest", "read_profile", "write_profile"]
 
-MAGIC, VERSION = b"CTXRCARD", 1
+MAGIC, VERSIONS = b"CTXRCARD", (1, 2)
 MAX_PROFILE = 1 << 30
 _PRELUDE = struct.Struct("<8sII")
 _MAX_SHIFT, _MAX_BASIS, _MAX_SEEN = 8, 8191, 1 << 20
@@ -64,6 +72,7 @@ class _Level(msgspec.Struct, array_like=True, frozen=True):
     step: float
     active: tuple[int, ...]
     refined: tuple[int, ...]
+    narrow: tuple[int, ...] = ()  # of version 2
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):
@@ -102,18 +111,22 @@ def write_profile(profile: CodecProfile) -> bytes:
             float(np.float32(level.step)),
             tuple(len(c.table) for c in level.codings),
             tuple(len(c.refine) for c in level.codings),
+            tuple(min(c.narrow, len(c.table)) for c in level.codings) if profile.version > 1 else (),
         )
         for level in profile.levels
     )
+    written: tuple[Any, ...] = levels
+    if profile.version == 1:
+        written = tuple(msgspec.structs.astuple(level)[:-1] for level in levels)
     fields = msgspec.structs.astuple(
         _Header(
-            profile.model, ropes, planes, len(profile.tables), levels, dict(sorted(profile.notes.items())),
+            profile.model, ropes, planes, len(profile.tables), written, dict(sorted(profile.notes.items())),
             tuple(level.kinds for level in profile.levels), profile.seen, profile.unseen,
         )
     )  # fmt: skip
     plain = not profile.seen and not any(level.kinds for level in profile.levels)
     header = msgspec.msgpack.encode(fields[:-_OPTIONAL] if plain else fields)
-    parts = [_PRELUDE.pack(MAGIC, VERSION, len(header)), header]
+    parts = [_PRELUDE.pack(MAGIC, profile.version, len(header)), header]
     for group in (g for p in profile.planes for g in p.groups):
         parts += [np.ascontiguousarray(a, "<f4").tobytes() for a in (group.mean, group.gain, group.forward)]
         parts.append(np.ascontiguousarray(group.basis, "<i2").tobytes())
@@ -142,8 +155,8 @@ def _read(view: memoryview) -> CodecProfile:
     if len(view) < _PRELUDE.size or len(view) > MAX_PROFILE:
         raise _fail(f"of {len(view)} bytes")
     magic, version, length = _PRELUDE.unpack_from(view)
-    if magic != MAGIC or version != VERSION:
-        raise _fail(f"has magic {bytes(magic)!r} and version {version}, this reads version {VERSION}")
+    if magic != MAGIC or version not in VERSIONS:
+        raise _fail(f"has magic {bytes(magic)!r} and version {version}, this reads versions up to {VERSIONS[-1]}")
     if length > len(view) - _PRELUDE.size:
         raise _fail("is cut off")
     header = msgspec.msgpack.decode(view[_PRELUDE.size : _PRELUDE.size + length], type=_Header)
@@ -163,7 +176,7 @@ def _read(view: memoryview) -> CodecProfile:
     sizes = [len(group.forward) for plane in planes for group in plane.groups]
     levels: list[ProfileLevel] = []
     for level in header.levels:
-        levels.append(_level(level, sizes, header.tables, {lv.info.name: lv for lv in levels}, take))
+        levels.append(_level(level, sizes, header.tables, {lv.info.name: lv for lv in levels}, take, version))
     if take.at != len(view):
         raise _fail("has bytes left over")
     if header.kinds and len(header.kinds) != len(levels):
@@ -177,7 +190,9 @@ def _read(view: memoryview) -> CodecProfile:
         levels = [msgspec.structs.replace(level, kinds=kinds) for level, kinds in zip(levels, header.kinds)]
     if any(a.info.name == b.info.name for a, b in pairwise(sorted(levels, key=lambda lv: lv.info.name))):
         raise _fail("has a level twice")
-    return CodecProfile(header.model, ropes, planes, tables, tuple(levels), header.notes, header.seen, header.unseen)
+    return CodecProfile(
+        header.model, ropes, planes, tables, tuple(levels), header.notes, header.seen, header.unseen, version
+    )
 
 
 class _Taker:
@@ -213,7 +228,7 @@ def _plane(plane: _Plane, ropes: int, take: _Taker) -> PlaneProfile:
     groups, head = [], 0
     for group in plane.groups:
         channels = group.heads * plane.dim
-        if group.first != head or group.heads <= 0 or channels > 4096 or not 0 <= group.components <= channels:
+        if group.first != head or group.heads <= 0 or channels > MOST_CHANNELS or not 0 <= group.components <= channels:
             raise _fail(f"has a group of {group.heads} heads from {group.first} in a plane of {plane.heads}")
         if not isfinite(group.log_rms) or abs(group.log_rms) > 100:
             raise _fail("has a scale out of range")
@@ -228,10 +243,16 @@ def _plane(plane: _Plane, ropes: int, take: _Taker) -> PlaneProfile:
     return PlaneProfile(plane.layer, plane.role, plane.heads, plane.dim, plane.rope, tuple(groups))
 
 
-def _level(level: _Level, sizes: list[int], tables: int, before: dict[str, ProfileLevel], take: _Taker) -> ProfileLevel:
+def _level(
+    level: _Level, sizes: list[int], tables: int, before: dict[str, ProfileLevel], take: _Taker, version: int
+) -> ProfileLevel:
     info = level.info
     parse_level(f"{info.name}@{'0' * 16}")
-    if len(level.active) != len(sizes) or len(level.refined) != len(sizes):
+    narrow = level.narrow if version > 1 else (MOST_CHANNELS,) * len(sizes)
+    if (
+        any(len(numbers) != len(sizes) for numbers in (level.active, level.refined, narrow))
+        or min(narrow, default=0) < 0
+    ):
         raise _fail(f"has {len(level.active)} codings in level {info.name} for {len(sizes)} groups")
     base = before.get(info.base)
     if bool(info.base) != (base is not None) or not isfinite(level.step) or not 0 < level.step < 1e30:
@@ -243,7 +264,7 @@ def _level(level: _Level, sizes: list[int], tables: int, before: dict[str, Profi
         expected = 0 if base is None else len(base.codings[i].table)
         if not 0 <= active <= sizes[i] or refined != expected or refined > active:
             raise _fail(f"codes {active} of {sizes[i]} components in level {info.name}")
-        coding = Coding(take("u1", (active,)), take("u1", (active,)), take("u1", (refined,)))
+        coding = Coding(take("u1", (active,)), take("u1", (active,)), take("u1", (refined,)), narrow[i])
         indices = np.concatenate([coding.table, coding.refine])
         if (indices >= tables).any() or (coding.shift > _MAX_SHIFT).any():
             raise _fail(f"names a table or shift that is not there in level {info.name}")

@@ -56,7 +56,8 @@ Ints = npt.NDArray[np.int32]
 class Coder(NamedTuple):
     """What one channel group needs at one level: ``group``, its ``coding``, the prepared ``tables`` and ``step``.
 
-    ``base``: the coding of the level that this one refines; ``nested``: a level of step / 3 refines this one.
+    ``base``: the coding of the level that this one refines; ``nested``: a level of step / 3 refines this one. The basis
+    of ``group`` is that of the level. ``whole``: encode by it, not by ``group.forward``.
     """
 
     group: ChannelGroup
@@ -65,6 +66,7 @@ class Coder(NamedTuple):
     step: float
     base: Coding | None = None
     nested: bool = False
+    whole: kernels.WholeNumbers | None = None
 
 
 class Cell(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.codec.profile import ChannelGroup, Coding
+from ctxreuse.kernels import WholeNumbers
 
 __all__ = ["CELL", "GROUP", "NONE", "PLANE", "RUN", "Book", "fragments", "runs_of"]
 
@@ -19,9 +20,9 @@ RUN: Final = np.dtype(
     [("channel", "<u2", 2), ("dim", "<u2", 2), ("head", "<u2"), ("angle", "<u2"), ("spare", "<u2", 2)]
 )
 GROUP: Final = np.dtype(
-    [(name, _U8) for name in ("basis", "runs", "mean", "gain", "coding", "refining", "forward")]
+    [(name, _U8) for name in ("basis", "runs", "mean", "gain", "coding", "refining", "forward", "quanta")]
     + [(name, _U4) for name in ("channels", "components", "tiles", "blocks", "coarse", "based", "nested")]
-    + [("step", _F4), ("energy", "<f8"), ("quantum", _F4), ("shifts", "<u2"), ("more_shifts", "<u2")]
+    + [("step", _F4), ("energy", "<f8"), ("unit", _F4), ("shifts", "<u2"), ("more_shifts", "<u2")]
 )
 PLANE: Final = np.dtype(
     [(name, _U8) for name in ("memory", "pages", "cosine", "sine")]
@@ -72,10 +73,12 @@ class Book:
         *,
         based: int = 0,
         nested: bool = False,
+        whole: WholeNumbers | None = None,
     ) -> np.void:
         """One channel group at one level, GROUP, its arrays appended. ``rotary``: style and number of angles.
 
-        ``based``: components that its base level codes. ValueError for what the kernels cannot do.
+        ``based``: components that its base level codes; ``whole``: encode by it.
+        ValueError for what the kernels cannot do.
         """
         components, channels = len(coding.table), group.heads * dim
         if components > 32 * TILE or channels > 0xFFF0:
@@ -84,7 +87,11 @@ class Book:
         tiles = -(-components // TILE)
         basis, coarse = fragments(group.basis[:components], runs, rotary[0] == "pairs", tiles)
         forward = np.zeros((channels, tiles * TILE), _F4)
-        forward[:, :components] = group.forward[:components].T
+        forward[:, :components] = np.asarray(group.forward if whole is None else whole.rows)[:components].T
+        fine = np.float32(step) / np.float32(3) if nested else np.float32(step)
+        quanta = np.full(tiles * TILE, np.float32(1) / fine, _F4)
+        if whole is not None:
+            quanta[:components] = whole.quantum
         out = np.zeros((), GROUP)
         out["basis"], out["runs"] = self.add(basis), self.add(runs)
         out["mean"], out["gain"] = self.add(group.mean.astype(_F4)), self.add(group.gain.astype(_F4))
@@ -99,8 +106,7 @@ class Book:
         out["blocks"], out["coarse"], out["based"], out["nested"] = len(runs) // 4, coarse, based, nested
         out["step"] = step
         out["energy"] = 2.0 ** (-2 * group.log_rms) / channels
-        fine = np.float32(step) / np.float32(3) if nested else np.float32(step)
-        out["quantum"] = np.float32(1) / fine
+        out["quanta"], out["unit"] = self.add(quanta), 0.0 if whole is None else whole.unit
         return cast(np.void, out[()])
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ctxreuse.codec.planes import raw_type
 from ctxreuse.codec.profile import CodecProfile, PlaneProfile
+from ctxreuse.codec.whole import WholeForward
 from ctxreuse.cuda.launch import Launcher
 from ctxreuse.cuda.layout import GROUP, Book
 from ctxreuse.cuda.rans import TABLE, codes_of, tables_of
@@ -60,7 +61,13 @@ class DeviceProfile:
             for i, group in enumerate(plane.groups, first):
                 based = len(below.codings[i].table) if below else 0
                 coding = level.codings[i]
-                rows.append(book.group(group, coding, plane.dim, angles, level.step, based=based, nested=nested))
+                whole = None
+                if profile.version > 1:
+                    whole = WholeForward.of(group, len(coding.table)).at(level.step, nested=nested)
+                own = group.rounded(coding.narrow)
+                rows.append(
+                    book.group(own, coding, plane.dim, angles, level.step, based=based, nested=nested, whole=whole)
+                )
         return np.array(rows, GROUP)
 
     def number(self, layer: int, role: str) -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from ctxreuse.kernels.copy import advise_hugepages, copy_box, scatter_checked
 from ctxreuse.kernels.dispatch import active, available, use
-from ctxreuse.kernels.klt import KltGroup, KltPlane, StreamError, klt_name
+from ctxreuse.kernels.klt import KltGroup, KltPlane, StreamError, WholeNumbers, klt_name
 from ctxreuse.kernels.lossless import lossless_bound, lossless_decode, lossless_encode
 from ctxreuse.kernels.rans import (
     LANES,
@@ -49,6 +49,7 @@ __all__ = [
     "KltPlane",
     "RansTables",
     "StreamError",
+    "WholeNumbers",
     "active",
     "advise_hugepages",
     "available",

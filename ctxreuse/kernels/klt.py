@@ -38,6 +38,7 @@ __all__ = [
     "KltGroup",
     "KltPlane",
     "StreamError",
+    "WholeNumbers",
     "klt_name",
 ]
 
@@ -73,13 +74,22 @@ class StreamError(FormatError):
     stream = -1
 
 
+class WholeNumbers(NamedTuple):
+    """A forward map in whole numbers: ``rows`` int16 [n, C], ``quantum`` float32 [n] and ``unit``, see `klt.h`."""
+
+    rows: ArrayLike
+    quantum: ArrayLike
+    unit: float
+
+
 class KltGroup(NamedTuple):
     """A profile's numbers for one group at one level. Components with a ``table`` are coded; rows beyond are ignored.
 
     ``first`` head and ``heads``; ``mean`` and ``gain`` float32 [C], C = heads * dim; ``forward`` float32 and ``basis``
     int16 (within ±8191) [n, C], n >= components; ``table`` and ``shift`` (<= 10) uint8 [components]; ``refine`` uint8
     [components of the base], for a level with a base. Trailing components whose basis is a multiple of 64 throughout
-    and whose shift is 0 decode up to twice as fast (bytes instead of words).
+    and whose shift is 0 decode up to twice as fast (bytes instead of words). ``whole``: encode by it,
+    not by ``forward``.
     """
 
     first: int
@@ -92,6 +102,7 @@ class KltGroup(NamedTuple):
     table: ArrayLike
     shift: ArrayLike
     refine: ArrayLike | None = None
+    whole: WholeNumbers | None = None
 
 
 def klt_name() -> str:
@@ -249,17 +260,19 @@ class KltPlane:
 def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
     table, channels = np.ascontiguousarray(group.table, np.uint8), group.heads * dim
     n = len(table)
+    whole = group.whole or WholeNumbers(np.empty((0, channels), np.int16), np.empty(0, np.float32), 0.0)
     arrays = (
         np.ascontiguousarray(group.mean, np.float32), np.ascontiguousarray(group.gain, np.float32),
-        np.ascontiguousarray(np.asarray(group.forward, np.float32)[:n]),
+        np.ascontiguousarray(np.asarray(group.forward, np.float32)[: 0 if group.whole else n]),
+        np.ascontiguousarray(np.asarray(whole.rows, np.int16)[:n]), np.ascontiguousarray(whole.quantum, np.float32),
         np.ascontiguousarray(np.asarray(group.basis)[:n]),
         table, np.ascontiguousarray(group.shift, np.uint8),
         np.ascontiguousarray(() if group.refine is None else group.refine, np.uint8),
     )  # fmt: skip
-    if arrays[3].dtype != np.int16:
-        raise ValueError(f"basis: needs int16, got {arrays[3].dtype}")
+    if arrays[5].dtype != np.int16:
+        raise ValueError(f"basis: needs int16, got {arrays[5].dtype}")
     energy = 2.0 ** (-2 * group.log_rms) / channels if channels else 0.0
-    return (group.first, group.heads, energy, *arrays)
+    return (group.first, group.heads, energy, float(whole.unit), *arrays)
 
 
 def _checked(data: Memory | None, checksum: int | None, stream: int) -> int | None:

@@ -29,14 +29,15 @@ struct KltGroup {
     u64 gain;     // float [channels]
     u64 coding;   // u32 [components + 1]: table | shift << 8 | shifts of all components before << 16
     u64 refining; // the same, of a refinement's symbols
-    u64 forward;  // float [channels][32 * tiles]
+    u64 forward;  // float [channels][32 * tiles]; whole numbers of 16 bits if `unit`
+    u64 quanta;   // float [32 * tiles]: what sums are multiplied by
     u32 channels, components, tiles, blocks;
     u32 coarse; // bit i: all low digits of tile i are 0
     u32 based;  // components that the base of a refinement codes
     u32 nested; // 1: base of a nested pair, quantised with a third of the step
     float step;
     double energy; // 2^(-2 log_rms) / channels
-    float quantum; // 1 / the step that quantising uses
+    float unit;    // 0, or vectors are rounded after this: sums are of whole numbers
     u16 shifts, more_shifts; // low bits of a token; of a refinement
 };
 

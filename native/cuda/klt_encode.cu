@@ -19,6 +19,12 @@ __device__ i32 code_of(float energy, double factor, const double *halves) {
     return code;
 }
 
+// A value times a factor as a whole number of 16 bits; those of a token that cannot be coded are thrown away.
+__device__ __forceinline__ float whole_of(float value, float factor) {
+    const float scaled = __fmul_rn(value, factor);
+    return rintf(scaled > -32767.0f ? (scaled < 32767.0f ? scaled : 32767.0f) : -32767.0f);
+}
+
 __device__ __forceinline__ i32 third(i32 q) { // floor((q + 1) / 3)
     const i32 up = q + 1 + 3 * 32768;
     return up / 3 - 32768;
@@ -110,8 +116,13 @@ extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cell
     __syncthreads();
     if (threadIdx.x < CELL) {
         const u32 t = threadIdx.x;
-        float energy = 0;
-        for (u32 c = 0; c < group.channels; c++) energy = __fadd_rn(energy, __fmul_rn(z[c * CELL + t], z[c * CELL + t]));
+        float sums[16] = {};
+        const u32 ways = group.unit != 0 ? 16 : 1; // whole numbers: 16 sums, then by halves
+        for (u32 c = 0; c < group.channels; c++)
+            sums[c % ways] = __fadd_rn(sums[c % ways], __fmul_rn(z[c * CELL + t], z[c * CELL + t]));
+        for (u32 half = ways / 2; half; half /= 2)
+            for (u32 i = 0; i < half; i++) sums[i] = __fadd_rn(sums[i], sums[i + half]);
+        const float energy = sums[0];
         i32 code = 0x8000;
         if (!(energy <= 3.4028234663852886e38f)) bad[t] |= 1;
         if (!bad[t]) code = code_of(energy, group.energy, (const double *)(book + 128));
@@ -121,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cell
         codes[CELL * (u64)blockIdx.x + t] = (u16)(t < tokens ? code : 0);
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < group.channels * CELL; i += blockDim.x) z[i] = __fmul_rn(z[i], inverse[i % CELL]);
+    for (u32 i = threadIdx.x; i < group.channels * CELL; i += blockDim.x)
+        z[i] = group.unit != 0 ? whole_of(z[i], __fmul_rn(inverse[i % CELL], group.unit)) : __fmul_rn(z[i], inverse[i % CELL]);
     __syncthreads();
 
     // Four tokens and four components a thread.
@@ -130,21 +142,27 @@ extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cell
     i16 *const out = numbers + cell.data;
     for (u32 c = threadIdx.x / 16 * 4; c < group.components; c += 32) {
         float y[4][4] = {};
+        i32 sums[4][4] = {};
         for (u32 d = 0; d < group.channels; d++) {
             const Floats f = *(const Floats *)(forward + (u64)d * wide + c);
             const Floats of = *(const Floats *)(z + d * CELL + 4 * quad);
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
 #pragma unroll
-                for (u32 k = 0; k < 4; k++) y[i][k] = __fadd_rn(y[i][k], __fmul_rn(f.at[i], of.at[k]));
+                for (u32 k = 0; k < 4; k++)
+                    if (group.unit != 0)
+                        sums[i][k] = (i32)((u32)sums[i][k] + (u32)((i32)f.at[i] * (i32)of.at[k]));
+                    else
+                        y[i][k] = __fadd_rn(y[i][k], __fmul_rn(f.at[i], of.at[k]));
         }
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             if (c + i >= group.components) break;
             u32 item[4];
+            const float quantum = ((const float *)(book + group.quanta))[c + i];
 #pragma unroll
             for (u32 k = 0; k < 4; k++) {
-                const float scaled = rintf(__fmul_rn(y[i][k], group.quantum));
+                const float scaled = rintf(__fmul_rn(group.unit != 0 ? (float)sums[i][k] : y[i][k], quantum));
                 const bool fits = scaled >= -(float)LIMIT && scaled <= (float)LIMIT;
                 const i32 q = fits ? (i32)scaled : 0;
                 if (!fits) atomicOr(&bad[4 * quad + k], 1u);

@@ -23,6 +23,13 @@ static inline sums add_pairs(sums s, pair_block b, const int16_t *q) {
     return (sums){_mm256_add_epi32(s.low, _mm256_madd_epi16(b.low, both)),
                   _mm256_add_epi32(s.high, _mm256_madd_epi16(b.high, both))};
 }
+typedef __m256i lanes;
+static inline lanes no_lanes(void) { return _mm256_setzero_si256(); }
+static inline lanes add_lanes(lanes s, const int16_t *x, const int16_t *f) {
+    int32_t two;
+    memcpy(&two, f, 4);
+    return _mm256_add_epi32(s, _mm256_madd_epi16(load256(x), _mm256_set1_epi32(two)));
+}
 static inline void finish8(float *out, __m256i s, __m256 scale, const float *gain, const float *mean) {
     const __m256 factor = _mm256_mul_ps(scale, _mm256_loadu_ps(gain));
     _mm256_storeu_ps(out, _mm256_add_ps(_mm256_mul_ps(factor, _mm256_cvtepi32_ps(s)), _mm256_loadu_ps(mean)));

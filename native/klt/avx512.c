@@ -12,7 +12,8 @@
 #define NARROW
 #define OWN_BITS /* and quads_of */
 #define OWN_SYMBOLS
-#define OWN_HEAD
+#define OWN_HEAD /* and load */
+#define OWN_ROUND
 
 typedef __m512i sums;
 typedef __m512i pair_block;
@@ -26,6 +27,12 @@ static inline __m512i four_bytes(const void *at) {
 static inline sums no_sums(void) { return _mm512_setzero_si512(); }
 static inline pair_block load_pairs(const int16_t *at) { return _mm512_loadu_si512(at); }
 static inline sums add_pairs(sums s, pair_block b, const int16_t *q) { return _mm512_dpwssd_epi32(s, b, four_bytes(q)); }
+typedef __m512i lanes;
+static inline lanes no_lanes(void) { return _mm512_setzero_si512(); }
+static inline lanes add_lanes(lanes s, const int16_t *x, const int16_t *f) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(s) : "v"(load_pairs(x)), "v"(four_bytes(f)));
+    return s;
+}
 static inline sums start(const int32_t *bias) { return _mm512_loadu_si512(bias); }
 static inline quad_block load_quads(const int8_t *at) { return _mm512_loadu_si512(at); }
 static inline sums add_quads(sums s, quad_block b, const uint8_t *q) { return _mm512_dpbusd_epi32(s, four_bytes(q), b); }
@@ -50,12 +57,10 @@ static void symbols_of(uint8_t *symbols, uint8_t *low, const int16_t *q, unsigne
     }
 }
 
-static uint64_t escapes(const uint8_t *symbols, uint32_t known) {
+static uint64_t escapes(const uint8_t *symbols, const uint8_t *absent) {
     const __m512i of = _mm512_loadu_si512(symbols);
     const __mmask64 last = _mm512_cmpeq_epi8_mask(of, _mm512_set1_epi8(31));
-    if ((known | 0x80000000u) == UINT32_MAX) return last;
-    uint8_t absent[32];
-    for (int s = 0; s < 32; s++) absent[s] = known >> s & 1 ? 0 : 255;
+    if (!absent) return last;
     const __m512i low = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)absent));
     const __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(absent + 16)));
     const __mmask64 upper = _mm512_test_epi8_mask(of, _mm512_set1_epi8(16));
@@ -205,6 +210,120 @@ static int head(const ctx_klt_rows *rows, const ctx_klt_group *g, size_t dim, si
     if ((rows->half && 2 * rows->half != dim) || (dim != 64 && dim != 128 && dim != 256)) return 0;
     of[dim / 128][rows->dtype](rows, g, number * (dim / 16), q, pairs, narrow, quads, scale, tokens);
     return 1;
+}
+
+/* ---- From rows to whole numbers ---------------------------------------------------------------------------------- */
+
+/* r[i][j] to r[j][i] */
+static inline __attribute__((always_inline)) void transpose16(__m512i r[16]) {
+    __m512i a[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) { /* r[i + j]: column j of each 128 bits, rows i to i + 3 */
+        r[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), r[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), r[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < 4; j++) {
+        const __m512i low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), high = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+        const __m512i low2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88), high2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+        a[j] = _mm512_shuffle_i32x4(low, low2, 0x88), a[8 + j] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+        a[4 + j] = _mm512_shuffle_i32x4(high, high2, 0x88), a[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = a[i];
+}
+
+static inline __attribute__((always_inline)) __m512 get_row(const uint8_t *at, const ctx_dtype dtype, int block) {
+    if (dtype == CTX_FP32) return _mm512_loadu_ps(at + 64 * block);
+    const __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(at + 32 * block));
+    if (dtype == CTX_FP16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* A token's head of `blocks` blocks: centred values to x, squares to the sums. */
+static inline __attribute__((always_inline)) __m512 load_row(const int blocks, const ctx_dtype dtype, float *x, const uint8_t *at,
+                                                             const float *mean, const float *cos, const float *sin, __m512 sum) {
+    __m512 v[16];
+#pragma GCC unroll 16
+    for (int b = 0; b < blocks; b++) v[b] = get_row(at, dtype, b);
+    if (cos)
+#pragma GCC unroll 8
+        for (int b = 0; b < blocks / 2; b++) {
+            const __m512 c = _mm512_loadu_ps(cos + 16 * b), s = _mm512_loadu_ps(sin + 16 * b);
+            const __m512 one = v[b], two = v[b + blocks / 2];
+            v[b] = _mm512_sub_ps(_mm512_mul_ps(one, c), _mm512_mul_ps(two, s));
+            v[b + blocks / 2] = _mm512_add_ps(_mm512_mul_ps(two, c), _mm512_mul_ps(one, s));
+        }
+#pragma GCC unroll 16
+    for (int b = 0; b < blocks; b++) {
+        const __m512 d = _mm512_sub_ps(v[b], _mm512_loadu_ps(mean + 16 * b));
+        _mm512_storeu_ps(x + 16 * b, d);
+        sum = _mm512_add_ps(sum, _mm512_mul_ps(d, d));
+    }
+    return sum;
+}
+
+static inline __attribute__((always_inline)) void load_rows(const int blocks, const ctx_dtype dtype, float *x, __m512 squares[16],
+                                                            const ctx_klt_source *from, const ctx_klt_group *g) {
+    for (size_t t = 0; t < 16; t++) {
+        __m512 sum = _mm512_setzero_ps();
+        const float *cos = from->half ? from->cos + t * from->half : NULL, *sin = from->half ? from->sin + t * from->half : NULL;
+        for (size_t h = 0; h < g->heads; h++, x += 16 * blocks) {
+            const uint8_t *at = from->heads[h] + t * from->step;
+            const uintptr_t next = (uintptr_t)at + CTX_KLT_TOKENS * from->step; /* of the next cell, if there is one */
+            for (size_t line = 0; line < 16 * (size_t)blocks * ctx_dtype_bytes(dtype); line += 64) _mm_prefetch((const char *)(next + line), _MM_HINT_T1);
+            sum = load_row(blocks, dtype, x, at, g->centre + h * 16 * (size_t)blocks, cos, sin, sum);
+        }
+        squares[t] = sum;
+    }
+}
+
+static int load(float *x, float energy[16], const ctx_klt_source *from, const ctx_klt_group *g, size_t dim) {
+    __m512 squares[16];
+    if ((from->half && 2 * from->half != dim) || (dim != 64 && dim != 128 && dim != 256)) return 0;
+#define LOAD(BLOCKS)                                                                                                      \
+    if (from->dtype == CTX_FP32) load_rows(BLOCKS, CTX_FP32, x, squares, from, g);                                           \
+    else if (from->dtype == CTX_FP16) load_rows(BLOCKS, CTX_FP16, x, squares, from, g);                                      \
+    else load_rows(BLOCKS, CTX_BF16, x, squares, from, g);
+    if (dim == 64) { LOAD(4) }
+    else if (dim == 128) { LOAD(8) }
+    else { LOAD(16) }
+    __m512i r[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_castps_si512(squares[i]);
+    transpose16(r);
+    for (int i = 0; i < 16; i++) squares[i] = _mm512_castsi512_ps(r[i]);
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) squares[i] = _mm512_add_ps(squares[i], squares[i + half]);
+    _mm512_storeu_ps(energy, squares[0]);
+    return 1;
+}
+
+static void round_rows(int16_t *out, const float *x, const float factor[16], size_t channels) {
+    const __m512 limit = _mm512_set1_ps(32767.0f), least = _mm512_set1_ps(-32767.0f);
+    size_t c = 0;
+    for (; c + 32 <= channels; c += 32, out += 16 * 128) {
+        __m512i r[16];
+#pragma GCC unroll 16
+        for (size_t t = 0; t < 16; t++) {
+            const __m512 f = _mm512_set1_ps(factor[t]);
+            const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(x + t * channels + c), f);
+            const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(x + t * channels + c + 16), f);
+            r[t] = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(a, least), limit)), /* max: NaN too */
+                                      _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(b, least), limit)));
+        }
+        transpose16(r);
+        /* 128 bits of a packed row are four words of a, then four of b. */
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + 128 * (i / 4 * 2 + i % 2 + (i & 2) * 4), r[i]);
+    }
+    for (size_t t = 0; c < channels && t < 16; t++)
+        for (size_t d = 0; c + d < (channels + 1) / 2 * 2; d++) {
+            const float v = c + d < channels ? x[t * channels + c + d] * factor[t] : 0;
+            const __m128 within = _mm_min_ss(_mm_max_ss(_mm_set_ss(v), _mm512_castps512_ps128(least)), _mm512_castps512_ps128(limit));
+            out[d / 2 * 128 + 2 * t + d % 2] = (int16_t)_mm_cvtss_si32(within);
+        }
 }
 
 #include "loops.inc"

@@ -104,7 +104,7 @@ static size_t find_escapes(const ctx_klt_kernels *v, const uint8_t *symbols, siz
     const size_t n = components * tokens;
     size_t found = 0;
     for (size_t i = 0; i < n; i += 64) {
-        uint64_t mask = v->escapes(symbols + i, UINT32_MAX);
+        uint64_t mask = v->escapes(symbols + i, NULL);
         if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
         for (; mask; mask &= mask - 1) {
             if (found == limit) return limit + 1;

@@ -33,41 +33,43 @@ typedef struct job {
     int refinement;
     ctx_klt_clock *clock;
     slot slots[BATCH];
-    float *x;       /* [channels][64] */
-    float *rows;    /* [64][dim] */
-    uint8_t *packed; /* [64][dim] of the source's type */
-    int16_t *q;     /* [components rounded up to 4][64] */
+    float *x;        /* [channels][64] */
+    float *rows;     /* [64][dim], or [16][channels] */
+    uint8_t *packed; /* [heads][64][dim] of the source's type */
+    int16_t *q;      /* [components rounded up to 4][64] */
 } job;
 
-/* Rows of one head with elements side by side; *step gets the bytes from row to row. */
-static const uint8_t *rows_of(const job *j, size_t head, size_t row, size_t tokens, size_t *step) {
+/* Rows of one head with elements side by side, if need be copied to `packed`; *step gets the bytes from row to row. */
+static const uint8_t *rows_of(const job *j, size_t head, size_t row, size_t tokens, uint8_t *packed, size_t *step) {
     const ctx_view *src = j->src;
     const size_t item = ctx_dtype_bytes(src->dtype), dim = j->p->dim;
     uint8_t *first = src->at + (head * src->strides[0] + row * src->strides[1]) * item;
     *step = src->strides[1] * item;
     if (dim == 1 || src->strides[2] == 1) return first;
-    const ctx_view from = {first, src->dtype, {0, src->strides[1], src->strides[2]}}, to = {j->packed, src->dtype, {0, dim, 1}};
+    const ctx_view from = {first, src->dtype, {0, src->strides[1], src->strides[2]}}, to = {packed, src->dtype, {0, dim, 1}};
     ctx_copy3(j->k, &to, &from, (const size_t[3]){1, tokens, dim});
     *step = dim * item;
-    return j->packed;
+    return packed;
 }
 
-/* The group's vectors as fp32 with the rotation undone, [channels][64]. */
-static void load_cell(const job *j, const slot *s) {
-    const size_t dim = j->p->dim, item = ctx_dtype_bytes(j->src->dtype), rotated = 2 * j->half;
+/* One token's vector of a head as fp32 with the rotation undone. */
+static void load_row(const job *j, float *out, const uint8_t *from, size_t row) {
+    const size_t item = ctx_dtype_bytes(j->src->dtype), rotated = 2 * j->half, angle = row * j->half;
     const ctx_dtype type = j->src->dtype;
     const ctx_rope_fn rope = (j->p->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
+    if (rotated) rope((uint8_t *)out, 0, from, 0, 1, j->cos + angle, j->sin + angle, j->half);
+    if (rotated < j->p->dim)
+        j->k->convert[type][CTX_FP32]((uint8_t *)(out + rotated), from + rotated * item, j->p->dim - rotated);
+}
+
+/* The group's vectors as fp32, [channels][64]. */
+static void load_cell(const job *j, const slot *s) {
+    const size_t dim = j->p->dim;
     if (s->tokens < TOKENS) memset(j->x, 0, s->g->channels * TOKENS * sizeof(float));
     for (size_t head = 0; head < s->g->heads; head++) {
         size_t step;
-        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, &step);
-        for (size_t t = 0; t < s->tokens; t++) {
-            uint8_t *to = (uint8_t *)(j->rows + t * dim);
-            const size_t angle = (s->row + t) * j->half;
-            if (rotated) rope(to, 0, from + t * step, 0, 1, j->cos + angle, j->sin + angle, j->half);
-            if (rotated < dim)
-                j->k->convert[type][CTX_FP32](to + rotated * sizeof(float), from + t * step + rotated * item, dim - rotated);
-        }
+        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, j->packed, &step);
+        for (size_t t = 0; t < s->tokens; t++) load_row(j, j->rows + t * dim, from + t * step, s->row + t);
         j->k->transpose32((uint8_t *)(j->x + head * dim * TOKENS), TOKENS * sizeof(float), (const uint8_t *)j->rows,
                           dim * sizeof(float), s->tokens, dim);
     }
@@ -81,13 +83,15 @@ static int power_of(float energy, double inverse) {
         0x1.371a7373aa9cbp-1, 0x1.44e086061892dp-1, 0x1.5342b569d4f82p-1, 0x1.6247eb03a5585p-1,
         0x1.71f75e8ec5f74p-1, 0x1.82589994cce12p-1, 0x1.93737b0cdc5e5p-1, 0x1.a5503b23e255cp-1,
         0x1.b7f76f2fb5e47p-1, 0x1.cb720dcef9069p-1, 0x1.dfc97337b9b5fp-1, 0x1.f50765b6e4540p-1};
+    /* Thresholds below the i-th 32nd between 1/2 and 1, none of which holds two. */
+    static const uint8_t below[32] = {0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 13, 14, 14, 15, 15, 15, 16};
     const double v = (double)energy * inverse;
     if (v == 0) return 0;
     if (!isfinite(v)) return INT32_MAX;
-    int exponent, above = 0;
+    int exponent;
     const double mantissa = frexp(v, &exponent);
-    for (int i = 0; i < 16; i++) above += thresholds[i] <= mantissa;
-    const int power = 16 * exponent - 16 + above;
+    const int first = below[(int)((mantissa - 0.5) * 64)];
+    const int power = 16 * exponent - 16 + first + (first < 16 && thresholds[first] <= mantissa);
     return power > CTX_KLT_CODES || power < -CTX_KLT_CODES ? INT32_MAX : power;
 }
 
@@ -114,33 +118,68 @@ static uint64_t out_of_range(const int16_t *q, size_t n, uint64_t among) {
     return bad;
 }
 
-/* Integers of a cell, which of its tokens stand raw, and scale codes. */
-static void quantise(const job *j, slot *s) {
+/* What a token's numbers are multiplied by for its energy; its scale code and, if it must stand raw, its bits in the masks. */
+static float factor_of(const job *j, slot *s, size_t t, float energy, uint64_t *wild) {
+    const int power = power_of(energy, s->g->inverse_energy);
+    s->seeds[t] = 0x8000;
+    if (s->row + t < j->raw_first || power == INT32_MAX) {
+        s->mask |= (uint64_t)1 << t;
+        *wild |= (uint64_t)!isfinite(energy) << t;
+        return 0;
+    }
+    s->seeds[t] = (uint16_t)(0x8000 + power);
+    return ctx_klt_scale(-power);
+}
+
+/* Components of a cell by fp32. */
+static void by_floats(const job *j, slot *s, int32_t sum[64], int32_t most[64], uint64_t *wild) {
     const ctx_klt_group *g = s->g;
-    float energy[TOKENS], factor[TOKENS];
-    int32_t sum[TOKENS] = {0}, most[TOKENS] = {0};
-    uint64_t wild = 0, beyond = 0;
+    float energy[TOKENS], factor[TOKENS] = {0};
     load_cell(j, s);
     ctx_klt_tick(j->clock, CTX_KLT_ROWS);
     j->v->centre(j->x, g->centre, g->channels, energy);
-    s->mask = 0;
-    memset(s->seeds, 0, sizeof s->seeds);
-    for (size_t t = 0; t < TOKENS; t++) {
-        factor[t] = 0;
-        if (t >= s->tokens) continue;
-        const int power = power_of(energy[t], g->inverse_energy);
-        s->seeds[t] = 0x8000;
-        if (s->row + t < j->raw_first || power == INT32_MAX) {
-            s->mask |= (uint64_t)1 << t;
-            wild |= (uint64_t)!isfinite(energy[t]) << t;
-            continue;
-        }
-        s->seeds[t] = (uint16_t)(0x8000 + power);
-        factor[t] = ctx_klt_scale(-power);
-    }
+    for (size_t t = 0; t < s->tokens; t++) factor[t] = factor_of(j, s, t, energy[t], wild);
     j->v->normalise(j->x, g->channels, factor);
     ctx_klt_tick(j->clock, CTX_KLT_SCALES);
     j->v->forward(j->q, j->x, g, j->p->inverse_step, sum, most);
+}
+
+/* Components of a cell by whole numbers: 16 tokens at a time, which lie in the nearest cache then. */
+static void by_whole_numbers(const job *j, slot *s, int32_t sum[64], int32_t most[64], uint64_t *wild) {
+    const ctx_klt_group *g = s->g;
+    const size_t dim = j->p->dim, item = ctx_dtype_bytes(j->src->dtype);
+    const uint8_t *heads[CTX_KLT_CHANNELS];
+    int16_t *out = (int16_t *)(void *)j->x;
+    ctx_klt_source from = {.heads = heads, .dtype = j->src->dtype, .half = j->half};
+    for (size_t h = 0; h < g->heads; h++)
+        heads[h] = rows_of(j, g->first + h, s->row, s->tokens, j->packed + h * TOKENS * dim * item, &from.step);
+    for (size_t t = 0; t < TOKENS; t += 16, out += 32) {
+        const size_t here = s->tokens <= t ? 0 : s->tokens - t < 16 ? s->tokens - t : 16;
+        float energy[16], factor[16] = {0};
+        from.cos = j->cos + (s->row + t) * j->half, from.sin = j->sin + (s->row + t) * j->half;
+        const int own = here == 16 && j->v->load && j->p->rope != CTX_KLT_PAIRS && j->v->load(j->rows, energy, &from, g, dim);
+        for (size_t i = 0; i < here && !own; i++) {
+            float *row = j->rows + i * g->channels;
+            for (size_t h = 0; h < g->heads; h++) load_row(j, row + h * dim, heads[h] + i * from.step, s->row + t + i);
+            energy[i] = j->v->centre_row(row, g->centre, g->channels);
+        }
+        if (here < 16) memset(j->rows + here * g->channels, 0, (16 - here) * g->channels * sizeof(float));
+        for (size_t i = 0; i < here; i++) factor[i] = factor_of(j, s, t + i, energy[i], wild) * g->unit;
+        j->v->round(out, j->rows, factor, g->channels);
+        for (size_t h = 0; h < g->heads; h++) heads[h] += 16 * from.step;
+    }
+    ctx_klt_tick(j->clock, CTX_KLT_ROWS);
+    j->v->whole(j->q, (const int16_t *)(const void *)j->x, g, sum, most);
+}
+
+/* Integers of a cell, which of its tokens stand raw, and scale codes. */
+static void quantise(const job *j, slot *s) {
+    const ctx_klt_group *g = s->g;
+    int32_t sum[TOKENS] = {0}, most[TOKENS] = {0};
+    uint64_t wild = 0, beyond = 0;
+    s->mask = 0;
+    memset(s->seeds, 0, sizeof s->seeds);
+    (g->unit ? by_whole_numbers : by_floats)(j, s, sum, most, &wild);
     ctx_klt_tick(j->clock, CTX_KLT_TRANSFORM);
     for (size_t t = 0; t < s->tokens; t++)
         beyond |= (uint64_t)(most[t] > LARGEST || sum[t] >= SUM) << t;
@@ -159,7 +198,7 @@ static void quantise(const job *j, slot *s) {
     s->mask |= raw;
     if (j->refinement) memset(s->seeds, 0, sizeof s->seeds);
     if (j->p->nested && !j->refinement)
-        for (size_t i = 0; i < g->components * TOKENS; i++) j->q[i] = third(j->q[i]);
+        j->v->thirds(j->q, g->components);
 }
 
 /* Symbols of a refined component: how q differs from three times its base. */
@@ -188,7 +227,7 @@ static ctx_rans_job code(const job *j, slot *s) {
     s->escape_count = 0;
     for (size_t i = 0; i < n; i += 64) {
         const uint16_t table = steps[i / s->tokens];
-        uint64_t mask = j->v->escapes(s->symbols + i, j->p->known[table]);
+        uint64_t mask = j->v->escapes(s->symbols + i, j->p->tables->at[table].absent);
         s->steps[i / 64] = table;
         if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
         for (; mask; mask &= mask - 1) {
@@ -224,7 +263,7 @@ static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *code
     const size_t raw = ctx_dtype_bytes(j->raw), count = (size_t)__builtin_popcountll(s->mask);
     for (size_t head = 0; head < s->g->heads; head++) {
         size_t step;
-        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, &step);
+        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, j->packed, &step);
         uint8_t *to = out + head * dim * raw;
         for (uint64_t left = s->mask; left; left &= left - 1, to += s->g->channels * raw)
             j->k->convert[j->src->dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
@@ -254,8 +293,8 @@ static void lay_out(arena *a, job *j) {
         s->steps = cut(a, n, sizeof(uint16_t));
     }
     j->x = cut(a, j->p->most_channels * TOKENS, sizeof(float));
-    j->rows = cut(a, j->p->dim * TOKENS, sizeof(float));
-    j->packed = cut(a, j->p->dim * TOKENS, sizeof(float));
+    j->rows = cut(a, j->p->dim * TOKENS + j->p->most_channels * 16, sizeof(float));
+    j->packed = cut(a, j->p->most_channels * TOKENS, sizeof(float));
     j->q = cut(a, (n + 4) * TOKENS, sizeof(int16_t));
 }
 

@@ -23,7 +23,10 @@ typedef struct ctx_klt_group {
     double inverse_energy;
     float *mean, *gain;  /* [blocks * 16] */
     float *centre;       /* [channels] mean */
-    float *forward;      /* [ceil(components / 4)][channels][4] */
+    float *forward;      /* [ceil(components / 4)][channels][4], or NULL: whole numbers */
+    int16_t *whole;      /* [ceil(components / 4)][ceil(channels / 2)][4][2] */
+    float *quantum;      /* [components] */
+    float unit;
     int16_t *pairs;      /* [blocks][ceil(components / 2)][16][2] */
     int8_t *quads;       /* [blocks][ceil((components - narrow) / 4)][16][4] */
     int32_t *bias;       /* [blocks * 16] -128 * sum of the int8 basis */
@@ -61,6 +64,15 @@ typedef struct ctx_klt_rows {
     size_t half;
 } ctx_klt_rows;
 
+/* Where a cell's rows come from. */
+typedef struct ctx_klt_source {
+    const uint8_t *const *heads; /* first row of each */
+    size_t step;                 /* bytes from row to row */
+    ctx_dtype dtype;
+    const float *cos, *sin;      /* [tokens][half] that undo the rotation of pairs (i, i + half) */
+    size_t half;
+} ctx_klt_source;
+
 typedef struct ctx_klt_kernels {
     int narrow; /* product takes quads */
     /* q[r][t] = symbols[r * step + t] - 15 for t < 64: rows of 64 that may reach into the next ones */
@@ -84,10 +96,20 @@ typedef struct ctx_klt_kernels {
     void (*normalise)(float *x, size_t channels, const float factor[64]);
     /* q[c][t] = rint(inverse_step * sum over d of forward[c][d] * x[d][t]), beyond +-32000: anything beyond; sum[t] of |q| */
     void (*forward)(int16_t *q, const float *x, const ctx_klt_group *g, float inverse_step, int32_t sum[64], int32_t most[64]);
+    /* x[c] -= mean[c]; sum of x[c]^2: of c % 16 upwards, then the upper half of the sums to the lower one */
+    float (*centre_row)(float *x, const float *mean, size_t channels);
+    /* x[t][c] and sums as centre_row gives them of 16 tokens' rows; 0 if it does not do this shape, NULL if none. */
+    int (*load)(float *x, float energy[16], const ctx_klt_source *from, const ctx_klt_group *g, size_t dim);
+    /* out[d][t][0..1] = rint(factor[t] * x[t][2 * d + 0..1]), within +-32767, of 16 tokens; rows of out are 64 tokens */
+    void (*round)(int16_t *out, const float *x, const float factor[16], size_t channels);
+    /* As forward, of x [ceil(channels / 2)][64][2] and the group's whole numbers. */
+    void (*whole)(int16_t *q, const int16_t *x, const ctx_klt_group *g, int32_t sum[64], int32_t most[64]);
+    /* q = floor((q + 1) / 3) of rows of 64, |q| <= 32001 */
+    void (*thirds)(int16_t *q, size_t rows);
     /* Symbols of a row and, if shift > 0, its low bits (8 bytes a plane); symbols out of 0..30 become 31. */
     void (*symbols)(uint8_t *symbols, uint8_t *low, const int16_t *q, unsigned shift);
-    /* Bits of those of 64 symbols that are 31 or not in `known`. */
-    uint64_t (*escapes)(const uint8_t *symbols, uint32_t known);
+    /* Bits of those of 64 symbols that are 31 or whose byte in absent[32] has its top bit set; NULL: none has. */
+    uint64_t (*escapes)(const uint8_t *symbols, const uint8_t *absent);
 } ctx_klt_kernels;
 
 const ctx_klt_kernels *ctx_klt_of(const ctx_kernels *k);

@@ -12,8 +12,10 @@
  *
  *   decode   x[d] = mean[d] + s * step * gain[d] * sum over c of q[c] * basis[c][d]      (sum: 32 bits, wrapping)
  *   encode   q[c] = rint(sum over d of forward[c][d] * (x[d] - mean[d]) / s / step)      (fp32, d upwards, no contraction)
+ *       or   q[c] = rint(quantum[c] * sum over d of whole[c][d] * rint((x[d] - mean[d]) / s * unit))   (sum: as above)
  *
- * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group. K is un-rotated before and rotated after. A
+ * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group, whose squares are added channel after channel in
+ * fp32; in front of whole numbers those of d % 16 each, then 16 sums by halves. K is un-rotated before and rotated after. A
  * refinement carries q - 3 * q_base of a level whose step is a third of its base's.
  *
  * The decoder takes any bytes: it reads nothing outside of the streams, writes nothing outside of the destination box,
@@ -49,7 +51,10 @@ typedef struct ctx_klt_spec {
     size_t refined;          /* components of the base level; 0 without base */
     double inverse_energy;   /* 2^(-2 log_rms) / channels */
     const float *mean, *gain;     /* [channels] */
-    const float *forward;         /* [components][channels] */
+    const float *forward;         /* [components][channels], if there are no whole numbers */
+    const int16_t *whole;         /* [components][channels] */
+    const float *quantum;         /* [components] */
+    float unit;                   /* 0: no whole numbers */
     const int16_t *basis;         /* [components][channels], within +-8191 */
     const uint8_t *table, *shift; /* [components] */
     const uint8_t *refine;        /* [refined] tables of the refinement's symbols */
@@ -60,7 +65,6 @@ enum { CTX_KLT_NO_ROPE = 0, CTX_KLT_HALF = 1, CTX_KLT_PAIRS = 2 };
 typedef struct ctx_klt_plane {
     const ctx_rans_tables *tables;
     const struct ctx_klt_plane *base; /* or NULL */
-    uint32_t *known;   /* [tables] bit s: symbol s has a frequency */
     size_t heads, dim, groups, most_components, most_channels;
     float step, inverse_step; /* inverse of the step that encoding uses: a third of it if nested */
     int level, nested, rope;

@@ -24,6 +24,12 @@ static inline sums add_pairs(sums s, pair_block b, const int16_t *q) {
     }
     return s;
 }
+typedef int32x4_t lanes;
+static inline lanes no_lanes(void) { return vdupq_n_s32(0); }
+static inline lanes add_lanes(lanes s, const int16_t *x, const int16_t *f) {
+    const int16x4x2_t of = vld2_s16(x);
+    return vmlal_n_s16(vmlal_n_s16(s, of.val[0], f[0]), of.val[1], f[1]);
+}
 static inline void finish(float *out, sums s, float scale, const float *gain, const float *mean) {
     for (int i = 0; i < 4; i++) {
         const float32x4_t factor = vmulq_n_f32(vld1q_f32(gain + 4 * i), scale);

@@ -55,7 +55,11 @@ static void lay_out(arena *a, ctx_klt_group *g) {
     g->gain = cut(a, room, sizeof(float));
     g->bias = cut(a, room, sizeof(int32_t));
     g->centre = cut(a, g->channels, sizeof(float));
-    g->forward = cut(a, up(g->components, 4) * g->channels * 4, sizeof(float));
+    if (g->unit)
+        g->whole = cut(a, up(g->components, 4) * up(g->channels, 2) * 8, sizeof(int16_t));
+    else
+        g->forward = cut(a, up(g->components, 4) * g->channels * 4, sizeof(float));
+    g->quantum = cut(a, g->components, sizeof(float));
     g->pairs = cut(a, room * up(g->components, 2) * 2, sizeof(int16_t));
     g->quads = cut(a, room * quads * 4, 1);
     g->steps = cut(a, g->components, sizeof(uint16_t));
@@ -87,7 +91,10 @@ static void fill(ctx_klt_group *g, const ctx_klt_spec *s, size_t dim) {
         for (size_t c = 0; c < n; c++) {
             const int16_t b = s->basis[c * C + d];
             g->pairs[((block * pairs + c / 2) * CTX_KLT_BLOCK + lane) * 2 + c % 2] = b;
-            g->forward[(c / 4 * C + d) * 4 + c % 4] = s->forward[c * C + d];
+            if (!s->unit)
+                g->forward[(c / 4 * C + d) * 4 + c % 4] = s->forward[c * C + d];
+            else
+                g->whole[((c / 4 * up(C, 2) + d / 2) * 4 + c % 4) * 2 + d % 2] = s->whole[c * C + d];
             if (c < g->narrow) continue;
             const size_t q = c - g->narrow;
             g->quads[((block * quads + q / 4) * CTX_KLT_BLOCK + lane) * 4 + q % 4] = (int8_t)(b / 64);
@@ -98,6 +105,7 @@ static void fill(ctx_klt_group *g, const ctx_klt_spec *s, size_t dim) {
         g->steps[c] = s->table[c];
         g->steps_refined[c] = c < s->refined ? s->refine[c] : s->table[c];
         g->shift[c] = s->shift[c];
+        if (s->unit) g->quantum[c] = s->quantum[c];
         g->low += s->shift[c];
         g->low_refined += c < s->refined ? 0 : s->shift[c];
     }
@@ -117,15 +125,17 @@ static const char *check(const ctx_klt_plane *p, const ctx_klt_spec *s, const ct
     if (!(s->inverse_energy > 0) || !isfinite(s->inverse_energy)) return "the usual energy is not a positive number";
     if (!all_finite(s->mean, channels, 0x1p100f)) return "a mean is not finite";
     if (!all_finite(s->gain, channels, 0x1p30f / p->step)) return "a gain times the step is above 2^30";
-    if (!all_finite(s->forward, s->components * channels, 0x1p40f)) return "a forward element is not finite";
+    if (!s->unit && !all_finite(s->forward, s->components * channels, 0x1p40f)) return "a forward element is not finite";
+    if (s->unit && !(all_finite(s->quantum, s->components, 0x1p40f) && s->unit > 0 && s->unit <= 0x1p100f))
+        return "a unit or quantum is out of range";
     for (size_t i = 0; i < s->components * channels; i++)
         if (s->basis[i] > 8191 || s->basis[i] < -8191) return "a basis element leaves +-8191";
     for (size_t c = 0; c < s->components; c++) {
         if (s->shift[c] > CTX_KLT_SHIFT) return "a shift is above 10";
-        if (s->table[c] >= p->tables->count || !(p->known[s->table[c]] >> 31)) return "a component's table has no escape or is not there";
+        if (s->table[c] >= p->tables->count || p->tables->at[s->table[c]].absent[31]) return "a component's table has no escape or is not there";
     }
     for (size_t c = 0; c < s->refined; c++)
-        if (s->refine[c] >= p->tables->count || !(p->known[s->refine[c]] >> 31)) return "a refinement's table has no escape or is not there";
+        if (s->refine[c] >= p->tables->count || p->tables->at[s->refine[c]].absent[31]) return "a refinement's table has no escape or is not there";
     if (s->refined != (base ? base->components : 0) || s->refined > s->components) return "a group and its base differ in components";
     if (base && (base->first != s->first || base->heads != s->heads)) return "a group and its base differ in heads";
     return NULL;
@@ -150,11 +160,6 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
                        .inverse_step = 1.0f / (nested ? step / 3.0f : step), .level = level, .nested = nested, .rope = rope};
     *wrong = check_plane(&p, base);
     if (*wrong) return NULL;
-    uint32_t *known = calloc(tables->count, sizeof *known);
-    if (!known) return NULL;
-    for (size_t i = 0; i < tables->count; i++)
-        for (int s = 0; s < CTX_RANS_SYMBOLS; s++) known[i] |= (uint32_t)!tables->at[i].absent[s] << s;
-    p.known = known;
     size_t head = 0;
     for (size_t i = 0; i < groups && !*wrong; i++) {
         if (specs[i].first != head || specs[i].heads > heads - head) *wrong = "groups do not cover the heads in order";
@@ -165,13 +170,12 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
     ctx_klt_plane *made = NULL;
     for (arena a = {NULL, 0}; !*wrong;) {
         ctx_klt_plane *to = cut(&a, 1, sizeof p);
-        uint32_t *flags = cut(&a, tables->count, sizeof *known);
         ctx_klt_group *group = cut(&a, groups, sizeof *group);
         for (size_t i = 0; i < groups; i++) {
             const ctx_klt_spec *s = &specs[i];
             ctx_klt_group g = {.first = s->first, .heads = s->heads, .channels = s->heads * dim, .components = s->components,
                                .refined = s->refined, .blocks = s->heads * ctx_klt_padded(dim) / CTX_KLT_BLOCK,
-                               .inverse_energy = s->inverse_energy};
+                               .inverse_energy = s->inverse_energy, .unit = s->unit};
             g.narrow = narrow_from(s, g.channels);
             lay_out(&a, &g);
             if (!a.at) continue;
@@ -181,8 +185,7 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
             if (g.channels > p.most_channels) p.most_channels = g.channels;
         }
         if (a.at) {
-            memcpy(flags, known, tables->count * sizeof *known);
-            p.known = flags, p.group = group;
+            p.group = group;
             *to = p;
             made = to;
             break;
@@ -191,7 +194,6 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
         if (!arena_begin(&a)) break;
         memset(a.at, 0, all);
     }
-    free(known);
     return made;
 }
 

@@ -38,35 +38,42 @@ static int number_of(PyObject *obj, const char *what, double *out) {
 
 /* ---- Preparing --------------------------------------------------------------------------------------------------- */
 
-/* (first, heads, inverse_energy, mean, gain, forward, basis, table, shift, refine) */
-enum { MEAN, GAIN, FORWARD, BASIS, TABLE, SHIFT, REFINE, ARRAYS, FIELDS = 3 + ARRAYS };
+/* (first, heads, inverse_energy, unit, mean, gain, forward, whole, quantum, basis, table, shift, refine) */
+enum { MEAN, GAIN, FORWARD, WHOLE, QUANTUM, BASIS, TABLE, SHIFT, REFINE, ARRAYS, FIELDS = 4 + ARRAYS };
 static const struct {
     const char *name;
     size_t item;
-} arrays[ARRAYS] = {{"mean", 4}, {"gain", 4}, {"forward", 4}, {"basis", 2}, {"table", 1}, {"shift", 1}, {"refine", 1}};
+} arrays[ARRAYS] = {{"mean", 4}, {"gain", 4}, {"forward", 4}, {"whole", 2}, {"quantum", 4}, {"basis", 2},
+                      {"table", 1}, {"shift", 1}, {"refine", 1}};
 
 static int spec_of(PyObject *obj, size_t dim, held *h, ctx_klt_spec *s) {
     PyObject *fields = fields_of(obj, FIELDS, "group");
     const region *got[ARRAYS];
     size_t channels;
+    double unit = 0;
     if (!fields) return -1;
     int failed = size_of(PyTuple_GetItem(fields, 0), "first", &s->first) < 0 ||
                  size_of(PyTuple_GetItem(fields, 1), "heads", &s->heads) < 0 ||
-                 number_of(PyTuple_GetItem(fields, 2), "inverse_energy", &s->inverse_energy) < 0;
+                 number_of(PyTuple_GetItem(fields, 2), "inverse_energy", &s->inverse_energy) < 0 ||
+                 number_of(PyTuple_GetItem(fields, 3), "unit", &unit) < 0;
     for (int i = 0; !failed && i < ARRAYS; i++)
-        failed = !(got[i] = hold_numbers(h, PyTuple_GetItem(fields, 3 + i), 0, arrays[i].item, arrays[i].name));
+        failed = !(got[i] = hold_numbers(h, PyTuple_GetItem(fields, 4 + i), 0, arrays[i].item, arrays[i].name));
     Py_DECREF(fields); /* its buffers are held */
     if (failed) return -1;
     s->components = got[TABLE]->bytes;
     s->refined = got[REFINE]->bytes;
+    s->unit = (float)unit;
+    const size_t floats = s->unit ? 0 : s->components, whole = s->components - floats;
     if (__builtin_mul_overflow(s->heads, dim, &channels) || channels > CTX_KLT_CHANNELS || s->components > CTX_KLT_CHANNELS ||
         got[MEAN]->bytes != 4 * channels || got[GAIN]->bytes != 4 * channels || got[SHIFT]->bytes != s->components ||
-        got[FORWARD]->bytes != 4 * s->components * channels || got[BASIS]->bytes != 2 * s->components * channels) {
+        got[FORWARD]->bytes != 4 * floats * channels || got[WHOLE]->bytes != 2 * whole * channels ||
+        got[QUANTUM]->bytes != 4 * whole || got[BASIS]->bytes != 2 * s->components * channels) {
         PyErr_Format(PyExc_ValueError, "group: arrays do not fit %zu heads of %zu channels and %zu components", s->heads, dim,
                      s->components);
         return -1;
     }
     s->mean = got[MEAN]->view.buf, s->gain = got[GAIN]->view.buf, s->forward = got[FORWARD]->view.buf;
+    s->whole = got[WHOLE]->view.buf, s->quantum = got[QUANTUM]->view.buf;
     s->basis = got[BASIS]->view.buf, s->table = got[TABLE]->view.buf, s->shift = got[SHIFT]->view.buf;
     s->refine = got[REFINE]->view.buf;
     return 0;

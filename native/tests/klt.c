@@ -36,7 +36,8 @@ static float spread(void) { return uniform() + uniform() + uniform(); }
 typedef struct card {
     ctx_klt_spec spec, base;
     float *mean, *gain, *forward;
-    int16_t *basis;
+    int16_t *basis, *whole;
+    float *quantum;
     uint8_t *table, *shift, *refine, *low_table, *low_shift;
 } card;
 
@@ -59,14 +60,21 @@ static card random_card(size_t first, size_t heads, size_t dim, size_t tables) {
         c.low_table[i] = (uint8_t)(1 + c.low_table[i] % (tables - 1));
         c.low_shift[i] = i < 2 ? c.low_shift[i] % 3 : 0;
     }
-    c.spec = (ctx_klt_spec){first, heads, n, refined, 1.0 / (double)C, c.mean, c.gain, c.forward, c.basis, c.table, c.shift, c.refine};
-    c.base = (ctx_klt_spec){first, heads, refined, 0, 1.0 / (double)C, c.mean, c.gain, c.forward, c.basis, c.low_table, c.low_shift, NULL};
+    /* Whole numbers, now and then too large for either kind. */
+    const float unit = below(2) ? 0 : below(4) ? 1024 : 1 << 14;
+    c.whole = malloc(2 * n * C + 1), c.quantum = malloc(4 * n + 1);
+    for (size_t i = 0; i < n * C; i++) c.whole[i] = (int16_t)(below(200) ? c.forward[i] * 4096 : below(2) ? INT16_MIN : INT16_MAX);
+    for (size_t i = 0; i < n; i++) c.quantum[i] = 1 / (4096 * 1024 * (0.05f + (float)below(8) / 16));
+    c.spec = (ctx_klt_spec){first, heads, n, refined, 1.0 / (double)C, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
+                            c.basis, c.table, c.shift, c.refine};
+    c.base = (ctx_klt_spec){first, heads, refined, 0, 1.0 / (double)C, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
+                            c.basis, c.low_table, c.low_shift, NULL};
     return c;
 }
 
 static void free_card(card *c) {
     free(c->mean), free(c->gain), free(c->forward), free(c->basis), free(c->table), free(c->shift), free(c->refine);
-    free(c->low_table), free(c->low_shift);
+    free(c->low_table), free(c->low_shift), free(c->whole), free(c->quantum);
 }
 
 static ctx_view view_of(const coded *c, uint8_t *at, ctx_dtype dtype) {

@@ -49,13 +49,14 @@ def test_the_basis_is_whole_and_bounded() -> None:
 
 def test_small_components_fit_a_byte() -> None:
     transform = solve(stats_of(5), epsilon=0.02)
-    bound = float((transform.variance[9] * transform.variance[10]) ** 0.25)
-    narrow = transform.narrowed(bound)
-    assert (narrow.basis[:10] == transform.basis[:10]).all()
-    assert (narrow.basis[10:] % 64 == 0).all()
-    assert np.abs(narrow.basis[10:]).max() <= 127 * 64
-    assert np.abs(narrow.basis.astype(int) - transform.basis).max() <= 63
-    np.testing.assert_allclose((narrow.basis * narrow.gain).T, narrow.inverse, rtol=1e-6)
+    step = float((transform.variance[9] * transform.variance[10]) ** 0.25) / 4
+    assert transform.narrow(step) == 10
+    basis = transform.group(24).rounded(10).basis
+    assert (basis[:10] == transform.basis[:10]).all()
+    assert (basis[10:] % 64 == 0).all()
+    assert np.abs(basis[10:]).max() <= 127 * 64
+    assert np.abs(basis.astype(int) - transform.basis).max() <= 63
+    np.testing.assert_allclose((basis * transform.gain).T, transform.inverse_at(step, 24), rtol=1e-6)
 
 
 def test_a_plane_that_nothing_reads() -> None:

@@ -20,8 +20,10 @@ from ctxreuse.codec import (
     read_profile,
     write_profile,
 )
+from ctxreuse.codec.planes import plane_coder
 from ctxreuse.codec.profile import KindFigures
 from ctxreuse.errors import ConfigError, FormatError
+from ctxreuse.kernels import RansTables
 from ctxreuse.kernels.convert import from_float32, to_float32
 from support.examples import examples
 from support.profiles import DIM, HEADS, LAYERS, make_block, make_profile, make_space
@@ -44,7 +46,7 @@ def error(a: BlockView, b: BlockView, dtype: str) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("card", [{}, {"style": "pairs"}, {"style": "none"}, {"groups": (1, 2)}])
+@pytest.mark.parametrize("card", [{}, {"style": "pairs"}, {"style": "none"}, {"groups": (1, 2)}, {"version": 1}])
 def test_levels_come_back_within_their_steps(dtype, card):
     space = make_space(dtype)
     codec = codec_of(space, **card)
@@ -305,6 +307,22 @@ def test_a_hostile_card_is_an_error(data):
         return
     assert kind == "flip"
     assert len(card.tables) == len(read_profile(good).tables)
+
+
+def test_a_profile_of_the_first_version_has_neither_whole_numbers_nor_rounded_levels():
+    old, new = (make_profile(make_space(), version=version) for version in (1, 2))
+    for profile in (old, new):
+        read = read_profile(write_profile(profile))
+        assert (read.version, write_profile(read)) == (profile.version, write_profile(profile))
+        coder = plane_coder(read, read.number("kl-0.05"), 0, "k", RansTables(read.tables)).coders[0]
+        narrow = int(coder.coding.narrow)
+        assert (coder.whole is not None) == (narrow < len(coder.coding.table)) == (profile is new)
+        assert ((coder.group.basis[narrow:] % 64 == 0).all(), (coder.group.basis[:narrow] % 64 == 0).all()) == (
+            True,
+            False,
+        )
+    with pytest.raises(FormatError, match="reads versions up to 2"):
+        read_profile(GOOD_CARD[:8] + b"\x03" + GOOD_CARD[9:])
 
 
 GOOD_CARD = write_profile(make_profile(make_space()))

@@ -20,7 +20,9 @@ DENSE = np.zeros(1, np.int32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("card", [{}, {"style": "pairs"}, {"style": "none"}, {"groups": (1, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "card", [{}, {"style": "pairs"}, {"style": "none"}, {"groups": (1, 2)}, {"version": 1}], ids=str
+)
 @pytest.mark.parametrize("level", ["kl-0.05", "kl-0.005"])
 def test_planes_equal_the_cpu(shim: Shim, dtype: str, card: dict[str, object], level: str) -> None:
     compare_planes(shim, Sample(dtype, 150, start=64, **card), level)

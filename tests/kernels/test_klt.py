@@ -16,6 +16,7 @@ from ctxreuse import kernels
 from ctxreuse.codec.planes import PlaneCoder, raw_type
 from ctxreuse.codec.profile import ChannelGroup, Coding, PlaneProfile
 from ctxreuse.codec.stream import Coder
+from ctxreuse.codec.whole import WholeForward
 from ctxreuse.dtypes import BITS
 from ctxreuse.kernels import KltGroup, KltPlane, RansTables, StreamError, klt
 from ctxreuse.rope import Rotary
@@ -42,8 +43,9 @@ class Made:
     """A plane at a level and at the base below it, as numpy and as kernels see them, and rows to code."""
 
     def __init__(
-        self, seed: int, *, dim: int, groups: list[int], tokens: int, dtype: str, style: str, narrow: bool, wild: bool
-    ) -> None:
+        self, seed: int, *, dim: int, groups: list[int], tokens: int, dtype: str, style: str, narrow: bool, wild: bool,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.tokens, self.dtype, self.start = tokens, dtype, int(rng.choice([0, 2, 77]))
         heads, tables = sum(groups), _tables(rng)
@@ -68,7 +70,9 @@ class Made:
                 refine = rng.integers(0, 2, low if coders is found[1] else 0).astype(np.uint8)
                 coding = Coding(table, shift.astype(np.uint8), refine)
                 base = found[0][-1].coding if coders is found[1] else None
-                coders.append(Coder(group, coding, tables, step, base, nested=coders is found[0]))
+                nested = coders is found[0]
+                numbers = WholeForward.of(group, active).at(step, nested=nested) if whole else None
+                coders.append(Coder(group, coding, tables, step, base, nested, numbers))
             kept.append(group)
             first += count
         plane = PlaneProfile(0, "k", heads, dim, 0, tuple(kept))
@@ -127,6 +131,7 @@ def everywhere(call: Callable[[], Any]) -> Any:
     style=st.sampled_from(["none", "half", "pairs"]),
     narrow=st.booleans(),
     wild=st.booleans(),
+    whole=st.booleans(),
 )
 def test_streams_and_rows_equal_numpy(seed: int, **shape: Any) -> None:
     made = Made(seed, **shape)

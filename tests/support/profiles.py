@@ -6,6 +6,7 @@ import numpy as np
 
 from ctxreuse.block.format import BlockView, BlockWriter, block_layout, parse
 from ctxreuse.codec import ChannelGroup, CodecProfile, Coding, LevelInfo, PlaneProfile, ProfileLevel, model_digest
+from ctxreuse.codec.profile import MOST_CHANNELS
 from ctxreuse.identity.model import LayerSpec, ModelSpace
 from ctxreuse.kernels import rope_shift
 from ctxreuse.kernels.convert import from_float32
@@ -31,6 +32,7 @@ def make_profile(
     style: RotaryStyle = "half",
     spread: tuple[float, float] = SPREAD,
     seed: int = 0,
+    version: int = 2,
 ) -> CodecProfile:
     """Random means and orthogonal maps, spreads falling from 12 steps to none, two levels with a nested pair."""
     rng = np.random.default_rng(seed)
@@ -61,14 +63,17 @@ def make_profile(
                     width = spreads[:active] / step / (1 << shift)
                     table = np.abs(np.log2(width)[:, None] - np.arange(-2, 4)).argmin(1).astype(np.uint8)
                     base = len(codings["kl-0.05"][-1].table) if name == "kl-0.005" else 0
-                    codings[name].append(Coding(table, shift, np.full(base, 6, np.uint8)))
+                    narrow = int((spreads[:active] >= 2 * step).sum()) if version > 1 else MOST_CHANNELS
+                    codings[name].append(Coding(table, shift, np.full(base, 6, np.uint8), narrow))
             planes.append(PlaneProfile(layer, role, HEADS, dim, 0 if role == "k" else -1, tuple(made)))
     levels = (
         ProfileLevel(LevelInfo("kl-0.05", True, 2.0, 0.05), float(np.float32(1.5)), tuple(codings["kl-0.05"])),
         ProfileLevel(LevelInfo("kl-0.01", True, 3.0, 0.01), float(np.float32(0.8)), tuple(codings["kl-0.01"])),
         ProfileLevel(LevelInfo("kl-0.005", True, 3.5, 0.005, base="kl-0.05"), 0.5, tuple(codings["kl-0.005"])),
     )
-    return CodecProfile(model_digest(space), ropes, tuple(planes), gaussian_tables(), levels, {"text": "none"})
+    return CodecProfile(
+        model_digest(space), ropes, tuple(planes), gaussian_tables(), levels, {"text": "none"}, version=version
+    )
 
 
 def make_block(

@@ -26,6 +26,23 @@ def scales(codes: npt.NDArray[np.uint16], sign: int = 1) -> Floats:
     return np.asarray(np.ldexp(_POWERS[power & 31], power >> 5), _F)
 
 
+def _energy(centred: Floats) -> Floats:
+    energy = np.zeros(len(centred), _F)
+    for c in range(centred.shape[1]):
+        energy += centred[:, c] * centred[:, c]
+    return energy
+
+
+def _energy_by_halves(centred: Floats) -> Floats:
+    sums = np.zeros((len(centred), 16), _F)
+    for c in range(centred.shape[1]):
+        sums[:, c % 16] += centred[:, c] * centred[:, c]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
 def quantise(
     x: Floats, coder: Coder, raw: npt.NDArray[np.bool_]
 ) -> tuple[Ints, npt.NDArray[np.uint16], npt.NDArray[np.bool_]]:
@@ -33,9 +50,7 @@ def quantise(
     group, active = coder.group, len(coder.coding.table)
     with np.errstate(all="ignore"):
         centred = x - group.mean
-        energy = np.zeros(len(x), _F)
-        for c in range(x.shape[1]):
-            energy += centred[:, c] * centred[:, c]
+        energy = _energy(centred) if coder.whole is None else _energy_by_halves(centred)
         bad = raw | ~np.isfinite(energy)
         mantissa, exponent = np.frexp(
             np.where(bad, 0, energy).astype(np.float64) * (2.0 ** (-2 * group.log_rms) / x.shape[1])
@@ -44,12 +59,19 @@ def quantise(
         code = np.where(mantissa == 0, 0x8000, code)
         bad |= np.abs(code - 0x8000) > _SCALES
         codes = np.where(bad, 0x8000, code).astype(np.uint16)
-        z = centred * scales(codes, -1)[:, None]
-        y = np.zeros((active, len(x)), _F)
-        for c in range(x.shape[1]):
-            y += group.forward[:active, c, None] * z[None, :, c]
-        step = _F(coder.step) / _F(3) if coder.nested else _F(coder.step)
-        q = np.rint(y * (_F(1) / step))
+        if coder.whole is None:
+            z = centred * scales(codes, -1)[:, None]
+            y = np.zeros((active, len(x)), _F)
+            for c in range(x.shape[1]):
+                y += group.forward[:active, c, None] * z[None, :, c]
+            step = _F(coder.step) / _F(3) if coder.nested else _F(coder.step)
+            q = np.rint(y * (_F(1) / step))
+        else:
+            factor = scales(codes, -1) * _F(coder.whole.unit)
+            whole = np.rint(np.clip(np.where(bad[:, None], 0, centred * factor[:, None]), -32767, 32767))
+            rows = np.asarray(coder.whole.rows)[:active].astype(np.int64)
+            sums = (rows @ whole.T.astype(np.int64)).astype(np.uint32).view(np.int32)
+            q = np.rint(sums.astype(_F) * np.asarray(coder.whole.quantum)[:, None])
     bad |= ~(np.abs(q) <= _LIMIT).all(0)
     q = np.where(bad, 0, q).astype(np.int64)
     bad |= np.abs(q).sum(0) >= _REACH

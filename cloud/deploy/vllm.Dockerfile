@@ -6,7 +6,7 @@ ARG VLLM_IMAGE
 FROM ${VLLM_IMAGE}
 USER root
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-COPY . /tmp/ctxreuse
+COPY . /src
 # What vLLM has installed stays as it is.
-RUN python3 -m pip freeze --exclude ctxreuse >/tmp/has.txt \
-    && python3 -m pip install --no-cache-dir -c /tmp/has.txt '/tmp/ctxreuse[cloud]' && rm -r /tmp/ctxreuse /tmp/has.txt
+RUN python3 -m pip freeze --exclude ctxreuse >/root/has.txt \
+    && python3 -m pip install --no-cache-dir -c /root/has.txt '/src[cloud]' && rm -r /src /root/has.txt

@@ -34,7 +34,7 @@ class Reported(NamedTuple):
 class EventFeed:
     """What one engine has, by its events. Not thread-safe.
 
-    A caller passes on what comes (`receive`), asks for a replay when told to, passes on its batches (`replay`) and says
+    A caller passes on what comes (`receive`), asks for a replay when it is due, passes on its batches (`replay`) and says
     when it has ended, or could not be had (`replayed`).
     """
 

@@ -15,9 +15,9 @@ MANY = 14
 #: Public classes of one name in several packages, where the name is each room's own word for a thing of that room.
 #: This list only shrinks: a class of a new subject gets a name of its own.
 SAME_NAMES = {
-    "Address", "Answer", "Cancel", "Candidate", "Completion", "Context", "Ended", "Fetch", "Fidelity",
+    "Address", "Answer", "Cancel", "Candidate", "Completion", "Context", "Draft", "Ended", "Fetch", "Fidelity",
     "Forward", "Limits", "Links", "Made", "Match", "Node", "Part", "Plan", "Plane", "Prompt", "Put", "Request",
-    "Served", "Session", "Settings", "Step", "Usage",
+    "Served", "Session", "Settings", "Step", "Usage", "Verdict",
 }  # fmt: skip
 
 

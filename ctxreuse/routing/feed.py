@@ -34,8 +34,8 @@ class Reported(NamedTuple):
 class EventFeed:
     """What one engine has, by its events. Not thread-safe.
 
-    A caller passes on what comes (`receive`), asks for a replay when it is due, passes on its batches (`replay`) and says
-    when it has ended, or could not be had (`replayed`).
+    A caller passes on what comes (`receive`), asks for a replay when it is due, passes on its batches (`replay`) and
+    says when it has ended, or could not be had (`replayed`).
     """
 
     def __init__(self, blocks: ReportedBlocks | None = None) -> None:

@@ -8,5 +8,5 @@ USER root
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /src
 # What vLLM has installed stays as it is.
-RUN python3 -m pip freeze --exclude ctxreuse >/root/has.txt \
-    && python3 -m pip install --no-cache-dir -c /root/has.txt '/src[cloud]' && rm -r /src /root/has.txt
+RUN python3 -m pip freeze --exclude ctxreuse >/src/has.txt \
+    && python3 -m pip install --no-cache-dir -c /src/has.txt '/src[cloud]' && rm -r /src

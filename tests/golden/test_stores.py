@@ -155,7 +155,8 @@ def test_requests(unpacked: Unpacked) -> None:
     """Each as it was written, array for array; and they are explained by the same reasons."""
     folder = unpacked("stores/edge") / "store"
     book = read_requests(folder)
-    requests = [[*known, None, None, None] for known in EDGE["requests"]]  # nothing was reordered, drafted or verified
+    # Nothing was reordered, drafted, verified or let out early.
+    requests = [[*known, None, None, None, None] for known in EDGE["requests"]]
     assert plain(book.entries()) == requests
     assert {e.space.hex() for e in book.entries()} == {EDGE["digest"], EDGE["windows_digest"]}
     for digest in (EDGE["digest"], EDGE["windows_digest"]):

@@ -177,7 +177,13 @@ def test_our_own_edge_daemon_as_a_backend_over_https(
             call(f"/v1/responses/{done['id']}")
 
         before = counted("completion")
-        asked = {"model": model, "max_tokens": 5, "messages": messages[1:], "system": "Be brief. " * 30}
+        asked = {
+            "model": model,
+            "max_tokens": 5,
+            "temperature": 0,
+            "messages": messages[1:],
+            "system": "Be brief. " * 30,
+        }
         said = json.loads(call("/v1/messages", asked))
         call("/v1/messages", asked | {"stream": True})
         assert counted("completion") - before == 2 * said["usage"]["output_tokens"]

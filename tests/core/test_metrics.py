@@ -46,6 +46,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_returns",
                 "_switches",
                 "_weight",
+                "_answers",
                 "_contexts",
                 "_returns",
             )

@@ -44,6 +44,15 @@ def test_a_long_turn_is_found_by_its_best_passage_and_once(memory: Memory) -> No
     assert contents(memory, "market") == []
 
 
+@pytest.mark.parametrize("namespace", [None, "birds"])
+def test_a_long_turn_hides_no_others(memory: Memory, namespace: str | None) -> None:
+    """However many of its passages are better than theirs."""
+    session = memory.create("s", namespace="birds")
+    session.user("A kestrel, a kestrel, and a kestrel. " * 6000)
+    others = {session.user(f"On day {day} there was, among many other birds, one kestrel.").content for day in range(3)}
+    assert others < set(contents(memory, "kestrel", limit=4, namespace=namespace))
+
+
 @pytest.mark.parametrize("text", ["", "x", "x" * 5000, "word " * 900, "one. " * 900, "é\n" * 700, "果。" * 999])
 def test_passages_are_the_whole_text_in_pieces_of_bounded_length(text: str) -> None:
     found = passages(text)

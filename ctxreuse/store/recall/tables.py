@@ -227,22 +227,28 @@ class Tables:
 
     def find(self, terms: Sequence[str], conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
         """Return turns with any of the terms and the BM25 score of their best passages, best first, then the newest."""
-        where, values = conditions
         match, most = " OR ".join(f'"{term}"' for term in terms), _EACH * limit
+        while True:
+            rows = self._passages(match, conditions, most)
+            best: dict[int, float] = {}
+            for row, score in sorted(rows, key=lambda row: (-row[1], -row[0])):
+                best.setdefault(row >> _BITS, score)
+            if len(best) >= limit or len(rows) < most:
+                return list(best.items())[:limit]
+            most *= _EACH  # one long turn can have all of the best passages
+
+    def _passages(self, match: str, conditions: tuple[str, Sequence[Any]], most: int) -> list[tuple[int, float]]:
+        """Return the rows and scores of the best passages, ``most`` of them."""
+        where, values = conditions
         if where == "1":
             text = "SELECT rowid, -rank FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?"
-            rows = [(int(row), float(score)) for row, score in self._db.execute(text, (match, most))]
-        else:
-            found = self._db.execute(
-                f"SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid >> {_BITS} "
-                f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
-                (match, *values, most),
-            )
-            rows = [(int(row), float(score)) for row, score in found]
-        best: dict[int, float] = {}
-        for row, score in sorted(rows, key=lambda row: (-row[1], -row[0])):
-            best.setdefault(row >> _BITS, score)
-        return list(best.items())[:limit]
+            return [(int(row), float(score)) for row, score in self._db.execute(text, (match, most))]
+        found = self._db.execute(
+            f"SELECT words.rowid, -bm25(words) AS score FROM words JOIN turns ON turns.id = words.rowid >> {_BITS} "
+            f"WHERE words MATCH ? AND {where} ORDER BY score DESC, words.rowid DESC LIMIT ?",
+            (match, *values, most),
+        )
+        return [(int(row), float(score)) for row, score in found]
 
     def newest(self, conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
         """Return the turns that meet the conditions, the newest first, all with the score 0."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import platformdirs
 
@@ -14,7 +17,9 @@ from ctxreuse.errors import FormatError
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.private import make_private_folder
 
-__all__ = ["ProfileStore", "put_profile"]
+__all__ = ["ProfileStore", "SingleProfileStore"]
+
+log = logging.getLogger(__name__)
 
 
 class ProfileStore:
@@ -57,7 +62,7 @@ class ProfileStore:
     def add(self, data: bytes) -> Path:
         """Check and keep a profile; returns its file. Raises FormatError for bytes that are none."""
         profile = read_profile(data)
-        return put_profile(self.folder / profile.model.hex()[:16] / f"{profile_digest(data).hex()[:16]}.card", data)
+        return _put(self.folder / profile.model.hex()[:16] / f"{profile_digest(data).hex()[:16]}.card", data)
 
     def _read(self, path: Path, space: ModelSpace) -> tuple[str, CodecProfile]:
         if path.stat().st_size > MAX_PROFILE:
@@ -72,8 +77,69 @@ class ProfileStore:
         return digest, profile
 
 
-def put_profile(path: Path, data: bytes) -> Path:
-    """Write a profile's file, which appears complete or not at all; returns it. Raises OSError."""
+class ModelProfile(Protocol):
+    """A profile of one model; ``model``: its `model_digest`."""
+
+    @property
+    def model(self) -> bytes: ...
+
+
+P = TypeVar("P", bound=ModelProfile)
+
+
+class SingleProfileStore(Generic[P]):
+    """This user's profiles of another kind, one file a model beside the codec's; ``folder`` as for `ProfileStore`.
+
+    Any thread and any number of processes may read and add at once: a file appears complete or not at all.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str | None,
+        name: str,
+        read: Callable[[bytes], P],
+        write: Callable[[P], bytes],
+        *,
+        most: int,
+    ) -> None:
+        """``name``: of each file, not ``*.card``; ``most``: bytes of one that is read; ``read`` raises FormatError."""
+        self.folder = ProfileStore(folder).folder
+        self._name, self._read, self._write, self._most = name, read, write, most
+
+    def path(self, space: ModelSpace) -> Path:
+        """The file of a model's profile; it need not exist."""
+        return self._path(model_digest(space))
+
+    def _path(self, model: bytes) -> Path:
+        return self.folder / model.hex()[:16] / self._name
+
+    def find(self, space: ModelSpace) -> P | None:
+        """The model's profile; None where none can be read, with a warning if there is a file."""
+        path = self.path(space)
+        try:
+            if path.stat().st_size > self._most:
+                raise FormatError("it is too large")
+            profile = self._read(path.read_bytes())
+            if not self.fits(profile, space):
+                raise FormatError("it is of another model")
+        except FileNotFoundError:
+            return None
+        except (FormatError, OSError) as error:
+            log.warning("the profile at %s cannot be used: %s", path, error)
+            return None
+        return profile
+
+    def fits(self, profile: P, space: ModelSpace) -> bool:
+        """Return True if the profile is of this model."""
+        return profile.model == model_digest(space)
+
+    def add(self, profile: P) -> Path:
+        """Keep a profile in the place of an older one of its model; returns its file. Raises FormatError, OSError."""
+        return _put(self._path(profile.model), self._write(profile))
+
+
+def _put(path: Path, data: bytes) -> Path:
+    """Write a file that appears complete or not at all; returns it. Raises OSError."""
     make_private_folder(path.parent)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
         try:

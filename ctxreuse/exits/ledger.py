@@ -55,11 +55,6 @@ class BudgetLedger:
         """How many tokens may be taken now if the first ones are wrong."""
         return max(self._allowed() - self.spent, 0)
 
-    @property
-    def left(self) -> float:
-        """The share of a full window's allowance that is not spent."""
-        return max(1 - self.spent / max(self.budget * WINDOW, 1.0), 0.0)
-
     def exact(self) -> None:
         """Count a token that is right."""
         self.tokens += 1

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 from collections.abc import Mapping
 from itertools import pairwise
@@ -26,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ctxreuse.codec.profile import model_digest
-from ctxreuse.codec.profile_store import ProfileStore, put_profile
+from ctxreuse.codec.profile_store import SingleProfileStore
 from ctxreuse.errors import FormatError
 from ctxreuse.identity.keys import KEY_BYTES
 from ctxreuse.identity.model import ModelSpace
@@ -39,8 +37,6 @@ MAGIC, VERSION = b"CTXREXIT", 1
 MAX_PROFILE = 1 << 28
 _PRELUDE = struct.Struct("<8sIIQ")
 _MOST_RAMPS, _MOST_WIDTH = 8, 1 << 16
-
-log = logging.getLogger(__name__)
 
 
 class Ramp(msgspec.Struct, frozen=True):
@@ -162,37 +158,13 @@ def _fail(what: str) -> FormatError:
     return FormatError(f"exit profile {what}", fix="Calibrate again: `ctxreuse calibrate NAME --exits`")
 
 
-class ExitProfileStore:
-    """The exit profiles of this user, one file a model beside its other profiles; ``folder`` as for `ProfileStore`.
-
-    Any thread and any number of processes may read and add at once: a file appears complete or not at all.
-    """
+class ExitProfileStore(SingleProfileStore[ExitProfile]):
+    """The exit profiles of this user, one file a model beside its codec profiles."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = ProfileStore(folder).folder
+        super().__init__(folder, "exits.ramps", read_exit_profile, write_exit_profile, most=MAX_PROFILE)
 
-    def path(self, model: bytes) -> Path:
-        """The file of the profile of a model, by its `model_digest`; it need not exist."""
-        return self.folder / model.hex()[:16] / "exits.ramps"
-
-    def find(self, space: ModelSpace) -> ExitProfile | None:
-        """The model's profile; None where none can be read, with a warning if there is a file."""
-        model = model_digest(space)
-        path = self.path(model)
-        try:
-            if path.stat().st_size > MAX_PROFILE:
-                raise FormatError("exit profile is too large", where=str(path))
-            profile = read_exit_profile(path.read_bytes())
-            said = max((int(ramp.candidates[-1]) for ramp in profile.ramps), default=0)
-            if profile.model != model or profile.layers != len(space.layers) or said >= space.vocab_size:
-                raise FormatError("exit profile is of another model", where=str(path))
-        except FileNotFoundError:
-            return None
-        except (FormatError, OSError) as error:
-            log.warning("the exit profile at %s cannot be used: %s", path, error)
-            return None
-        return profile
-
-    def add(self, profile: ExitProfile) -> Path:
-        """Keep a profile in the place of an older one of its model; returns its file. Raises FormatError, OSError."""
-        return put_profile(self.path(profile.model), write_exit_profile(profile))
+    def fits(self, profile: ExitProfile, space: ModelSpace) -> bool:
+        """See `SingleProfileStore.fits`; its ramps must also be of this model's layers and say only its tokens."""
+        last = max((int(ramp.candidates[-1]) for ramp in profile.ramps), default=0)
+        return super().fits(profile, space) and profile.layers == len(space.layers) and last < space.vocab_size

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import struct
@@ -23,11 +22,9 @@ from typing import Literal, TypeAlias
 import msgspec
 import xxhash
 
-from ctxreuse.codec.profile import model_digest
-from ctxreuse.codec.profile_store import ProfileStore, put_profile
+from ctxreuse.codec.profile_store import SingleProfileStore
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.identity.keys import KEY_BYTES
-from ctxreuse.identity.model import ModelSpace
 from ctxreuse.reuse.inplace.pages import Selection
 from ctxreuse.reuse.recompute import SHARE, parse_policy
 
@@ -56,8 +53,6 @@ _RETIRED = re.compile(
     rf"|[kv]-{SHARE}(>{SHARE}(@\d+(>\d+)+)?|(>{SHARE})*(@\d+(>\d+)*)?/\d+)",
     re.ASCII,
 )
-
-log = logging.getLogger(__name__)
 
 
 class PolicyMeasurement(msgspec.Struct, frozen=True):
@@ -194,40 +189,8 @@ def _fail(what: str) -> FormatError:
     return FormatError(f"chunk profile {what}", fix="Calibrate again: `ctxreuse calibrate NAME --chunks`")
 
 
-class ChunkProfileStore:
-    """The chunk profiles of this user, one file a model beside its codec profiles; ``folder`` as for `ProfileStore`.
-
-    Any thread and any number of processes may read and add at once: a file appears complete or not at all.
-    """
+class ChunkProfileStore(SingleProfileStore[ChunkProfile]):
+    """The chunk profiles of this user, one file a model beside its codec profiles."""
 
     def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = ProfileStore(folder).folder
-
-    def path(self, space: ModelSpace) -> Path:
-        """The file of a model's profile; it need not exist."""
-        return self._path(model_digest(space))
-
-    def _path(self, model: bytes) -> Path:
-        # Not ``*.card``: those are the codec's.
-        return self.folder / model.hex()[:16] / "chunks.measured"
-
-    def find(self, space: ModelSpace) -> ChunkProfile | None:
-        """The model's profile; None where none can be read, with a warning if there is a file."""
-        path = self.path(space)
-        try:
-            if path.stat().st_size > MAX_PROFILE:
-                raise FormatError("chunk profile is too large", where=str(path))
-            profile = read_chunk_profile(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (FormatError, OSError) as error:
-            log.warning("the chunk profile at %s cannot be used: %s", path, error)
-            return None
-        if profile.model != model_digest(space):
-            log.warning("the chunk profile at %s is of another model", path)
-            return None
-        return profile
-
-    def add(self, profile: ChunkProfile) -> Path:
-        """Keep a profile in the place of an older one of its model; returns its file. Raises FormatError, OSError."""
-        return put_profile(self._path(profile.model), write_chunk_profile(profile))
+        super().__init__(folder, "chunks.measured", read_chunk_profile, write_chunk_profile, most=MAX_PROFILE)

@@ -155,9 +155,10 @@ class TorchEngine:
                 check_exits(self.space, self.model)
                 if profile is None:
                     return "the model has no exit profile: run `ctxreuse calibrate NAME --exits`"
-                self._exits = TorchExits(self._model, profile)
+                self.use_exits(profile)
             except EngineError as error:
                 return error.what
+        assert self._exits is not None
         return self._exits.costs
 
     def use_exits(self, profile: ExitProfile) -> None:

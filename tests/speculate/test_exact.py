@@ -1,4 +1,5 @@
-"""On every engine an answer is the same with drafts as without, right up to the bits where passes are cut alike."""
+"""On every engine an answer is the same with drafts as without: to the bit where passes are cut alike, otherwise up to
+the engine's rounding."""
 
 from __future__ import annotations
 
@@ -35,6 +36,33 @@ def answer(runtime: Runtime, ids: Any, sampling: SamplingParams) -> Any:
     found = runtime.complete(ids, sampling)
     found.drain()
     return found
+
+
+#: By how much passes of other sizes move a logit, at most, and the cumulative probability that a draw is held against:
+#: ONNX Runtime by nothing, torch by its float32 sums, llama.cpp by those and by K and V that it keeps in float16
+#: (measured over 20 answers of 48 tokens: 1e-5 and 4e-3; drawn tokens changed where 2e-4 and less decided).
+ROUNDING = {"OnnxEngine": 0.0, "TorchEngine": 1e-4, "LlamaEngine": 0.02}
+
+
+def assert_one_of_rounding(engine: Any, ids: Any, one: Any, same: Any, sampling: SamplingParams) -> None:
+    """Where two answers part, either token is what the plain logits give, up to the engine's own rounding."""
+    moved = ROUNDING[type(engine).__name__]
+    at = next((i for i, (a, b) in enumerate(zip(one.tokens, same.tokens)) if a != b), None)
+    assert moved, (one.tokens, same.tokens)
+    assert at is not None, (one.tokens, same.tokens)
+    context = engine.new_context(len(ids) + at + 1)
+    logits = engine.prefill(context, ids)
+    for token in same.tokens[:at]:
+        (logits,) = engine.step([(context, np.array([token], "<i4"))])
+    scores = np.asarray(logits, np.float64)
+    if not sampling.temperature:
+        assert scores[one.tokens[at]] >= scores.max() - 2 * moved
+        return
+    weights = np.exp((scores - scores.max()) / sampling.temperature)
+    upto = np.cumsum(weights) / weights.sum()
+    draw = np.random.Generator(np.random.Philox(key=sampling.seed, counter=at)).random()
+    first, last = np.searchsorted(upto, (draw - moved / 4, draw + moved / 4), side="right")
+    assert first <= one.tokens[at] <= last, (one.tokens, same.tokens, draw)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +121,10 @@ def test_answers_are_those_of_plain_decoding(
     plain = Runtime(engine, None, RuntimeOptions())
     for one, own in zip(found, sampling.answers(n)):
         same = answer(plain, ids, own)
-        assert (one.tokens, one.text, one.finish) == (same.tokens, same.text, same.finish)
+        if one.tokens == same.tokens:
+            assert (one.text, one.finish) == (same.text, same.finish)
+        else:
+            assert_one_of_rounding(engine, ids, one, same, own)
         used = one.usage.tokens
         assert used.completion == len(one.tokens)
         assert 0 <= used.accepted <= used.drafted

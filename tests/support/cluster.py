@@ -120,9 +120,16 @@ class Cluster:
     def cloud(self, *, workers: int = 0, **settings: Any) -> Node:
         """Start a cloud, without engines unless told; ready when this returns."""
         bus = {"bind": "tcp://127.0.0.1:0", "key_file": self._key("cloud"), "allow_file": str(self.allowed.path)}
-        cloud = {"port": 0, "store": str(self.folder / "cloud"), "prefill_workers": workers} | settings
-        engine = {"model": str(self.model), "threads": 1}
-        node = self._node("cloud", "cloud", {"bus": bus, "cloud": cloud, "engine": engine}).start().ready()
+        cloud = {"port": 0, "store": str(self.folder / "cloud"), "prefill_workers": workers}
+        sections: dict[str, dict[str, Any]] = {
+            "bus": bus,
+            "cloud": cloud,
+            "engine": {"model": str(self.model), "threads": 1},
+        }
+        for setting, value in settings.items():
+            section, found, field = setting.rpartition("__")
+            sections.setdefault(section if found else "cloud", {})[field] = value
+        node = self._node("cloud", "cloud", sections).start().ready()
         self.bus = node.status()["bus"]["endpoint"]
         bus["bind"] = self.bus
         return node

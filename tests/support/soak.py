@@ -77,7 +77,7 @@ class Soak:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         backend = {"url": f"http://127.0.0.1:{port}", "name": "edge"}
-        self.cloud = self._cluster.cloud(store_bytes=2 << 20, backends=[backend])
+        self.cloud = self._cluster.cloud(store_bytes=2 << 20, store__host_bytes=1 << 20, backends=[backend])
         self._relay = self._cluster.relay()
         small = {"store__capacity": 1 << 20, "edge__context_cache_bytes": 1 << 20, "store__host_bytes": 1 << 20}
         self.edge = self._cluster.edge("edge", endpoint=self._relay.endpoint, edge__port=port, **small)

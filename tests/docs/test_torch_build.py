@@ -1,4 +1,4 @@
-"""What the texts say of torch's builds, asked of the indexes that they name; other tests use this machine's own wheels."""
+"""What the texts say of torch's builds, asked of the indexes that they name: other tests use this machine's wheels."""
 
 from __future__ import annotations
 

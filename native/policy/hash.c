@@ -73,7 +73,7 @@ void policy_hash_add(policy_hash *hash, uint64_t id, uint32_t place) {
 int policy_hash_reserve(policy_hash *hash, uint32_t more, const void *owner, policy_id_fn id_of) {
     uint64_t need = ((uint64_t)hash->count + more) * 5 / 4 + 8;
     if (need <= hash->size) return 0;
-    need += need / 16;
+    need += need / 32;
     /* A place is below the size, and one bit at least is for the distance. */
     if (need > UINT32_C(1) << 31) return -1;
     policy_hash grown = {malloc((size_t)need * sizeof *grown.slots), (uint32_t)need, 0, 1};

@@ -87,7 +87,7 @@ int policy_residents_reserve(policy_residents *residents, uint32_t more) {
     uint64_t need = (uint64_t)residents->count + more;
     if (policy_hash_reserve(&residents->hash, more, residents, entry_id) < 0) return -1;
     if (need <= residents->room) return 0;
-    need += need / 16 + 64;
+    need += need / 32 + 64;
     policy_entry *entries = need < FOLLOWED ? realloc(residents->entries, (size_t)need * sizeof *entries) : NULL;
     if (!entries) return -1;
     residents->entries = entries;
@@ -117,7 +117,7 @@ int policy_residents_hold(policy_residents *residents, const uint8_t key[POLICY_
 
 int policy_residents_fill(policy_residents *residents, const context_tree *tree) {
     if (!tree->count) return 0;
-    size_t room = (size_t)tree->count + tree->count / 16;
+    size_t room = (size_t)tree->count + tree->count / 32;
     policy_entry *entries = realloc(residents->entries, room * sizeof *entries);
     if (!entries) return -1;
     residents->entries = entries;

@@ -427,7 +427,20 @@ static PyObject *trim_memory(PyObject *module, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+/* Let all threads allocate from so many arenas of the C library, where it has some (glibc: eight times the processors). */
+static PyObject *limit_arenas(PyObject *module, PyObject *count) {
+    (void)module;
+    long arenas = PyLong_AsLong(count);
+    if (arenas == -1 && PyErr_Occurred()) return NULL;
+    if (arenas < 1 || arenas > 1024) return PyErr_Format(PyExc_ValueError, "%ld arenas; 1 to 1024 can be", arenas);
+#ifdef __GLIBC__
+    mallopt(M_ARENA_MAX, (int)arenas);
+#endif
+    Py_RETURN_NONE;
+}
+
 PyMethodDef tree_methods[] = {
+    {"limit_arenas", limit_arenas, METH_O, NULL},
     {"trim_memory", trim_memory, METH_NOARGS, NULL},
     {"tree_new", tree_new, METH_NOARGS, NULL},
     {"tree_figures", tree_figures, METH_O, NULL},

@@ -1,4 +1,4 @@
-"""Threads of a daemon share arenas of the C library: otherwise each makes one, and nobody else uses what is free there."""
+"""Threads of a daemon share arenas of the C library: with one each, nobody else uses what is free there."""
 
 from __future__ import annotations
 

@@ -28,6 +28,11 @@ GREEDY = {"max_tokens": 8, "ignore_eos": True}
 History = list[tuple[int, str, str]]
 
 
+def without_markers(engine: Any) -> dict[str, Any]:
+    """Sampling in which the model says no marker: that would be in the answer's ids and not in its text."""
+    return {"ignore_eos": True, "logit_bias": {int(engine.text.encode(one)[0]): -100.0 for one in engine.text.markers}}
+
+
 def history(session: Any) -> History:
     return [(turn.id, turn.role, turn.content) for turn in session.turns()]
 
@@ -61,7 +66,7 @@ def write(engine: Any, folder: Path, pipe: int, rng: random.Random) -> None:
             text = "".join(rng.choices("abcdef ", k=rng.randrange(1, 30)))
             tell(verb=verb, session=session.id, adds=[["user", text], ["assistant", None]])
             try:
-                session.ask(text, max_tokens=rng.randrange(1, 12), ignore_eos=True).text  # noqa: B018
+                session.ask(text, max_tokens=rng.randrange(1, 12), **without_markers(engine)).text  # noqa: B018
             except ContextTooLongError:
                 session.rollback(0)
         elif verb == "fork" and len(names) < 12:

@@ -2,7 +2,8 @@
 
 Each agent streams its whole chat in every turn: a system prompt that all share, a first message of its own, answers of
 32 tokens, pauses. The peer has as many slots as there are agents. Both run in turns, on all cores. ``--model``: a GGUF
-file, or a known name, instead of SmolLM2.
+file, or a known name, instead of SmolLM2. Where ``CTXREUSE_VLLM`` names an environment with vLLM, its server is
+compared with a daemon on torch as well, both in bfloat16.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.children import Child
+from benchmarks.vllm_server import VllmServer
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
@@ -104,10 +106,10 @@ class Agent:
         first = prose(self._rng, self._rng.randint(*_FIRST))
         self._messages = [{"role": "system", "content": system}, {"role": "user", "content": first}]
 
-    async def turn(self, http: httpx.AsyncClient, url: str) -> Turn:
+    async def turn(self, http: httpx.AsyncClient, url: str, model: str) -> Turn:
         """Ask, wait for the whole answer, and add both to the chat."""
         body: dict[str, Any] = {
-            "model": "", "messages": self._messages, "max_tokens": _TOKENS, "temperature": 0, "stream": True,
+            "model": model, "messages": self._messages, "max_tokens": _TOKENS, "temperature": 0, "stream": True,
             "ignore_eos": True,
         }  # fmt: skip
         began, times, text = time.perf_counter(), list[float](), ""
@@ -153,7 +155,7 @@ _VOCABULARY = (
 )
 
 
-async def talk(url: str, agents: Sequence[Agent], turns: int) -> Round:
+async def talk(url: str, agents: Sequence[Agent], turns: int, model: str = "") -> Round:
     """Let all agents talk at once."""
 
     async def one(http: httpx.AsyncClient, agent: Agent) -> list[Turn]:
@@ -161,7 +163,7 @@ async def talk(url: str, agents: Sequence[Agent], turns: int) -> Round:
         for number in range(turns):
             if number:
                 await agent.pause()
-            found.append(await agent.turn(http, url))
+            found.append(await agent.turn(http, url, model))
         return found
 
     limits = httpx.Limits(max_connections=len(agents))
@@ -184,7 +186,7 @@ def ninety_fifth(values: Sequence[float]) -> float:
 
 def run(options: Options) -> list[Figure]:
     """Fresh servers for each number of agents."""
-    from ctxreuse.models import get_gguf
+    from ctxreuse.models import get, get_gguf
 
     model = options.model or "smollm2"
     path = Path(model) if model.endswith(".gguf") else get_gguf(model)
@@ -201,32 +203,54 @@ def run(options: Options) -> list[Figure]:
             theirs = asyncio.run(talk(peer.said, made(count, step), turns))
         figures += compared(count, ours, theirs)
     options.step("agents", len(counts), len(counts) + 1)
-    return [*figures, restarted(path, threads, counts[-1] if options.quick else 4)]
+    figures.append(restarted(path, threads, counts[-1] if options.quick else 4))
+    place = os.environ.get("CTXREUSE_VLLM", "")
+    for count in (2, 4, 8) if place and not model.endswith(".gguf") else ():
+        options.step(f"{count} agents on vLLM")
+        figures += against_vllm(Path(place), str(get(model)), threads, count, turns)
+    return figures
 
 
-def compared(count: int, ours: Round, theirs: Round) -> list[Figure]:
-    """Figures of one number of agents."""
+def against_vllm(place: Path, model: str, threads: int, count: int, turns: int) -> list[Figure]:
+    """The same against vLLM's server, for a daemon on torch."""
+    torch = {"CTXREUSE_ENGINE__ENGINE": "torch", "CTXREUSE_ENGINE__DTYPE": "bfloat16"}
+    with tempfile.TemporaryDirectory() as folder:
+        daemon = Daemon(model, Path(folder) / "store", threads, torch)
+        ours = asyncio.run(talk(daemon.url, made(count, 50 + count), turns))
+        daemon.close()
+        with VllmServer(place, model, Path(folder) / "vllm.log", count, _SLOT) as peer:
+            asyncio.run(talk(peer.url, made(1, 98), 1, "model"))  # it compiles with its first requests
+            theirs = asyncio.run(talk(peer.url, made(count, 50 + count), turns, "model"))
+    return compared(count, ours, theirs, prefix="vllm_", speed=0.9, first=1.1)
+
+
+def compared(
+    count: int, ours: Round, theirs: Round, *, prefix: str = "", speed: float = 1.0, first: float | None = None
+) -> list[Figure]:
+    """Figures of one number of agents; ``speed`` and ``first`` are shares of the peer's that are the bars."""
     later, other = ninety_fifth(ours.later()), ninety_fifth(theirs.later())
+    starts = statistics.mean(theirs.starts())
     return [
         Figure(
-            metric=f"speed_{count}",
+            metric=f"{prefix}speed_{count}",
             value=ours.speed(),
             unit="tokens/s",
             peer=theirs.speed(),
-            bar=theirs.speed(),
+            bar=speed * theirs.speed(),
             note="all agents, pauses included; 95th percentile between tokens:"
             f" {1e3 * ninety_fifth(ours.gaps()):.0f} ms, peer {1e3 * ninety_fifth(theirs.gaps()):.0f}",
         ),
         Figure(
-            metric=f"first_{count}",
+            metric=f"{prefix}first_{count}",
             value=statistics.mean(ours.starts()),
             unit="s",
-            peer=statistics.mean(theirs.starts()),
+            peer=starts,
             better="lower",
+            bar=None if first is None else first * starts,
             note=f"mean of the first turns; the last one's {max(ours.starts()):.1f} s, peer {max(theirs.starts()):.1f}",
         ),
         Figure(
-            metric=f"later_{count}",
+            metric=f"{prefix}later_{count}",
             value=later,
             unit="s",
             peer=other,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ from urllib.request import urlopen
 
 import psutil
 
+from benchmarks.vllm_server import free_port
 from ctxreuse import models
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
@@ -139,7 +139,7 @@ def _lmcache(place: Path, log: Path) -> Iterator[_Server]:
     if not (place / "bin" / "lmcache").exists():
         yield _Server(None, None)
         return
-    port, http = _free_port(), _free_port()
+    port, http = free_port(), free_port()
     words = ["--host", "127.0.0.1", "--port", port, "--http-host", "127.0.0.1", "--http-port", http, "--l1-size-gb", 1]
     words += ["--chunk-size", 256, "--eviction-policy", "LRU", "--disable-observability"]
     words += ["--supported-transfer-mode", "auto"]
@@ -163,12 +163,6 @@ def _lmcache(place: Path, log: Path) -> Iterator[_Server]:
     finally:
         process.terminate()
         process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(url: str) -> bool:

@@ -73,10 +73,11 @@ test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on t
 # commands look for a package named vllm, whose version says which platform it is for.
 CONNECTORS ?= $(CURDIR)/.venv-connectors
 VLLM := 0.32.0
-test-connectors: $(READY) ## vLLM on the CPU with our connector, in an environment of its own (3.5 GB), or in CONNECTORS=folder
+LMCACHE := 0.5.6
+test-connectors: $(READY) ## vLLM on the CPU with our connector, and with LMCache over our store, in an environment of its own (3.9 GB), or in CONNECTORS=folder
 	test -x $(CONNECTORS)/bin/python || $(PYTHON) -m venv $(CONNECTORS)
 	test -f $(CONNECTORS)/.vllm || PIP="$(CONNECTORS)/bin/python -m pip --disable-pip-version-check" tests/connectors/install_vllm.sh $(VLLM) $(CONNECTORS)
-	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q .
+	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q . lmcache==$(LMCACHE)
 	CONNECTORS=$(CONNECTORS) $(BIN)/python -m pytest -q -m connectors tests/connectors
 
 # Helm, and the schemas of Kubernetes and of Compose, in an environment that has those and the sidecar.

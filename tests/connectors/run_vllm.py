@@ -13,6 +13,10 @@ import sys
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.triton_utils import dispatcher
+
+    # Its scan of all modules ends with an error at an object of cffi that LMCache's have.
+    dispatcher.vars = lambda value: value.__dict__ if isinstance(value.__dict__, dict) else {}
 
     options = json.loads(sys.argv[1])
     llm = LLM(**options)

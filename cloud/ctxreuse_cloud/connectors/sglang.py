@@ -56,7 +56,9 @@ class CtxReuseStorage(HiCacheStorage):  # type: ignore[misc]
         """Learn how pages lie in memory, on which the meaning of their bytes depends."""
         super().register_mem_pool_host(mem_pool_host)
         pool = mem_pool_host
-        facts = (type(pool).__name__, str(pool.layout), str(pool.dtype), int(pool.page_size))
+        # A pool stores all kinds of fp8 as uint8: what they are, the engine's own pool says.
+        dtypes = [str(pool.dtype), str(getattr(getattr(pool, "device_pool", None), "dtype", ""))]
+        facts = (type(pool).__name__, str(pool.layout), *dtypes, int(pool.page_size))
         self._space = ValueSpace("sglang", (self._model, self._rank, *facts), self._secret)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: object) -> None:
@@ -135,7 +137,7 @@ class CtxReuseStorage(HiCacheStorage):  # type: ignore[misc]
         return self._values.load(self._value(key, parts), parts)
 
     def _save(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
-        return self._values.save((self._value(key, parts), parts) for key, parts in zip(keys, pages, strict=True))
+        return self._values.save([(self._value(key, parts), parts) for key, parts in zip(keys, pages, strict=True)])
 
     def _value(self, key: str, parts: Sequence[memoryview]) -> Any:
         """Name a page's bytes: those of a flat tensor have another order than those of a pool's parts."""

@@ -117,11 +117,11 @@ class ValueStore:
             log.warning("a value was not loaded: %s", error)
         return False
 
-    def save(self, values: Iterable[tuple[Value, Sequence[memoryview]]]) -> list[bool]:
+    def save(self, values: Sequence[tuple[Value, Sequence[memoryview]]]) -> list[bool]:
         """Store values of one or more parts, which this copies; True for those committed, or stored before."""
         store = self._access.writing()
         if store is None:
-            return [False for _ in values]
+            return [False] * len(values)
         saved = []
         try:
             for value, parts in values:
@@ -129,15 +129,15 @@ class ValueStore:
                     saved.append(True)
                     continue
                 sealed = _sealed(value, parts)
-                if not store.put(value.key, sealed):
+                accepted = store.put(value.key, sealed)
+                if not accepted:
                     store.flush(_PATIENCE)  # a full queue of writes
-                    saved.append(store.put(value.key, sealed))
-                else:
-                    saved.append(True)
+                    accepted = store.put(value.key, sealed)
+                saved.append(accepted)
             store.flush(_PATIENCE)
         except StoreError as error:
             log.warning("values were not saved: %s", error)
-            return [False for _ in saved]
+            return [False] * len(values)
         return saved
 
     def drop(self, keys: Iterable[bytes], reason: str) -> None:

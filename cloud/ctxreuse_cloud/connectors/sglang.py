@@ -57,8 +57,8 @@ class CtxReuseStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         pool = mem_pool_host
         # A pool stores all kinds of fp8 as uint8: what they are, the engine's own pool says.
-        dtypes = [str(pool.dtype), str(getattr(getattr(pool, "device_pool", None), "dtype", ""))]
-        facts = (type(pool).__name__, str(pool.layout), *dtypes, int(pool.page_size))
+        dtypes = f"{pool.dtype} {getattr(getattr(pool, 'device_pool', None), 'dtype', '')}"
+        facts = type(pool).__name__, str(pool.layout), dtypes, int(pool.page_size)
         self._space = ValueSpace("sglang", (self._model, self._rank, *facts), self._secret)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: object) -> None:

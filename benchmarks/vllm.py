@@ -11,7 +11,7 @@ of LMCache's server included. ``floor`` is vLLM's own prefix cache, in the memor
 tokens are computed, and nothing is loaded. What is above it is a connector's own.
 
 ``CTXREUSE_VLLM`` names the environment with vLLM, this package and, for the peer, ``lmcache`` (`make test-connectors`
-makes one without).
+makes one).
 """
 
 from __future__ import annotations

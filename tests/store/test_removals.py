@@ -30,19 +30,23 @@ EVENTS = st.lists(
 def test_the_last_that_happened_to_a_key_counts(events: list[tuple[list[int], str]]) -> None:
     clock = FakeClock()
     book = RemovalLog(clock=clock.now, most=12)
-    model: dict[int, tuple[str, float]] = {}
+    added: list[tuple[int, str, float]] = []
     for keys, how in events:
         clock.advance(1)
-        book.add([key(n) for n in keys], how, "x")  # type: ignore[arg-type]
-        for n in keys:
-            model.pop(n, None)
-            model[n] = how, clock.now()
-        for old in list(model)[: max(0, len(model) - 12)]:
-            del model[old]
+        book.add([key(n) for n in keys], how, "x", key(keys[0]) if keys[0] % 2 else b"")  # type: ignore[arg-type]
+        added = [*added, *((n, how, clock.now()) for n in keys)][-12:]
         book.check()
+    model = {n: (how, at) for n, how, at in added}
     for n in range(31):
         gone = book.removal(key(n))
         assert (None if gone is None else (gone.how, gone.at)) == model.get(n)
+    assert len(book) == len(model)
+    newest = list(dict.fromkeys(at for n, how, at in reversed(added) if model[n] == (how, at)))
+    found = book.newest(3)
+    assert [(one.at, blocks) for _, one, blocks in found] == [
+        (at, sum(at == last for _, last in model.values())) for at in newest[:3]
+    ]
+    assert len({number for number, _, _ in found}) == len(found)
 
 
 def test_it_is_kept_over_restarts_and_a_damaged_file_is_set_aside(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def llama_index(setup: Setup, requests: Requests) -> str:
     from llama_index.core.llms import ChatMessage, ChatResponse, CustomLLM, LLMMetadata
     from llama_index.core.memory import ChatMemoryBuffer
 
-    class Model(CustomLLM):
+    class Model(CustomLLM):  # type: ignore[misc]
         @property
         def metadata(self) -> Any:
             return LLMMetadata(model_name="daemon", is_chat_model=True)
@@ -153,7 +153,7 @@ def google_adk(setup: Setup, requests: Requests) -> str:
 
     roles = {"user": "user", "model": "assistant"}
 
-    class Model(BaseLlm):
+    class Model(BaseLlm):  # type: ignore[misc]
         async def generate_content_async(self, request: Any, stream: bool = False) -> AsyncIterator[Any]:
             said = [(roles[one.role], "".join(part.text or "" for part in one.parts)) for one in request.contents]
             chat = [("system", str(request.config.system_instruction)), *said]
@@ -161,7 +161,7 @@ def google_adk(setup: Setup, requests: Requests) -> str:
             yield LlmResponse(content=Content(role="model", parts=[Part(text=text)]))
 
     agent = LlmAgent(name="keeper", model=Model(model="daemon"), instruction=setup.system)
-    who = {"user_id": "ann", "session_id": "s"}
+    who: dict[str, Any] = {"user_id": "ann", "session_id": "s"}
 
     async def turn(memory: Memory, question: str, *, first: bool) -> None:
         sessions = AdkSessionService(memory)

@@ -22,8 +22,8 @@ COMMAND = [sys.executable, "-m", "ctxreuse", "mcp", "--embedder", "none"]
 @asynccontextmanager
 async def stdio(folder: Path, *options: str) -> AsyncIterator[Client]:
     """A client that started its own server."""
-    command, *arguments = [*COMMAND, "--folder", str(folder), *options]
-    server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+    arguments = [*COMMAND[1:], "--folder", str(folder), *options]
+    server = StdioServerParameters(command=COMMAND[0], args=arguments, env=dict(os.environ))
     async with Client(stdio_client(server)) as client:
         yield client
 

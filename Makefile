@@ -65,6 +65,8 @@ ADAPTERS := .venv-adapters
 test-adapters: ## adapters for LangGraph, the OpenAI Agents SDK and others, on the real packages and SmolLM2, or on MODEL=name
 	@$(MAKE) --no-print-directory VENV=$(ADAPTERS) EXTRAS=llamacpp,embed $(ADAPTERS)/.ready
 	PIP_NO_INPUT=1 $(ADAPTERS)/bin/python -m pip --disable-pip-version-check install -q -r tests/adapters/requirements.txt
+	test -d $(ADAPTERS)/suites || PIP_NO_INPUT=1 $(ADAPTERS)/bin/python -m pip --disable-pip-version-check download -q \
+		--no-deps --no-binary :all: --no-build-isolation --require-hashes -d $(ADAPTERS)/suites -r tests/adapters/suites.txt
 	ADAPTERS_MODEL=$(MODEL) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(ADAPTERS)/bin/python -m pytest -q -p pytest_timeout \
 		-W ignore::pytest.PytestUnraisableExceptionWarning \
 		--confcutdir tests/adapters tests/adapters $(PYTEST)

@@ -12,10 +12,11 @@ from ctxreuse.bench import Suite
 __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
-    "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay", "drafts", "engine",
-    "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "levels", "lossless", "many", "neighbours",
-    "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy", "qa", "rans", "recall", "remote",
-    "resident", "resume", "router", "scale", "shapes", "states", "together", "tools", "tree", "vllm",
+    "adapters", "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay",
+    "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "levels",
+    "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy",
+    "qa", "rans", "recall", "remote", "resident", "resume", "router", "scale", "shapes", "states", "together",
+    "tools", "tree", "vllm",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

@@ -91,8 +91,11 @@ class Forgetter:
             return msgspec.structs.replace(done, contexts=tuple(self._saying(text)))
 
     def older_than(self, time: float) -> int:
-        """Delete contexts last changed, and requests made, before a time (seconds since 1970); returns how many."""
-        names = [session.id for session in self._ledger.sessions() if session.updated < time]
+        """Delete contexts last changed, and requests made, before a time (seconds since 1970); returns how many.
+
+        Pinned sessions stay, as they do where the library deletes by age.
+        """
+        names = [one.id for one in self._ledger.sessions() if one.updated < time and not one.pinned]
         for name in names:
             with contextlib.suppress(SessionError):  # deleted meanwhile
                 self.session(name)

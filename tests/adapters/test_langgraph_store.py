@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from ctxreuse_agents import Memory
 from ctxreuse_agents.adapters import LangGraphStore
+from ctxreuse_agents.retention import SteadyClock
 from langgraph.store.base import InvalidNamespaceError, PutOp, SearchOp
 from langgraph.store.memory import InMemoryStore
 
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.store.items import Items, item_key
+from ctxreuse.testing.clock import FakeClock
 
 NAMES = ["a", "b", "ab", "*x", "ü"]
 
@@ -90,6 +92,19 @@ def test_values_expire_and_reading_keeps_them(memory: Memory) -> None:
     clock[0] -= 1e6  # a clock that was wrong
     assert store.get(("a",), "always").value == {"x": 3}
     assert store.get(("b",), "other").value == {"x": 4}
+
+
+def test_a_clock_that_is_set_ends_no_values_life(memory: Memory) -> None:
+    clock = FakeClock()
+    memory._state.keeper.clock = SteadyClock(clock=clock)
+    store = LangGraphStore(memory, ttl={"default_ttl": 10})
+    store.put(("a",), "k", {"x": 1})
+    for year in (3e7, -6e7, 0):  # right or wrong
+        clock.jump(1_700_000_000.0 + year)
+        store.put(("b",), "other", {"x": 2}, ttl=None)
+        assert store.get(("a",), "k", refresh_ttl=False) is not None
+    clock.advance(601)
+    assert store.get(("a",), "k") is None
 
 
 def test_a_query_puts_what_has_its_words_first(memory: Memory) -> None:

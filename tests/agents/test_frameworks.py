@@ -19,6 +19,7 @@ NEEDS = {
     "LangGraphStore": "langgraph-checkpoint",
     "LlamaIndexChatStore": "llama-index-core",
     "OpenAIAgentsModel": "openai-agents",
+    "OpenAISession": "openai-agents",
 }
 
 

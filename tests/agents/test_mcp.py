@@ -3,73 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ctxreuse_agents import Memory
-from mcp import Client, StdioServerParameters
-from mcp.client.stdio import stdio_client
+from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
+from support.mcp_clients import COMMAND, call, every, http, refusal, stdio
+
 pytestmark = [pytest.mark.daemon, pytest.mark.slow]
-
-COMMAND = [sys.executable, "-m", "ctxreuse", "mcp", "--embedder", "none"]
-
-
-@asynccontextmanager
-async def stdio(folder: Path, *options: str) -> AsyncIterator[Client]:
-    """A client that started its own server."""
-    command, *arguments = [*COMMAND, "--folder", str(folder), *options]
-    server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
-    async with Client(stdio_client(server)) as client:
-        yield client
-
-
-@contextmanager
-def http(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server over HTTP: its address and process."""
-    command = [*COMMAND, "--folder", str(folder), "--http", "127.0.0.1:0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            line = server.stderr.readline()
-            found = re.search(r"http://\S+", line)
-            assert found, line + server.stderr.read()
-            yield found[0], server
-        finally:
-            server.terminate()
-            server.wait(20)
-
-
-async def call(client: Client, tool: str, **arguments: Any) -> Any:
-    result = await client.call_tool(tool, arguments)
-    assert not result.is_error, result.content
-    return result.structured_content
-
-
-async def refusal(client: Client, tool: str, **arguments: Any) -> str:
-    result = await client.call_tool(tool, arguments)
-    assert result.is_error
-    return str(result.content[0].text)  # type: ignore[union-attr]
-
-
-async def every(client: Client, tool: str, key: str, **arguments: Any) -> list[Any]:
-    """All entries of a list that is read in pages."""
-    found: list[Any] = []
-    cursor = ""
-    while True:
-        page = await call(client, tool, **arguments, cursor=cursor)
-        found += page[key]
-        if not (cursor := page.get("next", "")):
-            return found
 
 
 def test_a_memory_over_stdio(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,40 +12,13 @@ import pytest
 from ctxreuse_agents import Memory
 from ctxreuse_agents.remote_runtime import RemoteRuntime, attach
 
-from ctxreuse.daemon.lifecycle import read_address
 from ctxreuse.errors import ConfigError, ContextTooLongError, LinkDownError
 from ctxreuse.runtime import RuntimeProtocol
+from support.edge_daemon import Daemon
 from support.tiny_text import save_model
 from support.waiting import until
 
 pytestmark = pytest.mark.daemon
-
-
-class Daemon:
-    """A real edge daemon, as a process, on the tiny engine's model."""
-
-    def __init__(self, folder: Path, model: Path, env: dict[str, str]) -> None:
-        self.store, self.model, self.env = folder / "daemon", model, env
-        self.child: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> str:
-        command = [sys.executable, "-m", "ctxreuse_edge", "serve", "--port", "0"]
-        command += ["--store", str(self.store), "--model", str(self.model), "--log-level", "error"]
-        self.child = subprocess.Popen(command, env=self.env, stdout=subprocess.DEVNULL)
-        child = self.child
-
-        def address() -> str | None:
-            assert child.poll() is None, "the daemon did not start"
-            found = read_address(self.store / "edge.json")
-            return found.url if found is not None and found.pid == child.pid else None
-
-        return until(address, 60) or ""
-
-    def kill(self) -> None:
-        if self.child is not None:
-            self.child.kill()
-            self.child.wait()
-            self.child = None
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory, child_env: dict[str, str]) -> Iterator[Daemon]:
-    folder = tmp_path_factory.mktemp("edge")
-    env = {name: value for name, value in child_env.items() if not name.startswith("CTXREUSE_")}
-    env |= {"CTXREUSE_CONFIG": os.devnull, "CTXREUSE_ENGINE__THREADS": "1"}
-    daemon = Daemon(folder, model, env)
+    daemon = Daemon(tmp_path_factory.mktemp("edge"), model, child_env)
     yield daemon
     daemon.kill()
 

@@ -131,6 +131,18 @@ def test_what_is_old_is_deleted_by_itself(edge: Any) -> None:
     assert retention.round() == 0
 
 
+def test_a_pinned_session_of_the_library_does_not_go_by_age(edge: Any) -> None:
+    for name in ("pinned", "loose"):
+        edge.node.ledger.create(name, turns=[NewTurn("text", SECRET)], pinned=name == "pinned")
+    clock = FakeClock(time.time() + 31 * 86400.0)
+    assert Retention(edge.node.forget, 30 * 86400.0, clock).round() == 1
+    assert [one.name for one in edge.node.ledger.sessions()] == ["pinned"]
+    edge.node.ledger.keep("pinned", pinned=False)
+    clock.advance(31 * 86400.0)
+    assert Retention(edge.node.forget, 30 * 86400.0, clock).round() == 1
+    assert edge.node.ledger.sessions() == []
+
+
 def test_a_wrong_age_is_an_error_at_the_start(serve: Any) -> None:
     with pytest.raises(ConfigError, match="fortnight"):
         serve(**{"edge.retention": "a fortnight"})

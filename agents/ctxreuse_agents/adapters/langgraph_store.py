@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -80,7 +79,7 @@ class LangGraphStore(BaseStore):  # type: ignore[misc]
     supports_ttl = True
 
     def __init__(
-        self, memory: Memory, *, ttl: Mapping[str, Any] | None = None, clock: Callable[[], float] = time.time
+        self, memory: Memory, *, ttl: Mapping[str, Any] | None = None, clock: Callable[[], float] | None = None
     ) -> None:
         """Use a memory, which the caller closes.
 
@@ -88,9 +87,9 @@ class LangGraphStore(BaseStore):  # type: ignore[misc]
             memory: where values are stored.
             ttl: LangGraph's ``TTLConfig``: ``default_ttl`` in minutes, ``refresh_on_read``. What has expired is not
                 returned, and later writes delete it.
-            clock: seconds since 1970.
+            clock: seconds since 1970; None: the memory's, which goes on evenly where the machine's is set.
         """
-        self._items, self._clock = Items(memory.ledger), clock
+        self._items, self._clock = Items(memory.ledger), clock or memory._state.keeper.clock.now
         self.ttl_config = dict(ttl) if ttl is not None else None
 
     def batch(self, ops: Iterable[Any]) -> list[Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,8 +13,12 @@ from ctxreuse.daemon.openai import ApiError
 from ctxreuse.daemon.responses import InputItem, input_items
 from ctxreuse.errors import SessionError
 from ctxreuse.store import NewTurn, Turn
+from ctxreuse_agents.adapters.frameworks import framework
 from ctxreuse_agents.memory import Memory
 from ctxreuse_agents.session import Session
+
+with framework("openai-agents", "0.20", "0.25"):
+    from agents import SessionSettings
 
 __all__ = ["OpenAISession"]
 
@@ -26,7 +31,8 @@ class OpenAISession:
 
     Attributes:
         session: the session that it is, to fork, search or explain. A fork is a session for the SDK by `of`.
-        session_settings: the SDK's ``SessionSettings``, whose ``limit`` is the number of items that it reads.
+        session_settings: the SDK's ``SessionSettings``, whose ``limit`` is the number of items that it reads. A dict
+            of its fields will do.
     """
 
     def __init__(
@@ -41,18 +47,18 @@ class OpenAISession:
             session_settings: see above.
         """
         self.session = memory.session(session_id, namespace=namespace)
-        self.session_id, self.session_settings = session_id, session_settings
+        self.session_id, self.session_settings = session_id, _settings(session_settings)
 
     @classmethod
     def of(cls, session: Session, *, session_settings: Any = None) -> OpenAISession:
         """Return it for a session that there is, such as a fork."""
         found = cls.__new__(cls)
-        found.session, found.session_id, found.session_settings = session, session.id, session_settings
+        found.session, found.session_id, found.session_settings = session, session.id, _settings(session_settings)
         return found
 
     async def get_items(self, limit: int | None = None) -> list[Any]:
         """Return the items, or the last so many, oldest first."""
-        most = getattr(self.session_settings, "limit", None) if limit is None else limit
+        most = self.session_settings.limit if limit is None else limit
         turns = await asyncio.to_thread(self.session.turns)
         wanted = turns if most is None else turns[-most:] if most > 0 else []
         return [_item_of(turn) for turn in wanted]
@@ -78,6 +84,14 @@ class OpenAISession:
             if turns:
                 core.rollback(-1)
         return turns[-1] if turns else None
+
+
+def _settings(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return SessionSettings() if given is None else given
+    if unknown := sorted(set(given) - {field.name for field in dataclasses.fields(SessionSettings)}):
+        raise TypeError(f"Unknown session settings: {', '.join(unknown)}")
+    return SessionSettings(**given)
 
 
 def _turn_of(item: Any) -> NewTurn:

@@ -405,7 +405,7 @@ def reseal(
     for at, (offset, size) in zip(writer.layout.index, (writer.layout.spans + np.array([writer.start, 0])).tolist()):
         data = planes[at] if at in planes else view.plane(*at)
         if size:
-            target[offset : offset + size] = memoryview(data).cast("B")
+            target[offset : offset + size] = memoryview(data).cast("B")  # type: ignore[arg-type]
     return writer.seal()
 
 

@@ -210,7 +210,9 @@ class KltPlane:
         )
 
     def _alone(self, offset: int, strides: Sequence[int], angles: Angles | None) -> KltPlanes:
-        return KltPlanes.of([self], np.array([[offset, *strides, -1 if angles is None else 0]], np.int64))
+        # The third stride may be left out, as in every box.
+        layout = [offset, *(*strides, 1)[:3], -1 if angles is None else 0]
+        return KltPlanes.of([self], np.array([layout], np.int64))
 
 
 class KltPlanes(NamedTuple):

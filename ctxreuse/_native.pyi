@@ -98,36 +98,30 @@ def klt_plane(
     /,
 ) -> object: ...
 def klt_decode(
-    plane: object,
+    planes: tuple[object, ...],
     tensor: Memory,
     dtype: int,
-    offset: int,
-    strides: Sequence[int],
-    streams: Sequence[tuple[Memory, int | None, Memory | None, int | None, int]],
+    layout: Memory,
+    sources: Sequence[tuple[int, Memory, Memory, Memory | None, Memory | None, Memory | None, Memory | None]],
     raw_dtype: int,
-    cos: Memory,
-    sin: Memory,
+    angles: Sequence[Memory],
     times: Memory | None,
     /,
-) -> tuple[str, int, int, bool] | None: ...
+) -> tuple[str, int, int, int, bool] | None: ...
 def klt_encode(
-    plane: object,
+    planes: tuple[object, ...],
     tensor: Memory,
     dtype: int,
-    offset: int,
-    strides: Sequence[int],
+    layout: Memory,
+    checksums: Memory | None,
     token_counts: Memory,
     raw_first: int,
     raw_dtype: int,
-    cos: Memory,
-    sin: Memory,
+    angles: Sequence[Memory],
     refinement: bool,
-    out: Memory,
-    offsets: Memory,
     times: Memory | None,
     /,
-) -> tuple[str, int, int, bool] | None: ...
-def klt_bound(plane: object, tokens: int, raw_dtype: int, /) -> int: ...
+) -> tuple[bytes, bytes] | tuple[str, int, int, int, bool]: ...
 def klt_name() -> str: ...
 def attend(
     q: Memory,

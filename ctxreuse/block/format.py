@@ -131,13 +131,18 @@ class Layout:
     def __init__(self, planes: tuple[Plane, ...]) -> None:
         self.planes = planes
         self.index = {(plane.layer, plane.role): i for i, plane in enumerate(planes)}
-        self.offsets, at = [], 0
-        for plane in planes:
+        self.offsets, self.sizes, at = [], [plane.nbytes for plane in planes], 0
+        for plane, size in zip(planes, self.sizes):
             # Coded streams are short and read in order: 64 would pad a plane at 1 bit a value by 2 %.
             at = _aligned(at, CODED_ALIGN if plane.dtype == "uint8" else ALIGN)
             self.offsets.append(at)
-            at += plane.nbytes
+            at += size
         self.nbytes = _aligned(at)
+
+    @cached_property
+    def spans(self) -> npt.NDArray[np.int64]:
+        """Offset and size of each plane, [planes, 2]."""
+        return np.array([self.offsets, self.sizes], np.int64).T.copy()
 
     @cached_property
     def encoded(self) -> bytes:
@@ -227,6 +232,11 @@ class BlockWriter:
         self.buffer[: self._start] = 0
         self.buffer[body:] = 0
 
+    @property
+    def start(self) -> int:
+        """Byte offset of the first plane in ``buffer``."""
+        return self._start
+
     def offset(self, layer: int, role: str) -> int:
         """Byte offset of a plane in ``buffer``."""
         return self._start + self.layout.offsets[self.layout.index[layer, role]]
@@ -234,18 +244,17 @@ class BlockWriter:
     def plane(self, layer: int, role: str) -> npt.NDArray[np.uint8]:
         """A writable view [nbytes] of one plane."""
         at = self.offset(layer, role)
-        return self.buffer[at : at + self.layout.planes[self.layout.index[layer, role]].nbytes]
+        return self.buffer[at : at + self.layout.sizes[self.layout.index[layer, role]]]
 
     def seal(self) -> npt.NDArray[np.uint8]:
         """Compute the checksums, write the header, return the finished bytes (the buffer itself, not a copy)."""
-        layout, buffer = self.layout, self.buffer
-        sums = np.empty(len(layout.planes), "<u8")
-        for i, (plane, following) in enumerate(zip(layout.planes, (*layout.offsets[1:], layout.nbytes))):
-            at = self._start + layout.offsets[i]
-            end = at + plane.nbytes
-            buffer[end : self._start + following] = 0
-            sums[i] = xxhash.xxh3_64_intdigest(buffer[at:end].data)
-        header = _encode(msgspec.structs.replace(self._header, checksums=sums.tobytes()))
+        layout, buffer, start = self.layout, self.buffer, self._start
+        data, sums = buffer.data, []
+        for at, size, following in zip(layout.offsets, layout.sizes, (*layout.offsets[1:], layout.nbytes)):
+            if at + size != following:
+                buffer[start + at + size : start + following] = 0
+            sums.append(xxhash.xxh3_64_intdigest(data[start + at : start + at + size]))
+        header = _encode(msgspec.structs.replace(self._header, checksums=np.array(sums, "<u8").tobytes()))
         check = xxhash.xxh3_64_intdigest(header, buffer.nbytes & 0xFFFFFFFF)
         prelude = _PRELUDE.pack(MAGIC, VERSION, 0, len(header), buffer.nbytes, check)
         buffer[: _PRELUDE.size + len(header)] = np.frombuffer(prelude + header, np.uint8)
@@ -255,11 +264,12 @@ class BlockWriter:
 class BlockView:
     """A parsed block over the caller's buffer, valid as long as that buffer is. Safe for concurrent readers."""
 
-    __slots__ = ("_start", "_sums", "buffer", "header", "layout")
+    __slots__ = ("_spans", "_start", "_sums", "buffer", "header", "layout")
 
     def __init__(self, header: Header, layout: Layout, start: int, buffer: memoryview) -> None:
         self.header, self.layout, self.buffer, self._start = header, layout, buffer, start
         self._sums: list[int] = np.frombuffer(header.checksums, "<u8").tolist()
+        self._spans: npt.NDArray[np.int64] | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -283,13 +293,25 @@ class BlockView:
         """The XXH3-64 that a plane's bytes must have; KeyError if the block has no such plane."""
         return self._sums[self.layout.index[layer, role]]
 
+    @property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        """The XXH3-64 of the bytes of each plane of the layout."""
+        return np.frombuffer(self.header.checksums, "<u8")
+
+    @property
+    def spans(self) -> npt.NDArray[np.int64]:
+        """Byte offset in ``buffer`` and size of each plane of the layout, [planes, 2]."""
+        if self._spans is None:
+            self._spans = self.layout.spans + np.array([self._start, 0])
+        return self._spans
+
     def plane(self, layer: int, role: str, *, verify: bool = True) -> memoryview:
         """The bytes of one plane, zero-copy; raises FormatError if it is missing or its checksum differs."""
         i = self.layout.index.get((layer, role))
         if i is None:
             raise FormatError(f"block has no plane {role!r} of layer {layer}", where=self.header.key.hex()[:16])
         at = self.offset(layer, role)
-        data = self.buffer[at : at + self.layout.planes[i].nbytes]
+        data = self.buffer[at : at + self.layout.sizes[i]]
         if verify and xxhash.xxh3_64_intdigest(data) != self._sums[i]:
             raise FormatError(
                 f"plane {role!r} of layer {layer} is corrupt", where=self.header.key.hex()[:16], fix="It is recomputed"
@@ -379,9 +401,11 @@ def reseal(
     are compared: FormatError for a damaged one. ``into``: see BlockWriter.
     """
     writer = rewriter(view, layout=layout, level=level, into=into)
-    for plane in writer.layout.planes:
-        at = plane.layer, plane.role
-        writer.plane(*at)[:] = np.frombuffer(planes[at] if at in planes else view.plane(*at), np.uint8)
+    target = writer.buffer.data
+    for at, (offset, size) in zip(writer.layout.index, (writer.layout.spans + np.array([writer.start, 0])).tolist()):
+        data = planes[at] if at in planes else view.plane(*at)
+        if size:
+            target[offset : offset + size] = memoryview(data).cast("B")  # type: ignore[arg-type]
     return writer.seal()
 
 

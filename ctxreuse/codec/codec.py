@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.block.format import BlockView, Layout, Plane, reseal
+from ctxreuse.block.format import BlockView, Layout, Plane, layout_of, reseal, rewriter
 from ctxreuse.block.levels import (
     EXACT,
     PACKED,
@@ -23,10 +23,10 @@ from ctxreuse.block.levels import (
     parse_level,
 )
 from ctxreuse.codec import lossless
+from ctxreuse.codec.blocks import BlockCoder, source_of
 from ctxreuse.codec.planes import PlaneCoder, plane_coder
 from ctxreuse.codec.profile import CodecProfile, model_digest
 from ctxreuse.codec.profile_store import ProfileStore
-from ctxreuse.dtypes import BITS
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.identity.model import ModelSpace
 
@@ -166,21 +166,24 @@ class Codec:
         name = parse_level(view.header.level)
         if not name.coded:
             return np.frombuffer(view.buffer, np.uint8)
-        planes, streams = [], []
-        for plane in view.layout.planes:
-            # A block of a model without full layers has one plane of no bytes, which no profile knows.
-            if plane.dtype != "uint8" or not plane.nbytes:
-                planes.append(plane)
-                streams.append(view.plane(plane.layer, plane.role))
-                continue
-            if name.name == PACKED:
-                array, dtype = lossless.unpack_plane(view.plane(plane.layer, plane.role))
-            else:
-                array, dtype = self._decoded(view, plane, refinement), self.space.dtype
-            planes.append(Plane(plane.layer, plane.role, dtype, array.shape))
-            streams.append(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
-        reached = name.name if refinement is None else parse_level(refinement.header.level).name
-        return self._seal(view, planes, streams, EXACT if name.exact else approx(reached), into)
+        if name.name == PACKED:
+            return self._unpack(view, into)
+        coders, reached = self._coders_of(view, refinement)
+        # A block of a model without full layers has one plane of no bytes, which no profile knows.
+        planes = tuple(
+            self._raw(view, coders.plane(reached, plane.layer, plane.role), plane)
+            if plane.dtype == "uint8" and plane.nbytes
+            else plane
+            for plane in view.layout.planes
+        )
+        layout = layout_of(planes)
+        writer = rewriter(view, layout=layout, level=approx(reached), into=into)
+        for before, plane in zip(view.layout.planes, planes):
+            if before is plane:
+                writer.plane(plane.layer, plane.role)[:] = np.frombuffer(view.plane(plane.layer, plane.role), np.uint8)
+        for block in coders.blocks(reached, layout, self.space.dtype):
+            block.decode(view, refinement, writer.buffer, writer.start, self.space.dtype)
+        return writer.seal()
 
     # ---- planes, into an engine's memory
 
@@ -233,37 +236,35 @@ class Codec:
                 target[:, row : row + count] = array.view(target.dtype).reshape(target.shape[0], count, -1)
                 row += count
             return sum(view.array(layer, role, verify=False).shape[-2] for view in views)
-        coder = self._coder(views[0], more[0], layer, role)
-        data = [view.plane(layer, role, verify=False) for view in views]
-        sums = [view.checksum(layer, role) for view in views]
-        counts = [_rows(view, coder.tokens(stream)) for view, stream in zip(views, data)]
-        first = views[0].header.end - counts[0]
-        if any(v.header.end != first + sum(counts[: i + 1]) for i, v in enumerate(views)):
-            raise FormatError("coded blocks do not follow each other")
-        if more[0] is None:
-            coder.fill(target, row, self.space.dtype, first, data, sums)
-        else:
-            extra = [m.plane(layer, role, verify=False) for m in more if m is not None]
-            extra_sums = [m.checksum(layer, role) for m in more if m is not None]
-            coder.fill(target, row, self.space.dtype, first, data, sums, extra, extra_sums)
-        return sum(counts)
+        coders, level = self._coders_of(views[0], more[0])
+        coder = coders.plane(level, layer, role)
+        counts = [_tokens(view, coder, layer, role) for view in views]
+        end = first = views[0].header.end - counts[0]
+        for view, count in zip(views, counts):
+            end += count
+            if view.header.end != end:
+                raise FormatError("coded blocks do not follow each other")
+        if row + end - first > target.shape[1]:
+            raise FormatError(f"streams of {end - first} tokens for {target.shape[1] - row} rows")
+        sources = [
+            source_of(view, extra, (layer, role), count) for view, extra, count in zip(views, more, counts, strict=True)
+        ]
+        coder.decode(target, row, self.space.dtype, first, sources)
+        return end - first
 
-    def _decoded(self, view: BlockView, plane: Plane, refinement: BlockView | None) -> npt.NDArray[Any]:
-        coder = self._coder(view, refinement, plane.layer, plane.role)
-        count = _rows(view, coder.tokens(view.plane(plane.layer, plane.role)))
-        bits = np.empty((coder.plane.heads, count, coder.plane.dim), BITS[self.space.dtype])
-        self._fill([view], [refinement], plane.layer, plane.role, bits, 0)
-        return bits
+    def _raw(self, view: BlockView, coder: PlaneCoder, plane: Plane) -> Plane:
+        count = _tokens(view, coder, plane.layer, plane.role)
+        return Plane(plane.layer, plane.role, self.space.dtype, (coder.plane.heads, count, coder.plane.dim))
 
-    def _coder(self, view: BlockView, refinement: BlockView | None, layer: int, role: str) -> PlaneCoder:
+    def _coders_of(self, view: BlockView, refinement: BlockView | None) -> tuple[_Coders, str]:
+        """The coders of a coded block's profile, and the level that it has or that its refinement leads to."""
         if refinement is not None:
             coders, name = self._pair(view, refinement)
-        else:
-            name = parse_level(view.header.level)
-            if name.base:
-                raise FormatError("refinement without its base", where=view.header.key.hex()[:16])
-            coders = self._required(name.profile)
-        return coders.plane(name.name, layer, role)
+            return coders, name.name
+        name = parse_level(view.header.level)
+        if name.base:
+            raise FormatError("refinement without its base", where=view.header.key.hex()[:16])
+        return self._required(name.profile), name.name
 
     def _pair(self, view: BlockView, refinement: BlockView) -> tuple[_Coders, LevelName]:
         name, base = parse_level(refinement.header.level), parse_level(view.header.level)
@@ -291,21 +292,15 @@ class Codec:
         return coders
 
     def _write(self, view: BlockView, name: LevelName, into: Bytes | None) -> Bytes:
-        coders = self._coders[name.profile]
-        planes, streams = [], []
-        for plane in view.layout.planes:
-            data = view.plane(plane.layer, plane.role)
-            if (plane.layer, plane.role) in coders.profile.index and plane.shape[-2]:
-                coder = coders.plane(name.name, plane.layer, plane.role)
-                bits = view.array(plane.layer, plane.role, verify=False).reshape(plane.shape[-3:])
-                if (coder.plane.heads, coder.plane.dim) != (bits.shape[0], bits.shape[2]):
-                    raise FormatError(f"plane {plane.role!r} of layer {plane.layer} has shape {plane.shape}")
-                start = view.header.end - bits.shape[1]
-                data = coder.code(bits, self.space.dtype, start, refinement=bool(name.base))
-                plane = Plane(plane.layer, plane.role, "uint8", (len(data),))
-            planes.append(plane)
-            streams.append(data)
-        return self._seal(view, planes, streams, str(name), into)
+        streams: dict[tuple[int, str], memoryview] = {}
+        for block in self._coders[name.profile].blocks(name.name, view.layout, self.space.dtype):
+            streams |= block.encode(view, self.space.dtype, refinement=bool(name.base))
+        planes = [
+            plane if data is None else Plane(plane.layer, plane.role, "uint8", (len(data),))
+            for plane in view.layout.planes
+            for data in (streams.get((plane.layer, plane.role)),)
+        ]
+        return reseal(view, streams, layout=Layout(tuple(planes)), level=str(name), into=into)
 
     def _pack(self, view: BlockView, into: Bytes | None) -> Bytes:
         planes, streams = [], []
@@ -317,6 +312,18 @@ class Codec:
         self._packed += (packed / max(raw, 1) - self._packed) / 16
         return self._seal(view, planes, streams, PACKED, into)
 
+    def _unpack(self, view: BlockView, into: Bytes | None) -> Bytes:
+        planes, streams = [], []
+        for plane in view.layout.planes:
+            data = view.plane(plane.layer, plane.role)
+            if plane.dtype == "uint8" and plane.nbytes:
+                array, dtype = lossless.unpack_plane(data)
+                plane = Plane(plane.layer, plane.role, dtype, array.shape)
+                data = np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+            planes.append(plane)
+            streams.append(data)
+        return self._seal(view, planes, streams, EXACT, into)
+
     def _seal(
         self, view: BlockView, planes: list[Plane], streams: Sequence[memoryview], level: str, into: Bytes | None
     ) -> Bytes:
@@ -324,6 +331,8 @@ class Codec:
         return reseal(view, named, layout=Layout(tuple(planes)), level=level, into=into)
 
 
+#: Layouts whose coders are kept: blocks of a space look alike, and states have few sizes.
+_MOST_LAYOUTS = 64
 #: A name failed by up to three times on tokens as unlike those of calibration as they can be.
 _STRICTER = 3.0
 _ADVICE = "Run `ctxreuse calibrate MODEL` once on this machine, or fetch the profile from a node that has it"
@@ -347,13 +356,21 @@ def _rows(view: BlockView, count: int) -> int:
     return count
 
 
+def _tokens(view: BlockView, coder: PlaneCoder, layer: int, role: str) -> int:
+    """The rows that a coded plane must have: a block's are those of its tokens, a state's stream says how many."""
+    if view.header.kind == "block":
+        return len(view.header.tokens) // 4
+    return _rows(view, coder.tokens(view.plane(layer, role, verify=False)))
+
+
 class _Coders:
-    """Plane coders of a profile, made at first use."""
+    """Coders of a profile, made at first use."""
 
     def __init__(self, profile: CodecProfile) -> None:
         self.profile = profile
         self.tables = kernels.RansTables(profile.tables)
         self._made: dict[tuple[str, int, str], PlaneCoder] = {}
+        self._blocks: dict[tuple[str, str, bytes], tuple[BlockCoder, ...]] = {}
 
     def plane(self, level: str, layer: int, role: str) -> PlaneCoder:
         """Return the coder of a plane; FormatError if the profile has none."""
@@ -364,4 +381,16 @@ class _Coders:
             except KeyError:
                 raise FormatError(f"the profile has no level {level} for plane {role!r} of layer {layer}") from None
             self._made[level, layer, role] = made
+        return made
+
+    def blocks(self, level: str, layout: Layout, dtype: str) -> tuple[BlockCoder, ...]:
+        """Return the coders of blocks of raw planes; FormatError if the profile's planes have other shapes."""
+        key = level, dtype, layout.encoded
+        made = self._blocks.get(key)
+        if made is None:
+            index = self.profile.index
+            made = BlockCoder.of(layout, dtype, lambda place: self.plane(level, *place) if place in index else None)
+            if len(self._blocks) >= _MOST_LAYOUTS:
+                self._blocks.clear()
+            self._blocks[key] = made
         return made

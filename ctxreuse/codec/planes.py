@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.codec.profile import SINKS, CodecProfile, PlaneProfile
+from ctxreuse.codec.profile import CodecProfile, PlaneProfile
 from ctxreuse.codec.stream import CELL, Cell, Coder, join_cells, read_cell, split_cells, write_cell
 from ctxreuse.codec.whole import WholeForward
 from ctxreuse.errors import FormatError
-from ctxreuse.rope import Rotary, Tables
+from ctxreuse.rope import Rotary
 
 __all__ = ["PlaneCoder", "plane_coder", "raw_type"]
 
@@ -59,43 +59,18 @@ class PlaneCoder(NamedTuple):
         )  # fmt: skip
         return cls(plane, number, rope, coders, base, native)
 
-    def code(self, bits: npt.NDArray[Any], dtype: str, start: int, *, refinement: bool = False) -> memoryview:
-        """Encode a plane's bits [heads, tokens, dim]; row 0 has position ``start``. ``refinement``: of the base."""
-        tokens, bits = bits.shape[1], np.ascontiguousarray(bits)
-        data, _ = self.native.encode(
-            bits, dtype, 0, (tokens * bits.shape[2], bits.shape[2]), [tokens], raw_first=max(SINKS - start, 0),
-            raw_dtype=raw_type(dtype), angles=self._angles(start, tokens, undo=True),
-            refinement=refinement,
-        )  # fmt: skip
-        return data.data
-
-    def fill(
-        self,
-        target: npt.NDArray[Any],
-        row: int,
-        dtype: str,
-        start: int,
-        streams: Sequence[memoryview],
-        sums: Sequence[int],
-        refinements: Sequence[memoryview] | None = None,
-        more_sums: Sequence[int] | None = None,
+    def decode(
+        self, target: npt.NDArray[Any], row: int, dtype: str, start: int, sources: Sequence[kernels.Source]
     ) -> None:
-        """Decode streams of consecutive rows, the first at position ``start``, into ``target`` [heads, capacity, dim].
+        """Decode streams of consecutive rows, the first at position ``start``, to rows from ``row`` of ``target``.
 
-        ``sums``: XXH3-64 of the streams. Raises FormatError; a StreamError names the stream.
+        ``target``: bits [heads, capacity, dim]. Raises FormatError; a StreamError names the stream.
         """
-        counts = [self.tokens(stream) for stream in streams]
-        if row + sum(counts) > target.shape[1]:
-            raise FormatError(f"streams of {sum(counts)} tokens for {target.shape[1] - row} rows")
         strides = [step // target.itemsize for step in target.strides]
-        self.native.decode(
-            target, dtype, row * target.strides[1], strides, streams, counts, raw_type(dtype),
-            angles=self._angles(start, sum(counts)), checksums=sums,
-            refinements=refinements, refinement_checksums=more_sums,
-        )  # fmt: skip
-
-    def _angles(self, start: int, tokens: int, *, undo: bool = False) -> Tables | None:
-        return None if self.rope is None else self.rope.span_tables(start, tokens, undo=undo)
+        layout = np.array([[row * target.strides[1], *strides, -1 if self.rope is None else 0]], np.int64)
+        tokens = sum(source[0] for source in sources)
+        angles = () if self.rope is None else (self.rope.span_tables(start, tokens),)
+        kernels.KltPlanes.of([self.native], layout).decode(target, dtype, sources, raw_type(dtype), angles=angles)
 
     def merge(self, data: memoryview, refinement: memoryview) -> bytes:
         """Join the base level's stream and its refinement to this level's stream. Raises FormatError."""

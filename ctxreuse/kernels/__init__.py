@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from ctxreuse.kernels.copy import advise_hugepages, copy_box, scatter_checked
 from ctxreuse.kernels.dispatch import active, available, use
-from ctxreuse.kernels.klt import KltGroup, KltPlane, StreamError, WholeNumbers, klt_name
+from ctxreuse.kernels.klt import KltGroup, KltPlane, KltPlanes, Source, StreamError, WholeNumbers, klt_name
 from ctxreuse.kernels.lossless import lossless_bound, lossless_decode, lossless_encode
 from ctxreuse.kernels.rans import (
     LANES,
@@ -47,7 +47,9 @@ __all__ = [
     "SYMBOLS",
     "KltGroup",
     "KltPlane",
+    "KltPlanes",
     "RansTables",
+    "Source",
     "StreamError",
     "WholeNumbers",
     "active",

@@ -3,11 +3,12 @@
 `native/klt/klt.h` defines the stream and the arithmetic; every instruction set gives the same bytes.
 
 A plane is [heads, tokens, dim] of one layer at one level of a profile. `KltPlane` holds a profile's numbers for it in
-the form that the kernels read: it is made once, is immutable, and may be used by any number of threads. Buffers are as
-in `ctxreuse.kernels`: used only until the call returns, strides in elements, offsets in bytes.
+the form that the kernels read: it is made once, is immutable, and may be used by any number of threads. `KltPlanes` are
+those of a call, a whole block's or one, and where their rows lie. Buffers are as in `ctxreuse.kernels`: used only until
+the call returns, strides in elements, offsets in bytes.
 
-Threads. The interpreter lock is released. Runs of streams with more than `PARALLEL_VALUES` values are spread over the
-kernels' threads.
+Threads. The interpreter lock is released. Decoding of more than `PARALLEL_VALUES` values from several sources is spread
+over the kernels' threads.
 
 Errors. ValueError: arguments; StreamError (a FormatError): corrupt streams. Any bytes may be given: nothing outside of
 the streams is read and nothing outside of the destination's box is written.
@@ -17,13 +18,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ctxreuse.errors import FormatError
-from ctxreuse.kernels.base import LONG_HASH, dtype_code, hash_matches, item_bytes
+from ctxreuse.kernels.base import dtype_code, item_bytes
 from ctxreuse.kernels.dispatch import native
 from ctxreuse.kernels.rans import RansTables
 from ctxreuse.kernels.threads import cores, spread
@@ -37,6 +38,8 @@ __all__ = [
     "PARALLEL_VALUES",
     "KltGroup",
     "KltPlane",
+    "KltPlanes",
+    "Source",
     "StreamError",
     "WholeNumbers",
     "klt_name",
@@ -68,10 +71,17 @@ _REASONS: Final = {
 }
 
 
-class StreamError(FormatError):
-    """Bytes are no stream of this plane and level; ``stream`` is its index in the run."""
+#: Tokens, then twice a buffer, where in it each plane's stream lies (int64 [planes, 2]: offset, bytes) and the streams'
+#: XXH3-64 (uint64 [planes]) or None: of the streams, and of their refinements or three times None.
+Source: TypeAlias = (
+    "tuple[int, Memory, Memory, Memory | None, Memory | None, Memory | None, Memory | None]"  # quoted: for types only
+)
 
-    stream = -1
+
+class StreamError(FormatError):
+    """Bytes are no stream of this plane and level; ``plane`` and ``stream``: their indices in the call."""
+
+    plane = stream = -1
 
 
 class WholeNumbers(NamedTuple):
@@ -161,38 +171,16 @@ class KltPlane:
         angles: Angles | None = None,
         refinement: bool = False,
         times: NDArray[np.int64] | None = None,
-    ) -> tuple[Bytes, NDArray[np.int64]]:
+    ) -> tuple[bytes, NDArray[np.int64]]:
         """Encode consecutive blocks' rows of a tensor [heads, sum(token_counts), dim]: bytes and offsets [blocks + 1].
 
-        The first ``raw_first`` rows stay raw, in ``raw_dtype`` (default ``dtype``). ``angles``: for a rotated plane,
-        `Rotary.span_tables` of all rows that undo the rotation. ``refinement``: encode what leads from the base level
-        to this one instead.
-        ``times``: nanoseconds of each of ENCODE_PARTS are added to it, and one thread works.
+        See `KltPlanes.encode`; ``angles``: of a rotated plane.
         """
-        counts = np.ascontiguousarray(token_counts, np.int64)
-        type_, raw = dtype_code(dtype), dtype_code(raw_dtype or dtype)
-        cos, sin = angles or (_EMPTY, _EMPTY)
-        parts = self._parts([int(n) for n in counts], whole=times is not None)
-
-        def encode(i: int) -> tuple[Bytes, NDArray[np.int64]]:
-            lo, hi, row, end = parts[i]
-            out = np.empty(sum(native.klt_bound(self.prepared, int(n), raw) for n in counts[lo:hi]), np.uint8)
-            offsets = np.zeros(hi - lo + 1, np.int64)
-            wrong = native.klt_encode(
-                self.prepared, src, type_, offset + row * strides[1] * item_bytes(type_), strides, counts[lo:hi],
-                max(raw_first - row, 0), raw, cos[row:end], sin[row:end], refinement, out, offsets,
-                times,
-            )  # fmt: skip
-            if wrong is not None:
-                raise _error(wrong, lo)
-            return out[: int(offsets[-1])], offsets
-
-        made = spread(encode, len(parts))
-        if len(made) == 1:
-            return made[0][0].copy(), made[0][1]
-        starts = np.cumsum([0, *(len(data) for data, _ in made)])
-        ends = [offsets[1:] + start for (_, offsets), start in zip(made, starts, strict=False)]
-        return np.concatenate([data for data, _ in made]), np.concatenate([np.zeros(1, np.int64), *ends])
+        data, spans = self._alone(offset, strides, angles).encode(
+            src, dtype, token_counts, raw_first=raw_first, raw_dtype=raw_dtype, angles=_turns(angles),
+            refinement=refinement, times=times,
+        )  # fmt: skip
+        return data, np.append(0, spans.sum(1))
 
     def decode(
         self,
@@ -205,56 +193,130 @@ class KltPlane:
         raw_dtype: str,
         *,
         angles: Angles | None = None,
-        checksums: Sequence[int | None] | None = None,
-        refinements: Sequence[Memory | None] | None = None,
-        refinement_checksums: Sequence[int | None] | None = None,
+        checksums: Sequence[int] | None = None,
+        refinements: Sequence[Memory] | None = None,
+        refinement_checksums: Sequence[int] | None = None,
         times: NDArray[np.int64] | None = None,
     ) -> None:
         """Decode consecutive blocks' streams into a tensor [heads, sum(token_counts), dim].
 
-        Stream i must hold token_counts[i] tokens (at least 1); raw ones are of ``raw_dtype``. ``angles``:
-        `Rotary.span_tables` of all rows, for a rotated plane. ``checksums``: XXH3-64 of the streams, compared where
-        given. With ``refinements[i]``, ``streams[i]`` is of the base level. StreamError: rows have been written then.
-        ``times``: nanoseconds of each of DECODE_PARTS are added to it, and one thread works.
+        See `KltPlanes.decode`; ``angles``: of a rotated plane. With ``refinements``, ``streams`` are of the base level.
         """
-        count = len(streams)
-        more: Sequence[Memory | None] = refinements if refinements is not None else [None] * count
-        sums = checksums if checksums is not None else [None] * count
-        more_sums = refinement_checksums if refinement_checksums is not None else [None] * count
-        if not count == len(token_counts) == len(more) == len(sums) == len(more_sums):
-            raise ValueError(f"{count} streams, {len(token_counts)} token counts, {len(more)} refinements")
-        run = []
-        for i in range(count):
-            own = _checked(streams[i], sums[i], i)
-            also = None if more[i] is None else _checked(more[i], more_sums[i], i)
-            run.append((streams[i], own, more[i], also, token_counts[i]))
-        type_, raw = dtype_code(dst_dtype), dtype_code(raw_dtype)
-        cos, sin = angles or (_EMPTY, _EMPTY)
-        parts = self._parts(token_counts, whole=times is not None)
+        own = _spans(streams, checksums)
+        more = [(None, None, None)] * len(streams) if refinements is None else _spans(refinements, refinement_checksums)
+        sources = [(count, *a, *b) for count, a, b in zip(token_counts, own, more, strict=True)]
+        self._alone(dst_offset, dst_strides, angles).decode(
+            dst, dst_dtype, sources, raw_dtype, angles=_turns(angles), times=times
+        )
+
+    def _alone(self, offset: int, strides: Sequence[int], angles: Angles | None) -> KltPlanes:
+        # The third stride may be left out, as in every box.
+        layout = [offset, *(*strides, 1)[:3], -1 if angles is None else 0]
+        return KltPlanes.of([self], np.array([layout], np.int64))
+
+
+class KltPlanes(NamedTuple):
+    """Planes of a call and where their rows lie in its tensor.
+
+    ``prepared``: those of the planes; ``layout`` int64 [planes, 5]: byte offset of the first row; strides of heads,
+    rows and dims; which of a call's angles turn it, -1 for none. ``width``: values of a token.
+    """
+
+    prepared: tuple[object, ...]
+    layout: NDArray[np.int64]
+    width: int
+
+    @classmethod
+    def of(cls, planes: Sequence[KltPlane], layout: NDArray[np.int64]) -> KltPlanes:
+        """Take planes of one profile and level."""
+        return cls(tuple(plane.prepared for plane in planes), layout, sum(plane.heads * plane.dim for plane in planes))
+
+    def at(self, offset: int) -> KltPlanes:
+        """Return the same planes, ``offset`` bytes further on in a tensor."""
+        return self._replace(layout=self.layout + np.array([offset, 0, 0, 0, 0], np.int64))
+
+    def encode(
+        self,
+        src: Memory,
+        dtype: str,
+        token_counts: Sequence[int],
+        *,
+        checksums: Memory | None = None,
+        raw_first: int = 0,
+        raw_dtype: str | None = None,
+        angles: Sequence[Angles] = (),
+        refinement: bool = False,
+        times: NDArray[np.int64] | None = None,
+    ) -> tuple[bytes, NDArray[np.int64]]:
+        """Encode each plane's rows, cut into blocks: bytes, and every stream's offset and size [planes * blocks, 2].
+
+        Streams are plane by plane. ``checksums``: XXH3-64 that each plane's rows must have, of one block whose planes
+        have their rows side by side. The first ``raw_first`` rows stay raw, in ``raw_dtype`` (default ``dtype``).
+        ``angles``: `Rotary.span_tables` of all rows that undo rotations. ``refinement``: encode what leads from the
+        base level to this one instead. ``times``: nanoseconds of each of ENCODE_PARTS are added to it.
+        """
+        made = native.klt_encode(
+            self.prepared, src, dtype_code(dtype), self.layout, checksums, np.ascontiguousarray(token_counts, np.int64),
+            raw_first, dtype_code(raw_dtype or dtype), [table for pair in angles for table in pair], refinement, times,
+        )  # fmt: skip
+        if len(made) != 2:
+            raise _error(made, 0)
+        return made[0], np.frombuffer(made[1], np.int64).reshape(-1, 2)
+
+    def decode(
+        self,
+        dst: Memory,
+        dtype: str,
+        sources: Sequence[Source],
+        raw_dtype: str,
+        *,
+        angles: Sequence[Angles] = (),
+        times: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Decode the planes of consecutive blocks, each to rows behind those of the one before.
+
+        Raw tokens are of ``raw_dtype``. ``angles``:
+        `Rotary.span_tables` of all rows. StreamError: rows have been written then. ``times``: nanoseconds of each of
+        DECODE_PARTS are added to it, and one thread works.
+        """
+        type_, raw = dtype_code(dtype), dtype_code(raw_dtype)
+        parts = [(0, len(sources), 0, -1)] if times is not None else self._parts([source[0] for source in sources])
 
         def decode(i: int) -> None:
             lo, hi, row, end = parts[i]
-            wrong = native.klt_decode(
-                self.prepared, dst, type_, dst_offset + row * dst_strides[1] * item_bytes(type_), dst_strides,
-                run[lo:hi], raw, cos[row:end], sin[row:end], times,
-            )  # fmt: skip
+            layout, tables = self.layout, [table for pair in angles for table in pair]
+            if len(parts) > 1:
+                layout, tables = layout.copy(), [table[row:end] for table in tables]
+                layout[:, 0] += row * item_bytes(type_) * layout[:, 2]
+            wrong = native.klt_decode(self.prepared, dst, type_, layout, sources[lo:hi], raw, tables, times)
             if wrong is not None:
                 raise _error(wrong, lo)
 
         spread(decode, len(parts))
 
-    def _parts(self, counts: Sequence[int], *, whole: bool) -> list[tuple[int, int, int, int]]:
-        """Runs of streams, one a thread: first and behind last stream, then row."""
-        rows = [0]
-        for n in counts:
-            rows.append(rows[-1] + n)
-        values = rows[-1] * self.heads * self.dim
+    def _parts(self, counts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Runs of sources, one a thread: first and behind last source, then row."""
+        values = sum(counts) * self.width
         threads = min(cores(), len(counts), values // (PARALLEL_VALUES // 2)) if values > PARALLEL_VALUES else 1
-        if whole or threads <= 1:
-            return [(0, len(counts), 0, rows[-1])]
+        if threads <= 1:
+            return [(0, len(counts), 0, -1)]
+        rows = [0, *itertools.accumulate(counts)]
         cuts = np.searchsorted(rows, [rows[-1] * i // threads for i in range(1, threads)]).tolist()
         edges = sorted({0, *cuts, len(counts)})
         return [(lo, hi, rows[lo], rows[hi]) for lo, hi in itertools.pairwise(edges)]
+
+
+def _turns(angles: Angles | None) -> tuple[Angles, ...]:
+    return () if angles is None else (angles,)
+
+
+def _spans(streams: Sequence[Memory], sums: Sequence[int] | None) -> list[tuple[Memory, Memory, Memory | None]]:
+    """Each stream as all that its buffer holds."""
+    compared = [None] * len(streams) if sums is None else [n.to_bytes(8, "little") for n in sums]
+    return [
+        (data, np.array([0, memoryview(data).nbytes], np.int64), own)  # type: ignore[arg-type]
+        for data, own in zip(streams, compared, strict=True)
+    ]
 
 
 def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
@@ -275,21 +337,9 @@ def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
     return (group.first, group.heads, energy, float(whole.unit), *arrays)
 
 
-def _checked(data: Memory | None, checksum: int | None, stream: int) -> int | None:
-    """The checksum that is left to the native call: short streams are compared here."""
-    if checksum is None or data is None:
-        return None
-    size = memoryview(data).nbytes  # type: ignore[arg-type]
-    if size >= LONG_HASH:
-        return checksum
-    if not hash_matches(data, 0, size, checksum):
-        raise _error(("checksum", stream, 0, False), 0)
-    return None
-
-
-def _error(wrong: tuple[str, int, int, bool], first: int) -> StreamError:
-    reason, stream, cell, refinement = wrong
+def _error(wrong: tuple[str, int, int, int, bool], first: int) -> StreamError:
+    reason, plane, stream, cell, refinement = wrong
     what = "refinement" if refinement else "stream"
     error = StreamError(f"coded plane: {_REASONS[reason]}", where=f"{what} {first + stream}, cell {cell}")
-    error.stream = first + stream
+    error.plane, error.stream = plane, first + stream
     return error

@@ -17,7 +17,7 @@ typedef struct part {
 } part;
 
 typedef struct cell {
-    size_t stream, number, group, row, tokens; /* number in its stream; row in the destination */
+    size_t place, number, group, row, tokens; /* number in its stream; row in the place */
     part whole, more;
     int refined;
 } cell;
@@ -84,14 +84,15 @@ static ctx_klt_result read_entries(const ctx_klt_plane *p, const uint8_t *at, si
     return result;
 }
 
-static ctx_klt_result read_stream(const ctx_kernels *k, const ctx_klt_plane *p, const ctx_klt_stream *s, size_t item,
+static ctx_klt_result read_stream(const ctx_kernels *k, const ctx_klt_place *at, const ctx_klt_stream *s, size_t item,
                                   cell *cells) {
+    const ctx_klt_plane *p = at->plane;
     ctx_klt_result result = {.reason = CTX_KLT_CHECKSUM};
     if (s->checked && ctx_xxh3(k, s->at, s->bytes) != s->sum) return result;
     result.refinement = 1;
     if (s->more && s->more_checked && ctx_xxh3(k, s->more, s->more_bytes) != s->more_sum) return result;
-    result = read_entries(s->more ? p->base : p, s->at, s->bytes, s->tokens, item, 0, cells);
-    if (!result.reason && s->more) result = read_entries(p, s->more, s->more_bytes, s->tokens, item, 1, cells);
+    result = read_entries(s->more ? p->base : p, s->at, s->bytes, at->tokens, item, 0, cells);
+    if (!result.reason && s->more) result = read_entries(p, s->more, s->more_bytes, at->tokens, item, 1, cells);
     return result;
 }
 
@@ -204,51 +205,54 @@ static ctx_klt_reason scales(const ctx_klt_plane *p, const ctx_klt_group *g, con
 /* What one call needs to know to write values. */
 typedef struct target {
     const ctx_kernels *k;
-    const ctx_view *dst;
-    const float *cos, *sin;
-    size_t half;
+    const ctx_klt_place *places;
     ctx_dtype raw;
-    ctx_rope_fn rope;
     ctx_klt_clock *clock;
 } target;
 
+static const ctx_klt_place *place_of(const target *to, const cell *c) { return &to->places[c->place]; }
+
 static uint8_t *row_of(const target *to, const cell *c, const ctx_klt_group *g, size_t head) {
-    return to->dst->at + ((g->first + head) * to->dst->strides[0] + c->row * to->dst->strides[1]) * ctx_dtype_bytes(to->dst->dtype);
+    const ctx_view *dst = &place_of(to, c)->rows;
+    return dst->at + ((g->first + head) * dst->strides[0] + c->row * dst->strides[1]) * ctx_dtype_bytes(dst->dtype);
 }
 
 /* Raw tokens of a head, of those that are contiguous in the destination. */
-static void write_raw(const target *to, const ctx_klt_plane *p, const cell *c, const ctx_klt_group *g, size_t head,
-                      uint8_t *first, size_t step) {
-    const size_t item = ctx_dtype_bytes(to->raw);
-    const uint8_t *raw = c->whole.raw + head * p->dim * item;
+static void write_raw(const target *to, const cell *c, const ctx_klt_group *g, size_t head, uint8_t *first, size_t step) {
+    const ctx_klt_place *at = place_of(to, c);
+    const size_t item = ctx_dtype_bytes(to->raw), dim = at->plane->dim;
+    const uint8_t *raw = c->whole.raw + head * dim * item;
     for (uint64_t left = c->whole.mask; left; left &= left - 1, raw += g->channels * item)
-        to->k->convert[to->raw][to->dst->dtype](first + (size_t)__builtin_ctzll(left) * step, raw, p->dim);
+        to->k->convert[to->raw][at->rows.dtype](first + (size_t)__builtin_ctzll(left) * step, raw, dim);
 }
 
 /* One head of a cell from b->out to its rows. */
-static void write_head(const target *to, const ctx_klt_plane *p, const cell *c, const ctx_klt_group *g, size_t head,
-                       const scratch *b) {
-    const size_t dim = p->dim, padded = ctx_klt_padded(dim), item = ctx_dtype_bytes(to->dst->dtype);
-    const size_t *strides = to->dst->strides, rotated = 2 * to->half;
+static void write_head(const target *to, const cell *c, const ctx_klt_group *g, size_t head, const scratch *b) {
+    const ctx_klt_place *at = place_of(to, c);
+    const ctx_dtype dtype = at->rows.dtype;
+    const size_t dim = at->plane->dim, padded = ctx_klt_padded(dim), item = ctx_dtype_bytes(dtype);
+    const size_t *strides = at->rows.strides, rotated = 2 * at->half, angle = c->row * at->half;
     const int strided = dim > 1 && strides[2] != 1;
-    const ctx_convert_fn convert = to->k->convert[CTX_FP32][to->dst->dtype];
+    const ctx_convert_fn convert = to->k->convert[CTX_FP32][dtype];
+    const ctx_rope_fn rope = (at->plane->rope == CTX_KLT_PAIRS ? to->k->rope_pairs : to->k->rope_half)[CTX_FP32][dtype];
     uint8_t *first = row_of(to, c, g, head), *rows = strided ? b->strided : first;
     const size_t step = (strided ? dim : strides[1]) * item;
     for (size_t t = 0; t < c->tokens; t++) {
         uint8_t *row = rows + t * step;
         const uint8_t *values = (const uint8_t *)(b->out + t * padded);
         if (c->whole.mask >> t & 1) continue;
-        if (rotated) to->rope(row, 0, values, 0, 1, to->cos + (c->row + t) * to->half, to->sin + (c->row + t) * to->half, to->half);
+        if (rotated) rope(row, 0, values, 0, 1, at->cos + angle + t * at->half, at->sin + angle + t * at->half, at->half);
         if (rotated < dim) convert(row + rotated * item, values + rotated * sizeof(float), dim - rotated);
     }
-    write_raw(to, p, c, g, head, rows, step);
+    write_raw(to, c, g, head, rows, step);
     if (!strided) return;
-    const ctx_view held = {b->strided, to->dst->dtype, {0, dim, 1}}, here = {first, to->dst->dtype, {0, strides[1], strides[2]}};
+    const ctx_view held = {b->strided, dtype, {0, dim, 1}}, here = {first, dtype, {0, strides[1], strides[2]}};
     ctx_copy3(to->k, &here, &held, (const size_t[3]){1, c->tokens, dim});
 }
 
-static ctx_klt_reason write_cell(const target *to, const ctx_klt_plane *p, const cell *c, const scratch *b, size_t slot,
-                                 const uint16_t *seeds) {
+static ctx_klt_reason write_cell(const target *to, const cell *c, const scratch *b, size_t slot, const uint16_t *seeds) {
+    const ctx_klt_place *at = place_of(to, c);
+    const ctx_klt_plane *p = at->plane;
     const ctx_klt_kernels *v = ctx_klt_of(to->k);
     const ctx_klt_group *g = &p->group[c->group];
     const size_t n = g->components, padded = ctx_klt_padded(p->dim), blocks = padded / CTX_KLT_BLOCK;
@@ -270,18 +274,18 @@ static ctx_klt_reason write_cell(const target *to, const ctx_klt_plane *p, const
     v->pairs(b->pairs, b->q, wides);
     ctx_klt_tick(to->clock, CTX_KLT_INTEGERS);
     const size_t pairs = (wides + 1) / 2, quads = (n - wides + 3) / 4;
-    const int direct = v->head && (p->dim == 1 || to->dst->strides[2] == 1) && p->rope != CTX_KLT_PAIRS;
+    const int direct = v->head && (p->dim == 1 || at->rows.strides[2] == 1) && p->rope != CTX_KLT_PAIRS;
     for (size_t head = 0; head < g->heads; head++) {
-        const ctx_klt_rows rows = {row_of(to, c, g, head), to->dst->strides[1] * ctx_dtype_bytes(to->dst->dtype), to->dst->dtype,
+        const ctx_klt_rows rows = {row_of(to, c, g, head), at->rows.strides[1] * ctx_dtype_bytes(at->rows.dtype), at->rows.dtype,
                                    ~c->whole.mask & (UINT64_MAX >> (TOKENS - c->tokens)),
-                                   to->half ? to->cos + c->row * to->half : to->cos,
-                                   to->half ? to->sin + c->row * to->half : to->sin, to->half};
+                                   at->half ? at->cos + c->row * at->half : at->cos,
+                                   at->half ? at->sin + c->row * at->half : at->sin, at->half};
         if (direct && v->head(&rows, g, p->dim, head, b->pairs, pairs, b->quads, quads, scale, c->tokens)) {
-            write_raw(to, p, c, g, head, rows.at, rows.step);
+            write_raw(to, c, g, head, rows.at, rows.step);
             continue;
         }
         v->product(b->out, padded, g, head * blocks, blocks, b->pairs, pairs, b->quads, quads, scale, c->tokens);
-        write_head(to, p, c, g, head, b);
+        write_head(to, c, g, head, b);
     }
     ctx_klt_tick(to->clock, CTX_KLT_VALUES);
     return CTX_KLT_OK;
@@ -303,92 +307,101 @@ static ctx_rans_job job_of(const ctx_klt_group *g, const part *of, size_t tokens
                           .seeds = seeds + slot * TOKENS};
 }
 
-static ctx_klt_result write_batch(const target *to, const ctx_klt_plane *p, const cell *cells, size_t count, const scratch *b) {
+static ctx_klt_result write_batch(const target *to, const cell *cells, size_t count, const scratch *b) {
     uint16_t seeds[2 * BATCH * TOKENS];
     ctx_rans_job jobs[2 * BATCH];
     size_t owner[2 * BATCH], used = 0;
     memset(seeds, 0, sizeof seeds);
     for (size_t i = 0; i < count; i++)
         for (int more = 0; more <= cells[i].refined; more++) {
-            const ctx_klt_plane *of = cells[i].refined && !more ? p->base : p;
+            const ctx_klt_plane *p = place_of(to, &cells[i])->plane, *of = cells[i].refined && !more ? p->base : p;
             const ctx_klt_group *g = &of->group[cells[i].group];
             if (g->components == 0) continue;
             jobs[used] = job_of(g, more ? &cells[i].more : &cells[i].whole, cells[i].tokens, more, b, 2 * i + (size_t)more, seeds);
             owner[used++] = 2 * i + (size_t)more;
         }
-    const size_t bad = ctx_rans_decode(to->k, p->tables, jobs, used);
+    const size_t bad = ctx_rans_decode(to->k, to->places->plane->tables, jobs, used);
     ctx_klt_tick(to->clock, CTX_KLT_DECODING);
     ctx_klt_result result = {.reason = CTX_KLT_OK};
     for (size_t i = 0; i < count && !result.reason; i++) {
-        result = (ctx_klt_result){.stream = cells[i].stream, .cell = cells[i].number};
+        result = (ctx_klt_result){.place = cells[i].place, .cell = cells[i].number};
         if (bad < used && owner[bad] / 2 == i) {
             result.reason = CTX_KLT_RANS;
             result.refinement = owner[bad] % 2 != 0;
         } else {
-            result.reason = write_cell(to, p, &cells[i], b, i, seeds);
+            result.reason = write_cell(to, &cells[i], b, i, seeds);
             result.refinement = cells[i].refined;
         }
     }
     return result;
 }
 
-static void lay_out(arena *a, const ctx_klt_plane *p, int refined, scratch *b) {
-    const size_t rows = p->most_components, padded = ctx_klt_padded(p->dim), base = refined ? p->base->most_components : 0;
-    for (size_t i = 0; i < 2 * BATCH; i += refined ? 1 : 2) b->symbols[i] = cut(a, rows * TOKENS + 2 * TOKENS, 1);
-    for (size_t i = 0; i < 2 * BATCH; i += refined ? 1 : 2) b->steps[i] = cut(a, rows, sizeof(uint16_t));
-    b->out = cut(a, TOKENS * padded, sizeof(float));
-    b->strided = cut(a, TOKENS * padded, sizeof(float));
+/* The most that any of a call's planes needs. */
+typedef struct sizes {
+    size_t rows, base, padded;
+    int refined;
+} sizes;
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+static void lay_out(arena *a, const sizes *most, scratch *b) {
+    const size_t rows = most->rows, step = most->refined ? 1 : 2;
+    for (size_t i = 0; i < 2 * BATCH; i += step) b->symbols[i] = cut(a, rows * TOKENS + 2 * TOKENS, 1);
+    for (size_t i = 0; i < 2 * BATCH; i += step) b->steps[i] = cut(a, rows, sizeof(uint16_t));
+    b->out = cut(a, TOKENS * most->padded, sizeof(float));
+    b->strided = cut(a, TOKENS * most->padded, sizeof(float));
     b->listed = cut(a, (rows + 1) * TOKENS, sizeof(uint16_t));
     b->q = cut(a, (rows + 1) * TOKENS, sizeof(int16_t));
     b->pairs = cut(a, (rows + 1) * TOKENS, sizeof(int16_t));
-    b->q_base = cut(a, (base + 1) * TOKENS, sizeof(int16_t));
+    b->q_base = cut(a, (most->base + 1) * TOKENS, sizeof(int16_t));
     b->quads = cut(a, (rows + 3) * TOKENS, 1);
 }
 
 /* Memory for a call, to be freed; NULL if there is none. */
-static uint8_t *room_for(const ctx_klt_plane *p, int refined, scratch *b) {
-    const size_t rows = p->most_components;
+static uint8_t *room_for(const sizes *most, scratch *b) {
     arena a = {NULL, 0};
-    lay_out(&a, p, refined, b);
+    lay_out(&a, most, b);
     if (!arena_begin(&a)) return NULL;
-    lay_out(&a, p, refined, b);
+    lay_out(&a, most, b);
     /* Vectors read behind a short cell's symbols, and throw away what they made of it. */
-    for (size_t i = 0; i < 2 * BATCH; i += refined ? 1 : 2) memset(b->symbols[i], 0, rows * TOKENS + 2 * TOKENS);
-    if (refined) memset(b->q, 0, (rows + 1) * TOKENS * sizeof(int16_t));
+    for (size_t i = 0; i < 2 * BATCH; i += most->refined ? 1 : 2) memset(b->symbols[i], 0, most->rows * TOKENS + 2 * TOKENS);
+    if (most->refined) memset(b->q, 0, (most->rows + 1) * TOKENS * sizeof(int16_t));
     return a.at;
 }
 
-ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *dst,
-                              const ctx_klt_stream *streams, size_t count, ctx_dtype raw, const float *cos,
-                              const float *sin, size_t half, ctx_klt_clock *clock) {
+static size_t cells_of(const ctx_klt_place *at) { return (at->tokens + TOKENS - 1) / TOKENS * at->plane->groups; }
+
+ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_place *places, const ctx_klt_stream *streams, size_t count,
+                              ctx_dtype raw, ctx_klt_clock *clock) {
     ctx_klt_result result = {.reason = CTX_KLT_OK};
-    const target to = {k, dst, cos, sin, half, raw,
-                       (plane->rope == CTX_KLT_PAIRS ? k->rope_pairs : k->rope_half)[CTX_FP32][dst->dtype], clock};
-    size_t all = 0, row = 0, next = 0;
-    int refined = 0;
+    const target to = {k, places, raw, clock};
+    size_t all = 0, next = 0;
+    sizes most = {0};
     ctx_klt_start(clock);
     for (size_t i = 0; i < count; i++) {
-        all += (streams[i].tokens + TOKENS - 1) / TOKENS * plane->groups;
-        refined |= streams[i].more != NULL;
+        const ctx_klt_plane *p = places[i].plane;
+        all += cells_of(&places[i]);
+        most.rows = larger(most.rows, p->most_components), most.padded = larger(most.padded, ctx_klt_padded(p->dim));
+        if (!streams[i].more) continue;
+        most.base = larger(most.base, p->base->most_components);
+        most.refined = 1;
     }
     cell *cells = malloc((all + 1) * sizeof *cells);
     scratch b = {.out = NULL};
-    uint8_t *memory = room_for(plane, refined, &b);
+    uint8_t *memory = room_for(&most, &b);
     if (!cells || !memory) result.reason = CTX_KLT_MEMORY;
-    for (size_t i = 0; i < count && !result.reason; row += streams[i++].tokens) {
-        const size_t here = (streams[i].tokens + TOKENS - 1) / TOKENS * plane->groups;
+    for (size_t i = 0; i < count && !result.reason; i++) {
+        const size_t here = cells_of(&places[i]), groups = places[i].plane->groups;
         for (size_t j = 0; j < here; j++) {
-            const size_t at = j / plane->groups * TOKENS, rest = streams[i].tokens - at;
-            cells[next + j] = (cell){.stream = i, .number = j, .group = j % plane->groups, .row = row + at,
-                                     .tokens = rest < TOKENS ? rest : TOKENS};
+            const size_t at = j / groups * TOKENS, rest = places[i].tokens - at;
+            cells[next + j] = (cell){.place = i, .number = j, .group = j % groups, .row = at, .tokens = rest < TOKENS ? rest : TOKENS};
         }
-        result = read_stream(k, plane, &streams[i], ctx_dtype_bytes(raw), cells + next);
-        result.stream = i;
+        result = read_stream(k, &places[i], &streams[i], ctx_dtype_bytes(raw), cells + next);
+        result.place = i;
         next += here;
     }
     ctx_klt_tick(clock, CTX_KLT_CHECKS);
-    for (size_t i = 0; i < all && !result.reason; i += BATCH)
-        result = write_batch(&to, plane, cells + i, all - i < BATCH ? all - i : BATCH, &b);
+    for (size_t i = 0; i < all && !result.reason; i += BATCH) result = write_batch(&to, cells + i, all - i < BATCH ? all - i : BATCH, &b);
     free(memory);
     free(cells);
     return result;

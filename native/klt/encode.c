@@ -12,8 +12,9 @@ enum { BATCH = 4, TOKENS = CTX_KLT_TOKENS, LARGEST = 32000, SUM = 1 << 18 /* tim
 
 /* A cell on its way. */
 typedef struct slot {
+    const ctx_klt_place *place;
     const ctx_klt_group *g;
-    size_t row, tokens, escape_count;
+    size_t raw_first, row, tokens, escape_count; /* row in the place */
     uint64_t mask;
     uint8_t *symbols, *rans, *low; /* low: 8 bytes a plane */
     int16_t *escapes;
@@ -25,10 +26,6 @@ typedef struct slot {
 typedef struct job {
     const ctx_kernels *k;
     const ctx_klt_kernels *v;
-    const ctx_klt_plane *p;
-    const ctx_view *src;
-    const float *cos, *sin;
-    size_t half, raw_first;
     ctx_dtype raw;
     int refinement;
     ctx_klt_clock *clock;
@@ -40,36 +37,36 @@ typedef struct job {
 } job;
 
 /* Rows of one head with elements side by side, if need be copied to `packed`; *step gets the bytes from row to row. */
-static const uint8_t *rows_of(const job *j, size_t head, size_t row, size_t tokens, uint8_t *packed, size_t *step) {
-    const ctx_view *src = j->src;
-    const size_t item = ctx_dtype_bytes(src->dtype), dim = j->p->dim;
-    uint8_t *first = src->at + (head * src->strides[0] + row * src->strides[1]) * item;
+static const uint8_t *rows_of(const job *j, const slot *s, size_t head, uint8_t *packed, size_t *step) {
+    const ctx_view *src = &s->place->rows;
+    const size_t item = ctx_dtype_bytes(src->dtype), dim = s->place->plane->dim;
+    uint8_t *first = src->at + ((s->g->first + head) * src->strides[0] + s->row * src->strides[1]) * item;
     *step = src->strides[1] * item;
     if (dim == 1 || src->strides[2] == 1) return first;
     const ctx_view from = {first, src->dtype, {0, src->strides[1], src->strides[2]}}, to = {packed, src->dtype, {0, dim, 1}};
-    ctx_copy3(j->k, &to, &from, (const size_t[3]){1, tokens, dim});
+    ctx_copy3(j->k, &to, &from, (const size_t[3]){1, s->tokens, dim});
     *step = dim * item;
     return packed;
 }
 
-/* One token's vector of a head as fp32 with the rotation undone. */
-static void load_row(const job *j, float *out, const uint8_t *from, size_t row) {
-    const size_t item = ctx_dtype_bytes(j->src->dtype), rotated = 2 * j->half, angle = row * j->half;
-    const ctx_dtype type = j->src->dtype;
-    const ctx_rope_fn rope = (j->p->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
-    if (rotated) rope((uint8_t *)out, 0, from, 0, 1, j->cos + angle, j->sin + angle, j->half);
-    if (rotated < j->p->dim)
-        j->k->convert[type][CTX_FP32]((uint8_t *)(out + rotated), from + rotated * item, j->p->dim - rotated);
+/* One token's vector of a head as fp32 with the rotation undone; row: in the place. */
+static void load_row(const job *j, const ctx_klt_place *at, float *out, const uint8_t *from, size_t row) {
+    const ctx_dtype type = at->rows.dtype;
+    const size_t item = ctx_dtype_bytes(type), rotated = 2 * at->half, angle = row * at->half;
+    const ctx_rope_fn rope = (at->plane->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
+    if (rotated) rope((uint8_t *)out, 0, from, 0, 1, at->cos + angle, at->sin + angle, at->half);
+    if (rotated < at->plane->dim)
+        j->k->convert[type][CTX_FP32]((uint8_t *)(out + rotated), from + rotated * item, at->plane->dim - rotated);
 }
 
 /* The group's vectors as fp32, [channels][64]. */
 static void load_cell(const job *j, const slot *s) {
-    const size_t dim = j->p->dim;
+    const size_t dim = s->place->plane->dim;
     if (s->tokens < TOKENS) memset(j->x, 0, s->g->channels * TOKENS * sizeof(float));
     for (size_t head = 0; head < s->g->heads; head++) {
         size_t step;
-        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, j->packed, &step);
-        for (size_t t = 0; t < s->tokens; t++) load_row(j, j->rows + t * dim, from + t * step, s->row + t);
+        const uint8_t *from = rows_of(j, s, head, j->packed, &step);
+        for (size_t t = 0; t < s->tokens; t++) load_row(j, s->place, j->rows + t * dim, from + t * step, s->row + t);
         j->k->transpose32((uint8_t *)(j->x + head * dim * TOKENS), TOKENS * sizeof(float), (const uint8_t *)j->rows,
                           dim * sizeof(float), s->tokens, dim);
     }
@@ -119,10 +116,10 @@ static uint64_t out_of_range(const int16_t *q, size_t n, uint64_t among) {
 }
 
 /* What a token's numbers are multiplied by for its energy; its scale code and, if it must stand raw, its bits in the masks. */
-static float factor_of(const job *j, slot *s, size_t t, float energy, uint64_t *wild) {
+static float factor_of(slot *s, size_t t, float energy, uint64_t *wild) {
     const int power = power_of(energy, s->g->inverse_energy);
     s->seeds[t] = 0x8000;
-    if (s->row + t < j->raw_first || power == INT32_MAX) {
+    if (s->row + t < s->raw_first || power == INT32_MAX) {
         s->mask |= (uint64_t)1 << t;
         *wild |= (uint64_t)!isfinite(energy) << t;
         return 0;
@@ -138,33 +135,34 @@ static void by_floats(const job *j, slot *s, int32_t sum[64], int32_t most[64], 
     load_cell(j, s);
     ctx_klt_tick(j->clock, CTX_KLT_ROWS);
     j->v->centre(j->x, g->centre, g->channels, energy);
-    for (size_t t = 0; t < s->tokens; t++) factor[t] = factor_of(j, s, t, energy[t], wild);
+    for (size_t t = 0; t < s->tokens; t++) factor[t] = factor_of(s, t, energy[t], wild);
     j->v->normalise(j->x, g->channels, factor);
     ctx_klt_tick(j->clock, CTX_KLT_SCALES);
-    j->v->forward(j->q, j->x, g, j->p->inverse_step, sum, most);
+    j->v->forward(j->q, j->x, g, s->place->plane->inverse_step, sum, most);
 }
 
 /* Components of a cell by whole numbers: 16 tokens at a time, which lie in the nearest cache then. */
 static void by_whole_numbers(const job *j, slot *s, int32_t sum[64], int32_t most[64], uint64_t *wild) {
     const ctx_klt_group *g = s->g;
-    const size_t dim = j->p->dim, item = ctx_dtype_bytes(j->src->dtype);
+    const ctx_klt_place *at = s->place;
+    const size_t dim = at->plane->dim, item = ctx_dtype_bytes(at->rows.dtype);
     const uint8_t *heads[CTX_KLT_CHANNELS];
     int16_t *out = (int16_t *)(void *)j->x;
-    ctx_klt_source from = {.heads = heads, .dtype = j->src->dtype, .half = j->half};
+    ctx_klt_source from = {.heads = heads, .dtype = at->rows.dtype, .half = at->half};
     for (size_t h = 0; h < g->heads; h++)
-        heads[h] = rows_of(j, g->first + h, s->row, s->tokens, j->packed + h * TOKENS * dim * item, &from.step);
+        heads[h] = rows_of(j, s, h, j->packed + h * TOKENS * dim * item, &from.step);
     for (size_t t = 0; t < TOKENS; t += 16, out += 32) {
         const size_t here = s->tokens <= t ? 0 : s->tokens - t < 16 ? s->tokens - t : 16;
         float energy[16], factor[16] = {0};
-        from.cos = j->cos + (s->row + t) * j->half, from.sin = j->sin + (s->row + t) * j->half;
-        const int own = here == 16 && j->v->load && j->p->rope != CTX_KLT_PAIRS && j->v->load(j->rows, energy, &from, g, dim);
+        from.cos = at->cos + (s->row + t) * at->half, from.sin = at->sin + (s->row + t) * at->half;
+        const int own = here == 16 && j->v->load && at->plane->rope != CTX_KLT_PAIRS && j->v->load(j->rows, energy, &from, g, dim);
         for (size_t i = 0; i < here && !own; i++) {
             float *row = j->rows + i * g->channels;
-            for (size_t h = 0; h < g->heads; h++) load_row(j, row + h * dim, heads[h] + i * from.step, s->row + t + i);
+            for (size_t h = 0; h < g->heads; h++) load_row(j, at, row + h * dim, heads[h] + i * from.step, s->row + t + i);
             energy[i] = j->v->centre_row(row, g->centre, g->channels);
         }
         if (here < 16) memset(j->rows + here * g->channels, 0, (16 - here) * g->channels * sizeof(float));
-        for (size_t i = 0; i < here; i++) factor[i] = factor_of(j, s, t + i, energy[i], wild) * g->unit;
+        for (size_t i = 0; i < here; i++) factor[i] = factor_of(s, t + i, energy[i], wild) * g->unit;
         j->v->round(out, j->rows, factor, g->channels);
         for (size_t h = 0; h < g->heads; h++) heads[h] += 16 * from.step;
     }
@@ -197,7 +195,7 @@ static void quantise(const job *j, slot *s) {
     }
     s->mask |= raw;
     if (j->refinement) memset(s->seeds, 0, sizeof s->seeds);
-    if (j->p->nested && !j->refinement)
+    if (s->place->plane->nested && !j->refinement)
         j->v->thirds(j->q, g->components);
 }
 
@@ -227,7 +225,7 @@ static ctx_rans_job code(const job *j, slot *s) {
     s->escape_count = 0;
     for (size_t i = 0; i < n; i += 64) {
         const uint16_t table = steps[i / s->tokens];
-        uint64_t mask = j->v->escapes(s->symbols + i, j->p->tables->at[table].absent);
+        uint64_t mask = j->v->escapes(s->symbols + i, s->place->plane->tables->at[table].absent);
         s->steps[i / 64] = table;
         if (n - i < 64) mask &= ((uint64_t)1 << (n - i)) - 1;
         for (; mask; mask &= mask - 1) {
@@ -245,7 +243,7 @@ static ctx_rans_job code(const job *j, slot *s) {
 
 /* The body of a coded cell at `out`; its entry too. Returns behind the body. */
 static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *coded, uint8_t *entry, uint8_t *out) {
-    const size_t n = coded ? coded->bytes : 0, plane = (s->tokens + 7) / 8, dim = j->p->dim;
+    const size_t n = coded ? coded->bytes : 0, plane = (s->tokens + 7) / 8, dim = s->place->plane->dim;
     const size_t planes = j->refinement ? s->g->low_refined : s->g->low;
     put_le32(entry, (uint32_t)s->mask);
     put_le32(entry + 4, (uint32_t)(s->mask >> 32));
@@ -263,10 +261,10 @@ static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *code
     const size_t raw = ctx_dtype_bytes(j->raw), count = (size_t)__builtin_popcountll(s->mask);
     for (size_t head = 0; head < s->g->heads; head++) {
         size_t step;
-        const uint8_t *from = rows_of(j, s->g->first + head, s->row, s->tokens, j->packed, &step);
+        const uint8_t *from = rows_of(j, s, head, j->packed, &step);
         uint8_t *to = out + head * dim * raw;
         for (uint64_t left = s->mask; left; left &= left - 1, to += s->g->channels * raw)
-            j->k->convert[j->src->dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
+            j->k->convert[s->place->rows.dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
     }
     return out + count * s->g->channels * raw;
 }
@@ -282,8 +280,15 @@ size_t ctx_klt_bound(const ctx_klt_plane *p, size_t tokens, ctx_dtype raw) {
     return all + CTX_KLT_HEAD;
 }
 
-static void lay_out(arena *a, job *j) {
-    const size_t n = j->p->most_components;
+/* The most that any of a call's planes needs. */
+typedef struct sizes {
+    size_t components, channels, dim;
+} sizes;
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+static void lay_out(arena *a, const sizes *most, job *j) {
+    const size_t n = most->components;
     for (int i = 0; i < BATCH; i++) {
         slot *s = &j->slots[i];
         s->symbols = cut(a, n * TOKENS + TOKENS, 1);
@@ -292,53 +297,97 @@ static void lay_out(arena *a, job *j) {
         s->escapes = cut(a, n * TOKENS, sizeof(int16_t));
         s->steps = cut(a, n, sizeof(uint16_t));
     }
-    j->x = cut(a, j->p->most_channels * TOKENS, sizeof(float));
-    j->rows = cut(a, j->p->dim * TOKENS + j->p->most_channels * 16, sizeof(float));
-    j->packed = cut(a, j->p->most_channels * TOKENS, sizeof(float));
+    j->x = cut(a, most->channels * TOKENS, sizeof(float));
+    j->rows = cut(a, most->dim * TOKENS + most->channels * 16, sizeof(float));
+    j->packed = cut(a, most->channels * TOKENS, sizeof(float));
     j->q = cut(a, (n + 4) * TOKENS, sizeof(int16_t));
 }
 
-ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, size_t tokens,
-                              const float *cos, const float *sin, size_t half, size_t raw_first, ctx_dtype raw,
-                              int refinement, uint8_t *out, size_t *bytes, ctx_klt_clock *clock) {
-    job j = {.k = k, .v = ctx_klt_of(k), .p = plane, .src = src, .cos = cos, .sin = sin, .half = half,
-             .raw_first = raw_first, .raw = raw, .refinement = refinement, .clock = clock};
-    const size_t cells = (tokens + TOKENS - 1) / TOKENS * plane->groups;
-    uint8_t *entry = out + CTX_KLT_HEAD, *body = entry + cells * CTX_KLT_ENTRY;
+static size_t cells_of(const ctx_klt_place *at) { return (at->tokens + TOKENS - 1) / TOKENS * at->plane->groups; }
+
+static int rows_fit(const ctx_kernels *k, const ctx_klt_place *at, const ctx_klt_coded *coded) {
+    const size_t bytes = at->plane->heads * at->tokens * at->plane->dim * ctx_dtype_bytes(at->rows.dtype);
+    return !coded->checked || ctx_xxh3(k, at->rows.at, bytes) == coded->sum;
+}
+
+/* Where a call stands: the next cell to take, and the place and bytes of the next one to write. */
+typedef struct progress {
+    size_t place, cell;
+    uint8_t *entry, *body;
+} progress;
+
+/* The next cell in order into `s`; 0 if there is none. Rows are checked when their first cell is taken. */
+static int take(const job *j, const ctx_klt_place *places, const ctx_klt_coded *coded, size_t count, progress *at, slot *s,
+                ctx_klt_result *result) {
+    if (at->place == count) return 0;
+    const ctx_klt_place *from = &places[at->place];
+    const size_t groups = from->plane->groups;
+    if (at->cell == 0 && !rows_fit(j->k, from, &coded[at->place])) {
+        *result = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = at->place};
+        return 0;
+    }
+    s->place = from;
+    s->raw_first = coded[at->place].raw_first;
+    s->g = &from->plane->group[at->cell % groups];
+    s->row = at->cell / groups * TOKENS;
+    s->tokens = from->tokens - s->row < TOKENS ? from->tokens - s->row : TOKENS;
+    if (++at->cell == cells_of(from)) at->place++, at->cell = 0;
+    return 1;
+}
+
+/* A cell behind those already written of its stream, which begins with the first one. */
+static void write_cell(const job *j, const slot *s, const ctx_rans_job *made, ctx_klt_coded *coded, uint8_t *out, progress *at) {
+    const size_t cells = cells_of(s->place);
+    ctx_klt_coded *stream = &coded[at->place];
+    if (at->cell == 0) {
+        uint8_t *head = at->body;
+        stream->at = (size_t)(head - out);
+        head[0] = 1, head[1] = (uint8_t)s->place->plane->level, head[2] = (uint8_t)j->refinement, head[3] = 0;
+        put_le16(head + 4, s->place->tokens);
+        put_le16(head + 6, cells);
+        at->entry = head + CTX_KLT_HEAD;
+        at->body = at->entry + cells * CTX_KLT_ENTRY;
+    }
+    at->body = write_body(j, s, made, at->entry, at->body);
+    at->entry += CTX_KLT_ENTRY;
+    stream->bytes = (size_t)(at->body - out) - stream->at;
+    if (++at->cell == cells) at->place++, at->cell = 0;
+}
+
+ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_place *places, ctx_klt_coded *coded, size_t count,
+                              ctx_dtype raw, int refinement, uint8_t *out, ctx_klt_clock *clock) {
+    job j = {.k = k, .v = ctx_klt_of(k), .raw = raw, .refinement = refinement, .clock = clock};
+    sizes most = {0};
+    for (size_t i = 0; i < count; i++) {
+        const ctx_klt_plane *p = places[i].plane;
+        most = (sizes){larger(most.components, p->most_components), larger(most.channels, p->most_channels), larger(most.dim, p->dim)};
+    }
     arena a = {NULL, 0};
-    lay_out(&a, &j);
+    lay_out(&a, &most, &j);
     if (!arena_begin(&a)) return (ctx_klt_result){.reason = CTX_KLT_MEMORY};
-    lay_out(&a, &j);
+    lay_out(&a, &most, &j);
     ctx_klt_result result = {.reason = CTX_KLT_OK};
-    out[0] = 1, out[1] = (uint8_t)plane->level, out[2] = (uint8_t)refinement, out[3] = 0;
-    put_le16(out + 4, tokens);
-    put_le16(out + 6, cells);
+    progress taken = {.place = 0}, written = {.body = out};
     ctx_klt_start(clock);
-    for (size_t first = 0; first < cells && !result.reason; first += BATCH) {
-        const size_t here = cells - first < BATCH ? cells - first : BATCH;
+    while (!result.reason && taken.place < count) {
         ctx_rans_job jobs[BATCH];
-        size_t used = 0;
-        for (size_t i = 0; i < here; i++) {
-            slot *s = &j.slots[i];
-            s->g = &plane->group[(first + i) % plane->groups];
-            s->row = (first + i) / plane->groups * TOKENS;
-            s->tokens = tokens - s->row < TOKENS ? tokens - s->row : TOKENS;
-            quantise(&j, s);
-            jobs[used] = code(&j, s);
+        size_t used = 0, here = 0;
+        for (; here < BATCH && take(&j, places, coded, count, &taken, &j.slots[here], &result); here++) {
+            quantise(&j, &j.slots[here]);
+            jobs[used] = code(&j, &j.slots[here]);
             ctx_klt_tick(clock, CTX_KLT_SYMBOLS);
-            used += s->g->components != 0;
+            used += j.slots[here].g->components != 0;
         }
-        const size_t bad = ctx_rans_encode(k, plane->tables, jobs, used);
+        const size_t bad = used ? ctx_rans_encode(k, places->plane->tables, jobs, used) : 0;
         ctx_klt_tick(clock, CTX_KLT_ENCODING);
-        if (bad < used) result = (ctx_klt_result){.reason = CTX_KLT_TABLE, .cell = first};
-        for (size_t i = 0, next = 0; i < here && !result.reason; i++, entry += CTX_KLT_ENTRY) {
+        if (bad < used) result = (ctx_klt_result){.reason = CTX_KLT_TABLE, .place = written.place, .cell = written.cell};
+        for (size_t i = 0, next = 0; i < here && !result.reason; i++) {
             const int has = j.slots[i].g->components != 0;
-            body = write_body(&j, &j.slots[i], has ? &jobs[next] : NULL, entry, body);
+            write_cell(&j, &j.slots[i], has ? &jobs[next] : NULL, coded, out, &written);
             next += (size_t)has;
         }
         ctx_klt_tick(clock, CTX_KLT_WRITING);
     }
-    *bytes = (size_t)(body - out);
     free(a.at);
     return result;
 }

@@ -78,18 +78,27 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
                                const char **wrong);
 void ctx_klt_free(ctx_klt_plane *plane);
 
-/* One stream of a run, and its refinement if there is one. */
+/* Rows of one plane, [heads, tokens, dim] as a view that has passed ctx_view_check, and the angles of their positions:
+ * [tokens, half] float, or half = 0. All planes of a call have the same tables. */
+typedef struct ctx_klt_place {
+    const ctx_klt_plane *plane;
+    ctx_view rows;
+    size_t tokens;
+    const float *cos, *sin;
+    size_t half;
+} ctx_klt_place;
+
+/* One stream, and its refinement if there is one. */
 typedef struct ctx_klt_stream {
     const uint8_t *at, *more;  /* more: NULL without refinement */
     size_t bytes, more_bytes;
     uint64_t sum, more_sum;    /* XXH3-64, compared if `checked`, which only streams of more than 240 bytes may be */
     int checked, more_checked;
-    size_t tokens;             /* that it must have */
 } ctx_klt_stream;
 
 typedef struct ctx_klt_result {
     ctx_klt_reason reason;
-    size_t stream, cell;
+    size_t place, cell;
     int refinement; /* it is the refinement's bytes that are wrong */
 } ctx_klt_result;
 
@@ -101,22 +110,26 @@ enum {
 typedef struct ctx_klt_clock {
     uint64_t last, spent[CTX_KLT_ENCODE_PARTS];
 } ctx_klt_clock;
-/* Decode a run of consecutive planes into a box [heads, sum(tokens), dim]; the view must have passed ctx_view_check
- * with `distinct`. cos, sin: [sum(tokens), half] float of the rows' positions, or half = 0. `raw`: type of raw tokens. On
- * an error rows before it may have been written, and no others. `clock`: NULL, or what is told where time goes. */
-ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *dst,
-                              const ctx_klt_stream *streams, size_t count, ctx_dtype raw, const float *cos,
-                              const float *sin, size_t half, ctx_klt_clock *clock);
+/* Decode stream i to place i, which must have as many tokens; views are `distinct`. `raw`: type of raw tokens. On an error
+ * rows of places before it may have been written, and no others. `clock`: NULL, or what is told where time goes. */
+ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_place *places, const ctx_klt_stream *streams, size_t count,
+                              ctx_dtype raw, ctx_klt_clock *clock);
 
 /* Bytes that suffice for a stream of `tokens` tokens, or SIZE_MAX. */
 size_t ctx_klt_bound(const ctx_klt_plane *plane, size_t tokens, ctx_dtype raw);
 
-/* Encode one plane [heads, tokens, dim]; tokens from 1 to 65535, few enough for 65535 cells. cos, sin: [tokens, half] that
- * undo the rotation. The first raw_first tokens stand raw, in type `raw`. `refinement`: write that, relative to the base.
- * out: ctx_klt_bound(...) bytes; *bytes gets those used. */
-ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, size_t tokens,
-                              const float *cos, const float *sin, size_t half, size_t raw_first, ctx_dtype raw,
-                              int refinement, uint8_t *out, size_t *bytes, ctx_klt_clock *clock);
+/* What a place is encoded with, and to. Its rows may be checked first: then their bytes lie side by side, more than 240. */
+typedef struct ctx_klt_coded {
+    size_t raw_first; /* the first tokens, which stand raw */
+    uint64_t sum;     /* XXH3-64 of the rows' bytes, compared if `checked` */
+    int checked;
+    size_t at, bytes; /* set: the stream in `out` */
+} ctx_klt_coded;
+
+/* Encode places of 1 to 65535 tokens, few enough for 65535 cells, to streams one behind the other. Angles undo the rotation. Raw tokens are written in type `raw`. `refinement`: write that,
+ * relative to the base. out: ctx_klt_bound(...) bytes of each. */
+ctx_klt_result ctx_klt_encode(const ctx_kernels *k, const ctx_klt_place *places, ctx_klt_coded *coded, size_t count,
+                              ctx_dtype raw, int refinement, uint8_t *out, ctx_klt_clock *clock);
 
 /* Name of the implementation that k uses here. */
 const char *ctx_klt_name(const ctx_kernels *k);

@@ -132,25 +132,117 @@ static PyObject *klt_plane(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
-/* ---- Angles ------------------------------------------------------------------------------------------------------ */
+/* ---- Places ------------------------------------------------------------------------------------------------------ */
 
-/* cos and sin [tokens, half]; both empty: no rotation. */
-typedef struct angles {
-    const float *cos, *sin;
-    size_t half;
-} angles;
+/* What a call works on: planes, and rows of each in one tensor. `rows`: of all its streams or sources together. */
+typedef struct places {
+    size_t planes, rows;
+    const ctx_klt_plane **plane;
+    const region *tensor;
+    ctx_dtype dtype;
+    const uint8_t *layout; /* [planes] of LAYOUT int64 */
+    const region *const *angles; /* [turns] cos and sin of all rows */
+    size_t turns;
+} places;
 
-static int angles_of(held *h, PyObject *const *args, const ctx_klt_plane *plane, size_t tokens, angles *out) {
-    const region *cos = hold_numbers(h, args[0], 0, sizeof(float), "cos");
-    const region *sin = cos ? hold_numbers(h, args[1], 0, sizeof(float), "sin") : NULL;
-    if (!sin) return -1;
-    const size_t numbers = cos->bytes / sizeof(float);
-    *out = (angles){cos->view.buf, sin->view.buf, tokens ? numbers / tokens : 0};
-    if (cos->bytes != sin->bytes || out->half > plane->dim / 2 || (tokens && out->half * tokens != numbers) ||
-        (out->half == 0) != (tokens == 0 || plane->rope == CTX_KLT_NO_ROPE)) {
-        PyErr_Format(PyExc_ValueError, "angles: %zu and %zu bytes do not fit %zu tokens of a plane that %s", cos->bytes, sin->bytes,
-                     tokens, plane->rope == CTX_KLT_NO_ROPE ? "is not rotated" : "is rotated");
+/* Of a plane: byte offset of its first row, three strides, and which angles turn it, -1 for none. */
+enum { LONG_HASH = 241 /* bytes that the kernel takes at least */ };
+enum { OFFSET, HEADS, ROWS, DIM, TURN, LAYOUT };
+
+static int64_t number_at(const uint8_t *numbers, size_t i) {
+    int64_t value;
+    memcpy(&value, numbers + 8 * i, 8);
+    return value;
+}
+
+static int planes_of(PyObject *obj, places *out) {
+    if (!PyTuple_Check(obj)) {
+        PyErr_SetString(PyExc_TypeError, "planes: needs a tuple");
         return -1;
+    }
+    out->planes = (size_t)PyTuple_Size(obj);
+    if (!(out->plane = PyMem_Calloc(out->planes + 1, sizeof *out->plane))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < out->planes; i++) {
+        if (!(out->plane[i] = plane_of(PyTuple_GetItem(obj, (Py_ssize_t)i)))) break;
+        if (out->plane[i]->tables == out->plane[0]->tables) continue;
+        PyErr_SetString(PyExc_ValueError, "planes: they have several tables");
+        break;
+    }
+    if (!PyErr_Occurred()) return 0;
+    PyMem_Free(out->plane);
+    return -1;
+}
+
+/* From (tensor, dtype, layout). */
+static int tensor_of(held *h, PyObject *const *args, int writable, places *out) {
+    if (!(out->tensor = hold(h, args[0], writable, "tensor")) || dtype_of(args[1], "tensor", &out->dtype) < 0) return -1;
+    const region *layout = hold_numbers(h, args[2], 0, 8, "layout");
+    if (!layout) return -1;
+    out->layout = layout->view.buf;
+    if (layout->bytes == 8 * LAYOUT * out->planes) return 0;
+    PyErr_Format(PyExc_ValueError, "layout: needs %zu numbers", LAYOUT * out->planes);
+    return -1;
+}
+
+static PyObject *angles_of(PyObject *obj, places *of) {
+    PyObject *tuple = tuple_of(obj, "angles");
+    of->turns = tuple ? (size_t)PyTuple_Size(tuple) / 2 : 0;
+    return tuple;
+}
+
+/* Cosines and sines of all rows, float [rows][half] each, cosines first. */
+static int hold_angles(held *h, PyObject *tuple, places *of, const region **room) {
+    of->angles = room;
+    for (size_t i = 0; i < 2 * of->turns; i++)
+        if (!(room[i] = hold_numbers(h, PyTuple_GetItem(tuple, (Py_ssize_t)i), 0, sizeof(float), "angles"))) return -1;
+    return 0;
+}
+
+static int turn_of(const places *of, size_t i, const float **cos, const float **sin, size_t *half) {
+    const int64_t turn = number_at(of->layout, LAYOUT * i + TURN);
+    const ctx_klt_plane *plane = of->plane[i];
+    *cos = *sin = NULL, *half = 0;
+    if (turn == -1 && (plane->rope == CTX_KLT_NO_ROPE || !of->rows)) return 0;
+    size_t numbers = 0, bytes = 0;
+    if (turn >= 0 && (uint64_t)turn < of->turns) {
+        const region *first = of->angles[2 * turn], *second = of->angles[2 * turn + 1];
+        numbers = first->bytes / sizeof(float), bytes = second->bytes;
+        *cos = first->view.buf, *sin = second->view.buf, *half = of->rows ? numbers / of->rows : 0;
+        if (plane->rope != CTX_KLT_NO_ROPE && bytes == first->bytes && *half <= plane->dim / 2 && *half * of->rows == numbers &&
+            (*half || !of->rows))
+            return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "angles: %zu and %zu bytes do not fit %zu tokens of a plane that %s", numbers * sizeof(float), bytes,
+                 of->rows, plane->rope == CTX_KLT_NO_ROPE ? "is not rotated" : "is rotated");
+    return -1;
+}
+
+/* A place for each stream of each plane, plane by plane, of sources of so many tokens. All rows must lie in the tensor, and be
+ * distinct if they are written. */
+static int place_all(const places *of, int writable, const size_t *tokens, size_t sources, ctx_klt_place *out) {
+    for (size_t i = 0; i < of->planes; i++) {
+        box here = {.buffer = of->tensor, .writable = writable, .what = "tensor", .view = {.dtype = of->dtype}};
+        const ctx_klt_plane *plane = of->plane[i];
+        size_t numbers[4], half, row = 0;
+        const float *cos, *sin;
+        for (size_t j = 0; j < 4; j++) {
+            const int64_t number = number_at(of->layout, LAYOUT * i + j);
+            if (number < 0) {
+                PyErr_SetString(PyExc_ValueError, "layout: a number is negative");
+                return -1;
+            }
+            numbers[j] = (size_t)number;
+        }
+        here.offset = numbers[OFFSET];
+        memcpy(here.view.strides, numbers + HEADS, sizeof here.view.strides);
+        if (place(&here, (const size_t[3]){plane->heads, of->rows, plane->dim}) < 0 || turn_of(of, i, &cos, &sin, &half) < 0) return -1;
+        for (size_t j = 0; j < sources; row += tokens[j++], out++) {
+            *out = (ctx_klt_place){plane, here.view, tokens[j], cos ? cos + row * half : NULL, sin ? sin + row * half : NULL, half};
+            out->rows.at += row * numbers[ROWS] * ctx_dtype_bytes(of->dtype);
+        }
     }
     return 0;
 }
@@ -177,189 +269,256 @@ static void clock_add(const timed *t) {
     for (size_t i = 0; times && i < t->buffer->bytes / 8; i++) times[i] += (int64_t)t->clock.spent[i];
 }
 
-/* ---- Decoding ---------------------------------------------------------------------------------------------------- */
-
-typedef struct run {
-    size_t count, tokens;
-    ctx_klt_stream *streams;
-} run;
-
-/* The bytes of a stream or refinement, and its checksum, which is not compared if it is None. */
-static int bytes_of(held *h, PyObject *obj, PyObject *checksum, const char *what, const uint8_t **at, size_t *bytes,
-                    uint64_t *sum, int *checked) {
-    const region *buffer = hold_numbers(h, obj, 0, 1, what);
-    if (!buffer) return -1;
-    *at = buffer->view.buf;
-    *bytes = buffer->bytes;
-    *checked = checksum != Py_None;
-    return *checked ? checksum_of(checksum, buffer->bytes, what, sum) : 0;
+static PyObject *result_of(ctx_klt_result result, size_t streams) {
+    if (result.reason == CTX_KLT_OK) Py_RETURN_NONE;
+    if (result.reason == CTX_KLT_MEMORY) return PyErr_NoMemory();
+    return Py_BuildValue("snnnO", reasons[result.reason], (Py_ssize_t)(result.place / streams), (Py_ssize_t)(result.place % streams),
+                         (Py_ssize_t)result.cell, result.refinement ? Py_True : Py_False);
 }
 
-/* One stream: (buffer, checksum or None, refinement or None, its checksum or None, tokens). */
-static int stream_of(run *r, held *h, PyObject *obj, const ctx_klt_plane *plane, ctx_klt_stream *s) {
-    PyObject *tuple = fields_of(obj, 5, "stream"), *fields[5];
+/* The kernels' checksum is of long bytes only; short ones, which are rare, are compared by the package. 1 where they differ,
+ * -1 with an exception. */
+static int short_differs(const uint8_t *at, size_t bytes, uint64_t sum) {
+    PyObject *module = PyImport_ImportModule("xxhash");
+    PyObject *found = module ? PyObject_CallMethod(module, "xxh3_64_intdigest", "y#", (const char *)at, (Py_ssize_t)bytes) : NULL;
+    const uint64_t value = found ? PyLong_AsUnsignedLongLong(found) : 0;
+    Py_XDECREF(module);
+    Py_XDECREF(found);
+    return PyErr_Occurred() ? -1 : value != sum;
+}
+
+/* Whether the call is to compare the sum of so many bytes: if so 1, and 0 if it has been compared, or -1. */
+static int compare(const region *sums, size_t i, const uint8_t *at, size_t bytes, uint64_t *sum, int *differs) {
+    *sum = sums ? (uint64_t)number_at(sums->view.buf, i) : 0;
+    if (!sums || bytes >= LONG_HASH) return sums != NULL;
+    const int wrong = short_differs(at, bytes, *sum);
+    *differs |= wrong > 0;
+    return wrong < 0 ? -1 : 0;
+}
+
+/* ---- Decoding ---------------------------------------------------------------------------------------------------- */
+
+/* The streams of a source: where in its bytes that of each plane lies (two int64 each), and their checksums or None. */
+static int spans_of(held *h, PyObject *const fields[3], size_t planes, const char *what, const uint8_t **at, const uint8_t **spans,
+                    const region **sums) {
+    const region *data = hold(h, fields[0], 0, what), *span = data ? hold(h, fields[1], 0, "spans") : NULL;
+    const region *sum = !span || fields[2] == Py_None ? NULL : hold(h, fields[2], 0, "checksums");
+    if (!span || (!sum && fields[2] != Py_None)) return -1;
+    *at = data->view.buf, *spans = span->view.buf, *sums = sum;
+    int wrong = !PyBuffer_IsContiguous(&data->view, 'C') || !PyBuffer_IsContiguous(&span->view, 'C') || span->bytes != 16 * planes ||
+                (sum && (!PyBuffer_IsContiguous(&sum->view, 'C') || sum->bytes != 8 * planes));
+    for (size_t i = 0; !wrong && i < planes; i++) {
+        const int64_t first = number_at(*spans, 2 * i), bytes = number_at(*spans, 2 * i + 1);
+        wrong = first < 0 || bytes < 0 || (size_t)first > data->bytes || (size_t)bytes > data->bytes - (size_t)first;
+    }
+    if (!wrong) return 0;
+    PyErr_Format(PyExc_ValueError, "%s: spans and checksums do not fit %zu planes in %zu bytes", what, planes, data->bytes);
+    return -1;
+}
+
+/* One source: (tokens, buffer, spans, checksums or None, buffer, spans, checksums of its refinements, or None). Its streams
+ * are every `step`th from s on. *wrong: a short one whose checksum differs, plane by plane and base before refinement. */
+static int source_of(held *h, PyObject *obj, const places *of, size_t step, ctx_klt_stream *s, size_t *tokens, ctx_klt_result *wrong) {
+    PyObject *tuple = fields_of(obj, 7, "source"), *fields[7];
+    const uint8_t *data[2] = {NULL, NULL}, *spans[2];
+    const region *sums[2] = {NULL, NULL};
     if (!tuple) return -1;
-    for (int i = 0; i < 5; i++) fields[i] = PyTuple_GetItem(tuple, i);
-    const int failed =
-        bytes_of(h, fields[0], fields[1], "stream", &s->at, &s->bytes, &s->sum, &s->checked) < 0 ||
-        size_of(fields[4], "token count", &s->tokens) < 0 ||
-        (fields[2] != Py_None &&
-         bytes_of(h, fields[2], fields[3], "refinement", &s->more, &s->more_bytes, &s->more_sum, &s->more_checked) < 0);
+    for (int i = 0; i < 7; i++) fields[i] = PyTuple_GetItem(tuple, i);
+    const int refined = fields[4] != Py_None;
+    const int failed = size_of(fields[0], "token count", tokens) < 0 ||
+                       spans_of(h, fields + 1, of->planes, "stream", &data[0], &spans[0], &sums[0]) < 0 ||
+                       (refined && spans_of(h, fields + 4, of->planes, "refinement", &data[1], &spans[1], &sums[1]) < 0);
     Py_DECREF(tuple);
     if (failed) return -1;
-    if (s->more && !plane->base) {
-        PyErr_SetString(PyExc_ValueError, "refinement: the plane's level refines no other");
+    if (*tokens > UINT16_MAX) {
+        PyErr_Format(PyExc_ValueError, "token count: %zu is more than a stream can have", *tokens);
         return -1;
     }
-    if (s->tokens > UINT16_MAX) {
-        PyErr_Format(PyExc_ValueError, "token count: %zu is more than a stream can have", s->tokens);
-        return -1;
+    for (size_t i = 0; i < of->planes; i++, s += step) {
+        int differs[2] = {0, 0};
+        s->at = data[0] + number_at(spans[0], 2 * i), s->bytes = (size_t)number_at(spans[0], 2 * i + 1);
+        if ((s->checked = compare(sums[0], i, s->at, s->bytes, &s->sum, &differs[0])) < 0) return -1;
+        if (refined) {
+            if (!of->plane[i]->base) {
+                PyErr_SetString(PyExc_ValueError, "refinement: the plane's level refines no other");
+                return -1;
+            }
+            s->more = data[1] + number_at(spans[1], 2 * i), s->more_bytes = (size_t)number_at(spans[1], 2 * i + 1);
+            if ((s->more_checked = compare(sums[1], i, s->more, s->more_bytes, &s->more_sum, &differs[1])) < 0) return -1;
+        }
+        if ((differs[0] || differs[1]) && !wrong->reason)
+            *wrong = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = i * step, .refinement = !differs[0]};
     }
-    r->tokens += s->tokens;
     return 0;
 }
 
-static PyObject *result_of(ctx_klt_result result) {
-    if (result.reason == CTX_KLT_OK) Py_RETURN_NONE;
-    if (result.reason == CTX_KLT_MEMORY) return PyErr_NoMemory();
-    return Py_BuildValue("snnO", reasons[result.reason], (Py_ssize_t)result.stream, (Py_ssize_t)result.cell,
-                         result.refinement ? Py_True : Py_False);
-}
-
-/* (plane, tensor, dtype, offset, strides, streams, raw_dtype, cos, sin, times) */
+/* (planes, tensor, dtype, layout, sources, raw_dtype, angles, times) */
 static PyObject *klt_decode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    enum { BESIDE = 4 /* buffers: tensor, times, cos, sin */ };
+    enum { BESIDE = 3 /* buffers: tensor, layout, times */, EACH = 6 };
     const ctx_kernels *k = table();
-    const ctx_klt_plane *plane;
-    box tensor;
+    places of = {0};
     ctx_dtype raw;
     timed time;
     held h = {0};
-    run r = {0};
-    angles turn;
-    PyObject *result = NULL;
+    PyObject *result = NULL, *list = NULL, *turns = NULL;
+    size_t *tokens = NULL;
+    ctx_klt_place *at = NULL;
+    ctx_klt_stream *streams = NULL;
+    const region **angles = NULL;
+    ctx_klt_result told = {.reason = CTX_KLT_OK};
     (void)module;
-    if (!k || arity(nargs, 10, "klt_decode") < 0 || !(plane = plane_of(args[0])) || dtype_of(args[6], "raw dtype", &raw) < 0)
-        return NULL;
-    PyObject *list = tuple_of(args[5], "streams");
-    if (!list) return NULL;
-    r.count = (size_t)PyTuple_Size(list);
-    int failed = !(r.streams = PyMem_Calloc(r.count + 1, sizeof *r.streams));
-    if (failed) PyErr_NoMemory();
-    failed = failed || held_room(&h, 2 * r.count + BESIDE) < 0 || box_of(&h, args + 1, 1, "tensor", &tensor) < 0 ||
-             timed_of(&h, args[9], CTX_KLT_DECODE_PARTS, &time) < 0;
-    for (size_t i = 0; !failed && i < r.count; i++)
-        failed = stream_of(&r, &h, PyTuple_GetItem(list, (Py_ssize_t)i), plane, &r.streams[i]) < 0;
-    if (!failed && angles_of(&h, args + 7, plane, r.tokens, &turn) == 0 &&
-        place(&tensor, (const size_t[3]){plane->heads, r.tokens, plane->dim}) == 0) {
+    if (!k || arity(nargs, 8, "klt_decode") < 0 || dtype_of(args[5], "raw dtype", &raw) < 0 || planes_of(args[0], &of) < 0) return NULL;
+    if (!(list = tuple_of(args[4], "sources")) || !(turns = angles_of(args[6], &of))) goto done;
+    const size_t count = (size_t)PyTuple_Size(list), all = of.planes * count;
+    if (!(tokens = PyMem_Calloc(count + 1, sizeof *tokens)) || !(at = PyMem_Calloc(all + 1, sizeof *at)) ||
+        !(streams = PyMem_Calloc(all + 1, sizeof *streams)) || !(angles = PyMem_Calloc(2 * of.turns + 1, sizeof *angles))) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (held_room(&h, EACH * count + 2 * of.turns + BESIDE) < 0 || tensor_of(&h, args + 1, 1, &of) < 0 ||
+        timed_of(&h, args[7], CTX_KLT_DECODE_PARTS, &time) < 0 || hold_angles(&h, turns, &of, angles) < 0)
+        goto done;
+    for (size_t i = 0; i < count; of.rows += tokens[i++]) {
+        const int had = told.reason != CTX_KLT_OK;
+        if (source_of(&h, PyTuple_GetItem(list, (Py_ssize_t)i), &of, count, streams + i, &tokens[i], &told) < 0) goto done;
+        if (!had && told.reason) told.place += i;
+    }
+    if (place_all(&of, 1, tokens, count, at) < 0) goto done;
+    if (!told.reason) {
         PyThreadState *saved = PyEval_SaveThread();
-        const ctx_klt_result done =
-            ctx_klt_decode(k, plane, &tensor.view, r.streams, r.count, raw, turn.cos, turn.sin, turn.half, clock_of(&time));
+        told = ctx_klt_decode(k, at, streams, all, raw, clock_of(&time));
         PyEval_RestoreThread(saved);
         clock_add(&time);
-        result = result_of(done);
     }
+    result = result_of(told, count);
+done:
     release(&h);
-    PyMem_Free(r.streams);
-    Py_DECREF(list);
+    PyMem_Free(angles);
+    PyMem_Free(at);
+    PyMem_Free(streams);
+    PyMem_Free(tokens);
+    PyMem_Free(of.plane);
+    Py_XDECREF(turns);
+    Py_XDECREF(list);
     return result;
 }
 
 /* ---- Encoding ---------------------------------------------------------------------------------------------------- */
 
-/* What of the run each stream needs; bytes of all streams at most, or SIZE_MAX. */
-static size_t room_of(const ctx_klt_plane *plane, const int64_t *counts, size_t streams, ctx_dtype raw, size_t *tokens) {
-    size_t room = 0;
-    *tokens = 0;
+/* Bytes of all streams at most, or SIZE_MAX. */
+static size_t room_of(places *of, const int64_t *counts, size_t streams, ctx_dtype raw) {
+    size_t room = 1;
     for (size_t i = 0; i < streams; i++) {
-        if (counts[i] < 1 || counts[i] > UINT16_MAX || ((size_t)counts[i] + 63) / 64 * plane->groups > UINT16_MAX) {
-            PyErr_Format(PyExc_ValueError, "token count: a stream cannot have %lld tokens", (long long)counts[i]);
-            return SIZE_MAX;
+        for (size_t p = 0; p < of->planes; p++) {
+            if (counts[i] < 1 || counts[i] > UINT16_MAX || ((size_t)counts[i] + 63) / 64 * of->plane[p]->groups > UINT16_MAX) {
+                PyErr_Format(PyExc_ValueError, "token count: a stream cannot have %lld tokens", (long long)counts[i]);
+                return SIZE_MAX;
+            }
+            if (__builtin_add_overflow(room, ctx_klt_bound(of->plane[p], (size_t)counts[i], raw), &room)) {
+                PyErr_SetString(PyExc_ValueError, "token count: too many streams");
+                return SIZE_MAX;
+            }
         }
-        *tokens += (size_t)counts[i];
-        if (__builtin_add_overflow(room, ctx_klt_bound(plane, (size_t)counts[i], raw), &room)) {
-            PyErr_SetString(PyExc_ValueError, "token count: too many streams");
-            return SIZE_MAX;
-        }
+        of->rows += (size_t)counts[i];
     }
     return room;
 }
 
-static ctx_klt_result encode_run(const ctx_kernels *k, const ctx_klt_plane *plane, const ctx_view *src, const int64_t *counts,
-                                 size_t streams, const angles *turn, size_t raw_first, ctx_dtype raw, int refinement,
-                                 uint8_t *out, int64_t *offsets, ctx_klt_clock *clock) {
-    ctx_klt_result result = {.reason = CTX_KLT_OK};
-    size_t row = 0, at = 0, bytes;
-    offsets[0] = 0;
-    for (size_t i = 0; i < streams && !result.reason; i++) {
-        ctx_view here = *src;
-        here.at += row * src->strides[1] * ctx_dtype_bytes(src->dtype);
-        const size_t angle = row * turn->half;
-        result = ctx_klt_encode(k, plane, &here, (size_t)counts[i], turn->cos + angle, turn->sin + angle,
-                                turn->half, raw_first > row ? raw_first - row : 0, raw, refinement, out + at, &bytes, clock);
-        result.stream = i;
-        row += (size_t)counts[i];
-        at += result.reason ? 0 : bytes;
-        offsets[i + 1] = (int64_t)at;
+/* The checksums that the planes' rows must have. */
+static int check_rows(const places *of, const region *sums, size_t streams, const ctx_klt_place *at, ctx_klt_coded *coded, ctx_klt_result *wrong) {
+    int fits = streams == 1 && sums->bytes == 8 * of->planes;
+    for (size_t i = 0; fits && i < of->planes; i++) {
+        const size_t *strides = at[i].rows.strides, dim = of->plane[i]->dim, plane = of->rows * dim;
+        int differs = 0;
+        if (!(fits = strides[2] == 1 && strides[1] == dim && strides[0] == plane)) break;
+        coded[i].checked = compare(sums, i, at[i].rows.at, of->plane[i]->heads * plane * ctx_dtype_bytes(of->dtype), &coded[i].sum, &differs);
+        if (coded[i].checked < 0) return -1;
+        if (differs && !wrong->reason) *wrong = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = i};
     }
+    if (!fits) PyErr_SetString(PyExc_ValueError, "checksums: needs one for each plane, whose rows lie side by side");
+    return fits ? 0 : -1;
+}
+
+/* The streams' bytes, and where each lies: two int64 each. */
+static PyObject *streams_of(const uint8_t *out, const ctx_klt_coded *coded, size_t count) {
+    const size_t end = count ? coded[count - 1].at + coded[count - 1].bytes : 0;
+    PyObject *bytes = PyBytes_FromStringAndSize((const char *)out, (Py_ssize_t)end), *result = NULL;
+    PyObject *spans = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(16 * count));
+    for (size_t i = 0; spans && i < count; i++) {
+        const int64_t span[2] = {(int64_t)coded[i].at, (int64_t)coded[i].bytes};
+        memcpy(PyBytes_AsString(spans) + 16 * i, span, sizeof span);
+    }
+    if (bytes && spans) result = PyTuple_Pack(2, bytes, spans);
+    Py_XDECREF(bytes);
+    Py_XDECREF(spans);
     return result;
 }
 
-/* (plane, tensor, dtype, offset, strides, counts, raw_first, raw_dtype, cos, sin, refinement, out, offsets, times) */
+/* (planes, tensor, dtype, layout, checksums or None, counts, raw_first, raw_dtype, angles, refinement, times): the streams,
+ * or what is wrong. */
 static PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    enum { BESIDE = 5 /* buffers: tensor, layout, checksums, counts, times */ };
     const ctx_kernels *k = table();
-    const ctx_klt_plane *plane;
-    box tensor;
+    places of = {0};
     ctx_dtype raw;
     timed time;
     held h = {0};
-    const region *tokens_of, *out, *offsets;
-    size_t raw_first, tokens;
-    angles turn;
-    PyObject *result = NULL;
+    const region *tokens_of, *sums = NULL, **angles = NULL;
+    size_t raw_first, *tokens = NULL;
+    PyObject *result = NULL, *turns = NULL;
+    ctx_klt_place *at = NULL;
+    ctx_klt_coded *coded = NULL;
+    uint8_t *out = NULL;
+    ctx_klt_result told = {.reason = CTX_KLT_OK};
     (void)module;
-    if (!k || arity(nargs, 14, "klt_encode") < 0 || !(plane = plane_of(args[0])) || size_of(args[6], "raw_first", &raw_first) < 0 ||
+    if (!k || arity(nargs, 11, "klt_encode") < 0 || size_of(args[6], "raw_first", &raw_first) < 0 ||
         dtype_of(args[7], "raw dtype", &raw) < 0)
         return NULL;
-    const int refinement = PyObject_IsTrue(args[10]);
+    const int refinement = PyObject_IsTrue(args[9]);
     if (refinement < 0) return NULL;
-    if (refinement && !plane->base) {
-        PyErr_SetString(PyExc_ValueError, "refinement: the plane's level refines no other");
-        return NULL;
-    }
-    if (box_of(&h, args + 1, 0, "tensor", &tensor) == 0 && (tokens_of = hold_numbers(&h, args[5], 0, 8, "token counts")) &&
-        (out = hold_numbers(&h, args[11], 1, 1, "out")) && (offsets = hold_numbers(&h, args[12], 1, 8, "offsets")) &&
-        timed_of(&h, args[13], CTX_KLT_ENCODE_PARTS, &time) == 0) {
-        const size_t streams = tokens_of->bytes / 8;
-        const int64_t *counts = tokens_of->view.buf;
-        const size_t room = room_of(plane, counts, streams, raw, &tokens);
-        if (room == SIZE_MAX) {
-        } else if (room > out->bytes || offsets->bytes != 8 * (streams + 1)) {
-            PyErr_Format(PyExc_ValueError, "out: %zu streams need %zu bytes and %zu offsets", streams, room, streams + 1);
-        } else if (angles_of(&h, args + 8, plane, tokens, &turn) == 0 &&
-                   place(&tensor, (const size_t[3]){plane->heads, tokens, plane->dim}) == 0) {
-            PyThreadState *saved = PyEval_SaveThread();
-            const ctx_klt_result done = encode_run(k, plane, &tensor.view, counts, streams, &turn, raw_first, raw, refinement,
-                                                   out->view.buf, offsets->view.buf, clock_of(&time));
-            PyEval_RestoreThread(saved);
-            clock_add(&time);
-            result = result_of(done);
+    if (planes_of(args[0], &of) < 0) return NULL;
+    if (!(turns = angles_of(args[8], &of))) goto done;
+    if (!(angles = PyMem_Calloc(2 * of.turns + 1, sizeof *angles))) goto no_memory;
+    if (held_room(&h, 2 * of.turns + BESIDE) < 0 || tensor_of(&h, args + 1, 0, &of) < 0 ||
+        !(tokens_of = hold_numbers(&h, args[5], 0, 8, "token counts")) || timed_of(&h, args[10], CTX_KLT_ENCODE_PARTS, &time) < 0 ||
+        (args[4] != Py_None && !(sums = hold_numbers(&h, args[4], 0, 8, "checksums"))) || hold_angles(&h, turns, &of, angles) < 0)
+        goto done;
+    for (size_t i = 0; refinement && i < of.planes; i++)
+        if (!of.plane[i]->base) {
+            PyErr_SetString(PyExc_ValueError, "refinement: the plane's level refines no other");
+            goto done;
         }
+    const size_t streams = tokens_of->bytes / 8, count = of.planes * streams;
+    const size_t room = room_of(&of, tokens_of->view.buf, streams, raw);
+    if (room == SIZE_MAX) goto done;
+    if (!(tokens = PyMem_Calloc(streams + 1, sizeof *tokens)) || !(at = PyMem_Calloc(count + 1, sizeof *at)) ||
+        !(coded = PyMem_Calloc(count + 1, sizeof *coded)) || !(out = PyMem_Malloc(room)))
+        goto no_memory;
+    for (size_t i = 0, row = 0; i < streams; row += tokens[i++]) {
+        tokens[i] = (size_t)number_at(tokens_of->view.buf, i);
+        for (size_t p = 0; p < of.planes; p++) coded[p * streams + i].raw_first = raw_first > row ? raw_first - row : 0;
     }
+    if (place_all(&of, 0, tokens, streams, at) < 0 || (sums && check_rows(&of, sums, streams, at, coded, &told) < 0)) goto done;
+    if (!told.reason) {
+        PyThreadState *saved = PyEval_SaveThread();
+        told = ctx_klt_encode(k, at, coded, count, raw, refinement, out, clock_of(&time));
+        PyEval_RestoreThread(saved);
+        clock_add(&time);
+    }
+    result = told.reason ? result_of(told, streams) : streams_of(out, coded, count);
+    goto done;
+no_memory:
+    PyErr_NoMemory();
+done:
     release(&h);
+    PyMem_Free(angles);
+    PyMem_Free(tokens);
+    PyMem_Free(at);
+    PyMem_Free(coded);
+    PyMem_Free(out);
+    PyMem_Free(of.plane);
+    Py_XDECREF(turns);
     return result;
-}
-
-/* (plane, tokens, raw_dtype) */
-static PyObject *klt_bound(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    const ctx_klt_plane *plane;
-    size_t tokens;
-    ctx_dtype raw;
-    (void)module;
-    if (arity(nargs, 3, "klt_bound") < 0 || !(plane = plane_of(args[0])) || size_of(args[1], "tokens", &tokens) < 0 ||
-        dtype_of(args[2], "raw dtype", &raw) < 0)
-        return NULL;
-    return PyLong_FromSize_t(ctx_klt_bound(plane, tokens, raw));
 }
 
 static PyObject *klt_name(PyObject *module, PyObject *unused) {
@@ -372,7 +531,6 @@ PyMethodDef klt_methods[] = {
     FAST(klt_plane),
     FAST(klt_decode),
     FAST(klt_encode),
-    FAST(klt_bound),
     {"klt_name", klt_name, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -77,16 +77,17 @@ static void free_card(card *c) {
     free(c->low_table), free(c->low_shift), free(c->whole), free(c->quantum);
 }
 
-static ctx_view view_of(const coded *c, uint8_t *at, ctx_dtype dtype) {
-    return (ctx_view){at, dtype, {c->tokens * c->plane->dim, c->plane->dim, 1}};
+static ctx_klt_place place_of(const coded *c, const ctx_klt_plane *plane, uint8_t *at) {
+    return (ctx_klt_place){plane, {at, c->dtype, {c->tokens * plane->dim, plane->dim, 1}}, c->tokens, c->cos, c->sin, c->half};
 }
 
 static uint8_t *encode(const ctx_kernels *k, const coded *c, const ctx_klt_plane *plane, int refinement, size_t *bytes) {
     uint8_t *room = malloc(ctx_klt_bound(plane, c->tokens, c->raw));
-    const ctx_view view = view_of(c, c->rows, c->dtype);
-    const ctx_klt_result done =
-        ctx_klt_encode(k, plane, &view, c->tokens, c->cos, c->sin, c->half, c->raw_first, c->raw, refinement, room, bytes, NULL);
+    const ctx_klt_place place = place_of(c, plane, c->rows);
+    ctx_klt_coded coded = {.raw_first = c->raw_first};
+    const ctx_klt_result done = ctx_klt_encode(k, &place, &coded, 1, c->raw, refinement, room, NULL);
     CHECK(done.reason == CTX_KLT_OK, "encode: %d", done.reason);
+    *bytes = coded.bytes;
     uint8_t *exact = malloc(*bytes);
     memcpy(exact, room, *bytes);
     free(room);
@@ -149,14 +150,14 @@ void free_coded(coded *c) {
 ctx_klt_reason decode_rows(const coded *c, const uint8_t *data, size_t bytes, const uint8_t *more, size_t more_bytes) {
     const ctx_kernels *all[TABLES];
     const size_t usable = all_tables(all), volume = c->plane->heads * c->tokens * c->plane->dim * ctx_dtype_bytes(c->dtype);
-    const ctx_klt_stream stream = {.at = data, .bytes = bytes, .more = more, .more_bytes = more_bytes, .tokens = c->tokens};
+    const ctx_klt_stream stream = {.at = data, .bytes = bytes, .more = more, .more_bytes = more_bytes};
     uint8_t *first = calloc(volume, 1), *out = malloc(volume);
     ctx_klt_result verdict = {.reason = CTX_KLT_OK};
     for (size_t j = usable; j-- > 0;) { /* generic comes first here */
         uint8_t *to = j + 1 == usable ? first : out;
-        const ctx_view view = view_of(c, to, c->dtype);
+        const ctx_klt_place place = place_of(c, c->plane, to);
         if (to == out) memset(out, 0, volume);
-        const ctx_klt_result done = ctx_klt_decode(all[j], c->plane, &view, &stream, 1, c->raw, c->cos, c->sin, c->half, NULL);
+        const ctx_klt_result done = ctx_klt_decode(all[j], &place, &stream, 1, c->raw, NULL);
         CHECK(done.reason != CTX_KLT_MEMORY && done.reason != CTX_KLT_TABLE, "%s", all[j]->name);
         if (to == first) verdict = done;
         CHECK(done.reason == verdict.reason && done.cell == verdict.cell && done.refinement == verdict.refinement,

@@ -95,7 +95,7 @@ class Made:
             raw_dtype=raw_type(self.dtype), angles=undo, refinement=refinement,
         )  # fmt: skip
         assert offsets.tolist() == [0, len(data)]
-        return data.tobytes()
+        return bytes(data)
 
     def decode(self, level: int, data: Any, more: Any = None, **others: Any) -> np.ndarray:
         """Rows [heads, tokens, dim]; what lies round them must stay as it is."""
@@ -272,14 +272,14 @@ def test_runs_of_blocks_in_any_layout_and_on_threads(monkeypatch: pytest.MonkeyP
     across = np.ascontiguousarray(made.bits.transpose(0, 2, 1))  # [heads, dim, tokens], as vLLM keeps K on CPUs
     strides = (dim * tokens, 1, tokens)
     again, _ = plane.encode(across, "bfloat16", 0, strides, counts, raw_first=66, angles=undo)
-    assert again.tobytes() == data.tobytes()
+    assert again == data
     out = np.zeros((heads, dim, tokens), np.float32)
     plane.decode(out, "float32", 0, strides, streams, counts, "bfloat16", angles=turn)
     assert (to_bits(out, "bfloat16").reshape(out.shape).transpose(0, 2, 1) == plain).all()
     monkeypatch.setattr(klt, "PARALLEL_VALUES", 64)
     monkeypatch.setattr(klt, "cores", lambda: 3)
     spread, places = plane.encode(made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
-    assert spread.tobytes() == data.tobytes()
+    assert spread == data
     assert (places == offsets).all()
     threaded = np.zeros_like(plain)
     plane.decode(threaded, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)

@@ -1,0 +1,134 @@
+"""All planes of K and V of a block at one level of a profile: coded in one native call, decoded in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ctxreuse import kernels
+from ctxreuse.block.format import BlockView, Layout
+from ctxreuse.codec.planes import PlaneCoder, raw_type
+from ctxreuse.codec.profile import SINKS
+from ctxreuse.errors import FormatError
+from ctxreuse.rope import Rotary
+
+__all__ = ["BlockCoder", "source_of"]
+
+#: A layer and a role.
+Place: TypeAlias = tuple[int, str]
+
+
+class BlockCoder(NamedTuple):
+    """Planes of so many ``tokens`` of a layout of raw planes, as native calls take them.
+
+    ``numbers``: their indices in the layout; ``planes``: from the first plane on; ``ropes``: what turns them.
+    """
+
+    tokens: int
+    places: tuple[Place, ...]
+    numbers: npt.NDArray[np.intp]
+    planes: kernels.KltPlanes
+    ropes: tuple[Rotary, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, dtype: str, wanted: Callable[[Place], PlaneCoder | None]) -> tuple[BlockCoder, ...]:
+        """Take apart a layout: one coder for each number of tokens that its ``wanted`` planes have.
+
+        Raises FormatError for a plane of another shape or type than its coder's.
+        """
+        found: dict[int, list[tuple[int, PlaneCoder]]] = {}
+        for i, plane in enumerate(layout.planes):
+            coder = wanted((plane.layer, plane.role)) if plane.nbytes else None
+            if coder is None:
+                continue
+            tokens = plane.shape[-2] if len(plane.shape) > 1 else 0
+            shape = coder.plane.heads, tokens, coder.plane.dim
+            if plane.shape[-3:] != shape or plane.dtype != dtype or prod(plane.shape) != prod(shape):
+                raise FormatError(
+                    f"plane {plane.role!r} of layer {plane.layer} has shape {plane.shape[:8]} of {plane.dtype}"
+                )
+            found.setdefault(tokens, []).append((i, coder))
+        return tuple(cls._of(layout, dtype, tokens, planes) for tokens, planes in found.items())
+
+    @classmethod
+    def _of(cls, layout: Layout, dtype: str, tokens: int, planes: list[tuple[int, PlaneCoder]]) -> BlockCoder:
+        ropes = list({id(coder.rope): coder.rope for _, coder in planes if coder.rope is not None}.values())
+        turns = {id(rope): i for i, rope in enumerate(ropes)}
+        rows = [
+            (layout.offsets[i], tokens * coder.plane.dim, coder.plane.dim, 1, turns.get(id(coder.rope), -1))
+            for i, coder in planes
+        ]
+        return cls(
+            tokens, tuple((layout.planes[i].layer, layout.planes[i].role) for i, _ in planes),
+            np.array([i for i, _ in planes], np.intp),
+            kernels.KltPlanes.of([coder.native for _, coder in planes], np.array(rows, np.int64)), tuple(ropes),
+        )  # fmt: skip
+
+    def encode(self, view: BlockView, dtype: str, *, refinement: bool) -> dict[Place, memoryview]:
+        """Encode the planes of ``view``, of this layout; ``refinement``: of the base level. Raises FormatError."""
+        start = self._start(view)
+        try:
+            data, spans = self.planes.at(view.start).encode(
+                view.buffer, dtype, [self.tokens], checksums=view.checksums[self.numbers],
+                raw_first=max(SINKS - start, 0), raw_dtype=raw_type(dtype), refinement=refinement,
+                angles=[rope.span_tables(start, self.tokens, undo=True) for rope in self.ropes],
+            )  # fmt: skip
+        except kernels.StreamError as error:
+            raise self._named(error, view) from None
+        whole = memoryview(data)
+        return {place: whole[at : at + size] for place, (at, size) in zip(self.places, spans.tolist())}
+
+    def decode(self, view: BlockView, more: BlockView | None, target: npt.NDArray[Any], first: int, dtype: str) -> None:
+        """Decode the planes of ``view``, with the refinement ``more``, to ``target``, where they begin at ``first``.
+
+        Raises FormatError for damaged bytes.
+        """
+        start = self._start(view)
+        numbers = [_number(view, place) for place in self.places]
+        also = (None, None, None) if more is None else _streams(more, [_number(more, place) for place in self.places])
+        try:
+            self.planes.at(first).decode(
+                target, dtype, [(self.tokens, *_streams(view, numbers), *also)], raw_type(dtype),
+                angles=[rope.span_tables(start, self.tokens) for rope in self.ropes],
+            )  # fmt: skip
+        except kernels.StreamError as error:
+            raise self._named(error, view, more) from None
+
+    def _start(self, view: BlockView) -> int:
+        if self.tokens > view.header.end:
+            raise FormatError(f"planes of {self.tokens} tokens in a {view.header.kind} that ends at {view.header.end}")
+        return view.header.end - self.tokens
+
+    def _named(self, error: kernels.StreamError, *views: BlockView | None) -> FormatError:
+        """The error with its plane; where that is a checksum, as the block says it."""
+        layer, role = self.places[error.plane]
+        for view in views:
+            if view is not None:
+                view.plane(layer, role)
+        return FormatError(f"plane {role!r} of layer {layer}: {error}", where=error.where)
+
+
+def source_of(view: BlockView, more: BlockView | None, place: Place, tokens: int) -> kernels.Source:
+    """One plane of a block, with its refinement, as `kernels.KltPlanes.decode` takes it. Raises FormatError."""
+    i = _number(view, place)
+    own = view.buffer, view.spans[i], view.header.checksums[8 * i : 8 * i + 8]
+    if more is None:
+        return (tokens, *own, None, None, None)
+    i = _number(more, place)
+    return (tokens, *own, more.buffer, more.spans[i], more.header.checksums[8 * i : 8 * i + 8])
+
+
+def _number(view: BlockView, place: Place) -> int:
+    i = view.layout.index.get(place)
+    if i is None:
+        view.plane(*place)  # raises, naming the plane
+        raise KeyError(place)
+    return i
+
+
+def _streams(view: BlockView, numbers: list[int]) -> tuple[memoryview, npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    return view.buffer, view.spans[numbers], view.checksums[numbers]

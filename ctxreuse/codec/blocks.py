@@ -114,12 +114,15 @@ class BlockCoder(NamedTuple):
 
 def source_of(view: BlockView, more: BlockView | None, place: Place, tokens: int) -> kernels.Source:
     """One plane of a block, with its refinement, as `kernels.KltPlanes.decode` takes it. Raises FormatError."""
+    own = _stream(view, place)
+    return (tokens, *own, None, None, None) if more is None else (tokens, *own, *_stream(more, place))
+
+
+def _stream(view: BlockView, place: Place) -> tuple[memoryview, npt.NDArray[np.int64], bytes]:
     i = _number(view, place)
-    own = view.buffer, view.spans[i], view.header.checksums[8 * i : 8 * i + 8]
-    if more is None:
-        return (tokens, *own, None, None, None)
-    i = _number(more, place)
-    return (tokens, *own, more.buffer, more.spans[i], more.header.checksums[8 * i : 8 * i + 8])
+    # By the view's own word: planes that are still arriving lie elsewhere than in a whole block.
+    span = np.array([view.offset(*place), view.layout.sizes[i]], np.int64)
+    return view.buffer, span, view.header.checksums[8 * i : 8 * i + 8]
 
 
 def _number(view: BlockView, place: Place) -> int:

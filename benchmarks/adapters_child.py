@@ -119,7 +119,7 @@ def llama_index(setup: Setup, requests: Requests) -> str:
     """A chat engine of LlamaIndex over a buffer whose chat store is ours."""
     from ctxreuse_agents.adapters import LlamaIndexChatStore
     from llama_index.core.chat_engine import SimpleChatEngine
-    from llama_index.core.llms import ChatMessage, ChatResponse, CustomLLM, LLMMetadata
+    from llama_index.core.llms import ChatMessage, ChatResponse, CompletionResponse, CustomLLM, LLMMetadata
     from llama_index.core.memory import ChatMemoryBuffer
 
     class Model(CustomLLM):  # type: ignore[misc]
@@ -131,10 +131,11 @@ def llama_index(setup: Setup, requests: Requests) -> str:
             text = requests.answer([{"role": one.role.value, "content": one.content} for one in messages])
             return ChatResponse(message=ChatMessage(role="assistant", content=text))
 
-        def complete(self, *given: Any, **more: Any) -> Any:
-            raise NotImplementedError
+        def complete(self, prompt: str, formatted: bool = False, **given: Any) -> Any:
+            return CompletionResponse(text=requests.answer([{"role": "user", "content": prompt}]))
 
-        stream_complete = complete
+        def stream_complete(self, prompt: str, formatted: bool = False, **given: Any) -> Any:
+            yield self.complete(prompt)
 
     for requests.turn, question, memory in setup.turns():
         store = LlamaIndexChatStore(memory)

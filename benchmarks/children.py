@@ -6,13 +6,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ctxreuse.errors import EngineError
 from ctxreuse.peer.serve.service import ServeOptions
 
-__all__ = ["Child", "main", "relay", "sidecar"]
+__all__ = ["Child", "main", "relay", "sidecar", "wait_or_kill"]
+
+
+def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
+    """Wait for the end of a process that was told to end, and kill it after so many seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class Child:
@@ -58,11 +68,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 10)
         self._process.stdout.close()
 
     def __enter__(self) -> Child:

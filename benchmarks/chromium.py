@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.children import wait_or_kill
 from ctxreuse.errors import ConfigError
 
 __all__ = ["INSTALL", "Chromium", "chromium"]
@@ -92,11 +93,7 @@ class Chromium:
         self._runner.run(close())
         self._runner.close()
         self._child.terminate()
-        try:
-            self._child.wait(10.0)
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+        wait_or_kill(self._child, 10)
         self._folder.cleanup()
 
     def call(self, method: str, **params: Any) -> Any:

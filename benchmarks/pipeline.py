@@ -8,7 +8,6 @@ coder tells it of another pass. Options: ``--model``.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -81,14 +80,16 @@ class _Blocks:
         spent = {name: np.zeros(len(parts), np.int64) for name, parts in _PARTS.items()}
         for place, target in self.target.items():
             coder, (rows, dim) = coders[place], target.shape[1:]
-            to = (target, space.dtype, 0, (rows * dim, dim))
-            undo = None if coder.rope is None else coder.rope.span_tables(0, rows, undo=True)
-            rotate = None if coder.rope is None else coder.rope.span_tables(0, rows)
-            data, at = coder.native.encode(
-                *to, counts, raw_first=SINKS, raw_dtype=raw, angles=undo, times=spent["encode"]
-            )
-            streams = [data[start:end] for start, end in itertools.pairwise(at.tolist())]
-            coder.native.decode(*to, streams, counts, raw, angles=rotate, times=spent["decode"])
+            ropes = () if coder.rope is None else (coder.rope,)
+            layout = np.array([[0, rows * dim, dim, 1, len(ropes) - 1]], np.int64)
+            planes = kernels.KltPlanes.of([coder.native], layout)
+            data, spans = planes.encode(
+                target, space.dtype, counts, raw_first=SINKS, raw_dtype=raw, times=spent["encode"],
+                angles=[rope.span_tables(0, rows, undo=True) for rope in ropes],
+            )  # fmt: skip
+            sources = [(count, data, span, None, None, None, None) for count, span in zip(counts, spans, strict=True)]
+            rotations = [rope.span_tables(0, rows) for rope in ropes]
+            planes.decode(target, space.dtype, sources, raw, angles=rotations, times=spent["decode"])
         return spent
 
     def decode(self, codec: Any) -> None:

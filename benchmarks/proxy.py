@@ -29,6 +29,7 @@ from urllib.request import urlopen
 import msgspec
 import psutil
 
+from benchmarks.children import wait_or_kill
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
@@ -273,10 +274,7 @@ def _sidecar(folder: Path, backend: str) -> Iterator[_Sidecar]:
             yield _Sidecar(msgspec.json.decode(ready.read_bytes())["url"], psutil.Process(process.pid))
         finally:
             process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            wait_or_kill(process, 10)
 
 
 def _model(url: str) -> str:

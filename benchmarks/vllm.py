@@ -31,6 +31,7 @@ from urllib.request import urlopen
 
 import psutil
 
+from benchmarks.children import wait_or_kill
 from benchmarks.vllm_server import free_port
 from ctxreuse import models
 from ctxreuse.bench.measure import Options
@@ -111,11 +112,7 @@ class _Vllm:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 60)
         self._process.stdout.close()
 
 
@@ -162,7 +159,7 @@ def _lmcache(place: Path, log: Path) -> Iterator[_Server]:
         )
     finally:
         process.terminate()
-        process.wait(60)
+        wait_or_kill(process, 60)
 
 
 def _answers(url: str) -> bool:

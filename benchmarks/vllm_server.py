@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from benchmarks.children import wait_or_kill
 from ctxreuse.errors import EngineError
 
 __all__ = ["VllmServer", "free_port"]
@@ -68,11 +69,7 @@ class VllmServer:
     def close(self) -> None:
         """End it and its processes."""
         self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 60)
 
     def __enter__(self) -> VllmServer:
         return self

@@ -300,7 +300,7 @@ class BlockView:
 
     @property
     def spans(self) -> npt.NDArray[np.int64]:
-        """Byte offset in ``buffer`` and size of each plane of the layout, [planes, 2]."""
+        """Byte offset in ``buffer`` and size of each plane of the layout, [planes, 2], of a block that is all there."""
         if self._spans is None:
             self._spans = self.layout.spans + np.array([self._start, 0])
         return self._spans

@@ -56,7 +56,6 @@ DECODE_PARTS: Final = ("checks", "rans", "integers", "values and rows")
 ENCODE_PARTS: Final = ("rows", "scales", "transform", "symbols", "rans", "bytes")
 """Parts that encoding time is reported in."""
 _ROPES: Final = {"none": 0, "half": 1, "pairs": 2}
-_EMPTY: Final = np.empty(0, np.float32)
 _REASONS: Final = {
     "checksum": "the checksum differs",
     "head": "scheme, level or part is not the expected one",
@@ -158,62 +157,6 @@ class KltPlane:
         )  # fmt: skip
         """The form that the extension reads."""
 
-    def encode(
-        self,
-        src: Memory,
-        dtype: str,
-        offset: int,
-        strides: Sequence[int],
-        token_counts: Sequence[int],
-        *,
-        raw_first: int = 0,
-        raw_dtype: str | None = None,
-        angles: Angles | None = None,
-        refinement: bool = False,
-        times: NDArray[np.int64] | None = None,
-    ) -> tuple[bytes, NDArray[np.int64]]:
-        """Encode consecutive blocks' rows of a tensor [heads, sum(token_counts), dim]: bytes and offsets [blocks + 1].
-
-        See `KltPlanes.encode`; ``angles``: of a rotated plane.
-        """
-        data, spans = self._alone(offset, strides, angles).encode(
-            src, dtype, token_counts, raw_first=raw_first, raw_dtype=raw_dtype, angles=_turns(angles),
-            refinement=refinement, times=times,
-        )  # fmt: skip
-        return data, np.append(0, spans.sum(1))
-
-    def decode(
-        self,
-        dst: Memory,
-        dst_dtype: str,
-        dst_offset: int,
-        dst_strides: Sequence[int],
-        streams: Sequence[Memory],
-        token_counts: Sequence[int],
-        raw_dtype: str,
-        *,
-        angles: Angles | None = None,
-        checksums: Sequence[int] | None = None,
-        refinements: Sequence[Memory] | None = None,
-        refinement_checksums: Sequence[int] | None = None,
-        times: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Decode consecutive blocks' streams into a tensor [heads, sum(token_counts), dim].
-
-        See `KltPlanes.decode`; ``angles``: of a rotated plane. With ``refinements``, ``streams`` are of the base level.
-        """
-        own = _spans(streams, checksums)
-        more = [(None, None, None)] * len(streams) if refinements is None else _spans(refinements, refinement_checksums)
-        sources = [(count, *a, *b) for count, a, b in zip(token_counts, own, more, strict=True)]
-        self._alone(dst_offset, dst_strides, angles).decode(
-            dst, dst_dtype, sources, raw_dtype, angles=_turns(angles), times=times
-        )
-
-    def _alone(self, offset: int, strides: Sequence[int], angles: Angles | None) -> KltPlanes:
-        # The third stride may be left out, as in every box.
-        layout = [offset, *(*strides, 1)[:3], -1 if angles is None else 0]
-        return KltPlanes.of([self], np.array([layout], np.int64))
-
 
 class KltPlanes(NamedTuple):
     """Planes of a call and where their rows lie in its tensor.
@@ -275,9 +218,8 @@ class KltPlanes(NamedTuple):
     ) -> None:
         """Decode the planes of consecutive blocks, each to rows behind those of the one before.
 
-        Raw tokens are of ``raw_dtype``. ``angles``:
-        `Rotary.span_tables` of all rows. StreamError: rows have been written then. ``times``: nanoseconds of each of
-        DECODE_PARTS are added to it, and one thread works.
+        Raw tokens are of ``raw_dtype``. ``angles``: `Rotary.span_tables` of all rows. StreamError: rows have been
+        written then. ``times``: nanoseconds of each of DECODE_PARTS are added to it, and one thread works.
         """
         type_, raw = dtype_code(dtype), dtype_code(raw_dtype)
         parts = [(0, len(sources), 0, -1)] if times is not None else self._parts([source[0] for source in sources])
@@ -304,19 +246,6 @@ class KltPlanes(NamedTuple):
         cuts = np.searchsorted(rows, [rows[-1] * i // threads for i in range(1, threads)]).tolist()
         edges = sorted({0, *cuts, len(counts)})
         return [(lo, hi, rows[lo], rows[hi]) for lo, hi in itertools.pairwise(edges)]
-
-
-def _turns(angles: Angles | None) -> tuple[Angles, ...]:
-    return () if angles is None else (angles,)
-
-
-def _spans(streams: Sequence[Memory], sums: Sequence[int] | None) -> list[tuple[Memory, Memory, Memory | None]]:
-    """Each stream as all that its buffer holds."""
-    compared = [None] * len(streams) if sums is None else [n.to_bytes(8, "little") for n in sums]
-    return [
-        (data, np.array([0, memoryview(data).nbytes], np.int64), own)  # type: ignore[arg-type]
-        for data, own in zip(streams, compared, strict=True)
-    ]
 
 
 def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:

@@ -5,9 +5,6 @@
 #include "policy/tree.h"
 
 #include <fcntl.h>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -415,33 +412,7 @@ static PyObject *lmdb_scan(PyObject *module, PyObject *const *args, Py_ssize_t n
     return result;
 }
 
-/* Give memory that was freed back to the system, where the C library keeps some. */
-static PyObject *trim_memory(PyObject *module, PyObject *none) {
-    (void)module;
-    (void)none;
-#ifdef __GLIBC__
-    Py_BEGIN_ALLOW_THREADS; /* of 80 MB it takes some 50 ms */
-    malloc_trim(0);
-    Py_END_ALLOW_THREADS;
-#endif
-    Py_RETURN_NONE;
-}
-
-/* Let all threads allocate from so many arenas of the C library, where it has some (glibc: eight times the processors). */
-static PyObject *limit_arenas(PyObject *module, PyObject *count) {
-    (void)module;
-    long arenas = PyLong_AsLong(count);
-    if (arenas == -1 && PyErr_Occurred()) return NULL;
-    if (arenas < 1 || arenas > 1024) return PyErr_Format(PyExc_ValueError, "%ld arenas; 1 to 1024 can be", arenas);
-#ifdef __GLIBC__
-    mallopt(M_ARENA_MAX, (int)arenas);
-#endif
-    Py_RETURN_NONE;
-}
-
 PyMethodDef tree_methods[] = {
-    {"limit_arenas", limit_arenas, METH_O, NULL},
-    {"trim_memory", trim_memory, METH_NOARGS, NULL},
     {"tree_new", tree_new, METH_NOARGS, NULL},
     {"tree_figures", tree_figures, METH_O, NULL},
     {"tree_stated", tree_stated, METH_O, NULL},

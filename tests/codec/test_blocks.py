@@ -16,6 +16,7 @@ from ctxreuse.codec.profile import SINKS
 from ctxreuse.errors import FormatError
 from ctxreuse.kernels import RansTables
 from support.examples import examples
+from support.klt_planes import encode_plane
 from support.profiles import DIM, make_block, make_space
 
 
@@ -28,8 +29,8 @@ def by_planes(codec, view: BlockView, level: str, *, refinement: bool = False) -
         tokens = bits.shape[1]
         start = view.header.end - tokens
         undo = None if coder.rope is None else coder.rope.span_tables(start, tokens, undo=True)
-        made[place], _ = coder.native.encode(
-            bits, codec.space.dtype, 0, (tokens * DIM, DIM, 1), [tokens], raw_first=max(SINKS - start, 0),
+        made[place], _ = encode_plane(
+            coder.native, bits, codec.space.dtype, 0, (tokens * DIM, DIM, 1), [tokens], raw_first=max(SINKS - start, 0),
             raw_dtype=raw_type(codec.space.dtype), angles=undo, refinement=refinement,
         )  # fmt: skip
     return made

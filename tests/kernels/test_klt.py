@@ -18,11 +18,12 @@ from ctxreuse.codec.profile import ChannelGroup, Coding, PlaneProfile
 from ctxreuse.codec.stream import Coder
 from ctxreuse.codec.whole import WholeForward
 from ctxreuse.dtypes import BITS
-from ctxreuse.kernels import KltGroup, KltPlane, RansTables, StreamError, klt
+from ctxreuse.kernels import KltGroup, KltPlane, KltPlanes, RansTables, StreamError, klt
 from ctxreuse.rope import Rotary
 from oracle.codec import planes as oracle
 from oracle.codec.planes import to_bits
 from support.examples import examples
+from support.klt_planes import decode_plane, encode_plane
 
 STEP = 0.25
 
@@ -90,8 +91,8 @@ class Made:
 
     def encode(self, level: int, *, refinement: bool = False) -> bytes:
         undo = self.rope.span_tables(self.start, self.tokens, undo=True) if self.rope else None
-        data, offsets = self.planes[level].encode(
-            self.bits, self.dtype, 0, self.box, [self.tokens], raw_first=max(0, 4 - self.start),
+        data, offsets = encode_plane(
+            self.planes[level], self.bits, self.dtype, 0, self.box, [self.tokens], raw_first=max(0, 4 - self.start),
             raw_dtype=raw_type(self.dtype), angles=undo, refinement=refinement,
         )  # fmt: skip
         assert offsets.tolist() == [0, len(data)]
@@ -101,8 +102,8 @@ class Made:
         """Rows [heads, tokens, dim]; what lies round them must stay as it is."""
         heads, tokens, dim = self.bits.shape
         held = np.full((heads, tokens + 2, dim), 0x1234, BITS[self.dtype])
-        self.planes[level].decode(
-            held, self.dtype, dim * held.itemsize, (held.shape[1] * dim, dim, 1), [data], [tokens],
+        decode_plane(
+            self.planes[level], held, self.dtype, dim * held.itemsize, (held.shape[1] * dim, dim, 1), [data], [tokens],
             raw_type(self.dtype), refinements=None if more is None else [more],
             angles=self.rope.span_tables(self.start, tokens) if self.rope else None, **others,
         )  # fmt: skip
@@ -221,13 +222,13 @@ def test_checksums_are_compared_of_long_and_short_streams() -> None:
         made.decode(1, low, more, checksums=[sums[1]], refinement_checksums=[sums[2] ^ 1])
     bare = Made(0, dim=1, groups=[1], tokens=3, dtype="float16", style="none", narrow=False, wild=False)
     plane, mean = _bare_plane()
-    data, _ = plane.encode(bare.bits, "float16", 0, bare.box, [3])
+    data, _ = encode_plane(plane, bare.bits, "float16", 0, bare.box, [3])
     assert len(data) == 8 + 16
     out = np.zeros((1, 3, 1), np.float16)
-    plane.decode(out, "float16", 0, bare.box, [data], [3], "float16", checksums=[xxhash.xxh3_64_intdigest(data)])
+    decode_plane(plane, out, "float16", 0, bare.box, [data], [3], "float16", checksums=[xxhash.xxh3_64_intdigest(data)])
     assert (out == mean).all()
     with pytest.raises(StreamError, match="checksum"):
-        plane.decode(out, "float16", 0, bare.box, [data], [3], "float16", checksums=[1])
+        decode_plane(plane, out, "float16", 0, bare.box, [data], [3], "float16", checksums=[1])
 
 
 def _bare_plane(**changed: Any) -> tuple[KltPlane, float]:
@@ -264,29 +265,29 @@ def test_runs_of_blocks_in_any_layout_and_on_threads(monkeypatch: pytest.MonkeyP
     assert made.rope is not None
     plane, counts = made.planes[1], [64, 70, 1, 65]
     undo, turn = made.rope.span_tables(5, tokens, undo=True), made.rope.span_tables(5, tokens)
-    data, offsets = plane.encode(made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
+    data, offsets = encode_plane(plane, made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
     streams = [data[a:b] for a, b in itertools.pairwise(offsets)]
     plain = np.zeros_like(made.bits)
-    plane.decode(plain, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
+    decode_plane(plane, plain, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
     assert (plain[:, :66] == made.bits[:, :66]).all()
     across = np.ascontiguousarray(made.bits.transpose(0, 2, 1))  # [heads, dim, tokens], as vLLM keeps K on CPUs
     strides = (dim * tokens, 1, tokens)
-    again, _ = plane.encode(across, "bfloat16", 0, strides, counts, raw_first=66, angles=undo)
+    again, _ = encode_plane(plane, across, "bfloat16", 0, strides, counts, raw_first=66, angles=undo)
     assert again == data
     out = np.zeros((heads, dim, tokens), np.float32)
-    plane.decode(out, "float32", 0, strides, streams, counts, "bfloat16", angles=turn)
+    decode_plane(plane, out, "float32", 0, strides, streams, counts, "bfloat16", angles=turn)
     assert (to_bits(out, "bfloat16").reshape(out.shape).transpose(0, 2, 1) == plain).all()
     monkeypatch.setattr(klt, "PARALLEL_VALUES", 64)
     monkeypatch.setattr(klt, "cores", lambda: 3)
-    spread, places = plane.encode(made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
+    spread, places = encode_plane(plane, made.bits, "bfloat16", 0, made.box, counts, raw_first=66, angles=undo)
     assert spread == data
     assert (places == offsets).all()
     threaded = np.zeros_like(plain)
-    plane.decode(threaded, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
+    decode_plane(plane, threaded, "bfloat16", 0, made.box, streams, counts, "bfloat16", angles=turn)
     assert (threaded == plain).all()
     bad = [*streams[:3], streams[3][:-1]]
     with pytest.raises(StreamError, match="stream 3") as caught:
-        plane.decode(threaded, "bfloat16", 0, made.box, bad, counts, "bfloat16", angles=turn)
+        decode_plane(plane, threaded, "bfloat16", 0, made.box, bad, counts, "bfloat16", angles=turn)
     assert caught.value.stream == 3
 
 
@@ -309,13 +310,22 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         "streams": [data], "token_counts": [70], "raw_dtype": "bfloat16", "angles": turn,
     }  # fmt: skip
     for changed in (
-        {"dst": bytes(10)}, {"dst_offset": 1}, {"dst_strides": (1, 1, 1)}, {"dst_dtype": "int8"}, {"streams": []},
+        {"dst": bytes(10)}, {"dst_offset": 1}, {"dst_strides": (1, 1, 1)}, {"dst_dtype": "int8"},
         {"token_counts": [2**62]}, {"token_counts": [-1]}, {"angles": None}, {"angles": (turn[0][:9], turn[1][:9])},
-        {"dst": bytes(10**5)}, {"raw_dtype": "x"}, {"checksums": [2**64]}, {"refinements": []},
+        {"dst": bytes(10**5)}, {"raw_dtype": "x"},
     ):  # fmt: skip
         with pytest.raises((ValueError, OverflowError)):
-            plane.decode(**(good | changed))
+            decode_plane(plane, **(good | changed))
+    alone = KltPlanes.of([plane], np.array([[0, *made.box[:2], 1, 0]], np.int64))
+    whole, target = np.array([0, len(data)], np.int64), np.zeros_like(made.bits)
+    for source in (
+        (70, data, whole, b"1234", None, None, None), (70, data, whole + 1, None, None, None, None),
+        (70, data, whole[:1], None, None, None, None), (70, data, whole, None, data, whole - 1, None),
+        (70, data, whole),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError)):
+            alone.decode(target, "bfloat16", [source], "bfloat16", angles=[turn])  # type: ignore[list-item]
     with pytest.raises(StreamError):
-        plane.decode(**(good | {"token_counts": [0], "angles": (turn[0][:0], turn[1][:0])}))
+        decode_plane(plane, **(good | {"token_counts": [0], "angles": (turn[0][:0], turn[1][:0])}))
     with pytest.raises(ValueError, match="cannot have 0 tokens"):
-        plane.encode(made.bits, "bfloat16", 0, made.box, [0])
+        encode_plane(plane, made.bits, "bfloat16", 0, made.box, [0])

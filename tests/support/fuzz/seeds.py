@@ -19,6 +19,7 @@ from ctxreuse.kernels import rans_encode
 from ctxreuse.store.lmdb.records import Record
 from ctxreuse.toolcalls.families import FAMILIES
 from support.fuzz import targets
+from support.klt_planes import encode_plane
 
 __all__ = ["main"]
 
@@ -50,9 +51,8 @@ def _klt() -> Iterator[tuple[str, bytes]]:
         _, tokens, dim = rows.shape
         undo = coder.rope.span_tables(64, tokens, undo=True) if coder.rope is not None else None
         strides = tokens * dim, dim, 1
-        data, _ = coder.native.encode(
-            rows, "float32", 0, strides, [tokens], raw_dtype="bfloat16", angles=undo, refinement=refinement
-        )
+        how = {"raw_dtype": "bfloat16", "angles": undo, "refinement": refinement}
+        data, _ = encode_plane(coder.native, rows, "float32", 0, strides, [tokens], **how)
         return bytes(data)
 
     for n, (coder, refined) in enumerate(targets._klt_planes()):

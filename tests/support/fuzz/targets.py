@@ -27,6 +27,7 @@ from ctxreuse.errors import ConfigError, CtxReuseError, FormatError, ProtocolErr
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels import RansTables, rans_decode, rans_encode
 from support.fuzz.mutate import Mutator, of_bytes, of_json, of_lines, packed, spoiled
+from support.klt_planes import decode_plane
 
 __all__ = ["CORPUS", "TARGETS", "Finding", "Target", "seeds"]
 
@@ -221,10 +222,8 @@ def _klt(data: bytes) -> None:
     angles = coder.rope.span_tables(0, tokens) if coder.rope is not None else None
     cut = 2 + int.from_bytes(stream[:2], "little")
     base, more = (stream[2:cut], [stream[cut:]]) if refined else (stream, None)
-    native = coder.native
-    native.decode(
-        target, "fp32", 0, ((tokens + 1) * dim, dim), [base], [tokens], "fp32", angles=angles, refinements=more
-    )
+    box = ((tokens + 1) * dim, dim)
+    decode_plane(coder.native, target, "fp32", 0, box, [base], [tokens], "fp32", angles=angles, refinements=more)
     if not (target[:, tokens:] == 7.0).all():
         raise Finding("klt: rows beyond the stream's were written")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError
 from ctxreuse.pauses import Estimator, Pause
+from support.freed_memory import freed_memory
 from support.waiting import until
 
 WORDS = "The committee met again in the autumn to look at the plan for the new library. " * 10
@@ -61,26 +61,10 @@ def test_the_vocabulary_is_read_before_the_first_tool(
 
 
 def test_freed_memory_is_given_back(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     monkeypatch.setattr("ctxreuse_edge.idle._TRIM", 0.0)
     serve()
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
-        ctypes.c_void_p,
-        [ctypes.c_size_t],
-        [ctypes.c_void_p],
-    )
-    blocks = [libc.malloc(60_000) for _ in range(3000)]
-    for block in blocks:
-        ctypes.memset(block, 1, 60_000)
-    before = resident()
-    for block in blocks[::2]:  # the others keep the C library from giving these back
-        libc.free(block)
-    until(lambda: resident() < before - (60 << 20))
-    for block in blocks[1::2]:
-        libc.free(block)
+    with freed_memory() as returned:
+        until(lambda: returned() > 60 << 20)
 
 
 def test_a_conversation_with_tools_is_one_session_and_is_learnt_from(serve: Callable[..., Any], tmp_path: Path) -> None:

@@ -111,9 +111,11 @@ def _file_values(file: Path, *, required: bool) -> dict[str, Any]:
             raise ConfigError("the config file does not exist", where=str(file), fix="Correct the path") from None
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file cannot be read: {error}", where=str(file)) from None
+        fix = "Name a file in UTF-8 that you may read"
+        raise ConfigError(f"the config file cannot be read: {error}", where=str(file), fix=fix) from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the config file is not TOML: {error}", where=str(file)) from None
+        fix = "Correct that line; `ctxreuse config example` prints a whole file"
+        raise ConfigError(f"the config file is not TOML: {error}", where=str(file), fix=fix) from None
     return dict(_flatten(tables))
 
 

@@ -155,6 +155,12 @@ def test_without_a_card_it_is_refused_and_says_what_to_do(bare: Any, tmp_path: P
         assert not memory.session("later").turns()
 
 
+def test_without_an_engine_a_level_that_does_not_exist_is_refused_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such lossy level"), pytest.warns(DeprecationWarning, match="max_kl"):
+        Memory.open(tmp_path / "m", lossy="tiny")
+    assert not (tmp_path / "m").exists()
+
+
 async def _async_sessions(path: Path) -> tuple[float | None, float | None]:
     async with await AsyncMemory.open(path, max_kl=0.05) as memory:
         one = await memory.create("one", max_kl=0.01)

@@ -80,6 +80,7 @@ def test_slips_in_the_file(tmp_path: Path, text: str, says: str) -> None:
         load(env=write(tmp_path, text))
     assert says in str(error.value)
     assert str(tmp_path) in error.value.where
+    assert error.value.fix
 
 
 @pytest.mark.parametrize(

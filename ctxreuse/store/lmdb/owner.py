@@ -196,7 +196,7 @@ def _owned(place: Path, record: _Record) -> StoreOwnedError:
     with contextlib.suppress(OverflowError, ValueError, OSError):
         if record.pid:
             who += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(record.since))
-    fix = "Close it there, talk to that process instead, or open with readonly=True"
+    fix = "Close it there, or talk to that process instead; in Python, readonly=True reads beside it"
     return StoreOwnedError(f"the store is in use by {who}", where=str(place), fix=fix)
 
 

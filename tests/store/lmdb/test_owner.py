@@ -32,7 +32,7 @@ def test_a_second_process_is_told_who_owns_the_store(tmp_path: Path, spawn) -> N
     for part in (Ledger, BlockStore):
         with pytest.raises(StoreOwnedError) as caught:
             part.open(tmp_path)
-        for word in (str(other.pid), os.uname().nodename, "since", "readonly=True"):
+        for word in (str(other.pid), os.uname().nodename, "since", "in Python, readonly=True"):
             assert word in str(caught.value)
     with Ledger.open(tmp_path, readonly=True) as ledger:
         assert ledger.session("theirs").head == 0

@@ -186,3 +186,33 @@ def test_blocks_stay_as_they_are_and_dropped_ones_are_in_no_page(tmp_path: Path)
         gone.fill(store)
         store.check()
         assert found_in_files(tmp_path, [], ids), "the search finds what is stored"
+
+
+_COMPACTS = """
+import sys
+from pathlib import Path
+from ctxreuse import _native
+from ctxreuse.store import BlockStore
+from ctxreuse.testing.store_context import Context
+
+def anonymous():
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) << 10 for row in rows if row.startswith("RssAnon"))
+
+with BlockStore.open(sys.argv[1], capacity=64 << 20) as store:
+    contexts = [Context(20, seed=n, size=64) for n in range(100)]
+    for one in contexts:
+        one.fill(store)
+    store.compact()
+    _native.trim_memory()
+    before = anonymous()
+    for one in contexts[:3]:
+        store.drop(one.keys[0], "forgotten")
+        store.compact()
+    print(anonymous() - before)
+"""
+
+
+def test_memory_of_a_compaction_is_given_back(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _COMPACTS, tmp_path], capture_output=True, check=True, text=True)
+    assert int(done.stdout) < 1 << 20

@@ -49,8 +49,9 @@ def run(options: Options) -> list[Figure]:
 def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
     """Every codec at every setting on each text. Raises ConfigError without a card or without texts."""
     from benchmarks.rate.context import CODED, SCORED, Context
+    from benchmarks.rate.learn import learn
     from benchmarks.rate.texts import held_out, read_texts, tokens_of
-    from benchmarks.rivals import PLAIN, RIVALS
+    from benchmarks.rivals import KVTC, PLAIN, RIVALS
     from ctxreuse.engines.torch_hf import TorchEngine
     from ctxreuse.engines.torch_hf.fisher import TorchCalibrationModel
 
@@ -67,9 +68,14 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
     chosen = [(name, ids) for name, ids in cut.items() if ids is not None][: options.pick(1, len(cut))]
     if not chosen:
         raise ConfigError(f"no text has {CODED + SCORED + 1} tokens", fix="Give longer ones")
-    rotaries = TorchCalibrationModel(engine).rotaries()
+    gauge = TorchCalibrationModel(engine)
+    rotaries = gauge.rotaries()
     rivals = [rival for family in (*RIVALS, PLAIN) for rival in family]
-    steps, done = len(chosen) * (1 + len(levels) + len(rivals)), 0
+    whole = () if engine.space.needs_state else KVTC
+    if whole:
+        options.step("what KVTC learns")
+    bases = learn(gauge, engine.text) if whole else {}
+    steps, done = len(chosen) * (1 + len(levels) + len(rivals) + len(whole)), 0
     found: dict[str, list[Point]] = {}
 
     def measured(text: str, what: str, call: Callable[[], T]) -> T:
@@ -87,6 +93,10 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
             what = f"{rival.family}, {rival.setting}"
             fidelity, bits = measured(name, what, lambda c=context, r=rival: c.rival(r))  # type: ignore[misc]
             found[name].append(Point(rival.family, rival.setting, bits / context.values, *fidelity))
+        for one in whole:
+            what = f"{one.family}, {one.setting}"
+            fidelity, bits = measured(name, what, lambda c=context, o=one: c.kvtc(o, bases))  # type: ignore[misc]
+            found[name].append(Point(one.family, one.setting, bits / context.values, *fidelity))
     return found
 
 

@@ -1,17 +1,14 @@
-"""The engine onnxruntime beside the bare library: decode and prefill through its door, and contexts restored from disk.
+"""The engine onnxruntime beside the bare library: decode and prefill through its door.
 
 The peer runs the same ONNX folder (SmolLM2, int4) with onnxruntime alone: one session with the same options, one buffer
 for past and present, bound once. Eight contexts of the peer stand in one buffer from the start and decode in one pass.
 All is CPU time of one thread, in rounds that take turns, so that other programs on the machine count little; ratios are
-medians over rounds. Restored contexts come from a store on disk whose pages are in the system's page cache, with
-nothing of them in the engine; the baseline computes the whole prompt, the bound has the context in memory already.
-``--model``: another folder or known name.
+medians over rounds. ``--model``: another folder or known name.
 """
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,16 +20,13 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.base import Context, Engine
-from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.models.build import build
-from ctxreuse.runtime import Runtime, RuntimeOptions
-from ctxreuse.store import BlockStore
 
-__all__ = ["OPTIONS", "BareLoop", "restored", "run"]
+__all__ = ["OPTIONS", "BareLoop", "run", "seconds"]
 
 OPTIONS = ("model",)
-_PROMPT, _SHORT, _ANSWER, _QUESTION = 512, 128, 32, 32
+_PROMPT, _SHORT, _ANSWER = 512, 128, 32
 _SHARE = 0.97
 
 
@@ -110,27 +104,8 @@ def decode_bare(bare: BareLoop, answer: int) -> None:
         last = bare.run(last).argmax(-1)[:, None]
 
 
-def restored(engine: Engine, context: int, question: int) -> tuple[float, float, float]:
-    """CPU seconds to the first token behind ``context`` stored tokens: restored, computed, and in memory."""
-    prompt = np.random.default_rng(context).integers(0, engine.space.vocab_size, context + question).astype("<i4")
-    with tempfile.TemporaryDirectory() as folder, BlockStore.open(Path(folder) / "store") as store:
-        runtime = Runtime(engine, store, RuntimeOptions(context_cache_bytes=0))
-
-        def first() -> None:
-            next(runtime.complete(prompt, SamplingParams(max_tokens=1, ignore_eos=True)))
-
-        full = seconds(first)
-        store.flush()
-        first()  # maps what is stored
-        found = seconds(first)
-        runtime.close()
-    live = engine.new_context(context + question)  # else the bound would be a copy to a larger slot
-    engine.prefill(live, prompt[:context])
-    return found, full, seconds(engine.prefill, live, prompt[context:])
-
-
 def run(options: Options) -> list[Figure]:
-    """Shares of the bare library's speed, and restores against prefills."""
+    """Shares of the bare library's speed."""
     folder = build(options.model or "smollm2", "int4", progress=False)
     engine, rounds = open_engine(folder, threads=1), options.pick(1, 3)
     rng, answer = np.random.default_rng(3), options.pick(4, _ANSWER)
@@ -156,19 +131,6 @@ def run(options: Options) -> list[Figure]:
         figures.append(_share(f"decode_{contexts}", list(zip(ours, theirs)), rate, options))
         if contexts == 1:
             figures.append(_share("prefill", prefills, prompt / statistics.median(a for a, _ in prefills), options))
-    for context in options.pick((128,), (2048, 4096)):
-        options.step(f"restore {context} tokens")
-        found, full, memory = restored(engine, context, _QUESTION)
-        figures.append(
-            Figure(
-                metric=f"restore_{context}",
-                value=full / found,
-                unit="x",
-                bound=full / memory,
-                note=f"CPU {1e3 * found:.0f} ms to the first token of {_QUESTION} behind {context:,} stored ones, "
-                f"{full:.2f} s computed, {1e3 * memory:.0f} ms with the context in memory",
-            )
-        )
     return figures
 
 

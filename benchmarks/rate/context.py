@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.rivals import Rival
+from benchmarks.rivals import Kvtc, KvtcBasis, Rival
 from ctxreuse.block.format import BlockView, parse, reseal
 from ctxreuse.block.levels import EXACT
 from ctxreuse.codec import Codec
@@ -17,7 +17,7 @@ from ctxreuse.engines.torch_hf.fidelity import Scores, score
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.rope import Rotary
 
-__all__ = ["CODED", "RAW_BITS", "RAW_TOKENS", "SCORED", "Context"]
+__all__ = ["CODED", "RAW_BITS", "RAW_TOKENS", "SCORED", "Context", "rows_of"]
 
 #: Tokens whose K and V are coded, and how many after them are scored.
 CODED, SCORED = 768, 192
@@ -83,6 +83,25 @@ class Context:
 
         return self.fidelity(self.rebuilt(code)), bits
 
+    def kvtc(self, kvtc: Kvtc, bases: Mapping[str, KvtcBasis]) -> tuple[Fidelity, float]:
+        """As `rival`, for a codec of all layers at once; of a model whose layers all keep all tokens."""
+        bits, whole = 0.0, dict[tuple[int, str], Array]()
+        place = np.arange(CODED)
+        for role, basis in bases.items():
+            planes = [np.concatenate([_array(v, layer, role) for v in self.blocks], 1) for layer in self._rotaries]
+            rotaries = [self._rotaries[layer] if role == "k" else Rotary("none") for layer in self._rotaries]
+            flat = [rows_of(turn.rotate(plane, place, undo=True)) for turn, plane in zip(rotaries, planes)]
+            back, used = kvtc.code(np.concatenate(flat, 1)[RAW_TOKENS:], basis)
+            bits += used + RAW_BITS * RAW_TOKENS * back.shape[1]
+            at = 0
+            for layer, turn, plane in zip(self._rotaries, rotaries, planes):
+                heads, _, dim = plane.shape
+                own = back[:, at : at + heads * dim].reshape(-1, heads, dim).transpose(1, 0, 2)
+                turned = turn.rotate(np.ascontiguousarray(own), place[RAW_TOKENS:])
+                whole[layer, role] = np.concatenate([plane[:, :RAW_TOKENS], turned], 1)
+                at += heads * dim
+        return self.fidelity([self._sealed(view, whole) for view in self.views]), bits
+
     def ours(self, codec: Codec, level: str) -> tuple[Fidelity, float]:
         """Code all blocks (and the state) at a level: how far the next tokens move, and the bits of all containers.
 
@@ -114,6 +133,11 @@ class Context:
                 rows = held[:, end - plane.shape[1] : end]
                 planes[plane.layer, plane.role] = np.ascontiguousarray(rows).view(np.uint8).ravel()
         return parse(reseal(view, planes, level=EXACT))
+
+
+def rows_of(plane: Array) -> Array:
+    """A plane [heads, tokens, dim] as [tokens, heads * dim]."""
+    return np.ascontiguousarray(plane.transpose(1, 0, 2).reshape(plane.shape[1], -1))
 
 
 def _array(view: BlockView, layer: int, role: str) -> Array:

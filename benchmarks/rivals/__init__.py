@@ -2,7 +2,7 @@
 
 All of them get what helps them: keys before rotary embedding, the whole context as one chunk (ours codes 64 tokens at a
 time), side data in float16, entropy coders without overhead where an entropy is counted, and the first tokens raw,
-which the caller adds. None of them is calibrated: what they learn of the numbers, they learn from the very chunk.
+which the caller adds. None but KVTC is calibrated: what they learn of the numbers, they learn from the very chunk.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from benchmarks.rivals.cachegen import CacheGen
 from benchmarks.rivals.int8 import Int8Zstd
 from benchmarks.rivals.kivi import Kivi
 from benchmarks.rivals.kvquant import KvQuant
+from benchmarks.rivals.kvtc import Kvtc, KvtcBasis
 from benchmarks.rivals.plain import Plain
 from benchmarks.rivals.rotation import RotatedLloydMax
 
 __all__ = [
+    "KVTC",
     "PLAIN",
     "RIVALS",
     "CacheGen",
@@ -23,6 +25,8 @@ __all__ = [
     "Int8Zstd",
     "Kivi",
     "KvQuant",
+    "Kvtc",
+    "KvtcBasis",
     "Plain",
     "Rival",
     "RotatedLloydMax",
@@ -41,3 +45,6 @@ RIVALS: tuple[tuple[Rival, ...], ...] = (
 
 #: What ours began with: no transform, nothing calibrated.
 PLAIN: tuple[Rival, ...] = tuple(Plain(step) for step in (0.25, 0.5, 1.0))
+
+#: Of whole contexts, all layers at once.
+KVTC: tuple[Kvtc, ...] = (Kvtc(6), Kvtc(4), Kvtc(3), Kvtc(2))

@@ -27,9 +27,8 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import msgspec
-import psutil
 
-from benchmarks.children import wait_or_kill
+from benchmarks.sidecars import Proxied, Sidecar
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
@@ -101,25 +100,12 @@ class _Pair(NamedTuple):
     cpu: float
 
 
-class _Sidecar(NamedTuple):
-    """A sidecar that is up."""
-
-    url: str
-    process: psutil.Process
-
-    @property
-    def seconds(self) -> float:
-        """CPU seconds that it has used."""
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
-
-
 def run(options: Options) -> list[Figure]:
     """Figures in milliseconds and answers a second."""
     rounds, answers = options.pick(2, 7), options.pick(160, 640)
     with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder, _backend() as backend:
         real = _named(os.environ.get("CTXREUSE_PROXY_BACKENDS", ""))
-        with _sidecar(Path(folder) / "mock", backend) as sidecar:
+        with Sidecar(Path(folder) / "mock", [backend]) as sidecar:
             options.step("one client")
             alone = asyncio.run(_rounds(backend, sidecar, 1, answers // 8, rounds, 0.0))
             found = {}
@@ -131,7 +117,7 @@ def run(options: Options) -> list[Figure]:
         figures = _figures(alone, found)
         for name, place in real.items():
             options.step(f"8 clients, {name}")
-            with _sidecar(Path(folder) / name, place) as sidecar:
+            with Sidecar(Path(folder) / name, [place]) as sidecar:
                 pair = asyncio.run(_rounds(place, sidecar, 8, 24, options.pick(1, 3), 0.0, _model(place)))
             figures += _added(f"8 clients, {name}", pair)
     return figures
@@ -170,7 +156,7 @@ def _added(name: str, pair: _Pair, bar: float | None = None) -> list[Figure]:
 
 
 async def _rounds(
-    direct: str, sidecar: _Sidecar, clients: int, answers: int, rounds: int, pace: float, model: str = "m"
+    direct: str, sidecar: Proxied, clients: int, answers: int, rounds: int, pace: float, model: str = "m"
 ) -> _Pair:
     seen: list[tuple[_Seen, _Seen]] = []
     costs: list[float] = []
@@ -253,28 +239,6 @@ def _backend() -> Iterator[str]:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
-
-
-@contextlib.contextmanager
-def _sidecar(folder: Path, backend: str) -> Iterator[_Sidecar]:
-    """A sidecar with one backend and nothing else to do. Raises EngineError if it does not come up."""
-    folder.mkdir()
-    ready = folder / "ready.json"
-    command = [sys.executable, "-m", "ctxreuse_cloud", "serve", "--port", "0", "--bus", "tcp://127.0.0.1:0"]
-    command += ["--workers", "0", "--backend", backend, "--store", str(folder / "store"), "--ready-file", str(ready)]
-    env = os.environ | {"CTXREUSE_CLOUD__TENANT_REQUESTS": "0"}
-    with open(folder / "log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log, env=env) as process:
-        try:
-            end = time.monotonic() + 60
-            while not ready.exists():
-                if process.poll() is not None or time.monotonic() > end:
-                    said = (folder / "log").read_text("utf-8", "replace")
-                    raise EngineError(f"the sidecar did not come up: {said[-300:]}")
-                time.sleep(0.02)
-            yield _Sidecar(msgspec.json.decode(ready.read_bytes())["url"], psutil.Process(process.pid))
-        finally:
-            process.terminate()
-            wait_or_kill(process, 10)
 
 
 def _model(url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from ctxreuse.daemon.probes import probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse_cloud.node import CloudNode
 from ctxreuse_cloud.page import cloud_feed
+from ctxreuse_cloud.proxy.backends import TAKES, Takes
 from ctxreuse_cloud.proxy.http import Receive
 from ctxreuse_cloud.proxy.proxy import Scope, is_proxied
 from ctxreuse_cloud.proxy.stream import Send
 
 __all__ = ["ADDRESS_FILE", "Sidecar", "address_file", "serve"]
+
+log = logging.getLogger(__name__)
 
 #: In the store's folder: address of the sidecar that owns the store.
 ADDRESS_FILE = "cloud.json"
@@ -43,6 +47,7 @@ class Sidecar:
         self._node, self._daemon = node, daemon
         routes = [*probes(self._not_ready, node.metrics.exposition), Route("/api/status", self._status)]
         routes.append(Route("/api/why/{name:path}", self._why))
+        routes.append(Route("/api/backends/{name:path}/{takes}", self._drain, methods=["POST"]))
         feed = cloud_feed(node, self._not_ready, lambda: daemon.state not in ("starting", "ready"))
         routes += page_routes(feed, _check_reader)
         # Probes and scrapes come from other machines; routes that name peers check who asks themselves.
@@ -83,6 +88,24 @@ class Sidecar:
         import msgspec
 
         return Response(msgspec.json.encode(found), media_type="application/json")
+
+    async def _drain(self, request: Request) -> Response:
+        """Set what a backend is sent: ``/api/backends/NAME/all``, ``sessions`` or ``nothing``."""
+        import msgspec
+
+        check_local(request.scope)
+        name, takes = request.path_params["name"], request.path_params["takes"]
+        backend = self._node.backends.find(name)
+        if backend is None:
+            known = ", ".join(one.name for one in self._node.backends.all) or "none"
+            raise ApiError(404, f"there is no backend {name[:80]!r}; known: {known}", type="not_found_error")
+        try:
+            backend.takes = msgspec.convert(takes, Takes)
+        except msgspec.ValidationError:
+            text = f"a backend takes {', '.join(TAKES)}, not {takes[:80]!r}"
+            raise ApiError(404, text, type="not_found_error") from None
+        log.info("what a backend is sent was set", extra={"backend": name, "takes": takes})
+        return Response(msgspec.json.encode(backend.status()), media_type="application/json")
 
     def _status(self, request: Request) -> Response:  # not async: it waits for locks
         _check_reader(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,8 @@ ctxreuse-cloud tenants add team-a                       create an API key for th
 
 ctxreuse-cloud status                                   peers, store, workers, backends
 
+ctxreuse-cloud drain NAME --wait                        no new sessions for a backend, before it is stopped
+
 ctxreuse-cloud top                                      the same and more, as it changes
 
 Settings: see `ctxreuse config show`; each can be set by CTXREUSE_SECTION__NAME, too.
@@ -52,6 +55,9 @@ app.add_typer(
     name="tenants",
 )
 
+#: Seconds between two looks at what runs.
+_LOOK = 0.5
+_TAKES = {"all": "all", "sessions": "only sessions that it has", "nothing": "nothing new"}
 _HEALTH = {True: "healthy", False: "unhealthy", None: "unknown"}
 
 
@@ -147,7 +153,9 @@ def status(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
     rows += [
         (
             "backend",
-            f"{b['name']}: {_HEALTH[b['healthy']]}, {b['outstanding']} running, {b['requests']:,} in total" + _error(b),
+            f"{b['name']}: {_HEALTH[b['healthy']]}, {b['outstanding']} running, {b['requests']:,} in total"
+            + ("" if b["takes"] == "all" else f", takes {_TAKES[b['takes']]}")
+            + _error(b),
         )
         for b in found["backends"]
     ]
@@ -160,6 +168,33 @@ def top(ctx: typer.Context, url: Url = "", once: Once = False, json: Json = Fals
     from ctxreuse.cli.top import follow_top
 
     follow_top(_client(ctx, url), once=once, json=json)
+
+
+@app.command()
+def drain(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="A backend, as `status` calls it.")],
+    now: Annotated[bool, typer.Option("--now", help="Chats that it has go elsewhere, too.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="End when nothing runs there.")] = False,
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Send a backend no new sessions, those that it has go on; until `undrain`, or until the sidecar starts again."""
+    client = _client(ctx, url)
+    _set_takes(client, name, "nothing" if now else "sessions", json=json)
+    while wait and any(one["name"] == name and one["outstanding"] for one in _backends(client)):
+        time.sleep(_LOOK)
+
+
+@app.command()
+def undrain(
+    ctx: typer.Context,
+    name: Annotated[str, typer.Argument(help="A backend, as `status` calls it.")],
+    url: Url = "",
+    json: Json = False,
+) -> None:
+    """Send a backend everything again."""
+    _set_takes(_client(ctx, url), name, "all", json=json)
 
 
 @app.command()
@@ -183,6 +218,21 @@ def _client(ctx: typer.Context, url: str) -> Client:
     return daemon_client(
         url, address_file(settings), (settings.cloud.host, settings.cloud.port), program="ctxreuse-cloud"
     )
+
+
+def _set_takes(client: Client, name: str, takes: str, *, json: bool) -> None:
+    """Set what a backend is sent, and print its state."""
+    from urllib.parse import quote
+
+    found = client.call("POST", f"/api/backends/{quote(name, safe='')}/{takes}")
+    if json:
+        print_json(found)
+    else:
+        print_rows([(found["name"], f"takes {_TAKES[takes]}, {found['outstanding']} running")])
+
+
+def _backends(client: Client) -> list[dict[str, Any]]:
+    return list(client.call("GET", "/api/status")["backends"])
 
 
 def _error(row: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ _SCOPES: dict[str, tuple[KeyScope, ...]] = {
     "/api/status": ("status", "admin"),
     EVENTS: ("status", "admin"),
     "/api/why": ("answers", "admin"),
+    "/api/backends": ("admin",),
     "/api/forget": ("answers", "admin"),
     "/api/compact": ("answers", "admin"),
 }

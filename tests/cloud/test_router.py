@@ -18,9 +18,7 @@ RULES = "You are the clerk of a harbour office. " * 200
 
 
 def messages(*texts: str) -> list[dict[str, str]]:
-    return [
-        {"role": ("system", "user", "assistant")[min(n, 1) + n // 2 % 2], "content": t} for n, t in enumerate(texts)
-    ]
+    return [{"role": "system" if n == 0 else ("assistant", "user")[n % 2], "content": t} for n, t in enumerate(texts)]
 
 
 async def asked(front: RunningProxy, *texts: str) -> str:

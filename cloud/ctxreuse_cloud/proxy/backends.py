@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -20,7 +21,12 @@ from ctxreuse.routing import PrefixRun, PromptTokens, Route, Router
 from ctxreuse_cloud.proxy.breaker import Breaker
 from ctxreuse_cloud.proxy.kv_events import BackendEvents, check_events
 
-__all__ = ["Backend", "BackendStatus", "Backends", "choose", "connections"]
+__all__ = ["TAKES", "Backend", "BackendStatus", "Backends", "Takes", "choose", "connections"]
+
+#: What a backend is sent: ``all``; ``sessions``: of chats only those that go on and were there before, and others where
+#: no other backend is ready; ``nothing``: what runs ends, and what it has stored is still asked for there.
+Takes: TypeAlias = Literal["all", "sessions", "nothing"]
+TAKES: Final[tuple[Takes, ...]] = get_args(Takes)
 
 #: Load relative to the mean above which contexts go elsewhere, and requests that never are too many: a few more in a
 #: batch cost an engine little, a lost prefix costs seconds.
@@ -42,6 +48,8 @@ class BackendStatus(msgspec.Struct, frozen=True):
     #: By what it is known what it has cached, and blocks by its events.
     source: str
     blocks: int
+    #: What it is sent: `Takes`.
+    takes: Takes = "all"
 
 
 class Backend:
@@ -66,6 +74,7 @@ class Backend:
         self.models: tuple[str, ...] = ()
         self.outstanding = self.requests = self.failures = 0
         self.clock = clock
+        self.takes: Takes = "all"
         #: What it says of its cache; None: nothing.
         self.events = BackendEvents(self.name) if config.kv_events else None
 
@@ -106,7 +115,16 @@ class Backend:
         counts = (self.outstanding, self.requests, self.failures)
         blocks = self.events.blocks if self.events is not None else 0
         return BackendStatus(
-            self.name, self.url, self.healthy, state, *counts, self.models, self.error, self.source, blocks
+            self.name,
+            self.url,
+            self.healthy,
+            state,
+            *counts,
+            self.models,
+            self.error,
+            self.source,
+            blocks,
+            self.takes,
         )
 
 
@@ -148,6 +166,15 @@ class Backends:
         """Return the backends that list a model; all, if none does."""
         return [backend for backend in self.all if model in backend.models] or self.all
 
+    @property
+    def draining(self) -> bool:
+        """True if not every backend takes all."""
+        return any(backend.takes != "all" for backend in self.all)
+
+    def find(self, name: str) -> Backend | None:
+        """Return the backend of a name."""
+        return next((backend for backend in self.all if backend.name == name), None)
+
     def choose(
         self,
         model: str,
@@ -155,21 +182,32 @@ class Backends:
         tried: Sequence[Backend] = (),
         runs: Sequence[PrefixRun] = (),
         prompt: PromptTokens | None = None,
+        earlier: Sequence[PrefixRun] = (),
     ) -> tuple[Backend, Route | None] | None:
         """Choose a backend for a request, and say why: if possible one not ``tried`` yet, and one that lists ``model``.
 
         Servers of one model often accept any name, so a model that none lists goes to all. ``prompt``: its tokens, for
-        those that say what they have. Pure.
+        those that say what they have. ``earlier``: the runs of its chat's request before this one, for backends that
+        take only sessions. Pure.
         """
-        listing = self.listing(model)
-        fresh = [backend for backend in listing if backend not in tried]
-        for places in (fresh, listing):
+        listing = [backend for backend in self.listing(model) if backend.takes != "nothing"]
+        open_ = [backend for backend in listing if backend.takes == "all" or self._has(backend, earlier)]
+        # A new session goes where it should not rather than nowhere.
+        for places in (_without(open_, tried), _without(listing, tried), open_, listing):
+            if not places:
+                continue
             if runs and (priced := self._cheapest(places, context, runs, prompt)) is not None:
                 return priced
             place = choose(places, context, Backend.ready)
             if place is not None:
                 return place, None
         return None
+
+    def _has(self, backend: Backend, earlier: Sequence[PrefixRun]) -> bool:
+        """Return True if a chat's request before this one went to a backend."""
+        if self.router is None or not earlier:
+            return False
+        return self.router.known(backend.name).match(earlier) == sum(run.tokens for run in earlier)
 
     def _cheapest(
         self, places: Sequence[Backend], context: bytes, runs: Sequence[PrefixRun], prompt: PromptTokens | None
@@ -217,8 +255,8 @@ class Backends:
 
     @property
     def healthy(self) -> int:
-        """Number of backends not known to be unhealthy."""
-        return sum(backend.healthy is not False for backend in self.all)
+        """Number of backends not known to be unhealthy that are sent anything."""
+        return sum(backend.healthy is not False and backend.takes != "nothing" for backend in self.all)
 
     def models(self) -> list[tuple[str, str]]:
         """Return the models and the first backend that lists each."""
@@ -247,6 +285,10 @@ def choose(backends: Sequence[Backend], key: bytes, room: Callable[[Backend], bo
     return next((backend for backend in ranked if backend.outstanding < bound), None) or min(
         ranked, key=lambda backend: backend.outstanding
     )
+
+
+def _without(backends: Sequence[Backend], tried: Sequence[Backend]) -> list[Backend]:
+    return [backend for backend in backends if backend not in tried]
 
 
 def _bound(backends: Sequence[Backend]) -> int:

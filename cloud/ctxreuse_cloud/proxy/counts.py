@@ -7,7 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ctxreuse_cloud.proxy.backends import Backend, Backends
+from ctxreuse_cloud.proxy.backends import TAKES, Backend, Backends, Takes
 from ctxreuse_cloud.proxy.kv_events import BackendEvents
 from ctxreuse_cloud.proxy.reported import ReportedUsage
 
@@ -29,6 +29,10 @@ def _up(backend: Backend) -> float:
 
 def _outstanding(backend: Backend) -> float:
     return float(backend.outstanding)
+
+
+def _takes(backend: Backend, takes: Takes) -> float:
+    return float(backend.takes == takes)
 
 
 def _source(backend: Backend, source: str) -> float:
@@ -67,6 +71,12 @@ class ProxyCounts:
         self._whole = Histogram("ctxreuse_proxy_seconds", "Time to the last byte.", registry=registry, buckets=_SECONDS)
         up = Gauge("ctxreuse_proxy_backend_up", "1 while a backend takes requests.", ["backend"], registry=registry)
         busy = Gauge("ctxreuse_proxy_outstanding", "Requests running at a backend.", ["backend"], registry=registry)
+        takes = Gauge(
+            "ctxreuse_proxy_backend_takes",
+            "1 for what a backend is sent: all, only sessions that it has, nothing.",
+            ["backend", "takes"],
+            registry=registry,
+        )
         source = Gauge(
             "ctxreuse_router_source",
             "1 for that by which it is known what a backend has: events, text it was sent, both.",
@@ -85,6 +95,8 @@ class ProxyCounts:
         for backend in backends.all:
             up.labels(backend.name).set_function(partial(_up, backend))
             busy.labels(backend.name).set_function(partial(_outstanding, backend))
+            for kind in TAKES:
+                takes.labels(backend.name, kind).set_function(partial(_takes, backend, kind))
             for name in ("events", "both", "text"):
                 source.labels(backend.name, name).set_function(partial(_source, backend, name))
             if backend.events is not None:

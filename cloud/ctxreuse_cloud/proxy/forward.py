@@ -56,6 +56,8 @@ class ProxyCall:
         self.request, self.salt = EMPTY_REQUEST, ""
         #: What the router knows it by (none: it computes no prompt), and why the last backend was chosen.
         self.runs: Sequence[PrefixRun] = ()
+        #: Those of its chat's request before this one, where a backend takes only sessions.
+        self.earlier: Sequence[PrefixRun] = ()
         #: Its tokens, where a backend's KV events can be compared with them.
         self.prompt: PromptTokens | None = None
         self.route: Route | None = None
@@ -139,7 +141,8 @@ class Forwarder:
     def _choose(self, call: ProxyCall) -> tuple[Backend, Route | None] | None:
         if call.place is not None:
             return (call.place, None) if call.place.ready() else None
-        return self._backends.choose(call.request.model, call.request.context, call.tried, call.runs, call.prompt)
+        request = call.request
+        return self._backends.choose(request.model, request.context, call.tried, call.runs, call.prompt, call.earlier)
 
     async def find(self, path: str) -> Backend | None:
         """Ask all backends for something stored, such as ``/v1/responses/ID``, and return the one that has it."""

@@ -44,7 +44,7 @@ from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.prompts import PromptReader
 from ctxreuse_cloud.proxy.request import parse_request
 from ctxreuse_cloud.proxy.retry import PURE, FailedError
-from ctxreuse_cloud.proxy.routes import request_runs
+from ctxreuse_cloud.proxy.routes import earlier_runs, request_runs
 from ctxreuse_cloud.proxy.stored import StoredObjects, is_public, stored_id
 from ctxreuse_cloud.proxy.stream import CallerAnswer, Send, StalledError, error_body
 from ctxreuse_cloud.proxy.tenants import Tenants
@@ -229,7 +229,7 @@ class Proxy:
             if not identity:
                 continue
             name = self._stored.find(identity, call.tenant)
-            place = next((backend for backend in self._backends.all if backend.name == name), None)
+            place = self._backends.find(name or "")
             if place is None and not self._tenants.open:
                 raise _RefusedError(404, f"{identity[:80]!r} is not known here", "not_found_error")
             if place is None and len(self._backends.all) > 1:
@@ -273,7 +273,10 @@ class Proxy:
             await self._read(receive, take, given, tenant, call)
         call.tenant, call.salt = tenant, self._tenants.salt(tenant)
         if len(self._backends.all) > 1 and call.path not in COUNTING:
-            call.runs = request_runs(tenant, call.request.model, call.request.messages())
+            messages = call.request.messages()
+            call.runs = request_runs(tenant, call.request.model, messages)
+            if self._backends.draining:
+                call.earlier = earlier_runs(tenant, call.request.model, messages)
             if call.runs and self._backends.router is not None:
                 call.prompt = await self._prompts.read(call.path, call.request, call.salt)
         await self._find_place(call)

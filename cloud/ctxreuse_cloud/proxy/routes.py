@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ctxreuse.routing import PrefixRun, Route, RouteOption
 
-__all__ = ["describe", "request_runs"]
+__all__ = ["describe", "earlier_runs", "request_runs"]
 
 #: Bytes of a run, in the first runs of a request and behind them: a megabyte has some 300.
 _FINE, _COARSE, _FINE_RUNS = 1 << 10, 1 << 14, 256
@@ -33,6 +33,13 @@ def request_runs(tenant: str, model: str, messages: Sequence[tuple[str, bytes]])
             found.append(PrefixRun(digest.copy().digest(), -(-len(piece) // _BYTES)))
             at += len(piece)
     return found
+
+
+def earlier_runs(tenant: str, model: str, messages: Sequence[tuple[str, bytes]]) -> list[PrefixRun]:
+    """Return the runs of the request that a chat made before this one: of what stands before its last answer. None (an
+    empty list) for a chat that begins."""
+    last = max((at for at, (name, _) in enumerate(messages) if name == "assistant"), default=0)
+    return request_runs(tenant, model, messages[:last])
 
 
 def describe(route: Route) -> str:

@@ -33,7 +33,7 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
-__all__ = ["run"]
+__all__ = ["backend", "run"]
 
 EVENTS, PACE, PROMPT = 64, 0.005, 1024
 
@@ -41,6 +41,9 @@ _BACKEND = """
 import asyncio, sys, time
 EVENTS = int(sys.argv[1])
 EVENT = b'data: {"id":"x","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"word "}}]}\\n\\n'
+ANSWER = (b'{"id":"x","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{"role":'
+    b'"assistant","content":"ok"},"finish_reason":"stop"}],"usage":{"prompt_tokens":10,"completion_tokens":1,'
+    b'"total_tokens":11}}')
 HEAD = b"HTTP/1.1 200 OK\\r\\nContent-Type: %s\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n"
 def chunk(data):
     return b"%x\\r\\n%s\\r\\n" % (len(data), data)
@@ -49,10 +52,13 @@ async def serve(reader, writer):
         while True:
             head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
             fields = dict(line.split(b": ", 1) for line in head.split(b"\\r\\n")[1:] if line)
-            await reader.readexactly(int(fields.get(b"content-length", 0)))
+            body = await reader.readexactly(int(fields.get(b"content-length", 0)))
             if head.startswith(b"get"):
                 body = b'{"object":"list","data":[{"id":"m"}]}'
                 writer.write(HEAD % b"application/json" + chunk(body) + b"0\\r\\n\\r\\n")
+                continue
+            if b'"stream":true' not in body:
+                writer.write(HEAD % b"application/json" + chunk(ANSWER) + b"0\\r\\n\\r\\n")
                 continue
             pace = float(fields.get(b"x-pace", 0))
             writer.write(HEAD % b"text/event-stream")
@@ -103,22 +109,22 @@ class _Pair(NamedTuple):
 def run(options: Options) -> list[Figure]:
     """Figures in milliseconds and answers a second."""
     rounds, answers = options.pick(2, 7), options.pick(160, 640)
-    with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder, _backend() as backend:
+    with tempfile.TemporaryDirectory(prefix="ctxreuse-bench-") as folder, backend() as place:
         real = _named(os.environ.get("CTXREUSE_PROXY_BACKENDS", ""))
-        with Sidecar(Path(folder) / "mock", [backend]) as sidecar:
+        with Sidecar(Path(folder) / "mock", [place]) as sidecar:
             options.step("one client")
-            alone = asyncio.run(_rounds(backend, sidecar, 1, answers // 8, rounds, 0.0))
+            alone = asyncio.run(_rounds(place, sidecar, 1, answers // 8, rounds, 0.0))
             found = {}
             for clients in (8, 64):
                 options.step(f"{clients} clients, full")
-                found[clients, "full"] = asyncio.run(_rounds(backend, sidecar, clients, answers, rounds, 0.0))
+                found[clients, "full"] = asyncio.run(_rounds(place, sidecar, clients, answers, rounds, 0.0))
                 options.step(f"{clients} clients, paced")
-                found[clients, "paced"] = asyncio.run(_rounds(backend, sidecar, clients, answers, rounds, PACE))
+                found[clients, "paced"] = asyncio.run(_rounds(place, sidecar, clients, answers, rounds, PACE))
         figures = _figures(alone, found)
-        for name, place in real.items():
+        for name, other in real.items():
             options.step(f"8 clients, {name}")
-            with Sidecar(Path(folder) / name, [place]) as sidecar:
-                pair = asyncio.run(_rounds(place, sidecar, 8, 24, options.pick(1, 3), 0.0, _model(place)))
+            with Sidecar(Path(folder) / name, [other]) as sidecar:
+                pair = asyncio.run(_rounds(other, sidecar, 8, 24, options.pick(1, 3), 0.0, _model(other)))
             figures += _added(f"8 clients, {name}", pair)
     return figures
 
@@ -232,7 +238,8 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reque
 
 
 @contextlib.contextmanager
-def _backend() -> Iterator[str]:
+def backend() -> Iterator[str]:
+    """A minimal server: answers of `EVENTS` events, or of one token as a whole; yields its address."""
     with subprocess.Popen([sys.executable, "-c", _BACKEND, str(EVENTS)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -18,7 +18,7 @@ from benchmarks.children import wait_or_kill
 from benchmarks.vllm_server import free_port
 from ctxreuse.errors import EngineError
 
-__all__ = ["Proxied", "Sidecar", "VllmRouter"]
+__all__ = ["ContextPilot", "Proxied", "Sidecar", "VllmRouter"]
 
 _WAIT = 60.0
 
@@ -80,14 +80,11 @@ class Sidecar(Proxied):
         self.url = str(msgspec.json.decode(ready.read_bytes())["url"])
 
 
-class VllmRouter(Proxied):
-    """The program vllm-router beside a Python that was given as ``CTXREUSE_PEERS``. Raises EngineError."""
+class _Other(Proxied):
+    """Another's program, which answers ``/health`` when it is up. Raises EngineError."""
 
-    def __init__(self, python: str, log: Path, backends: Sequence[str], policy: str = "cache_aware") -> None:
-        port = free_port()
-        command = [str(Path(python).with_name("vllm-router")), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(free_port()), "--policy", policy, "--worker-urls", *backends]
-        super().__init__(command, log, {})
+    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+        super().__init__(command, log, {"PYTHONPATH": ""})
         self.url = f"http://127.0.0.1:{port}"
         until = time.monotonic() + _WAIT
         while not self._answers():
@@ -99,3 +96,33 @@ class VllmRouter(Proxied):
                 return bool(found.status == 200)
         except (URLError, OSError):
             return False
+
+
+class VllmRouter(_Other):
+    """The program vllm-router beside a Python that was given as ``CTXREUSE_PEERS``. Raises EngineError."""
+
+    def __init__(self, python: str, log: Path, backends: Sequence[str], policy: str = "cache_aware") -> None:
+        port = free_port()
+        command = [str(self.program(python)), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        super().__init__([*command, "--policy", policy, "--worker-urls", *backends], port, log)
+
+    @staticmethod
+    def program(python: str) -> Path:
+        """Return where it would be."""
+        return Path(python).with_name("vllm-router")
+
+
+class ContextPilot(_Other):
+    """ContextPilot's proxy in front of one backend, in a Python that has it. Raises EngineError."""
+
+    def __init__(self, python: str, log: Path, backend: str) -> None:
+        port = free_port()
+        command = [python, "-m", "contextpilot.server.http_server", "--host", "127.0.0.1", "--port", str(port)]
+        super().__init__([*command, "--infer-api-url", backend, "--log-level", "error"], port, log)
+
+    @staticmethod
+    def there(python: str) -> bool:
+        """Return True if that Python has it."""
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('contextpilot') is None)"
+        return subprocess.run([python, "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timing
 
 
 def test_the_load_counts_whole_answers_of_its_backend() -> None:
-    with proxy._backend() as url:
+    with proxy.backend() as url:
         fast = asyncio.run(proxy._load(url, 3, 7, 0.0))
         paced = asyncio.run(proxy._load(url, 1, 1, 0.001))
     assert len(fast.first) == len(fast.whole) == 7

@@ -84,10 +84,29 @@ def test_a_plan_of_requests_for_another_engine(serve: Any) -> None:
 
 
 def test_the_plan_that_the_guide_shows(serve: Any) -> None:
-    shown = next(json.loads(text) for page, text in blocks("json") if page == "docs/guide/documents.md")
-    found = serve().http.post("/api/plan", json=shown).json()
+    shown, marks = (json.loads(text) for page, text in blocks("json") if page == "docs/guide/documents.md")
+    http = serve().http
+    assert http.post("/api/plan", json=marks).json() == {"body": marks["body"], "marks": [], "repeats": []}
+    found = http.post("/api/plan", json=shown).json()
     assert (found["shared"], found["tokens"]) == (600, 1800)
     assert abs(found["schedule"].index(0) - found["schedule"].index(2)) == 1
+
+
+def test_a_body_gets_marks_and_pointers(serve: Any) -> None:
+    text = "What stands in the harbour's rules. " * 200
+    asked = [{"type": "text", "text": text}, {"type": "text", "text": "Why?"}]
+    messages = [{"role": "user", "content": asked}, {"role": "user", "content": asked}]
+    found = serve().http.post("/api/plan", json={"body": {"messages": messages}, "repeats": True}).json()
+    assert found["marks"] == [
+        ["messages", 0, "content", 1],
+        ["messages", 1, "content", 0],
+        ["messages", 1, "content", 1],
+    ]
+    assert found["repeats"] == [
+        {"at": ["messages", 1, "content", 0, "text"], "of": ["messages", 0, "content", 0, "text"]}
+    ]
+    assert found["body"]["messages"][0]["content"][0]["text"] == text
+    assert len(found["body"]["messages"][1]["content"][0]["text"]) < 300
 
 
 def test_a_plan_says_what_is_wrong(serve: Any) -> None:
@@ -95,7 +114,14 @@ def test_a_plan_says_what_is_wrong(serve: Any) -> None:
     refused = http.post("/api/plan", json={"requests": [{"documents": ["a"] * 4096}] * 17})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "requests")
     assert "send fewer at a time" in refused.json()["error"]["message"]
-    for wrong in ({}, {"requests": [{"documents": [1]}]}, {"requests": [], "tokens": {"a": -1}}):
+    for wrong in (
+        {},
+        {"requests": [], "body": {}},
+        {"body": {}},
+        {"body": {}, "api": "x"},
+        {"requests": [{"documents": [1]}]},
+        {"requests": [], "tokens": {"a": -1}},
+    ):
         assert http.post("/api/plan", json=wrong).status_code == 400
     unknown = http.post("/v1/chat/completions", json=body(DOCUMENTS, ctxreuse={"order": "best"}))
     assert unknown.status_code == 400

@@ -1,9 +1,12 @@
 """The order of documents: in a chat request that wants another, and for programs that send their prompts elsewhere.
+For these also marks of what a provider may cache, and pointers in place of texts that come twice.
 
 ::
 
     POST /api/plan {"requests": [{"documents": […]}, …], "tokens"?}
                    {"schedule": […], "requests": [{"order": […]}, …], "shared", "tokens"}
+    POST /api/plan {"body": {…}, "api": "anthropic" | "openai", "before"?, "repeats"?, "continues"?}
+                   {"body": {…}, "marks": [["system", 0], …], "repeats": [{"at": […], "of": […]}, …]}
 """
 
 from __future__ import annotations
@@ -15,7 +18,17 @@ import msgspec
 from starlette.routing import Route
 
 from ctxreuse.daemon.openai import MAX_MESSAGES, ApiError
-from ctxreuse.planner import DocumentOrder, Plan, document_order, document_parts, plan_batch, ranking_line
+from ctxreuse.errors import FormatError
+from ctxreuse.planner import (
+    DocumentOrder,
+    Plan,
+    ProviderApi,
+    document_order,
+    document_parts,
+    mark_request,
+    plan_batch,
+    ranking_line,
+)
 from ctxreuse.runtime.steps.order import BACKGROUND
 from ctxreuse.why import Reordered
 from ctxreuse_edge.api.answers import post_route
@@ -46,17 +59,26 @@ class PlannedDocuments(msgspec.Struct, frozen=True):
 
 class PlanRequest(msgspec.Struct, frozen=True):
     """``requests`` that are computed one after another. ``tokens``: of documents that are given by name; of others they
-    are estimated by their bytes."""
+    are estimated by their bytes. Or ``body``: one request to the ``api`` of a provider, see `mark_request`."""
 
-    requests: Annotated[list[PlannedDocuments], msgspec.Meta(max_length=MAX_MESSAGES)]
+    requests: Annotated[list[PlannedDocuments], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
     tokens: dict[str, Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] = {}
+    body: dict[str, Any] | None = None
+    api: ProviderApi = "anthropic"
+    before: dict[str, Any] | None = None
+    repeats: bool = False
+    continues: bool = True
 
 
 def routes(node: EdgeNode) -> list[Route]:
     """The routes of this module."""
 
     def plan(_: Request, body: PlanRequest) -> Any:
-        requests = [request.documents for request in body.requests]
+        if (body.requests is None) is (body.body is None):
+            raise ApiError(400, "a plan is for requests or for one body: send one of them", param="requests")
+        if body.body is not None:
+            return _marked(body, body.body)
+        requests = [request.documents for request in body.requests or ()]
         if sum(map(len, requests)) > _MOST:
             raise ApiError(
                 400, f"requests: more than {_MOST:,} documents in all; send fewer at a time", param="requests"
@@ -72,6 +94,16 @@ def routes(node: EdgeNode) -> list[Route]:
         }
 
     return [post_route(node, "/api/plan", PlanRequest, plan, lambda _: BACKGROUND)]
+
+
+def _marked(asked: PlanRequest, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        found = mark_request(body, asked.api, before=asked.before, repeats=asked.repeats, continues=asked.continues)
+    except FormatError as error:
+        raise ApiError(400, f"body: {error.what}", param="body") from None
+    pairs = found.repeats.sources.items()
+    repeats = [{"at": found.places[at], "of": found.places[source]} for at, source in pairs]
+    return {"body": found.body, "marks": found.marks, "repeats": repeats}
 
 
 def ordered(

@@ -81,10 +81,11 @@ class Sidecar(Proxied):
 
 
 class _Other(Proxied):
-    """Another's program, which answers ``/health`` when it is up. Raises EngineError."""
+    """Another's program, which answers ``path`` when it is up. Raises EngineError."""
 
-    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+    def __init__(self, command: Sequence[str], port: int, log: Path, path: str = "/health") -> None:
         super().__init__(command, log, {"PYTHONPATH": ""})
+        self._path = path
         self.url = f"http://127.0.0.1:{port}"
         until = time.monotonic() + _WAIT
         while not self._answers():
@@ -92,7 +93,7 @@ class _Other(Proxied):
 
     def _answers(self) -> bool:
         try:
-            with urlopen(self.url + "/health", timeout=1) as found:
+            with urlopen(self.url + self._path, timeout=1) as found:
                 return bool(found.status == 200)
         except (URLError, OSError):
             return False
@@ -119,7 +120,7 @@ class ContextPilot(_Other):
     def __init__(self, python: str, log: Path, backend: str) -> None:
         port = free_port()
         command = [python, "-m", "contextpilot.server.http_server", "--host", "127.0.0.1", "--port", str(port)]
-        super().__init__([*command, "--infer-api-url", backend, "--log-level", "error"], port, log)
+        super().__init__([*command, "--infer-api-url", backend, "--log-level", "error"], port, log, "/")
 
     @staticmethod
     def there(python: str) -> bool:

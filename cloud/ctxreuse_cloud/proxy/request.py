@@ -47,14 +47,20 @@ _items = msgspec.json.Decoder(list[msgspec.Raw] | None)
 class ProxyRequest:
     """One request body; ``model`` and ``context`` are empty where the body has none."""
 
-    __slots__ = ("_body", "_fields", "context", "model")
+    __slots__ = ("_body", "_fields", "_messages", "context", "model")
 
     def __init__(self, body: bytes, fields: dict[str, msgspec.Raw] | None, model: str, context: bytes) -> None:
         self._body, self._fields = body, fields
         self.model, self.context = model, context
+        self._messages: list[tuple[str, bytes]] | None = None
 
     def messages(self) -> list[tuple[str, bytes]]:
         """Return what the model reads, as (name, bytes) in order: tools, then each message by its role."""
+        if self._messages is None:
+            self._messages = self._read_messages()
+        return self._messages
+
+    def _read_messages(self) -> list[tuple[str, bytes]]:
         fields = self._fields or {}
         found: list[tuple[str, bytes]] = []
         for name in ("tools", "instructions", "system"):

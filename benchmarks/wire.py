@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -197,16 +198,24 @@ def _ours(ours: Ours, plain: PlainSocket, rounds: int) -> dict[tuple[str, str], 
     found = {}
     for kind, count in (("single", 1), ("batch", BATCH)):
         nbytes, times = count * ours.nbytes, max(rounds // count, 4)
-        copy = _copied(nbytes)
         calls: dict[str, Callable[[int], object]] = {
-            "bus": lambda n, count=count: ours.bus(n if count == 1 else 0, count),
-            "map": lambda n, count=count: ours.map(n if count == 1 else 0, count),
-            "socket": lambda _, nbytes=nbytes: plain.get(nbytes),
-            "copy": lambda _, copy=copy: copy(),
+            "bus": partial(_read, ours.bus, count),
+            "map": partial(_read, ours.map, count),
+            "socket": partial(_again, partial(plain.get, nbytes)),
+            "copy": partial(_again, _copied(nbytes)),
         }
         for way, call in calls.items():
             found[kind, way] = _median(call, times)
     return found
+
+
+def _read(way: Callable[[int, int], None], count: int, number: int) -> None:
+    """Read one block, another one each time, or all."""
+    way(number if count == 1 else 0, count)
+
+
+def _again(call: Callable[[], None], number: int) -> None:
+    call()
 
 
 def figures_of(

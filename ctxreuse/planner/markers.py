@@ -107,11 +107,11 @@ def _boundaries(body: dict[str, Any], before: Mapping[str, Any], continues: bool
     elif isinstance(body.get("tools"), list) and body["tools"]:
         found.append(("tools", len(body["tools"]) - 1))
     messages = body["messages"]
-    asked = [n for n, message in enumerate(messages) if message.get("role") == "user"]
-    if len(asked) > 1 and (blocks := _blocks(body, ("messages", asked[-2], "content"))):
-        found.append(("messages", asked[-2], "content", len(blocks) - 1))
+    questions = [n for n, message in enumerate(messages) if message.get("role") == "user"]
+    if len(questions) > 1 and (blocks := _blocks(body, ("messages", questions[-2], "content"))):
+        found.append(("messages", questions[-2], "content", len(blocks) - 1))
     last = len(messages) - 1
-    blocks = _blocks(body, ("messages", last, "content")) if asked and asked[-1] == last else []
+    blocks = _blocks(body, ("messages", last, "content")) if questions and questions[-1] == last else []
     if len(blocks) > 1:
         found.append(("messages", last, "content", len(blocks) - 2))
     if continues and blocks:

@@ -96,9 +96,9 @@ def routes(node: EdgeNode) -> list[Route]:
     return [post_route(node, "/api/plan", PlanRequest, plan, lambda _: BACKGROUND)]
 
 
-def _marked(asked: PlanRequest, body: dict[str, Any]) -> dict[str, Any]:
+def _marked(wanted: PlanRequest, body: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = mark_request(body, asked.api, before=asked.before, repeats=asked.repeats, continues=asked.continues)
+        found = mark_request(body, wanted.api, before=wanted.before, repeats=wanted.repeats, continues=wanted.continues)
     except FormatError as error:
         raise ApiError(400, f"body: {error.what}", param="body") from None
     pairs = found.repeats.sources.items()

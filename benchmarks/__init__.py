@@ -16,7 +16,7 @@ _NAMES = (
     "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "install", "levels",
     "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy",
     "qa", "rans", "recall", "remote", "resident", "restore", "resume", "router", "scale", "shapes", "states",
-    "together", "tools", "tree", "vllm",
+    "steps", "together", "tools", "tree", "vllm",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

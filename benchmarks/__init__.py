@@ -16,7 +16,7 @@ _NAMES = (
     "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "install", "levels",
     "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy",
     "qa", "rans", "recall", "remote", "resident", "restore", "resume", "router", "router_live", "scale", "shapes",
-    "sidecar", "states", "together", "tools", "tree", "vllm", "wire",
+    "sidecar", "states", "steps", "together", "tools", "tree", "vllm", "wire",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

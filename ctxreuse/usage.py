@@ -11,7 +11,7 @@ import msgspec
 
 from ctxreuse.html import table
 
-__all__ = ["TokenUsage", "Usage", "UsageSeconds", "WireUsage", "total_usage"]
+__all__ = ["StepUsage", "TokenUsage", "Usage", "UsageSeconds", "WireUsage", "total_usage"]
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -73,6 +73,31 @@ class UsageSeconds(msgspec.Struct, frozen=True):
         return self.load + self.fetch + self.compute
 
 
+class StepUsage(msgspec.Struct, frozen=True):
+    """One step of an answer that this node's model wrote and another one's judged.
+
+    Attributes:
+        drafted: its tokens.
+        score: what the judge gave it; None: it was not judged, as no judge could be reached.
+        accepted: it is part of the answer.
+        rewritten: tokens that the other model wrote in its place.
+        seconds_drafting, seconds_judging, seconds_rewriting: wall time; while a step is judged the next one is drafted.
+    """
+
+    drafted: int
+    score: float | None = None
+    accepted: bool = False
+    rewritten: int = 0
+    seconds_drafting: float = 0.0
+    seconds_judging: float = 0.0
+    seconds_rewriting: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """``accepted``, ``rewritten`` or ``unjudged``."""
+        return "accepted" if self.accepted else "unjudged" if self.score is None else "rewritten"
+
+
 class Usage(msgspec.Struct, frozen=True):
     """What one request reused and cost.
 
@@ -87,7 +112,9 @@ class Usage(msgspec.Struct, frozen=True):
         approximate: the answer was computed from lossy KV, or from KV derived from it.
         fetched_bytes: payload received from other nodes, used or not.
         verification: ``cloud``: another node's model gave the answer; else why this one gave it, or its rest (``cut``,
-            ``stalled``, ``down``, ``busy``, ``sampling``, …); "": no other was to.
+            ``stalled``, ``down``, ``busy``, ``sampling``, …); ``steps``: another node's model judged all steps of it;
+            "": no other was to.
+        steps: of an answer in steps, each of them.
         request: the request's id, for `Runtime.why`.
     """
 
@@ -100,6 +127,7 @@ class Usage(msgspec.Struct, frozen=True):
     fetched_bytes: int = 0
     request: str = ""
     verification: str = ""
+    steps: tuple[StepUsage, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -143,6 +171,7 @@ class Usage(msgspec.Struct, frozen=True):
             tokens.completion, seconds.fetch, self.fetched_bytes, tokens.by_level, self.approximate, self.request,
             self.why, tokens.relocated, tokens.recomputed, self.gate_decision, tokens.drafted,
             tokens.accepted, seconds.saved, tokens.verified, self.verification, tokens.exited, tokens.disagreed,
+            self.steps,
         )  # fmt: skip
 
     @classmethod
@@ -185,6 +214,7 @@ class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "reco
     verification: str = ""
     exited: int = 0
     disagreed: int = 0
+    steps: tuple[StepUsage, ...] = ()
 
 
 #: Fields of 0.1 and what they are now.

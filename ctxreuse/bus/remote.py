@@ -149,6 +149,10 @@ class Verification(Protocol):
     def ended(self) -> str | None:
         """None while verdicts may come, then "" (the answer is whole) or why it ended early."""
 
+    @property
+    def ready(self) -> bool:
+        """True if `take` would not wait."""
+
     def take(self, timeout: float) -> Verdict | None:
         """Wait for the next verdict; None at the end, or after ``timeout`` seconds, which end it."""
 

@@ -1,4 +1,4 @@
-"""The command ``ctxreuse calibrate``: makes the profile of lossy levels, of chunk reuse, or of early exits."""
+"""The command ``ctxreuse calibrate``: makes the profile of lossy levels, chunk reuse, early exits, or a judge."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ctxreuse.exits.profile import ExitProfile
+    from ctxreuse.judge import JudgeProfile
     from ctxreuse.reuse.profile import ChunkProfile
 
 __all__ = ["EXAMPLES", "calibrate", "show_chunk_profile"]
@@ -30,6 +31,10 @@ ctxreuse calibrate ./my-model --levels 0.03,0.01+0.0015 --plot rate.svg
 ctxreuse calibrate smollm2 --chunks              error of documents reused at other positions
 
 ctxreuse calibrate smollm2 --exits               ramps at which tokens can leave the model early
+
+ctxreuse calibrate smollm2 --judge               how far it is trusted to judge steps that devices write
+
+ctxreuse calibrate smollm2 --judge --text steps.jsonl   on your own labelled steps
 
 ctxreuse calibrate gemma3-270m --chunks --whole  a sliding-window model, with the KV of all tokens
 
@@ -60,6 +65,7 @@ def calibrate(
     exits: Annotated[
         bool, typer.Option("--exits", help="Make ramps at which tokens can leave the model early.")
     ] = False,
+    judge: Annotated[bool, typer.Option("--judge", help="Measure how well the model judges steps of answers.")] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Less text; with --chunks also fewer recompute policies."),
@@ -72,6 +78,9 @@ def calibrate(
 ) -> None:
     """Measure how a model's K and V can be coded, and store the result as a calibration profile."""
     output = _Output(out, plot, quiet, time.monotonic())
+    if judge:
+        _judge(model, text or [], threads or 0, output, quick=quick)
+        return
     if exits:
         _exits(model, text or [], threads or 0, output, quick=quick)
         return
@@ -177,6 +186,48 @@ def _exits(model: str, text: list[Path], threads: int, output: _Output, *, quick
         lambda file: None,
         lambda console: _show_exit_profile(profile, console),
     )
+
+
+def _judge(model: str, files: list[Path], threads: int, output: _Output, *, quick: bool) -> None:
+    """Measure a judge and store the profile; refuse it where it cannot be trusted."""
+    from ctxreuse.calibrate.judge import calibrate_judge
+    from ctxreuse.engines import open_engine
+    from ctxreuse.errors import ConfigError
+    from ctxreuse.judge import LEAST_AUC, JudgeProfileStore, make_steps, read_steps
+    from ctxreuse.judge.profile import write_judge_profile
+
+    if output.plot is not None:
+        raise ConfigError("a judge has no plot", fix="Leave --plot out")
+    steps = [step for file in files for step in read_steps(file)] if files else make_steps(40 if quick else 160)
+    engine = open_engine(model, threads=threads)
+    notes = _notes(model, files) | ({} if files else {"text": "generated sums and lists"})
+    with ProgressBars(quiet=output.quiet, lines=True) as bars:
+        profile = calibrate_judge(engine, steps, bars.advance, notes)
+    output.write(
+        JudgeProfileStore().add(profile),
+        write_judge_profile(profile),
+        lambda file: None,
+        lambda console: _show_judge_profile(profile, console),
+    )
+    if all(judged.auc < LEAST_AUC for judged in profile.judges.values()):
+        name, best = max(profile.judges.items(), key=lambda one: one[1].auc)
+        best.check(f"{name} of {notes['model']}")
+
+
+def _show_judge_profile(profile: JudgeProfile, console: Console) -> None:
+    """Print how often each way of judging puts a right step above a wrong one."""
+    from rich.table import Table
+
+    from ctxreuse.judge import LEAST_AUC
+
+    table = Table(title="judges", title_justify="left")
+    for column in ("judge", "steps", "AUC", "by task", "accepts from", ""):
+        table.add_column(column, justify="right" if column in ("steps", "AUC", "accepts from") else "left")
+    for name, one in profile.judges.items():
+        tasks = ", ".join(f"{task} {auc:.2f}" for task, auc in one.tasks.items())
+        verdict = "trusted" if one.auc >= LEAST_AUC else f"refused: under {LEAST_AUC}"
+        table.add_row(name, f"{one.steps}", f"{one.auc:.2f}", tasks, f"{one.threshold:.2f}", verdict)
+    console.print(table)
 
 
 def _show_exit_profile(profile: ExitProfile, console: Console) -> None:

@@ -288,12 +288,27 @@ class EdgeConfig(TlsConfig, frozen=True, forbid_unknown_fields=True):
         str, _about("Age at which contexts not used since, and logged requests, are deleted: 30d; empty: never")
     ] = ""
     verify: Annotated[
-        Literal["auto", "off"],
+        Literal["auto", "steps", "off"],
         _about(
             "Whose model answers; auto: that of a cloud, if it has this model's tokenizer, with drafts from here, and "
-            "this one where the cloud cannot; off: always this one"
+            "this one where the cloud cannot; steps: this one, and a cloud's judges each step and writes anew what it "
+            "does not accept; off: always this one"
         ),
     ] = "off"
+    step_judge: Annotated[
+        str,
+        _about(
+            "Who judges steps: the cloud's model by likelihood or digit, see `ctxreuse calibrate --judge`; "
+            "or a function here, as package.module:function"
+        ),
+    ] = "likelihood"
+    step_threshold: Annotated[
+        str, _about("Score from which on a step is accepted; empty: as the judge's calibration says")
+    ] = ""
+    step_tokens: Annotated[int, _about("Tokens of a step at most; a blank line ends it before", ge=1, le=128)] = 64
+    step_cases: Annotated[
+        str, _about("File of labelled steps that a function of step_judge is measured on; empty: generated ones")
+    ] = ""
     sync: Annotated[bool, _about("Send clouds the contexts they miss, while the device is idle")] = True
     sync_rate: Annotated[float, _about("Bandwidth of sync at most; 0: unlimited", ge=0, unit="bytes/s")] = 0.0
 

@@ -31,7 +31,7 @@ from ctxreuse.errors import (
 )
 from ctxreuse.metrics import SOURCES
 from ctxreuse.planner import DocumentOrder
-from ctxreuse.usage import Usage
+from ctxreuse.usage import StepUsage, Usage
 
 __all__ = [
     "DONE",
@@ -214,14 +214,16 @@ class Extra(msgspec.Struct, frozen=True):
 
     ``lossy``: quality limit of reused KV as a level, such as ``kl-0.01``; "": exact only; None: as in the daemon's
     settings. ``speculate``: ``off``: the answer is not drafted; ``auto``: as in the daemon's settings. ``verify``:
-    likewise whether a cloud's model may give it. ``exits``: the share of the answer's tokens that may be other than the
-    model's own, so that some leave it early; ``off``: none; None: as in the daemon's settings. ``order``: of the
+    likewise whether a cloud's model may give it; ``steps``: this node's model writes steps and the cloud's judges them,
+    by ``step_threshold`` (None: as in the settings). ``exits``: the share of the answer's tokens that may be other than
+    the model's own, so that some leave it early; ``off``: none; None: as in the daemon's settings. ``order``: of the
     documents (text parts but the last) of the last message, see `DocumentOrder`; None: as in the daemon's settings.
     """
 
     lossy: str | None = None
     speculate: Literal["auto", "off"] = "auto"
-    verify: Literal["auto", "off"] = "auto"
+    verify: Literal["auto", "steps", "off"] = "auto"
+    step_threshold: float | None = None
     exits: Annotated[float, msgspec.Meta(gt=0, le=0.2)] | Literal["off"] | None = None
     order: DocumentOrder | None = None
 
@@ -423,7 +425,8 @@ class CompletionDetails(msgspec.Struct, frozen=True):
 
     ``cloud_tokens``: of the answer, those that a cloud's model said; ``verification``: see `Usage`. Both are left out
     where no cloud was to. ``early_exit_tokens``: those that left the model early, ``early_exit_disagreements``: of
-    these, those that the whole model would not have said; left out where none left.
+    these, those that the whole model would not have said; left out where none left. ``steps``: of an answer in
+    steps, each of them.
     """
 
     accepted_prediction_tokens: int
@@ -433,6 +436,7 @@ class CompletionDetails(msgspec.Struct, frozen=True):
     verification: str | msgspec.UnsetType = msgspec.UNSET
     early_exit_tokens: int | msgspec.UnsetType = msgspec.UNSET
     early_exit_disagreements: int | msgspec.UnsetType = msgspec.UNSET
+    steps: tuple[StepUsage, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiUsage(msgspec.Struct, frozen=True):
@@ -482,6 +486,7 @@ def _details(usage: Usage) -> CompletionDetails:
         usage.verification or none,
         tokens.exited or none,
         tokens.disagreed if tokens.exited else none,
+        usage.steps or none,
     )
 
 

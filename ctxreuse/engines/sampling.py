@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -38,8 +39,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     answer must look like; it ends where the grammar does, whatever ``ignore_eos`` says. ``shown_markers``: special
     tokens, by their texts, that the answer's text has; it has no others. ``speculate``: ``off``: it is not drafted,
     whatever the engine's setting; ``auto``: as that says. ``verify``: ``off``: it is not decoded by another node,
-    whatever the daemon's setting. ``exits``: the share of tokens that may be other than the model's own, so that some
-    leave it early (`ctxreuse.exits`); 0: none; None: as the engine's setting says.
+    whatever the daemon's setting; ``steps``: this node's model writes it, and another one judges its steps, which are
+    accepted from ``step_threshold`` on (None: as the daemon's setting says, or the judge's calibration). ``exits``: the
+    share of tokens that may be other than the model's own, so that some leave it early (`ctxreuse.exits`); 0: none;
+    None: as the engine's setting says.
     """
 
     max_tokens: int = 256
@@ -58,7 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     grammar: Grammar | None = None
     shown_markers: tuple[str, ...] = ()
     speculate: Literal["auto", "off"] = "auto"
-    verify: Literal["auto", "off"] = "auto"
+    verify: Literal["auto", "steps", "off"] = "auto"
+    step_threshold: float | None = None
     exits: float | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
             ("stop", type(self.stop) in (tuple, list) and all(self.stop), "a tuple of strings that are not empty"),
             ("logprobs", _whole(self.logprobs), "a whole number, 0 (off) or more"),
             ("speculate", self.speculate in ("auto", "off"), "auto or off"),
-            ("verify", self.verify in ("auto", "off"), "auto or off"),
+            ("verify", self.verify in ("auto", "steps", "off"), "auto, steps or off"),
+            ("step_threshold", self.step_threshold is None or isfinite(self.step_threshold), "a number"),
             ("exits", self.exits is None or 0 <= self.exits <= 0.2, "a share of tokens up to 0.2; 0 is off"),
             (
                 "logit_bias",

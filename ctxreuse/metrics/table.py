@@ -94,8 +94,10 @@ _PRIORITY = Label("priority", ("interactive", "normal", "background"))
 _DRAFT = Label("verdict", ("accepted", "rejected"))
 _DRAFT_SHORT = Label("reason", ("match", "cost", "lost", "unknown", "grammar", "end"))
 _VERIFIED = Label(
-    "verification", ("cloud", "cut", "stalled", "down", "busy", "drain", "failed", "tokens", "space", "cancelled")
+    "verification",
+    ("cloud", "steps", "cut", "stalled", "down", "busy", "drain", "failed", "tokens", "space", "judge", "cancelled"),
 )
+_STEP = Label("verdict", ("accepted", "rewritten", "unjudged"))
 _EXIT = Label("verdict", ("agreed", "disagreed", "unverified"))
 _EXIT_REFUSED = Label(
     "reason",
@@ -138,6 +140,9 @@ _CURRENT = (
         "counter",
         "Answers that a cloud's model was to give: those it gave, and why others were decoded here in the end.",
         (_VERIFIED,),
+    ),
+    Metric(
+        "ctxreuse_judged_steps_total", "counter", "Steps of answers, by what a cloud's model made of them.", (_STEP,)
     ),
     Metric("ctxreuse_draft_memory_bytes", "gauge", "Bytes of the texts that answers are drafted from."),
     Metric("ctxreuse_exit_tokens_total", "counter", "Tokens that left the model early, by verdict.", (_EXIT,)),

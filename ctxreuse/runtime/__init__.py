@@ -25,7 +25,7 @@ from ctxreuse.runtime.options import RuntimeOptions
 from ctxreuse.runtime.protocol import RuntimeProtocol
 from ctxreuse.runtime.request import PrefillResult, PromptLike, Request
 from ctxreuse.runtime.runtime import Runtime
-from ctxreuse.usage import TokenUsage, Usage, UsageSeconds
+from ctxreuse.usage import StepUsage, TokenUsage, Usage, UsageSeconds
 
 __all__ = [
     "Completion",
@@ -35,6 +35,7 @@ __all__ = [
     "Runtime",
     "RuntimeOptions",
     "RuntimeProtocol",
+    "StepUsage",
     "TokenUsage",
     "Usage",
     "UsageSeconds",

@@ -20,6 +20,7 @@ from ctxreuse.engines.prompt import rewrites_history
 from ctxreuse.engines.scoring import TokenScores, score_tokens
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
+from ctxreuse.judge import StepRule
 from ctxreuse.pauses import kind_of
 from ctxreuse.planner import CachedPrefixes, Part, Permutation, Plan, Planner
 from ctxreuse.reuse import MaxSeconds
@@ -39,6 +40,7 @@ from ctxreuse.runtime.options import RuntimeOptions
 from ctxreuse.runtime.paused import PausedContexts
 from ctxreuse.runtime.prefill import PrefillWork, PromptPrefiller
 from ctxreuse.runtime.request import PrefillResult, PromptLike, Request, more_keys, validate_tokens
+from ctxreuse.runtime.stepped import SteppedAnswer
 from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.runtime.steps.scheduler import StepScheduler
 from ctxreuse.runtime.verified import VerifiedAnswer, Verifying, refusal
@@ -148,12 +150,13 @@ class Runtime:
             rng = self.options.rng if self.options.rng is not None else SystemRandom()
             self._fetcher = Fetcher(self.engine, remote, self.cost, self.clock, rng)
 
-    def let_verify(self, verifier: Verifier | None) -> None:
-        """Let other nodes decode answers from now on (None: none); `RuntimeOptions.verify` must be set."""
+    def let_verify(self, verifier: Verifier | None, steps: StepRule | None = None, *, in_steps: bool = False) -> None:
+        """Let other nodes decode answers from now on (None: none); `RuntimeOptions.verify` must be set. ``steps``: how
+        those are written that are in steps: all with ``in_steps``, else where a request wants it."""
         self.verifying = None
         if verifier is not None:
             assert self.drafting is not None
-            self.verifying = Verifying(verifier, self.drafting)
+            self.verifying = Verifying(verifier, self.drafting, steps or StepRule(), in_steps=in_steps)
 
     def keys(self, tokens: Sequence[int] | Tokens) -> list[bytes]:
         """Prefix keys of the whole blocks of ``tokens`` in this engine's space for this tenant."""
@@ -285,6 +288,12 @@ class Runtime:
         request, why_here = self._request(prompt), ""
         if self.verifying is not None:
             why_here = refusal(samplings)
+            in_steps = samplings[0].verify == "steps" or self.verifying.in_steps
+            if not why_here and in_steps:
+                why_here = "state" if self.space.needs_state else ""
+                if not why_here:
+                    written = SteppedAnswer(self, self.text, request, samplings[0], was, self.verifying)
+                    return [written.completion()]
             if not why_here:
                 answer = VerifiedAnswer(self, self.text, request, samplings[0], was, self.verifying)
                 return [answer.completion()]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
+    from ctxreuse.judge import StepRule
     from ctxreuse.pauses import PauseKind
     from ctxreuse.runtime.completion import PieceSource
     from ctxreuse.runtime.drafting import Drafting
@@ -56,8 +57,9 @@ def refusal(samplings: Sequence[SamplingParams]) -> str:
 class Verifying:
     """Whom a runtime lets decode its answers, and what is known of their passes. Any thread may call."""
 
-    def __init__(self, verifier: Verifier, drafting: Drafting) -> None:
-        self.verifier, self.drafting = verifier, drafting
+    def __init__(self, verifier: Verifier, drafting: Drafting, steps: StepRule, *, in_steps: bool) -> None:
+        """``in_steps``: answers are written here in steps, unless a request says otherwise."""
+        self.verifier, self.drafting, self.steps, self.in_steps = verifier, drafting, steps, in_steps
         self._policies: dict[str, DraftPolicy] = {}
         self._lock = threading.Lock()
 

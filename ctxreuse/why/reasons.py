@@ -86,6 +86,8 @@ _LOCAL = {
     "failed": "the cloud's engine failed",
     "tokens": "the prompt and the answer do not fit the cloud's model",
     "space": "the cloud does not decode for this model any more",
+    "judge": "the judge of its steps failed, or is not trusted: too often it put wrong ones above right ones",
+    "state": "a model with recurrent or windowed layers cannot forget a wrong step",
 }
 
 #: Why a token of an answer did not leave the model early.
@@ -187,6 +189,10 @@ def _reordering(made: Reordered) -> str:
 
 def _verified(made: VerifiedOutcome) -> str:
     text = f"A cloud's model said {made.tokens:,} tokens of the answer"
+    if made.steps:
+        text += f" and accepted {made.accepted:,} of {made.steps:,} steps"
+    if made.reason == "steps":
+        return f"{text}."
     if made.reason == "cloud":
         return f"{text}, all of it."
     return f"{text}; the rest is of the model here, because {_LOCAL.get(made.reason, made.reason)}."

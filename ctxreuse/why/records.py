@@ -92,11 +92,13 @@ class DraftOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class VerifiedOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Of an answer that another node decoded: its ``tokens`` that came from there, and the ``reason`` of
-    `Usage.verification`."""
+    """Of an answer that another node decoded or judged: its ``tokens`` that came from there, the ``reason`` of
+    `Usage.verification`, and how many ``steps`` this node wrote, of which so many were ``accepted``."""
 
     tokens: _Count
     reason: Annotated[str, msgspec.Meta(max_length=32)]
+    steps: _Count = 0
+    accepted: _Count = 0
 
 
 class ExitOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -40,6 +40,7 @@ from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_ke
 from ctxreuse_edge.pins import PrefixPins
 from ctxreuse_edge.responses import StoredResponses
 from ctxreuse_edge.retention import Retention
+from ctxreuse_edge.steps import step_rule
 from ctxreuse_edge.worker import RequestPool
 
 __all__ = ["EdgeNode"]
@@ -115,7 +116,7 @@ class EdgeNode:
                 recorder=recorder,
                 available_memory=lambda: psutil.virtual_memory().available,
                 speculate=settings.engine.speculate,
-                verify=edge.verify == "auto" and bool(settings.bus.clouds),
+                verify=edge.verify != "off" and bool(settings.bus.clouds),
                 exits=settings.engine.exits,
                 drafts=folder if store.disk is not None else None,
             ),
@@ -125,7 +126,8 @@ class EdgeNode:
             runtime.calibrate()
         links.connect(settings.bus, space, lossy=bool(edge.max_kl), on_profile=self._use_newest_profile)
         runtime.connect(links.remote)
-        runtime.let_verify(links.verifier if edge.verify == "auto" else None)
+        verifier = links.verifier if edge.verify != "off" else None
+        runtime.let_verify(verifier, step_rule(edge), in_steps=edge.verify == "steps")
         others = stack.enter_context(ExitStack())  # models that requests open; they outlive the pool
         self.pool = pool = RequestPool(
             running=max(_LEAST, min(_RUNNING, edge.max_waiting // 2)), limit=edge.max_waiting

@@ -57,13 +57,15 @@ MESSAGES: list[messages.Message] = [
     messages.Forget(6, KEYS),
     messages.Welcome(1, NODE, 7, b"salt" * 4, verifies=[b"a description"]),
     messages.Verify(7, SPACE, b"\1\0\0\0\2\0\0\0", 64, 32, (2, 3), RULE, b"\5\0\0\0"),
+    messages.Verify(8, SPACE, b"\1\0\0\0", 64, 0, (2,), RULE, b"\5\0\0\0", messages.JudgeRule("digit", 7.0)),
     messages.Draft(7, 3, b"\5\0\0\0\6\0\0\0"),
     messages.Verdict(7, 3, b"\5\0\0\0\7\0\0\0", 2, 1, 3, 1, 42_000, 128),
+    messages.Verdict(8, 0, b"\5\0\0\0", 1, 1, 0, 1, 42_000, 128, 7.5),
     messages.FetchCard(5, 1, SPACE, b"c" * 32, 65536, ((0, 4096, b"checksum"),), 8),
 ]
 
 
-INNER = (messages.Terms, messages.LevelRequest, messages.DrawRule)
+INNER = (messages.Terms, messages.LevelRequest, messages.DrawRule, messages.JudgeRule)
 
 
 def frames_of(message: messages.Message) -> list[wire.Frame]:

@@ -12,10 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from ctxreuse.codec import model_digest
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.generate import AnswerDecoder
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
+from ctxreuse.judge import Judged, JudgeProfile, JudgeProfileStore
 from ctxreuse.runtime import Runtime
 from support.cluster import DOCUMENTS, Cluster, Node, body
 from support.tiny_text import save_model
@@ -110,6 +112,26 @@ def test_what_the_client_reads_is_what_the_clouds_model_says_alone(nodes: Nodes)
     details = usage["completion_tokens_details"]
     assert (details["cloud_tokens"], details["verification"]) == (0, "off")
     assert nodes.cloud.status()["transfers"]["verified"] >= 6
+
+
+def test_steps_of_the_device_are_judged_by_the_cloud_once_it_is_trusted(nodes: Nodes) -> None:
+    wanted = {"ctxreuse": {"verify": "steps"}}
+    text, usage = answered(nodes.edge, 96, **wanted)
+    assert text == nodes.said(nodes.tokens(nodes.small, [], 96))
+    assert usage["completion_tokens_details"]["verification"] == "judge"
+    judged = Judged(0.9, -1e9, 100)
+    JudgeProfileStore(nodes.cloud.cards).add(JudgeProfile(model_digest(nodes.large.space), {"likelihood": judged}))
+    text, usage = answered(nodes.edge, 96, **wanted)
+    assert text == nodes.said(nodes.tokens(nodes.small, [], 96))
+    details = usage["completion_tokens_details"]
+    assert (details["cloud_tokens"], details["verification"]) == (0, "steps")
+    assert sum(step["drafted"] for step in details["steps"]) == 96
+    assert all(step["accepted"] and step["score"] < 0 for step in details["steps"])
+    wanted["ctxreuse"]["step_threshold"] = 1e9  # type: ignore[assignment]
+    text, usage = answered(nodes.edge, 96, **wanted)
+    assert text == nodes.said(nodes.tokens(nodes.large, [], 96))
+    details = usage["completion_tokens_details"]
+    assert details["cloud_tokens"] == 96 == sum(step["rewritten"] for step in details["steps"])
 
 
 @pytest.mark.parametrize("what", ["engine", "cloud"])

@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.bus.protocol.messages import DrawRule, Verify
+from ctxreuse.bus.protocol.messages import DrawRule, JudgeRule, Verify
+from ctxreuse.engines.digit import DigitQuestion
 from ctxreuse.engines.sampling import Sampler, SamplingParams
 from ctxreuse.identity.keys import prefix_keys
+from ctxreuse.judge import likelihood
 from ctxreuse.peer.serve.checker import AnswerChecker, sampling_of
 from ctxreuse.peer.serve.engine import compute_blocks
 from ctxreuse.store import TieredStore
 from ctxreuse.testing.engine import random_tokens
 from support.examples import examples
 from support.tiny_models import engine_of
+from support.tiny_text import tiny_engine
 
 GREEDY = DrawRule()
 SALT, OTHER = b"s" * 16, b"o" * 16
@@ -152,3 +155,34 @@ def test_an_answer_ends_at_a_stop_and_where_the_model_does(engine: Any) -> None:
 def test_a_rule_is_that_of_the_engines(engine: Any) -> None:
     assert sampling_of(DrawRule()) == SamplingParams(seed=0)
     assert set(DrawRule.__struct_fields__) <= set(SamplingParams.__struct_fields__)
+
+
+@pytest.mark.parametrize("prompt", [30, 300])
+@pytest.mark.parametrize("kind", ["likelihood", "digit"])
+def test_a_step_is_taken_or_written_anew_as_its_score_says(kind: Any, prompt: int) -> None:
+    engine = tiny_engine(positions=1024)
+    ids, step = random_tokens(engine, prompt, 4), random_tokens(engine, 12, 5)
+    context = engine.new_context()
+    rows = engine.step([(context, np.concatenate([ids, step[:-1]]))], limit=None, rows=[len(step)])[0]
+    assert isinstance(rows, np.ndarray)
+    if kind == "likelihood":
+        score = likelihood(rows, step)
+    else:
+        question = DigitQuestion(engine.text)
+        score = question.score(engine.prefill(context, np.concatenate([step[-1:], question.ids])))
+    own, checker = plain(engine, ids, 15), AnswerChecker(engine)
+    for threshold, expected in ((score - 0.01, step.tolist()), (score + 0.01, own), (None, own)):
+        said = dict[int, list[int]]()
+        judge = JudgeRule(kind, threshold)
+        checker.open(1, SALT, request_of(engine, ids, 15, draft=step.tobytes(), judge=judge), 0)
+        found = finish(checker, said)
+        assert said[1] == expected
+        (judged,) = (one for one in found if one.score is not None)
+        assert judged.score == pytest.approx(score, abs=1e-3)
+        assert (judged.drafted, judged.accepted) == (12, 12 if expected is not own else 0)
+    without = AnswerChecker(engine_of("llama"))
+    without.open(1, SALT, request_of(engine, ids, 15, draft=step.tobytes(), judge=JudgeRule("digit", 1.0)), 0)
+    assert "no tokenizer" in without.step()[0].failed
+    # Its context goes on behind it: only what is new is computed.
+    checker.open(1, SALT, request_of(engine, np.concatenate([ids, own]), 3), 0)
+    assert finish(checker, {})[-1].cached == (prompt + 14 if prompt > engine.space.block_tokens else 0)

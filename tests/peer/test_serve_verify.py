@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.bus.protocol.messages import DrawRule, Verdict, Verify
+from ctxreuse.bus.protocol.messages import DrawRule, JudgeRule, Verdict, Verify
 from ctxreuse.errors import ConfigError, LinkRefusedError
 from ctxreuse.peer.serve.service import StoreService
 from support.answering import ThreadedVerifier
@@ -68,6 +68,11 @@ def test_what_is_refused(served: StoreService, tmp_path: Path) -> None:
     with service(tmp_path / "other") as other, pytest.raises(LinkRefusedError) as refused:
         other.open_verify("a", request_of(), lambda: None)
     assert refused.value.where == "space"
+    for where, tokens, what in (("tokens", 129, "more than 128"), ("judge", 4, "never measured")):
+        step = np.zeros(tokens, "<i4").tobytes()
+        with pytest.raises(LinkRefusedError, match=what) as refused:
+            served.open_verify("a", request_of(count=200, draft=step, judge=JudgeRule("digit")), lambda: None)
+        assert refused.value.where == where
     assert not served._answers.taken
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "Forget",
     "Have",
     "Hello",
+    "JudgeRule",
     "LevelRequest",
     "Match",
     "Matched",
@@ -401,10 +402,19 @@ class DrawRule(msgspec.Struct, frozen=True, array_like=True):
     seed: _Number = 0
 
 
+class JudgeRule(msgspec.Struct, frozen=True, array_like=True):
+    """How a step is judged: ``kind``: by its ``likelihood`` (mean log-probability of its tokens, nats) or by the
+    ``digit`` that the model gives it; it is accepted from ``threshold`` on (None: that of the cloud's calibration)."""
+
+    kind: Literal["likelihood", "digit"]
+    threshold: float | None = None
+
+
 class Verify(Body, frozen=True, array_like=True):
     """Ask for the answer to ``tokens``, of ``count`` tokens at most, ending with one of ``stops``.
 
-    ``width``: tokens of a draft that a pass may check; ``draft``: how the answer may begin, as in `Draft`.
+    ``width``: tokens of a draft that a pass may check; ``draft``: how the answer may begin, as in `Draft`. With
+    ``judge`` that is a step: one that is accepted is the whole answer, in place of any other the cloud writes its own.
     """
 
     TYPE: ClassVar[int] = 23
@@ -416,6 +426,7 @@ class Verify(Body, frozen=True, array_like=True):
     stops: Annotated[tuple[_Number, ...], Meta(max_length=MAX_STOPS)] = ()
     rule: DrawRule = DrawRule()
     draft: Annotated[bytes, Meta(max_length=4 * MAX_DRAFT)] = b""
+    judge: JudgeRule | None = None
 
 
 class Draft(Body, frozen=True, array_like=True):
@@ -432,6 +443,7 @@ class Verdict(Body, frozen=True, array_like=True):
 
     Of ``drafted`` tokens that were checked the first ``accepted`` were right. The pass took ``micros`` for ``rows``
     tokens of ``contexts`` contexts (0 rows: prompts were in it too). ``cached``: tokens of the prompt that were here.
+    ``score``: of a step that was judged, all of which is ``accepted``, or nothing.
     """
 
     TYPE: ClassVar[int] = 25
@@ -444,6 +456,7 @@ class Verdict(Body, frozen=True, array_like=True):
     contexts: _Number = 0
     micros: _Number = 0
     cached: _Number = 0
+    score: float | None = None
 
 
 Message: TypeAlias = (

@@ -42,7 +42,7 @@ class PendingVerify:
             what = f"a verdict on {count} tokens from {verdict.start} on, after {self._tokens}"
             raise ProtocolError(what, where="verify")
         with self._change:
-            if self._verdicts and not self._verdicts[-1].tokens:  # it only said that there is progress
+            if self._verdicts and self._verdicts[-1].score is None and not self._verdicts[-1].tokens:  # only progress
                 self._verdicts.pop()
             self._tokens += count
             self._verdicts.append(verdict)
@@ -54,6 +54,11 @@ class PendingVerify:
             if self.ended is None:
                 self.ended = reason
             self._change.notify_all()
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` would not wait."""
+        return bool(self._verdicts) or self.ended is not None
 
     def take(self, timeout: float) -> Verdict | None:
         """Wait for the next verdict; None at the end, see ``ended``, which is ``stalled`` after ``timeout`` seconds."""

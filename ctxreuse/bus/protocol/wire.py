@@ -67,10 +67,11 @@ counts. *keys* are block keys of 32 bytes each, in a row, of consecutive blocks:
     23    verify    E   id, space[32], tokens (int32 little-endian, the prompt from its start), count (tokens of the
                         answer at most), width (of a draft that are checked at once), stops (token ids), rule
                         (temperature, top_p, top_k, min_p, repetition, presence and frequency penalty, seed), draft
-                        (int32, as in *draft* from 0 on); only in a space that welcome ``verifies``
+                        (int32, as in *draft* from 0 on), judge (nil, or kind and threshold: then the draft is
+                        a step, and is taken or rewritten as a whole); only in a space that welcome ``verifies``
     24    draft     E   id, start, tokens (int32: what may follow the first ``start`` tokens of the answer)
     25    verdict   C   id, start, tokens (int32: the answer from there on), drafted, accepted, rows, contexts, micros,
-                        cached
+                        cached, score (of a step; nil: none was judged)
 
 **Items** of a fetch are the blocks in the order of ``keys`` (of a prefill: the blocks of ``tokens`` from block
 ``first`` on); with ``state`` there is one more, the state at the end of the last block. Each item is a sealed block
@@ -190,7 +191,7 @@ from a number in them. What breaks a rule is a ProtocolError; the side that sees
 
 Codes of refused: ``version``, ``unknown`` (this key is not admitted), ``busy`` (too many open), ``drain``, ``gone``
 (no longer stored), ``changed``, ``stalled`` (the peer made no progress for too long), ``space``, ``tokens``,
-``failed``.
+``judge`` (this model is not trusted to judge a step so), ``failed``.
 
 Versions
 ========
@@ -206,6 +207,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -238,7 +240,7 @@ __all__ = ["CODES", "MAX_HEADER", "VERSION", "Frame", "decode", "encode", "join_
 
 VERSION = 1
 #: Why a request or a link is refused.
-CODES = ("version", "unknown", "busy", "drain", "gone", "changed", "stalled", "space", "tokens", "failed")
+CODES = ("version", "unknown", "busy", "drain", "gone", "changed", "stalled", "space", "tokens", "judge", "failed")
 MAGIC = b"ctxb"
 MAX_HEADER = 2 << 20
 _HAS_PAYLOAD = 1
@@ -351,6 +353,12 @@ def _check(message: Message, payload: memoryview | None, name: str) -> None:
         case Verify() | Draft() | Verdict():
             if len(message.tokens) % 4 or (isinstance(message, Verify) and len(message.draft) % 4):
                 raise _bad(f"tokens of {len(message.tokens)} bytes", name)
+            if isinstance(message, Verify):
+                threshold = message.judge.threshold if message.judge is not None else None
+                if not all(map(isfinite, (*msgspec.structs.astuple(message.rule), threshold or 0.0))):
+                    raise _bad("a rule with a number that is not finite", name)
+            if isinstance(message, Verdict) and not isfinite(message.score or 0.0):
+                raise _bad(f"a score of {message.score}", name)
             if isinstance(message, Verdict) and not (
                 message.accepted <= message.drafted and message.accepted <= len(message.tokens) // 4
             ):

@@ -49,6 +49,10 @@ class _Verification:
     def ended(self) -> str | None:
         return self._answer.ended
 
+    @property
+    def ready(self) -> bool:
+        return self._answer.ready
+
     def take(self, timeout: float) -> Verdict | None:
         return self._answer.take(timeout)
 

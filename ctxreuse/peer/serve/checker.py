@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from ctxreuse.bus.protocol.messages import DrawRule, Verdict, Verify
+from ctxreuse.bus.protocol.messages import DrawRule, JudgeRule, Verdict, Verify
+from ctxreuse.engines.digit import DigitQuestion
 from ctxreuse.engines.sampling import Sampler, SamplingParams
 from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.fair import Turns
 from ctxreuse.identity.keys import Tokens, common_prefix, prefix_keys
+from ctxreuse.judge import likelihood
 from ctxreuse.peer.serve.engine import BURST, resume_stored
 
 if TYPE_CHECKING:
@@ -67,6 +69,9 @@ class _Answer:
         self.drafted = self.known[:0]
         self.context: Context | None = None
         self.cached = 0
+        #: How what it may begin with is judged as a whole, until it was; and whether that is in its next pass.
+        self.judge: JudgeRule | None = request.judge if request.draft else None
+        self.judging = False
 
     @property
     def tokens(self) -> Tokens:
@@ -84,14 +89,34 @@ class _Answer:
         kept = self.drafted[: max(start - self.count, 0)]
         self.drafted = np.concatenate([kept, ids[passed:]])[: len(self.known) - self.count]
 
-    def next(self) -> tuple[Tokens, int]:
-        """Return the tokens of its next pass, and how many of them are a draft's."""
+    def next(self, question: Callable[[], DigitQuestion]) -> tuple[Tokens, int]:
+        """Return the tokens of its next pass, and how many of them are a draft's that is checked."""
         assert self.context is not None
         left = self.tokens[self.context.n :]
+        self.judging = self.judge is not None and len(left) <= _WITH_DRAFT
+        if self.judge is not None and not self.judging:
+            return left[:-1], 0
+        if self.judge is not None and self.judge.kind == "digit":
+            return np.concatenate([left, self.drafted, question().ids]), 0
+        if self.judge is not None:  # its last token is looked up, not fed
+            return np.concatenate([left, self.drafted[:-1]]), len(self.drafted) - 1
         checked = 0
         if len(left) <= _WITH_DRAFT:  # the last token that it may have is never fed
             checked = min(self.width, len(self.drafted), len(self.known) - self.count - 1)
         return np.concatenate([left, self.drafted[:checked]]), checked
+
+    def decide(self, logits: Logits, question: Callable[[], DigitQuestion]) -> tuple[float, tuple[int, int, bool]]:
+        """Judge the step; returns its score, and what `take` does: all of an accepted step, which ends the answer, else
+        the model's own first token, as far as these logits tell it."""
+        assert self.judge is not None
+        rule, step = self.judge, self.drafted
+        self.judge, self.drafted = None, self.drafted[:0]
+        score = likelihood(logits, step) if rule.kind == "likelihood" else question().score(np.atleast_2d(logits)[-1])
+        if rule.threshold is not None and score >= rule.threshold:
+            self.known[self.count : self.count + len(step)] = step
+            self.count += len(step)
+            return score, (len(step), len(step), True)
+        return score, (0, 0, False) if rule.kind == "digit" else self.take(np.atleast_2d(logits)[:1], 0)
 
     def take(self, logits: Logits, checked: int) -> tuple[int, int, bool]:
         """Draw tokens while they are those of the draft, and one more; returns how many, how many of these were
@@ -125,6 +150,14 @@ class AnswerChecker:
         self._answers: dict[int, _Answer] = {}
         self._turns = Turns[bytes](BURST)
         self._resident: list[_Resident] = []
+        self._digits: DigitQuestion | None = None
+
+    def _question(self) -> DigitQuestion:
+        if self._digits is None:
+            if self._engine.text is None:
+                raise EngineError("this model has no tokenizer, so it can give no digit")
+            self._digits = DigitQuestion(self._engine.text)
+        return self._digits
 
     @property
     def busy(self) -> bool:
@@ -167,7 +200,7 @@ class AnswerChecker:
         batch, drafts = list[tuple["Context", Tokens]](), list[int]()
         for one in going:
             assert one.context is not None
-            tokens, checked = one.next()
+            tokens, checked = one.next(self._question)
             batch.append((one.context, tokens))
             drafts.append(checked)
         decodes = all(len(tokens) == 1 + checked for (_, tokens), checked in zip(batch, drafts))
@@ -200,6 +233,8 @@ class AnswerChecker:
     def _begin(self, one: _Answer) -> Checked | None:
         """Find the context of a prompt in memory or in the store; returns what failed."""
         try:
+            if one.judge is not None and one.judge.kind == "digit":
+                self._question()
             one.context = self._take_resident(one) or self._load(one)
         except CtxReuseError as error:
             del self._answers[one.number]
@@ -228,15 +263,20 @@ class AnswerChecker:
         return resume_stored(self._engine, keys[: one.audited], one.tokens, self._store, len(one.known) - 1)
 
     def _checked(self, one: _Answer, result: Logits | CtxReuseError | None, checked: int, passed: Verdict) -> Checked:
-        start = one.count - one.prompt
-        if result is None:  # of a prompt
+        start, score, drafted = one.count - one.prompt, None, checked
+        if result is None or (one.judge is not None and not one.judging and not isinstance(result, CtxReuseError)):
+            # Of a prompt.
             return Checked(
                 one.number, msgspec.structs.replace(passed, id=one.number, start=start, rows=0, cached=one.cached)
             )
         try:
             if isinstance(result, CtxReuseError):
                 raise result
-            drawn, right, ended = one.take(result, checked)
+            if one.judge is not None:
+                drafted, passed = len(one.drafted), msgspec.structs.replace(passed, rows=0)
+                score, (drawn, right, ended) = one.decide(result, self._question)
+            else:
+                drawn, right, ended = one.take(result, checked)
             context, known = one.context, one.count - 1
             assert context is not None
             if context.n > known and not self._engine.crop(context, known):
@@ -249,9 +289,10 @@ class AnswerChecker:
             id=one.number,
             start=start,
             tokens=one.known[one.count - drawn : one.count].tobytes(),
-            drafted=checked,
+            drafted=drafted,
             accepted=right,
             cached=one.cached,
+            score=score,
         )
         if ended:
             self.close(one.number)

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from ctxreuse.bus.protocol.base import BlockReceiver, BlockSource, Grant, MatchResult, PutRequest, VerifySource
-from ctxreuse.bus.protocol.messages import Verify
-from ctxreuse.errors import LinkRefusedError
+from ctxreuse.bus.protocol.messages import JudgeRule, Verify
+from ctxreuse.errors import ConfigError, LinkRefusedError
 from ctxreuse.fair import Shares
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, prefix_keys
+from ctxreuse.identity.model import ModelSpace
+from ctxreuse.judge import MAX_STEP, JudgeProfile, JudgeProfileStore
 from ctxreuse.peer.quarantine import Quarantine
 from ctxreuse.peer.serve.audit import Audit, Auditor, AuditResult
 from ctxreuse.peer.serve.checker import sampling_of
@@ -55,6 +58,7 @@ class ServeOptions:
         tenants: tenants whose blocks may be in the store already; those of others are found when they connect.
         prefiller: computes for peers.
         verifier: decodes answers that peers draft.
+        judges: how far a model is trusted to judge steps of answers (default: as this user's profiles say).
         audit: examines blocks that peers put, which are not visible before (see `runtime.fetch.audit`).
         encoder: encodes blocks for peers that allow it (the caller closes it); None: they are sent as stored.
         clock: seconds since 1970.
@@ -66,6 +70,7 @@ class ServeOptions:
     tenants: Iterable[str] = ()
     prefiller: Prefiller | None = None
     verifier: DraftVerifier | None = None
+    judges: Callable[[ModelSpace], JudgeProfile | None] = lambda space: JudgeProfileStore().find(space)
     audit: Audit | None = None
     encoder: BlockEncoder | None = None
     clock: Callable[[], float] = time.time
@@ -84,7 +89,7 @@ class StoreService:
         place = Path(folder)
         self.encoder = options.encoder
         self._store, self._tenant_of, self._prefiller = store, options.tenant_of, options.prefiller
-        self._verifier = options.verifier
+        self._verifier, self._judges = options.verifier, options.judges
         self._owners = owners = OwnerIndex(store, node_secret(place / "node.secret"), options.tenants)
         store.share_by(owners.over_share)
         self.quarantine = Quarantine(place / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=options.clock)
@@ -217,6 +222,8 @@ class StoreService:
         if len(ids) > model.max_tokens or int(ids.min()) < 0 or int(ids.max()) >= model.vocab_size:
             raise LinkRefusedError("these tokens are out of this model's range", where="tokens")
         sampling_of(request.rule)
+        if request.judge is not None:
+            request = structs.replace(request, judge=self._judge_of(model, request))
         if not self._answers.fits(tenant, 1):
             raise LinkRefusedError("too many answers are being decoded", where="busy")
         salt = self._owners.salt(tenant)
@@ -228,6 +235,26 @@ class StoreService:
         self._answers.take(tenant, 1)
         self._count("verified")
         return job
+
+    def _judge_of(self, model: ModelSpace, request: Verify) -> JudgeRule:
+        """Return how a step is judged, with a threshold. Raises LinkRefusedError for a judge that is not trusted."""
+        rule = request.judge
+        assert rule is not None
+        if len(request.draft) > 4 * MAX_STEP or len(request.draft) > 4 * request.count:
+            raise LinkRefusedError(
+                f"a step of more than {MAX_STEP} tokens, or than its answer may have", where="tokens"
+            )
+        profile = self._judges(model)
+        judged = profile.judges.get(rule.kind) if profile is not None else None
+        if judged is None:
+            raise LinkRefusedError(
+                "this model's judgement was never measured: `ctxreuse calibrate NAME --judge`", where="judge"
+            )
+        try:
+            judged.check(rule.kind)
+        except ConfigError as error:
+            raise LinkRefusedError(str(error), where="judge") from None
+        return rule if rule.threshold is not None else JudgeRule(rule.kind, judged.threshold)
 
     def forget(self, tenant: str, keys: Sequence[bytes]) -> int:
         """See `Service.forget`."""

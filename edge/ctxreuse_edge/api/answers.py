@@ -137,6 +137,7 @@ def sampling_of(body: SamplingFields, prompt: int, space: ModelSpace, max_tokens
         logprobs=body.reported_logprobs,
         speculate=body.ctxreuse.speculate,
         verify=body.ctxreuse.verify,
+        step_threshold=body.ctxreuse.step_threshold,
         exits=0.0 if body.ctxreuse.exits == "off" else body.ctxreuse.exits,
     )
 

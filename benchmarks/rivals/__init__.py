@@ -47,4 +47,4 @@ RIVALS: tuple[tuple[Rival, ...], ...] = (
 PLAIN: tuple[Rival, ...] = tuple(Plain(step) for step in (0.25, 0.5, 1.0))
 
 #: Of whole contexts, all layers at once.
-KVTC: tuple[Kvtc, ...] = (Kvtc(6), Kvtc(4), Kvtc(3), Kvtc(2))
+KVTC: tuple[Kvtc, ...] = (Kvtc(4), Kvtc(2.5), Kvtc(2), Kvtc(1.5), Kvtc(1))

@@ -23,7 +23,7 @@ _SIZES, _WIDTHS = (16, 64, 256, 1024), (0, 2, 4, 8)
 #: Bits of a group's scale and shift, a token.
 _SIDE = 32
 #: Components that are kept; what the others hold is lost in any setting. And tokens that the allocation is tried on.
-_RANK, _TRIED = 2048, 2048
+_RANK, _TRIED = 4096, 1024
 
 
 class Group(NamedTuple):

@@ -113,20 +113,19 @@ class Kvtc:
     def __init__(self, bits: float) -> None:
         self.setting = f"{bits:g} bit"
         self._bits = bits
-        self._plans: dict[int, list[Group]] = {}
 
     def code(self, rows: Values, basis: KvtcBasis) -> tuple[Values, float]:
         """Code all layers of one role, [tokens, channels]; returns what comes back, and the bits that it took.
 
         The codes of a group by DEFLATE, or by an ideal coder whose table costs nothing, whichever is less.
         """
-        plan = self._plans.setdefault(id(basis), basis.plan(self._bits))
-        y = (rows - basis.mean) @ basis.vectors
+        y = ((rows - basis.mean) @ basis.vectors).astype(np.float32)
         back, bits = np.zeros_like(y), 0.0
-        for group in plan:
+        for group in basis.plan(self._bits):
             back[:, _at(group)], codes = _coded(y, group)
             if group.width:
                 packed = np.packbits(np.unpackbits(codes[..., None], axis=-1)[..., -group.width :].ravel())
                 bits += min(8 * len(zlib.compress(packed.tobytes(), 9)), bits_of(np.bincount(codes.ravel())))
                 bits += _SIDE * len(rows)
-        return back @ basis.vectors.T + basis.mean, bits
+        values = (back @ basis.vectors.T + basis.mean).astype(np.float32)
+        return values, bits

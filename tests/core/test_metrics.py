@@ -32,6 +32,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_links",
                 "_reconnects",
                 "_passes",
+                "_steps",
                 "_followers",
                 "_prefills",
                 "_resumes",

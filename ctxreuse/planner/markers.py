@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -69,7 +68,10 @@ def mark_request(
 
     Raises FormatError if the body is no request of the API.
     """
-    made = copy.deepcopy(dict(body))
+    try:
+        made = copy.deepcopy(dict(body))
+    except RecursionError:
+        raise FormatError("objects and lists are nested too deeply", where="body") from None
     messages = made.get("messages")
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages) or not messages:
         raise FormatError("messages must be a list of objects, and not empty", where="messages")
@@ -82,7 +84,7 @@ def mark_request(
         opening = [made.get("tools"), [one for one in messages if one.get("role") in ("system", "developer")]]
         made.setdefault("prompt_cache_key", hashlib.sha256(_json(opening)).hexdigest()[:32])
         return MarkedRequest(made, (), found, tuple(places))
-    if '"cache_control"' in json.dumps(made):
+    if _has_marks(made):
         return MarkedRequest(made, (), found, tuple(places))
     spread = copy.deepcopy(made)
     ends = _boundaries(spread, before or {}, continues)
@@ -94,11 +96,24 @@ def mark_request(
     return MarkedRequest(made, tuple(marks), found, tuple(places))
 
 
+def _has_marks(body: dict[str, Any]) -> bool:
+    pending: list[Any] = [body]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if "cache_control" in value:
+                return True
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    return False
+
+
 def _boundaries(body: dict[str, Any], before: Mapping[str, Any], continues: bool) -> list[tuple[str | int, ...]]:
     """Paths to blocks behind which prompts begin to differ, in the order of the prompt. Texts become blocks."""
     found = list[tuple[str | int, ...]]()
     stable = _blocks(body, ("system",))
-    earlier = _blocks(copy.deepcopy(dict(before)), ("system",))
+    earlier = _as_blocks(before.get("system"))
     same = len(stable)
     if before:
         same = next((n for n, (one, other) in enumerate(zip(stable, earlier)) if one != other), min(len(stable), same))
@@ -122,10 +137,15 @@ def _boundaries(body: dict[str, Any], before: Mapping[str, Any], continues: bool
 def _blocks(body: dict[str, Any], path: tuple[str | int, ...]) -> list[Any]:
     """Return a list of blocks; a text there becomes one of one block."""
     place = _get(body, path[:-1])
-    found = place.get(path[-1])
-    if isinstance(found, str) and found:
-        found = place[path[-1]] = [{"type": "text", "text": found}]
-    return found if isinstance(found, list) else []
+    if found := _as_blocks(place.get(path[-1])):
+        place[path[-1]] = found
+    return found
+
+
+def _as_blocks(value: Any) -> list[Any]:
+    if isinstance(value, str) and value:
+        return [{"type": "text", "text": value}]
+    return value if isinstance(value, list) else []
 
 
 def _texts(messages: Sequence[dict[str, Any]]) -> list[tuple[str | int, ...]]:

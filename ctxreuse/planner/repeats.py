@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -10,8 +11,8 @@ __all__ = ["LEAST", "Repeats", "without_repeats"]
 
 #: Characters below which a text stays: a pointer has some 100 itself.
 LEAST = 400
-#: Characters of a text that a pointer quotes at first, and how many more until no other begins with them.
-_QUOTED, _MORE = 40, 40
+#: A pointer quotes so many characters of its text, or a multiple of it; if others begin so too, up to the most.
+_QUOTED, _MOST_QUOTED = 40, 320
 
 
 class Repeats(msgspec.Struct, frozen=True):
@@ -39,25 +40,33 @@ def without_repeats(texts: Sequence[str], least: int = LEAST) -> Repeats:
     """Replace each text of at least ``least`` characters that stands before, equal to the byte, by a pointer.
 
     Earlier texts stay as they are, so a prefix that is cached stays one. A pointer quotes the beginning of its text, as
-    far as no other text that stands before it begins so.
+    far as no other text that stands before it begins so; where that would be long the text stays.
     """
     first: dict[str, int] = {}
-    made, sources = list[str](), dict[int, int]()
+    before, made, sources = list[str](), list[str](), dict[int, int]()
     for at, text in enumerate(texts):
         source = first.setdefault(text, at)
-        if source == at or len(text) < least:
-            made.append(text)
-        else:
+        pointer = ""
+        if source == at:
+            insort(before, text)
+        elif len(text) >= least:
+            pointer = _pointer(text, before)
+        if pointer:
             sources[at] = source
-            made.append(_pointer(text, [one for one in first if one != text]))
+        made.append(pointer or text)
     found = Repeats(tuple(made), sources)
     assert found.restored == list(texts), "a text would be lost"
     return found
 
 
-def _pointer(text: str, others: Sequence[str]) -> str:
+def _pointer(text: str, before: Sequence[str]) -> str:
+    """Return what points to a text among those ``before``, in ascending order; "": its beginning does not tell it."""
+    at = bisect_left(before, text)
+    beside = [*before[max(at - 1, 0) : at], *before[at + 1 : at + 2]]  # of sorted texts these share most
     length = _QUOTED
-    while length < len(text) and any(other.startswith(text[:length]) for other in others):
-        length += _MORE
+    while any(other.startswith(text[:length]) for other in beside):
+        length += _QUOTED
+        if length > _MOST_QUOTED:
+            return ""
     quoted = " ".join(text[:length].split())
     return f'(Here stands once more, word for word, the text of {len(text):,} characters above that begins: "{quoted}")'

@@ -152,3 +152,29 @@ def test_what_is_no_request(body: Any) -> None:
 def test_parts_of_other_forms_are_passed_over(more: Any) -> None:
     found = mark_request({"system": LONG, "messages": [user(LONG)]} | more, repeats=True)
     assert all(isinstance(path, tuple) for path in found.marks)
+
+
+def test_a_text_that_names_the_mark_is_none() -> None:
+    said = {"role": "user", "content": "cache_control " * 1000}
+    found = mark_request({"messages": [said, {"role": "assistant", "content": "cache_control"}, said]})
+    assert found.marks
+
+
+def test_a_body_that_is_nested_deeply_is_refused() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(FormatError, match="nested too deeply"):
+        mark_request({"messages": [{"role": "user", "content": "Hello."}], "metadata": deep})
+
+
+def test_texts_that_only_differ_late_stay() -> None:
+    one, other = "a" * 2000 + "b", "a" * 2000 + "c"
+    assert without_repeats([one, other, one]).texts == (one, other, one)
+    assert without_repeats([one, one]).sources == {1: 0}
+
+
+def test_many_texts_that_begin_alike_take_little_time() -> None:
+    texts = [f"{'a' * 300}{number:05}" + "b" * 200 for number in range(5000)]
+    found = without_repeats([*texts, *texts])
+    assert len(found.sources) == len(texts)

@@ -14,36 +14,28 @@ right, at the best length for what the cloud's passes cost. ``--model``: another
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.children import Child, relay
 from benchmarks.corpus import facts
+from benchmarks.verifying_cloud import linked, verifying_cloud
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
-from ctxreuse.bus.transport import BusClient, ClientOptions
 from ctxreuse.engines import open_engine
-from ctxreuse.engines.base import Engine
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message, TextModel
-from ctxreuse.errors import EngineError, LinkDownError
+from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
-from ctxreuse.peer.fetch.verifiers import CloudVerifiers
 from ctxreuse.runtime import Runtime, RuntimeOptions, Usage
 
 __all__ = ["OPTIONS", "run"]
 
 OPTIONS = ("model",)
 _TRIPS, _ROUNDS, _ANSWER = (0.005, 0.020, 0.080), 2, 64
-_RATE = 100e6 / 8
 #: On quoting at the longest round trip, and nowhere less.
 _QUOTE, _LEAST = 1.5, 0.95
-_WAIT = 180.0
 
 
 class Answered(NamedTuple):
@@ -77,24 +69,6 @@ def _answered(runtime: Runtime, ids: Tokens, count: int, speculate: bool) -> Ans
     return Answered((count - 1) / seconds, answer.usage, tuple(answer.tokens))
 
 
-@contextmanager
-def _linked(engine: Engine, endpoint: str, rtt: float) -> Iterator[Runtime]:
-    """A runtime whose answers the cloud decodes, over a link of this round trip."""
-    with (
-        relay(endpoint, _RATE, rtt) as wire,
-        BusClient(f"tcp://127.0.0.1:{wire.said}", ClientOptions(name="cloud", models=[engine.space])) as link,
-    ):
-        deadline = time.monotonic() + _WAIT
-        while link.state != "up" or not link.verifies:
-            if time.monotonic() > deadline:
-                raise LinkDownError("the bench waited in vain for its link")
-            time.sleep(0.01)
-        runtime = Runtime(engine, None, RuntimeOptions(verify=True))
-        runtime.let_verify(CloudVerifiers([link]))
-        yield runtime
-        runtime.close()
-
-
 def run(options: Options) -> list[Figure]:
     """Ratios of tokens a second to the cloud alone, by task and round trip."""
     model = options.model or "smollm2"
@@ -103,9 +77,10 @@ def run(options: Options) -> list[Figure]:
     plain, tasks = Runtime(engine, None, RuntimeOptions(context_cache_bytes=1 << 30)), _tasks(engine.text)
     figures, rounds, alone = list[Figure](), options.pick(1, _ROUNDS), dict[str, float]()
     count = options.pick(12, _ANSWER)
-    with tempfile.TemporaryDirectory() as folder, Child("benchmarks.remote", folder, model) as cloud:
+    with tempfile.TemporaryDirectory() as folder, verifying_cloud(folder, model, "torch") as cloud:
         for rtt in options.pick(_TRIPS[:1], _TRIPS):
-            with _linked(engine, cloud.said, rtt) as runtime:
+            with linked(engine, cloud.said, rtt) as (runtime, verifiers):
+                runtime.let_verify(verifiers)
                 for task, ids in tasks.items():
                     ways = {"ours": (runtime, True), "cloud": (runtime, False), "edge": (plain, False)}
                     found = dict[str, list[Answered]]()
@@ -160,31 +135,3 @@ def _figure(
         + ", ".join(f"{1e3 * (costs.seconds(rows) or 0):.0f}" for rows in (1, 8, 32))
         + " ms",
     )
-
-
-def main(arguments: Sequence[str]) -> None:
-    """A cloud with its store in the folder given and one engine process of the model given; prints its endpoint, ends
-    with its input."""
-    from ctxreuse_cloud.workers.pool import WorkerPool
-
-    from ctxreuse.bus.transport import BusServer
-    from ctxreuse.config import EngineConfig, LogConfig
-    from ctxreuse.peer.serve.service import ServeOptions, StoreService
-    from ctxreuse.store import open_store
-
-    folder = Path(arguments[0])
-    config = EngineConfig(model=arguments[1], engine="torch", threads=1)
-    with open_store(folder / "store", capacity=1 << 30) as store:
-        workers = WorkerPool(1, config, LogConfig(level="error"), store=str(folder / "store"))
-        workers.start()
-        workers.settle(_WAIT)
-        service = StoreService(store, folder, ServeOptions(tenant_of=lambda _: "local", verifier=workers))
-        with BusServer(service) as server:
-            print(server.endpoint, flush=True)
-            sys.stdin.read()
-        workers.close()
-        service.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -22,24 +22,20 @@ import itertools
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.children import Child, relay
+from benchmarks.verifying_cloud import linked, verifying_cloud
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
-from ctxreuse.bus.transport import BusClient, ClientOptions
 from ctxreuse.calibrate.judge import calibrate_judge
 from ctxreuse.engines import open_engine
-from ctxreuse.engines.base import Engine
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
-from ctxreuse.errors import ConfigError, EngineError, LinkDownError
+from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.judge import (
     LEAST_AUC,
     Judged,
@@ -52,13 +48,13 @@ from ctxreuse.judge import (
 )
 from ctxreuse.models.cache import ls
 from ctxreuse.peer.fetch.verifiers import CloudVerifiers
-from ctxreuse.runtime import Runtime, RuntimeOptions, Usage
+from ctxreuse.runtime import Runtime, Usage
 
 __all__ = ["OPTIONS", "run"]
 
 OPTIONS = ("model",)
 _MODELS = ("smollm2", "gemma3-270m")
-_RTT, _RATE, _WAIT = 0.020, 100e6 / 8, 180.0
+_RTT = 0.020
 _LABELLED, _ASKED, _ANSWER = 160, 4, 64
 
 
@@ -68,23 +64,6 @@ class Answered(NamedTuple):
     seconds: float
     usage: Usage
     tokens: tuple[int, ...]
-
-
-@contextmanager
-def _linked(engine: Engine, endpoint: str) -> Iterator[tuple[Runtime, CloudVerifiers]]:
-    """A runtime whose answers the cloud decodes or judges."""
-    with (
-        relay(endpoint, _RATE, _RTT) as wire,
-        BusClient(f"tcp://127.0.0.1:{wire.said}", ClientOptions(name="cloud", models=[engine.space])) as link,
-    ):
-        deadline = time.monotonic() + _WAIT
-        while link.state != "up" or not link.verifies:
-            if time.monotonic() > deadline:
-                raise LinkDownError("the bench waited in vain for its link")
-            time.sleep(0.01)
-        runtime = Runtime(engine, None, RuntimeOptions(verify=True))
-        yield runtime, CloudVerifiers([link])
-        runtime.close()
 
 
 def _answered(runtime: Runtime, question: str, count: int, verify: str) -> Answered:
@@ -112,9 +91,9 @@ def run(options: Options) -> list[Figure]:
         own, os.environ["CTXREUSE_CARDS"] = os.environ.get("CTXREUSE_CARDS"), cards
         try:
             figures, profile = _trust(model, labelled, options)
-            with Child("benchmarks.steps", folder, model) as cloud:
+            with verifying_cloud(folder, model) as cloud:
                 engine = open_engine(model, threads=1)
-                with _linked(engine, cloud.said) as (runtime, verifiers):
+                with linked(engine, cloud.said, _RTT) as (runtime, verifiers):
                     figures.insert(0, _accounting(runtime, verifiers, options))
                     runtime.let_verify(verifiers, StepRule(tokens=32))
                     for task in options.pick(("arithmetic",), ("arithmetic", "extraction")):
@@ -255,31 +234,3 @@ def _times(runtime: Runtime, profile: JudgeProfile, task: str, options: Options)
         Figure(metric=f"seconds_{task}", value=ratio, unit="x", baseline=1.0, peer=edge, bound=bound, note=note),
         Figure(metric=f"cloud_tokens_{task}", value=share, unit="share", baseline=1.0, better="lower"),
     ]
-
-
-def main(arguments: Sequence[str]) -> None:
-    """A cloud with its store in the folder given and one engine process of the model given; prints its endpoint, ends
-    with its input."""
-    from ctxreuse_cloud.workers.pool import WorkerPool
-
-    from ctxreuse.bus.transport import BusServer
-    from ctxreuse.config import EngineConfig, LogConfig
-    from ctxreuse.peer.serve.service import ServeOptions, StoreService
-    from ctxreuse.store import open_store
-
-    folder = Path(arguments[0])
-    config = EngineConfig(model=arguments[1], threads=1)
-    with open_store(folder / "store", capacity=1 << 30) as store:
-        workers = WorkerPool(1, config, LogConfig(level="error"), store=str(folder / "store"))
-        workers.start()
-        workers.settle(_WAIT)
-        service = StoreService(store, folder, ServeOptions(tenant_of=lambda _: "local", verifier=workers))
-        with BusServer(service) as server:
-            print(server.endpoint, flush=True)
-            sys.stdin.read()
-        workers.close()
-        service.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -31,6 +31,7 @@ from ctxreuse.runtime.chunks.reuse import ChunkReuse
 from ctxreuse.runtime.compress import ContextCompressor
 from ctxreuse.runtime.context_cache import ContextCache
 from ctxreuse.runtime.drafting import Drafting
+from ctxreuse.runtime.elsewhere import Verifying
 from ctxreuse.runtime.erase import Eraser
 from ctxreuse.runtime.exiting import Exiting
 from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
@@ -43,7 +44,7 @@ from ctxreuse.runtime.request import PrefillResult, PromptLike, Request, more_ke
 from ctxreuse.runtime.stepped import SteppedAnswer
 from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.runtime.steps.scheduler import StepScheduler
-from ctxreuse.runtime.verified import VerifiedAnswer, Verifying, refusal
+from ctxreuse.runtime.verified import VerifiedAnswer, refusal
 from ctxreuse.runtime.watch import watch_steps
 from ctxreuse.runtime.writeback import Writeback
 from ctxreuse.speculate import remove_draft_files

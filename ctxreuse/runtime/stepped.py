@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from ctxreuse.bus.protocol.messages import MAX_STOPS, DrawRule, JudgeRule, Verify
+from ctxreuse.bus.protocol.messages import MAX_STOPS, JudgeRule, Verify
 from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.identity.keys import common_prefix
 from ctxreuse.judge import OwnJudge
 from ctxreuse.pauses import infer
-from ctxreuse.runtime.completion import Completion
+from ctxreuse.runtime.elsewhere import SEEDS, ElsewhereAnswer
 from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.usage import StepUsage, Usage
 from ctxreuse.why.records import VerifiedOutcome
@@ -26,15 +23,14 @@ if TYPE_CHECKING:
     from ctxreuse.bus.protocol.messages import Verdict
     from ctxreuse.bus.remote import Verification
     from ctxreuse.engines.base import Logits
-    from ctxreuse.engines.generate import AnswerDecoder, GeneratedToken
+    from ctxreuse.engines.generate import AnswerDecoder
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.pauses import PauseKind
+    from ctxreuse.runtime.elsewhere import Verifying, VerifyingRuntime
     from ctxreuse.runtime.request import PrefillResult, Request
     from ctxreuse.runtime.steps.order import RequestTurn
-    from ctxreuse.runtime.verified import Verifying, VerifyingRuntime
-    from ctxreuse.why import Why
 
 __all__ = ["SteppedAnswer"]
 
@@ -42,9 +38,6 @@ log = logging.getLogger(__name__)
 
 #: What ends a step, besides its longest and the answer's end (SpecReason, Pan et al. 2025).
 _END = "\n\n"
-#: Seconds without a verdict after which the other node is given up; it says so while it computes a prompt.
-_PATIENCE = 10.0
-_SEEDS = 1 << 62
 _UNTRUSTED = "the cloud's model is not trusted to judge steps so; measure it there: `ctxreuse calibrate NAME --judge`"
 
 
@@ -104,7 +97,7 @@ class _Writer:
         return found
 
 
-class SteppedAnswer:
+class SteppedAnswer(ElsewhereAnswer):
     """A `PieceSource`: steps are written here, and given out when they are accepted, or as the other node writes them.
 
     While a step is judged this node goes on with the next one, as if it were accepted.
@@ -119,25 +112,15 @@ class SteppedAnswer:
         was: PauseKind | None,
         verifying: Verifying,
     ) -> None:
-        self._runtime, self._text, self._request = runtime, text, request
-        self._sampling, self._was, self._verifying, self._rule = sampling, was, verifying, verifying.steps
-        self._lock = threading.RLock()
-        self._turn = runtime.turn(request)
-        self._pieces: deque[GeneratedToken] = deque()
+        super().__init__(runtime, text, request, sampling, was, verifying)
+        self._step_rule, self._turn = verifying.steps, runtime.turn(request)
         self._done: PrefillResult | None = None
-        self._decoder: AnswerDecoder | None = None
         self._writer: _Writer | None = None
-        self._verification: Verification | None = None
         #: The step that waits for its verdict, and what the other node has written in its place (None: nothing yet).
         self._step: list[int] = []
         self._rewrite: list[int] | None = None
         self._steps: list[StepUsage] = []
-        self._since = self._began = 0.0
-        self._reason, self._cancelled = "", False
-
-    def completion(self) -> Completion:
-        """Return the answer, once."""
-        return Completion(self, len(self._request.ids))
+        self._since, self._reason = 0.0, ""
 
     @property
     def usage(self) -> Usage | None:
@@ -148,30 +131,11 @@ class SteppedAnswer:
         tokens = msgspec.structs.replace(usage.tokens, verified=sum(one.rewritten for one in steps))
         return msgspec.structs.replace(usage, tokens=tokens, verification=self._reason or "steps", steps=steps)
 
-    def next(self) -> GeneratedToken | None:
-        """See `PieceSource.next`."""
-        with self._lock:
-            while not self._pieces:
-                if self._decoder is None:
-                    self._start()
-                elif self._decoder.ended:
-                    return None
-                else:
-                    self._advance(self._decoder)
-            return self._pieces.popleft()
-
-    def _start(self) -> None:
-        from ctxreuse.engines.generate import AnswerDecoder
-
-        runtime, request, sampling = self._runtime, self._request, self._sampling
-        if sampling.temperature > 0 and sampling.seed is None:
-            sampling = self._sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(_SEEDS))
-        self._began = runtime.clock()
-        room = min(sampling.max_tokens, max(runtime.engine.space.max_tokens - len(request.ids), 0))
+    def _start(self, decoder: AnswerDecoder) -> None:
+        runtime, request = self._runtime, self._request
         runtime.paused.on_request(request.ids, request.keys, self._was)
-        self._done = done = runtime.prefill(request, reserve=room, turn=self._turn)
-        self._decoder = AnswerDecoder(self._text, runtime.engine.space, request.ids, sampling)
-        self._writer = _Writer(runtime, self._text, done, self._turn, sampling, self._rule.tokens)
+        self._done = done = runtime.prefill(request, reserve=decoder.left, turn=self._turn)
+        self._writer = _Writer(runtime, self._text, done, self._turn, self._sampling, self._step_rule.tokens)
 
     def _advance(self, decoder: AnswerDecoder) -> None:
         """Write a token, judge a step, or take a verdict."""
@@ -195,19 +159,17 @@ class SteppedAnswer:
         if ahead and not verification.ready:
             writer.write(np.concatenate([decoder.history, np.array(self._step, "<i4")]))
             return
-        verdict = verification.take(_PATIENCE)
-        if verdict is None:
-            if self._cancelled:
-                raise RequestCancelledError("the request was cancelled")
-            self._ended(verification.ended or "", decoder)
+        found = self._take(verification)
+        if isinstance(found, str):
+            self._ended(found, decoder)
             return
-        ids = np.frombuffer(verdict.tokens, "<i4")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._runtime.engine.space.vocab_size:
-            verification.stop()
-            self._ended("failed", decoder)
-            return
+        verdict, ids = found
         if self._rewrite is None:
             if verdict.score is None and not len(ids):  # the prompt is being computed
+                return
+            if verdict.score is None:  # it knows no steps
+                verification.stop()
+                self._ended("failed", decoder)
                 return
             if self._judged(verdict, decoder):
                 return
@@ -215,7 +177,7 @@ class SteppedAnswer:
         for token in ids.tolist():
             self._rewrite.append(token)
             self._give(decoder, [token])
-            if decoder.ended or _ends(self._text, self._rewrite) or len(self._rewrite) >= self._rule.tokens:
+            if decoder.ended or _ends(self._text, self._rewrite) or len(self._rewrite) >= self._step_rule.tokens:
                 verification.stop()
                 self._ended("", decoder)
                 return
@@ -225,7 +187,7 @@ class SteppedAnswer:
         self._step, seconds = writer.take()
         self._since = self._runtime.clock()
         self._steps.append(StepUsage(len(self._step), seconds_drafting=seconds))
-        rule, threshold = self._rule, self._rule.threshold
+        rule, threshold = self._step_rule, self._step_rule.threshold
         if self._sampling.step_threshold is not None:
             threshold = self._sampling.step_threshold
         judge: JudgeRule | None = None
@@ -253,12 +215,9 @@ class SteppedAnswer:
         stops = set() if sampling.ignore_eos else set(self._text.stop_ids)
         end = self._text.encode(_END, markers=False)
         stops |= {int(end[0])} if len(end) == 1 else set()
-        names = [name for name in DrawRule.__struct_fields__ if name != "seed"]
-        drawn = DrawRule(
-            **{name: getattr(sampling, name) for name in names}, seed=((sampling.seed or 0) + len(history)) % _SEEDS
-        )
+        drawn = self._rule(((sampling.seed or 0) + len(history)) % SEEDS)
         step = np.array(self._step if judge is not None else [], "<i4").tobytes()
-        count, most = min(max(self._rule.tokens, len(self._step)), decoder.left), tuple(sorted(stops))[:MAX_STOPS]
+        count, most = min(max(self._step_rule.tokens, len(self._step)), decoder.left), tuple(sorted(stops))[:MAX_STOPS]
         return Verify(1, self._runtime.engine.space.digest, history.tobytes(), count, 0, most, drawn, step, judge)
 
     def _judged(self, verdict: Verdict, decoder: AnswerDecoder) -> bool:
@@ -302,11 +261,6 @@ class SteppedAnswer:
     def _note(self, **what: object) -> None:
         self._steps[-1] = msgspec.structs.replace(self._steps[-1], **what)
 
-    def _give(self, decoder: AnswerDecoder, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if not decoder.ended:
-                self._pieces.append(decoder.take(token))
-
     def cancel(self) -> None:
         """See `PieceSource.cancel`."""
         self._cancelled = True
@@ -348,7 +302,3 @@ class SteppedAnswer:
                     runtime.metrics.add("ctxreuse_judged_steps_total", 1, one.verdict)
                 if not self._reason:
                     runtime.metrics.add("ctxreuse_verified_answers_total", 1, "steps")
-
-    def why(self, request: str, *, others: bool) -> Why:
-        """See `PieceSource.why`."""
-        return self._runtime.why(request, others=others)

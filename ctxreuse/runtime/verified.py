@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import secrets
-import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from ctxreuse.bus.protocol.messages import MAX_STOPS, MAX_TOKENS, DrawRule, Verify
-from ctxreuse.runtime.answers import AnswerGroup, AnsweringRuntime
-from ctxreuse.runtime.completion import Completion
-from ctxreuse.runtime.steps.order import RequestCancelledError
-from ctxreuse.speculate import DraftPolicy, PassCosts, PassLoad, PipelinedDrafter
+from ctxreuse.bus.protocol.messages import MAX_STOPS, MAX_TOKENS, Verify
+from ctxreuse.runtime.answers import AnswerGroup
+from ctxreuse.runtime.elsewhere import SEEDS, ElsewhereAnswer
+from ctxreuse.speculate import PassLoad, PipelinedDrafter
 from ctxreuse.speculate.drafter import MOST
 from ctxreuse.usage import TokenUsage, Usage
 from ctxreuse.why.records import VerifiedOutcome
 
 if TYPE_CHECKING:
     from ctxreuse.bus.protocol.messages import Verdict
-    from ctxreuse.bus.remote import Verification, Verifier
-    from ctxreuse.engines.generate import AnswerDecoder, GeneratedToken
+    from ctxreuse.engines.generate import AnswerDecoder
     from ctxreuse.engines.sampling import SamplingParams
     from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
-    from ctxreuse.judge import StepRule
     from ctxreuse.pauses import PauseKind
-    from ctxreuse.runtime.completion import PieceSource
-    from ctxreuse.runtime.drafting import Drafting
+    from ctxreuse.runtime.elsewhere import Verifying, VerifyingRuntime
     from ctxreuse.runtime.request import Request
-    from ctxreuse.why import OpenRequest, RequestInfo, Why
+    from ctxreuse.why import OpenRequest
 
-__all__ = ["VerifiedAnswer", "Verifying", "refusal"]
-
-#: Seconds without a verdict after which the other node is given up; it says so while it computes a prompt.
-_PATIENCE = 10.0
-#: Seeds that fit into a message.
-_SEEDS = 1 << 62
+__all__ = ["VerifiedAnswer", "refusal"]
 
 
 def refusal(samplings: Sequence[SamplingParams]) -> str:
@@ -51,43 +38,10 @@ def refusal(samplings: Sequence[SamplingParams]) -> str:
         return "off"
     if one.grammar is not None:
         return "grammar"
-    return "sampling" if one.logprobs or one.logit_bias or (one.seed or 0) >= _SEEDS else ""
+    return "sampling" if one.logprobs or one.logit_bias or (one.seed or 0) >= SEEDS else ""
 
 
-class Verifying:
-    """Whom a runtime lets decode its answers, and what is known of their passes. Any thread may call."""
-
-    def __init__(self, verifier: Verifier, drafting: Drafting, steps: StepRule, *, in_steps: bool) -> None:
-        """``in_steps``: answers are written here in steps, unless a request says otherwise."""
-        self.verifier, self.drafting, self.steps, self.in_steps = verifier, drafting, steps, in_steps
-        self._policies: dict[str, DraftPolicy] = {}
-        self._lock = threading.Lock()
-
-    def policy(self, peer: str) -> DraftPolicy:
-        """Return what was learnt of a peer."""
-        with self._lock:
-            return self._policies.setdefault(peer, DraftPolicy(PassCosts()))
-
-
-class VerifyingRuntime(AnsweringRuntime, Protocol):
-    """What answers that are decoded elsewhere need of a `Runtime`."""
-
-    def request(
-        self,
-        tokens: Tokens,
-        *,
-        parts: Sequence[int] = (),
-        branches: Sequence[int] = (),
-        max_kl: float | None = None,
-        about: RequestInfo | None = None,
-        priority: int = 0,
-        caller: str = "",
-    ) -> Request: ...
-
-    def log_elsewhere(self, request: Request, usage: Usage) -> OpenRequest: ...
-
-
-class VerifiedAnswer:
+class VerifiedAnswer(ElsewhereAnswer):
     """A `PieceSource`: pieces come from another node, and from this one where that ends early."""
 
     def __init__(
@@ -99,22 +53,11 @@ class VerifiedAnswer:
         was: PauseKind | None,
         verifying: Verifying,
     ) -> None:
-        self._runtime, self._text, self._request = runtime, text, request
-        self._sampling, self._was, self._verifying = sampling, was, verifying
-        self._lock = threading.RLock()
-        self._pieces: deque[GeneratedToken] = deque()
-        self._decoder: AnswerDecoder | None = None
-        self._verification: Verification | None = None
+        super().__init__(runtime, text, request, sampling, was, verifying)
         self._drafter: PipelinedDrafter | None = None
-        self._local: PieceSource | None = None
         self._logged: OpenRequest | None = None
         self._usage: Usage | None = None
-        self._cancelled = False
-        self._load, self._began = PassLoad(), 0.0
-
-    def completion(self) -> Completion:
-        """Return the answer, once."""
-        return Completion(self, len(self._request.ids))
+        self._load = PassLoad()
 
     @property
     def usage(self) -> Usage | None:
@@ -131,33 +74,11 @@ class VerifiedAnswer:
         seconds = msgspec.structs.replace(local.seconds, saved=own.seconds.saved + local.seconds.saved)
         return msgspec.structs.replace(own, tokens=tokens, seconds=seconds)
 
-    def next(self) -> GeneratedToken | None:
-        """See `PieceSource.next`."""
-        with self._lock:
-            while not self._pieces:
-                if self._local is not None:
-                    return self._local.next()
-                if self._decoder is None:
-                    self._start()
-                elif self._decoder.ended:
-                    return None
-                else:
-                    self._advance()
-            return self._pieces.popleft()
-
-    def _start(self) -> None:
-        from ctxreuse.engines.generate import AnswerDecoder
-
-        runtime, request, sampling = self._runtime, self._request, self._sampling
-        space = runtime.engine.space
-        if sampling.temperature > 0 and sampling.seed is None:
-            sampling = self._sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(_SEEDS))
-        self._began = runtime.clock()
-        self._decoder = AnswerDecoder(self._text, space, request.ids, sampling)
+    def _start(self, decoder: AnswerDecoder) -> None:
+        request, sampling, space = self._request, self._sampling, self._runtime.engine.space
         stops = () if sampling.ignore_eos else tuple(sorted(self._text.stop_ids))[:MAX_STOPS]
-        rule = DrawRule(**{name: getattr(sampling, name) for name in DrawRule.__struct_fields__ if name != "seed"})
-        rule = msgspec.structs.replace(rule, seed=sampling.seed or 0)
-        message = Verify(1, space.digest, request.ids.tobytes(), min(self._decoder.left, MAX_TOKENS), MOST, stops, rule)
+        count, rule = min(decoder.left, MAX_TOKENS), self._rule(sampling.seed or 0)
+        message = Verify(1, space.digest, request.ids.tobytes(), count, MOST, stops, rule)
         self._verification = self._verifying.verifier.verify(space, message)
         if self._verification is None:
             self._decode_here("down")
@@ -168,27 +89,18 @@ class VerifiedAnswer:
         if self._cancelled:
             self._verification.stop()
 
-    def _advance(self) -> None:
+    def _advance(self, decoder: AnswerDecoder) -> None:
         """Take one verdict, or go on here if there is none."""
-        verification, decoder, drafter = self._verification, self._decoder, self._drafter
+        verification, drafter = self._verification, self._drafter
         assert verification is not None
-        assert decoder is not None
         assert drafter is not None
-        verdict = verification.take(_PATIENCE)
-        if verdict is None:
-            if self._cancelled:
-                raise RequestCancelledError("the request was cancelled")
-            self._decode_here(verification.ended or "tokens")
+        found = self._take(verification)
+        if isinstance(found, str):
+            self._decode_here(found or "tokens")
             return
-        ids = np.frombuffer(verdict.tokens, "<i4")
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._runtime.engine.space.vocab_size:
-            verification.stop()
-            self._decode_here("failed")
-            return
+        verdict, ids = found
         self._note(verdict, ids)
-        for token in ids.tolist():
-            if not decoder.ended:
-                self._pieces.append(decoder.take(token))
+        self._give(decoder, ids.tolist())
         if decoder.ended:
             verification.stop()
             return
@@ -279,7 +191,3 @@ class VerifiedAnswer:
         elif runtime.metrics is not None and self._usage is not None:
             runtime.metrics.record(usage, finish, None)
             runtime.metrics.add("ctxreuse_verified_answers_total", 1, usage.verification)
-
-    def why(self, request: str, *, others: bool) -> Why:
-        """See `PieceSource.why`."""
-        return self._runtime.why(request, others=others)

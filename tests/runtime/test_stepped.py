@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from demo.relay import Relay
 
-from ctxreuse.bus.protocol.messages import Terms
+from ctxreuse.bus.protocol.messages import Terms, Verify
 from ctxreuse.bus.protocol.session import Limits
 from ctxreuse.bus.transport import BusClient, BusServer, ClientOptions
 from ctxreuse.codec import model_digest
@@ -228,3 +229,22 @@ def plain_through(engine: Any, ids: list[int], count: int) -> list[int]:
     )
     answer.drain()
     return answer.tokens
+
+
+def test_of_a_cloud_that_judges_no_steps_nothing_is_taken(
+    cloud: Callable[..., Cloud], llama: TorchEngine, other_llama: TorchEngine
+) -> None:
+    made, ids = cloud(), random_tokens(llama, 40, 8).tolist()
+    verify = made.verifier.verify
+
+    def older(salt: bytes, request: Verify, audited: int, sink: Any) -> Any:
+        return verify(salt, msgspec.structs.replace(request, judge=None), audited, sink)
+
+    made.verifier.verify = older  # type: ignore[method-assign]
+    answer = made.runtime.complete(ids, sampled())
+    answer.drain()
+    local = Runtime(other_llama, None, RuntimeOptions(text=Lines())).complete(ids, sampled(verify="off"))
+    local.drain()
+    assert answer.tokens == local.tokens
+    assert (answer.usage.verification, answer.usage.tokens.verified) == ("failed", 0)
+    assert [one.verdict for one in answer.usage.steps] == ["unjudged"]

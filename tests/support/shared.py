@@ -39,7 +39,7 @@ def computed_once(name: str, sources: Iterable[str], compute: Callable[[], bytes
 
 
 def smollm2_card() -> bytes:
-    """A profile of SmolLM2 with all usual levels, from a quarter of the usual text; takes a minute once."""
+    """A profile of SmolLM2 with all usual levels, from an eighth of the usual text; takes a minute or two once."""
     core = ("block", "calibrate", "codec", "engines", "identity", "kernels", "models")
     sources = [*(f"ctxreuse/{part}" for part in core), "native", "constraints.txt", "tests/support/shared.py"]
     return computed_once("smollm2-card", sources, _calibrated)
@@ -52,7 +52,7 @@ def _calibrated() -> bytes:
     from ctxreuse.engines import open_for_calibration
 
     gauge, text = open_for_calibration("smollm2")
-    settings = settings_for(gauge, calibration=10, validation=5, held_out=3)._replace(prefix=512, scored=96)
+    settings = settings_for(gauge, calibration=5, validation=3, held_out=2)._replace(prefix=384, scored=64)
     return write_profile(calibrate(gauge, text, default_texts(), settings, lambda *_: None, {"model": "smollm2"}))
 
 

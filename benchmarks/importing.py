@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 _COUNT = "import sys; before = set(sys.modules); {}; print(len(set(sys.modules) - before))"
 _TYPES = "import ctxreuse; ctxreuse.ModelSpace, ctxreuse.ContextTree"
-_HELP = "import sys; sys.argv[1:] = ['--help']; from ctxreuse.cli import main; main()"
+_HELP = "import sys; sys.argv[1:] = ['--help']; from ctxreuse.cli.app import main; main()"
 
 
 def run(options: Options) -> list[Figure]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctxreuse.cli import main
+from ctxreuse.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -19,6 +19,7 @@ from ctxreuse.daemon.page.routes import page_routes
 from ctxreuse.daemon.probes import PROBES, probes
 from ctxreuse.daemon.tls import certificate_of
 from ctxreuse.engines import Engine
+from ctxreuse.engines.process import EngineStart
 from ctxreuse.errors import ConfigError
 from ctxreuse_edge.api import error_body, ollama, routes
 from ctxreuse_edge.node import EdgeNode
@@ -51,8 +52,8 @@ def address_file(settings: Settings) -> Path:
     return settings.store.folder() / ADDRESS_FILE
 
 
-def serve(settings: Settings, engine: Engine | None = None) -> int:
-    """Run the daemon until a signal stops it; returns the exit code. ``engine``: in place of that of the settings.
+def serve(settings: Settings, engine: Engine | EngineStart | None = None) -> int:
+    """Run the daemon until a signal stops it; returns the exit code. ``engine``: see `EdgeNode.opened`.
 
     Raises ConfigError, StoreOwnedError and errors of opening the engine.
     """

@@ -118,9 +118,14 @@ def serve(
     }
     settings = load_settings(ctx, flags)
     logs.setup(settings.log.format, settings.log.level)
+    engine = None
+    if settings.edge.isolate:
+        from ctxreuse.engines.process import EngineStart
+
+        engine = EngineStart.of(settings.engine)  # while this process imports what it needs, for two seconds
     from ctxreuse_edge.app import serve as run_daemon
 
-    raise typer.Exit(run_daemon(settings))
+    raise typer.Exit(run_daemon(settings, engine))
 
 
 @app.command()

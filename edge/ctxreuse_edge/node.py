@@ -19,7 +19,7 @@ from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig, Settings
 from ctxreuse.embed import Embedder, open_embedder
 from ctxreuse.engines import Engine, open_engine
-from ctxreuse.engines.process import ChildEngine
+from ctxreuse.engines.process import ChildEngine, EngineStart
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recorder import open_recorder
 from ctxreuse.metrics import Metrics, watch_store
@@ -66,8 +66,9 @@ class EdgeNode:
         self.child: ChildEngine | None = None
 
     @contextlib.asynccontextmanager
-    async def opened(self, engine: Engine | None = None) -> AsyncIterator[None]:
-        """Open everything; on exit close it in the opposite order. ``engine``: in place of that of the settings."""
+    async def opened(self, engine: Engine | EngineStart | None = None) -> AsyncIterator[None]:
+        """Open everything; on exit close it in the opposite order. ``engine``: in place of that of the settings, or
+        that one, being started."""
         stack = ExitStack()
         try:
             await asyncio.to_thread(self._open, stack, engine)
@@ -75,18 +76,23 @@ class EdgeNode:
         finally:
             await asyncio.to_thread(stack.close)
 
-    def _open(self, stack: ExitStack, engine: Engine | None) -> None:
+    def _open(self, stack: ExitStack, engine: Engine | EngineStart | None) -> None:
         settings, edge, metrics = self.settings, self.settings.edge, self.metrics
         self.since, folder = time.time(), settings.store.folder()
         make_private_folder(folder.parent)
-        # The store first: another daemon that owns it must be noticed before a model is loaded for seconds.
+        if isinstance(engine, EngineStart):
+            stack.callback(engine.close)
+        # The store first: another daemon that owns it must be noticed before a model has been loaded for seconds.
         self.ledger = Ledger.open(folder)
         stack.callback(self.ledger.close)
         self.store = store = open_store(settings.store, memory_fallback=True)
         stack.callback(store.close)
         self.pins = PrefixPins(store, folder / "prefixes.json")
         stack.callback(self.pins.close)
-        engine = engine if engine is not None else open_engine(settings.engine, isolate=edge.isolate)
+        if isinstance(engine, EngineStart):
+            engine = engine.opened()
+        elif engine is None:
+            engine = open_engine(settings.engine, isolate=edge.isolate)
         self.child = engine if isinstance(engine, ChildEngine) else None
         if self.child is not None:
             stack.callback(self.child.close)

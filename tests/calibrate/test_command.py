@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ctxreuse.cli import main
+from ctxreuse.cli.app import main
 from ctxreuse.codec import ProfileStore, read_profile
 from ctxreuse.reuse import read_chunk_profile
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.cli import main
+from ctxreuse.cli.app import main
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.digit import DigitQuestion
 from ctxreuse.errors import ConfigError, FormatError

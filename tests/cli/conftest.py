@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ctxreuse.cli import main
+from ctxreuse.cli.app import main
 
 
 class Ran(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import ctxreuse
-from ctxreuse.cli import app, main
+from ctxreuse.cli import app
+from ctxreuse.cli.app import main
 from ctxreuse.errors import ConfigError, StoreError
 
 GROUPS = ["", "config", "config show", "config path", "config example", "doctor", "demo", "bench", "model"]

@@ -31,7 +31,7 @@ from ctxreuse.errors import ConfigError, CtxReuseError, EngineDiedError, EngineE
 from ctxreuse.exits import ExitPlan, ExitRow, RampCost
 from ctxreuse.identity.keys import Tokens, as_tokens
 
-__all__ = ["ChildEngine", "ChildRelocatingEngine", "open_child_engine"]
+__all__ = ["ChildEngine", "ChildRelocatingEngine", "EngineStart", "open_child_engine"]
 
 T = TypeVar("T")
 
@@ -353,17 +353,34 @@ def open_child_engine(config: EngineConfig, **options: Any) -> ChildEngine:
 
     Raises what `open_engine` raises there.
     """
-    return start_engine(
-        "ctxreuse.engines.process.server:open_config", {"config": msgspec.to_builtins(config), **options}
-    )
+    return EngineStart.of(config, **options).opened()
 
 
-def start_engine(opener: str, options: dict[str, Any]) -> ChildEngine:
-    """Start a process and open an engine in it; see `ctxreuse.engines.process.wire.Opening`."""
-    supervisor = Supervisor(Opening(opener, options))
-    try:
-        relocates = supervisor.connection().opened.chunks
-        return (ChildRelocatingEngine if relocates else ChildEngine)(supervisor)
-    except BaseException:
-        supervisor.close()
-        raise
+class EngineStart:
+    """An engine's process that starts while its caller goes on. Call `opened` or `close`.
+
+    Args:
+        opener, options: see `ctxreuse.engines.process.wire.Opening`.
+    """
+
+    def __init__(self, opener: str, options: dict[str, Any]) -> None:
+        self._supervisor = Supervisor(Opening(opener, options))
+        self._supervisor.start()
+
+    @classmethod
+    def of(cls, config: EngineConfig, **options: Any) -> EngineStart:
+        """Start the engine of a config; ``options``: further ones of `open_engine`."""
+        return cls("ctxreuse.engines.process.server:open_config", {"config": msgspec.to_builtins(config), **options})
+
+    def opened(self) -> ChildEngine:
+        """Wait until the process is up, and return its engine. Raises what opening it raises there."""
+        try:
+            relocates = self._supervisor.connection().opened.chunks
+            return (ChildRelocatingEngine if relocates else ChildEngine)(self._supervisor)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process; not after `opened` has returned an engine. Idempotent."""
+        self._supervisor.close()

@@ -96,6 +96,12 @@ class Supervisor:
                     raise self._error.again()
                 self._change.wait()
 
+    def start(self) -> None:
+        """Start the process if it does not run, and do not wait for it."""
+        with self._change:
+            self._wanted = True
+            self._change.notify_all()
+
     def unload(self) -> None:
         """End the process until the next call; its contexts are lost. Returns when it has ended."""
         with self._change:

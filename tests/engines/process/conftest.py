@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctxreuse.engines.process.engine import ChildEngine, start_engine
+from ctxreuse.engines.process.engine import ChildEngine, EngineStart
 
 OPENER = "support.tiny_models:engine_of"
 
@@ -25,7 +25,7 @@ def python_path() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def child(python_path: None) -> Iterator[ChildEngine]:
     """A tiny Llama on torch, in a process."""
-    engine = start_engine(OPENER, {"name": "llama"})
+    engine = EngineStart(OPENER, {"name": "llama"}).opened()
     yield engine
     engine.close()
     assert engine.state == "closed"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ctxreuse.engines.process.engine import ChildEngine, start_engine
+from ctxreuse.engines.process.engine import ChildEngine, EngineStart
 from ctxreuse.testing.engine import EngineContract
 from ctxreuse.testing.engine.chunks import EngineChunksContract
 from ctxreuse.testing.engine.compressed import EngineCompressionContract
@@ -47,6 +47,6 @@ class TestChildWithStates(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, name: str, python_path: None) -> Iterator[ChildEngine]:
-        engine = start_engine("support.tiny_models:engine_of", {"name": name})
+        engine = EngineStart("support.tiny_models:engine_of", {"name": name}).opened()
         yield engine
         engine.close()

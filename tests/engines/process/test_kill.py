@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ctxreuse.engines.process.engine import ChildEngine, start_engine
+from ctxreuse.engines.process.engine import ChildEngine, EngineStart
 from ctxreuse.engines.process.pipe import FramePipe
 from ctxreuse.engines.process.wire import Call, LayerArrived
 from ctxreuse.errors import EngineDiedError
@@ -34,7 +34,7 @@ AIMS = {"load": 4, "step": TOKENS + 1, "export": 2}
 def engine(tmp_path_factory: pytest.TempPathFactory, python_path: None) -> Iterator[ChildEngine]:
     """A tiny GGUF on llama.cpp, which starts in a fraction of a second."""
     file = write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-    engine = start_engine(OPEN, {"model": str(file), "block_tokens": 16, "chunk": 64, "threads": 1})
+    engine = EngineStart(OPEN, {"model": str(file), "block_tokens": 16, "chunk": 64, "threads": 1}).opened()
     yield engine
     engine.close()
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from ctxreuse.config import EngineConfig
 from ctxreuse.engines import open_engine
-from ctxreuse.engines.process.engine import ChildEngine, start_engine
+from ctxreuse.engines.process.engine import ChildEngine, EngineStart
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.testing.sealed import random_tokens, seal, views
@@ -31,6 +33,10 @@ def crashing(folder: str) -> Any:
     return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
 
 
+def children_of(pid: int) -> list[psutil.Process]:
+    return [one for one in psutil.Process(pid).children() if "ctxreuse.engines.process" in one.cmdline()]
+
+
 def of_version(folder: str) -> Any:
     """An engine of the library's version that stands in a file."""
     from ctxreuse.engines.llama_cpp.library import LlamaLibrary
@@ -41,8 +47,28 @@ def of_version(folder: str) -> Any:
 
 def test_a_model_that_is_not_there_is_for_the_caller(python_path: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file") as raised:
-        start_engine("ctxreuse.engines.registry:open_engine", {"model": str(tmp_path / "missing.gguf")})
+        EngineStart("ctxreuse.engines.registry:open_engine", {"model": str(tmp_path / "missing.gguf")}).opened()
     assert "missing.gguf" in str(raised.value)
+
+
+def test_it_starts_beside_its_caller_and_a_second_wish_tells_why_it_was_refused(
+    python_path: None, tmp_path: Path
+) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf")
+    unwanted = EngineStart.of(EngineConfig(str(file)))
+    unwanted.close()
+    assert children_of(os.getpid()) == []
+    start = EngineStart.of(EngineConfig(str(file)), block_tokens=16)
+    until(lambda: children_of(os.getpid()) != [])
+    engine = start.opened()
+    assert engine.prefill(engine.new_context(), IDS).shape == (engine.space.vocab_size,)
+    engine.close()
+    refused = EngineStart.of(EngineConfig(str(tmp_path / "missing.gguf")))
+    until(lambda: children_of(os.getpid()) != [])
+    until(lambda: children_of(os.getpid()) == [])
+    with pytest.raises(ConfigError, match="no such file"):
+        refused.opened()
+    assert children_of(os.getpid()) == []
 
 
 def test_unloaded_it_comes_back_when_it_is_wanted(python_path: None, tmp_path: Path) -> None:
@@ -74,7 +100,7 @@ def test_unloaded_it_comes_back_when_it_is_wanted(python_path: None, tmp_path: P
 
 def test_one_that_dies_again_and_again_is_reported(python_path: None, tmp_path: Path) -> None:
     write_tiny_gguf(tmp_path / "tiny.gguf")
-    engine = start_engine(f"{__name__}:crashing", {"folder": str(tmp_path)})
+    engine = EngineStart(f"{__name__}:crashing", {"folder": str(tmp_path)}).opened()
     context = engine.new_context()
     engine.prefill(context, IDS)
     os.kill(engine.pid, signal.SIGKILL)
@@ -94,7 +120,7 @@ def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_pat
     """After it was unloaded, or has died: its KV would not be that of the contexts that are stored."""
     write_tiny_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "version").write_text("1")
-    engine = start_engine(f"{__name__}:of_version", {"folder": str(tmp_path)})
+    engine = EngineStart(f"{__name__}:of_version", {"folder": str(tmp_path)}).opened()
     kept = engine.space
     assert kept.attention == "llama.cpp-1"
     engine.unload()
@@ -105,7 +131,7 @@ def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_pat
         engine.new_context()
     assert engine.space == kept
     engine.close()
-    again = start_engine(f"{__name__}:of_version", {"folder": str(tmp_path)})
+    again = EngineStart(f"{__name__}:of_version", {"folder": str(tmp_path)}).opened()
     assert again.space.digest != kept.digest  # so that no key of the one is one of the other
     again.close()
 

@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import uvicorn
+import uvloop
 
 from ctxreuse.daemon.notify import notify, watchdog_seconds
 from ctxreuse.daemon.protocol import protocol
@@ -176,7 +177,8 @@ class Daemon:
         """
         _native.limit_arenas(_ARENAS)
         try:
-            return asyncio.run(self.serve(app, resources))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(self.serve(app, resources))
         finally:
             self._unbind()
 

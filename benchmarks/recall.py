@@ -37,7 +37,7 @@ from ctxreuse.store.recall.rank import Words
 __all__ = ["Searched", "run", "searched"]
 
 #: Turns in the largest memories; quick ones.
-_SIZES, _QUICK = (1_000, 10_000, 100_000), (1_000,)
+_SIZES, _QUICK = (1_000, 10_000, 100_000, 1_000_000), (1_000,)
 #: Of the peers, which take longer than the whole rest.
 _PEER_SIZES = (1_000,)
 #: Questions of a timed round, additions that are timed, and turns of a session of those that nobody asks about.

@@ -26,6 +26,8 @@ _GROWTH, _SOON = 1.3, 20.0
 _OVER = 1 / (365 * 86400.0)
 #: A return expected after a time comes between these shares of it most likely, and hardly ever earlier.
 _EARLY, _LATE, _BEFORE = 0.75, 1.5, 0.02
+#: Sessions are ranked again when such a share of them has been forgotten.
+_RANKED = 64
 
 
 class State(NamedTuple):
@@ -73,7 +75,8 @@ class _Session:
 
 
 class Sessions(Generic[S]):
-    """States and worths of at most ``most`` sessions, those of least worth forgotten first. Not thread-safe.
+    """States and worths of at most ``most`` sessions, those of least worth forgotten first (a ranking serves for a
+    sixty-fourth of them). Not thread-safe.
 
     ``now`` is seconds of the caller's clock; it may stand still, and where it goes back ages are 0. Nothing has to be
     reported of a session but that its requests begin: `begin` without a `pause` before it teaches as well.
@@ -92,6 +95,8 @@ class Sessions(Generic[S]):
         self._special: set[S] = set()
         self._due: list[tuple[float, int, S]] = []
         self._tick = 0
+        #: Sessions to be forgotten next, the least last, with their ticks.
+        self._least: list[tuple[S, int]] = []
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -144,6 +149,7 @@ class Sessions(Generic[S]):
             return False
         entry.hints[name] = given
         self._special.add(session)
+        self._least.clear()
         return True
 
     def forget(self, session: S) -> None:
@@ -155,11 +161,21 @@ class Sessions(Generic[S]):
             self._special.discard(session)
 
     def _open(self, session: S, now: float, tenant: str) -> _Session:
-        if not self._free:
-            self.forget(self.ranked(now)[0])
+        while not self._free:
+            self._forget_least(now)
         entry = self._sessions[session] = _Session(self._free.pop(), tenant)
         self._owner[entry.slot] = session
         return entry
+
+    def _forget_least(self, now: float) -> None:
+        """Forget the session that was of least worth when all were last ranked, unless its state has changed since."""
+        if not self._least:
+            # All in one go: ranking thousands for each new session would cost more than everything else here.
+            least = self.ranked(now)[: max(1, self._most // _RANKED)]
+            self._least = [(session, self._sessions[session].tick) for session in reversed(least)]
+        session, tick = self._least.pop()
+        if self._is_due(session, tick):
+            self.forget(session)
 
     def _came_back(self, entry: _Session, now: float, was: PauseKind | None) -> None:
         if entry.over:
@@ -204,6 +220,7 @@ class Sessions(Generic[S]):
             heapq.heapify(self._due)
 
     def _is_due(self, session: S, tick: int) -> bool:
+        """Return True if nothing has been learnt of the session since that tick, and it has the same state."""
         entry = self._sessions.get(session)
         return entry is not None and entry.tick == tick
 

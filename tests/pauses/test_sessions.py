@@ -117,6 +117,31 @@ def test_pins_cannot_fill_a_memory() -> None:
         sessions.hint("49", "forever", now)
 
 
+def test_who_comes_back_or_is_pinned_after_a_ranking_is_not_forgotten_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rankings, ranked = [], Sessions.ranked
+    monkeypatch.setattr(Sessions, "ranked", lambda self, now: rankings.append(now) or ranked(self, now))
+    sessions: Sessions[int] = Sessions(most=256)
+    for n in range(256):
+        sessions.begin(n, float(n))
+        sessions.pause(n, PauseKind(END_OF_TURN), n + 0.5)
+    sessions.begin(1000, 300.0)  # a ranking, which names the next three to go as well
+    least = ranked(sessions, 300.0)[:2]
+    sessions.begin(least[0], 301.0)
+    for n in range(1001, 1004):
+        sessions.begin(n, 302.0)
+        sessions.check()
+    assert least[0] in sessions
+    assert least[1] not in sessions
+    assert len(rankings) == 2
+    least = ranked(sessions, 303.0)[:1]
+    sessions.hint(least[0], "pin", 303.0)
+    for n in range(2000, 2040):
+        sessions.begin(n, 304.0)
+    assert least[0] in sessions
+    assert len(sessions) == 256
+    assert len(rankings) <= 14
+
+
 def test_a_return_tells_what_it_had_waited_for() -> None:
     sessions: Sessions[int] = Sessions(Estimator())
     for n in range(30):

@@ -1,8 +1,8 @@
 """First tokens of one tenant while another one floods the daemon over HTTP, against alone, and llama.cpp's server.
 
-The first asks one question after another, each with a prompt of its own. The other keeps several requests with long
-prompts open. The peer knows no tenants, and has a slot for each request. ``--model``: a GGUF file, or a known name,
-instead of SmolLM2.
+The first asks one question after another, each with a prompt of its own and for one token. The other keeps several
+requests with long prompts open. The peer knows no tenants, and has a slot for each request. ``--model``: a GGUF file,
+or a known name, instead of SmolLM2.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _QUESTIONS, _FLOOD, _SHORT, _LONG, _TOKENS, _WAIT = 24, 6, 120, 600, 16, 600.0
 _BAR = 2.0
 
 
-async def first_token(http: httpx.AsyncClient, key: str, words: int, seed: int) -> float:
+async def first_token(http: httpx.AsyncClient, key: str, words: int, tokens: int, seed: int) -> float:
     """Ask with a prompt that nothing is known of, read the answer, and return the seconds to its first piece."""
     messages = [{"role": "user", "content": prose(Random(seed), words)}]
-    body = {"messages": messages, "max_tokens": _TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     began, first = time.perf_counter(), 0.0
     headers = {"authorization": f"Bearer {key}"}
     async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
@@ -54,7 +54,7 @@ async def flood(http: httpx.AsyncClient, number: int) -> None:
     """Ask for ever."""
     for turn in range(1_000_000):
         with contextlib.suppress(httpx.TransportError):
-            await first_token(http, _KEYS[1], _LONG, 1_000_000 * (number + 1) + turn)
+            await first_token(http, _KEYS[1], _LONG, _TOKENS, 1_000_000 * (number + 1) + turn)
 
 
 async def measure(url: str, questions: int, round_number: int) -> tuple[list[float], list[float]]:
@@ -63,11 +63,11 @@ async def measure(url: str, questions: int, round_number: int) -> tuple[list[flo
     limits = httpx.Limits(max_connections=2 * _FLOOD, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=_WAIT, limits=limits) as http:
         seeds = iter(range(100_000 * round_number, 100_000 * (round_number + 1)))
-        await first_token(http, _KEYS[0], _SHORT, next(seeds))
-        alone = [await first_token(http, _KEYS[0], _SHORT, next(seeds)) for _ in range(questions)]
+        await first_token(http, _KEYS[0], _SHORT, 1, next(seeds))
+        alone = [await first_token(http, _KEYS[0], _SHORT, 1, next(seeds)) for _ in range(questions)]
         others = [asyncio.create_task(flood(http, number)) for number in range(_FLOOD)]
         await asyncio.sleep(2.0)  # until all of them are under way
-        beside = [await first_token(http, _KEYS[0], _SHORT, next(seeds)) for _ in range(questions)]
+        beside = [await first_token(http, _KEYS[0], _SHORT, 1, next(seeds)) for _ in range(questions)]
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)

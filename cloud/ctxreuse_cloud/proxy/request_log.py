@@ -117,7 +117,7 @@ class ProxyRequestLog:
         parent = hashlib.blake2b(model.encode("utf-8", "surrogatepass"), digest_size=_SHORT, key=secret).digest()
         for at in range(0, len(body) - _UNIT + 1, _UNIT):
             chunk = parent + body[at : at + _UNIT]
-            parent = hashlib.blake2b(chunk, digest_size=_SHORT, key=secret).digest()
+            parent = hashlib.blake2b(chunk, digest_size=_SHORT).digest()  # the first parent is secret
             keys.append(parent)
         seen = Seen(
             request, self._clock(), owner, model[:200], backend, *tokens, len(body), tuple(ends), b"".join(keys), route

@@ -66,6 +66,27 @@ def test_all_who_decode_go_with_a_slice_of_the_first_prefill(llama: TorchEngine)
     assert chosen == [*many[: MOST - 1], many[-1]]
 
 
+def test_a_brief_prompt_of_a_tenant_that_had_less_is_not_cut_into_slices_for_one_that_floods(
+    llama: TorchEngine,
+) -> None:
+    def of(tenant: str, count: int, arrived: int) -> Waiting:
+        return Waiting(llama.new_context(), tokens(count), RequestTurn(arrived, tenant=tenant))
+
+    planner = PassPlanner()
+    flood = [of("flood", 1, 1), of("flood", 1, 2)]
+    for _ in range(3):
+        planner.done(planner.plan(flood, 0.0, batches=True)[0], 0.01, 0.0)
+    quiet, long, more = of("quiet", 200, 3), of("quiet", 300, 4), of("flood", 200, 5)
+    assert planner.plan([*flood, quiet], 0.0, batches=True)[1] == FIRST_SLICE, "neither had more than the other"
+    planner._order.charge(flood[0].turn, 400, 0)
+    assert planner.plan([*flood, more, quiet], 0.0, batches=True) == ([*flood, quiet], PATIENT)
+    assert planner.plan([*flood, long], 0.0, batches=True)[1] == FIRST_SLICE, "others would wait for long"
+    assert planner.plan([*flood, more], 0.0, batches=True)[1] == FIRST_SLICE, "its own answers"
+    assert planner.plan([*flood, of("quiet", 1, 6), quiet], 0.0, batches=True)[1] == FIRST_SLICE, "its own answers"
+    planner._order.charge(quiet.turn, 3000, 0)
+    assert planner.plan([*flood, quiet], 0.0, batches=True)[1] == FIRST_SLICE, "it had more"
+
+
 def test_slices_are_as_long_as_the_engine_computes_them_fast(llama: TorchEngine) -> None:
     planner = PassPlanner(least_slice=100)
     decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))

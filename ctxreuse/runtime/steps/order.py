@@ -83,6 +83,10 @@ class PrefillOrder:
 
         return min(came, key=rank)
 
+    def had_less(self, tenant: str, others: Collection[str]) -> bool:
+        """Return True if fewer tokens were computed for ``tenant`` than for each of ``others``, as turns count them."""
+        return tenant not in others and self._tenants.order([*others, tenant])[0] == tenant
+
     def charge(self, turn: RequestTurn, computed: int, left: int, *, short: bool = False) -> None:
         """Note that ``computed`` tokens of a prefill were computed, the first ones unless it is `started`, and how many
         are left; ``short``: it was one of the short."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
@@ -28,6 +28,8 @@ _DECODES = 0.25
 _OTHERS, PATIENT = 30.0, 128
 #: Tokens that are left of a short prefill, at most: a question, and the block that it continues.
 _SHORT = 128
+#: Tokens of a prefill that two passes compute.
+_BRIEF = 2 * PATIENT
 
 
 class Waiting:
@@ -106,8 +108,9 @@ class PassPlanner:
         """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
 
         ``waiting`` are in the order in which they came. All who decode, and a slice of one prefill, or as many whole
-        short ones as such a slice may have tokens. An engine that does not batch takes who has waited longest, or the
-        first prefill if that is one.
+        short ones as such a slice may have tokens. A slice is as short as those who decode need it, see
+        `SliceEstimator`, unless it is of a tenant that had less than theirs and has little to compute. An engine that
+        does not batch takes who has waited longest, or the first prefill if that is one.
         """
         decoding = [one for one in waiting if one.decodes]
         self._decoded = {turn: at for turn, at in self._decoded.items() if now - at < _DECODES}
@@ -115,22 +118,37 @@ class PassPlanner:
         if len({one.turn for one in waiting} | self._decoded.keys()) > 1:
             self._together = now
         limit = PATIENT if now - self._together < _OTHERS else None
-        if self._sliced:
+        prefills = [one for one in waiting if not one.decodes]
+        if self._sliced and not self._outranks(prefills, {one.turn for one in decoding} | self._decoded.keys(), now):
             limit = min(self._slices.tokens(len(decoding)), limit or LARGEST)
-        prefills = self._prefills([one for one in waiting if not one.decodes], now, limit or 0)
+        prefills = self._prefills(prefills, now, limit or 0)
         if batches:
             if decoding and not self._slices.measured:
                 prefills = []  # a few passes that only decode, to know how long others may make them
             return [*decoding[: MOST - len(prefills)], *prefills], limit
         return list(waiting[:1]) if waiting[0].decodes else prefills[:1], limit
 
+    def _outranks(self, prefills: Sequence[Waiting], decoding: Collection[RequestTurn], now: float) -> bool:
+        """Return True if the next prefill is brief and of a tenant that had less than all those that decode.
+
+        In slices it would take several times as long as alone, for the sake of those who keep the engine busy.
+        """
+        if not prefills:
+            return False
+        turn = self._first(prefills, now).turn
+        left = sum(len(one.tokens) for one in prefills if one.turn is turn)
+        return left <= _BRIEF and self._order.had_less(turn.tenant, {other.tenant for other in decoding})
+
+    def _first(self, prefills: Sequence[Waiting], now: float) -> Waiting:
+        short = {one.turn for one in prefills if len(one.tokens) <= _SHORT}
+        turn = self._order.first([one.turn for one in prefills], now, short)
+        return next(one for one in prefills if one.turn is turn)
+
     def _prefills(self, prefills: Sequence[Waiting], now: float, limit: int) -> list[Waiting]:
         left, chosen, room = list(prefills), list[Waiting](), limit
         while left:
-            short = {one.turn for one in left if len(one.tokens) <= _SHORT}
-            turn = self._order.first([one.turn for one in left], now, short)
-            first = next(one for one in left if one.turn is turn)
-            if chosen and (turn not in short or len(first.tokens) > room or len(chosen) == MOST):
+            first = self._first(left, now)
+            if chosen and (len(first.tokens) > min(_SHORT, room) or len(chosen) == MOST):
                 break
             chosen.append(first)
             left.remove(first)

@@ -13,6 +13,7 @@ from ctxreuse.config.schema import (
     Setting,
     Settings,
     StoreConfig,
+    TakesHints,
     TlsConfig,
     settings,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Setting",
     "Settings",
     "StoreConfig",
+    "TakesHints",
     "TlsConfig",
     "config_path",
     "example",

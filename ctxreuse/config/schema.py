@@ -29,6 +29,7 @@ __all__ = [
     "Setting",
     "Settings",
     "StoreConfig",
+    "TakesHints",
     "TlsConfig",
     "settings",
 ]
@@ -55,6 +56,8 @@ _UNITS: dict[str, tuple[Callable[[str], float], Callable[[Any], str]]] = {
 
 #: Engines that a setting may name.
 EngineName: TypeAlias = Literal["auto", "torch", "llama_cpp", "onnxruntime"]
+#: KV hints that a backend is sent.
+TakesHints: TypeAlias = Literal["none", "pass", "make"]
 
 
 def _about(
@@ -330,6 +333,13 @@ class BackendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
         ),
     ] = ""
     kv_replay: Annotated[str, _about("Where missed KV events are asked for, tcp://HOST:PORT; empty: nowhere")] = ""
+    kv_hints: Annotated[
+        TakesHints,
+        _about(
+            "KV hints that it is sent with requests, as the field `kv_hints`; pass: of callers on their own context; "
+            "make: also that a context waits for a tool"
+        ),
+    ] = "none"
     max_inflight: Annotated[int, _about("Requests at once; 0: unlimited", ge=0)] = 0
     health: Annotated[str, _about("Path that answers 200 while it is healthy; empty: /health, else /v1/models")] = ""
 

@@ -25,13 +25,15 @@ from ctxreuse.daemon.probes import PROBES
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.metrics import Metrics
 
-__all__ = ["CALLER", "IGNORED_FIELDS", "ApiMiddleware", "new_id", "read_body", "request_id", "spend"]
+__all__ = ["CALLER", "IGNORED_FIELDS", "KV_HINTS", "ApiMiddleware", "new_id", "read_body", "request_id", "spend"]
 
 log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: Header of an answer: fields of the request that mean nothing here, such as misspelt ones.
 IGNORED_FIELDS = "x-ctxreuse-ignored-fields"
+#: Header that says how many of a request's KV hints were taken, and how many were ignored and why.
+KV_HINTS = "x-ctxreuse-kv-hints"
 
 #: Whose key the request that is being served has, "" where none is required: whose share it takes.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -116,6 +118,8 @@ class ApiMiddleware:
                 message["headers"] = [*message["headers"], *((name, identity.encode()) for name in names)]
                 if ignored := scope["state"].get("ignored"):
                     message["headers"].append((IGNORED_FIELDS.encode(), ignored.encode()))
+                if hints := scope["state"].get("kv_hints"):
+                    message["headers"].append((KV_HINTS.encode(), hints.encode()))
                 if (known := _known(scope)) is not None:
                     message["headers"] += known.keys.rates(known.key).headers()
             over = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -30,6 +30,7 @@ from ctxreuse.errors import (
     TokenRangeError,
 )
 from ctxreuse.metrics import SOURCES
+from ctxreuse.pauses.envelope import KvHints
 from ctxreuse.planner import DocumentOrder
 from ctxreuse.usage import StepUsage, Usage
 
@@ -231,7 +232,8 @@ class Extra(msgspec.Struct, frozen=True):
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling fields of both kinds of request, with the OpenAI API's defaults.
 
-    ``priority``, as in vLLM: the lower, the sooner; here below 0 is interactive, above 0 background.
+    ``priority``, as in vLLM: the lower, the sooner; here below 0 is interactive, above 0 background. ``kv_hints``: what
+    becomes of the context after the answer, see `ctxreuse.pauses.envelope`.
     """
 
     model: str = ""
@@ -253,6 +255,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    kv_hints: KvHints | None = None
     ctxreuse: Extra = Extra()
 
     @property

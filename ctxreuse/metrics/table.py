@@ -105,6 +105,7 @@ _EXIT_REFUSED = Label(
      "engine"),
 )  # fmt: skip
 _NET = Label("verdict", ("saved", "lost"))
+_HINT = Label("outcome", ("accepted", "version", "type", "payload", "target"))
 _PREFILL = Label("how", ("computed", "shared"))
 
 _CURRENT = (
@@ -268,6 +269,7 @@ _CURRENT = (
     Metric("ctxreuse_demoted_bytes_total", "counter", "Bytes of KV of paused contexts dropped from memory."),
     Metric("ctxreuse_prefetched_bytes_total", "counter", "Bytes of KV read from disk before their context resumed."),
     Metric("ctxreuse_prefetched_returns_total", "counter", "Contexts that resumed after their KV had been prefetched."),
+    Metric("ctxreuse_kv_hints_total", "counter", "Actions of KV hints, taken or ignored and why.", (_HINT,)),
     # the link
     Metric("ctxreuse_links", "gauge", "Links to other nodes, by state.", (_STATE,)),
     Metric("ctxreuse_link_rtt_seconds", "gauge", "Round-trip time of the best link that is up."),

@@ -21,6 +21,7 @@ __all__ = [
     "Rates",
     "bucket",
     "cumulated",
+    "ends_within",
     "exposure",
     "load_ahead",
     "prior",
@@ -93,6 +94,12 @@ def cumulated(rates: Rates, age: float) -> float:
 def survival(rates: Rates, age: float, more: float) -> float:
     """Probability that a context away for ``age`` seconds is still away ``more`` seconds later."""
     return float(np.exp(cumulated(rates, age) - cumulated(rates, age + max(more, 0.0))))
+
+
+def ends_within(rates: Rates, share: float) -> float:
+    """Return the age, in seconds, by which a ``share`` of pauses has ended, rounded up to the grid; its end if none."""
+    ended = 1.0 - np.exp(-np.cumsum(rates * _WIDTH))
+    return float(AGES[min(int(np.searchsorted(ended, share)) + 1, BUCKETS)])
 
 
 def worth(rates: Rates) -> Rates:

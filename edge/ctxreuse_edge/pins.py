@@ -101,6 +101,16 @@ class PrefixPins:
                 self._wanted.append(_Wanted(keys, seconds, _digest(caller)))
                 self._changed.notify_all()
 
+    def release(self, keys: Sequence[bytes], caller: str = "") -> None:
+        """End what `keep` was asked by this caller of prefixes of a prompt; returns at once."""
+        digest, ends = _digest(caller), frozenset(keys)
+        with self._changed:
+            self._wanted = [one for one in self._wanted if one.caller != digest or one.keys[-1] not in ends]
+            for key in ends & self._pins.keys():
+                if self._pins[key].caller == digest:
+                    self._pins[key].expires = 0.0
+            self._changed.notify_all()
+
     def use(self, keys: Sequence[bytes]) -> None:
         """Prolong the pins of all prefixes of a prompt."""
         with self._changed:

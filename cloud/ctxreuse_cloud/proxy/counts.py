@@ -7,6 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from ctxreuse.pauses.envelope import HINT_OUTCOMES
 from ctxreuse_cloud.proxy.backends import TAKES, Backend, Backends, Takes
 from ctxreuse_cloud.proxy.kv_events import BackendEvents
 from ctxreuse_cloud.proxy.reported import ReportedUsage
@@ -102,6 +103,13 @@ class ProxyCounts:
             if backend.events is not None:
                 blocks.labels(backend.name).set_function(partial(_blocks, backend.events))
                 lost.labels(backend.name).set_function(partial(_lost, backend.events))
+        self._hints = Counter(
+            "ctxreuse_proxy_kv_hints",
+            "Actions of callers' KV hints: passed on (accepted), or ignored and why; made here.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._start(self._hints, (*HINT_OUTCOMES, "made"))
         self._start(self._requests, OUTCOMES)
         self._start(self._tried, names)
         self._start(self._failed, names)
@@ -122,6 +130,11 @@ class ProxyCounts:
         self._tried.labels(backend).inc()
         if again:
             self._retries.inc()
+
+    def hinted(self, outcomes: Iterable[str], *, made: bool) -> None:
+        """Count a request's KV hints, and whether one was ``made`` here."""
+        for outcome in (*outcomes, *(["made"] if made else [])):
+            self._hints.labels(outcome).inc()
 
     def failed(self, backend: str) -> None:
         """Count a backend that did not answer, or broke off."""

@@ -12,11 +12,14 @@ import aiohttp
 
 from ctxreuse.bus.log_limit import LimitedLog
 from ctxreuse.daemon.broken import last_piece
+from ctxreuse.daemon.middleware import KV_HINTS
 from ctxreuse.daemon.openai import ApiError
+from ctxreuse.pauses.envelope import summary
 from ctxreuse.routing import PrefixRun, PromptTokens, Route
 from ctxreuse_cloud.proxy.backends import Backend, Backends
 from ctxreuse_cloud.proxy.counts import ProxyCounts
 from ctxreuse_cloud.proxy.http import RawHeaders, answer_headers, request_headers
+from ctxreuse_cloud.proxy.kv_hints import HINTS_PATH, NO_HINTS, sent_to
 from ctxreuse_cloud.proxy.reported import ReportedUsage, usage_of
 from ctxreuse_cloud.proxy.request import EMPTY_REQUEST
 from ctxreuse_cloud.proxy.retry import PATIENCE, Budget, FailedError, pause, repeatable, retry_after, retry_status
@@ -42,7 +45,7 @@ _ERROR = 1 << 16
 _ASKING = 5.0
 #: Routes that compute nothing.
 COUNTING = frozenset(
-    ("/tokenize", "/detokenize", "/api/show", "/v1/messages/count_tokens", "/v1/responses/input_tokens")
+    ("/tokenize", "/detokenize", "/api/show", "/v1/messages/count_tokens", "/v1/responses/input_tokens", HINTS_PATH)
 )
 
 
@@ -54,6 +57,8 @@ class ProxyCall:
         self.target = f"{path}?{query.decode('latin-1')}" if query else path
         #: The body, and the ``cache_salt`` for backends that take one.
         self.request, self.salt = EMPTY_REQUEST, ""
+        #: Its KV hints; at the backend that was tried last, what became of them and whether it was sent one of ours.
+        self.hints, self.hinted, self.made_hint = NO_HINTS, list[str](), False
         #: What the router knows it by (none: it computes no prompt), and why the last backend was chosen.
         self.runs: Sequence[PrefixRun] = ()
         #: Those of its chat's request before this one, where a backend takes only sessions.
@@ -172,7 +177,8 @@ class Forwarder:
         call.tried.append(backend)
         body = None
         if call.method == "POST":
-            body = call.request.body(call.salt if backend.config.cache_salt else "")
+            hints, call.hinted, call.made_hint = sent_to(backend.config.kv_hints, call.hints, call.identity)
+            body = call.request.body(call.salt if backend.config.cache_salt else "", hints)
         headers = request_headers(call.headers, call.identity, backend.key)
         with backend.request():
             try:
@@ -206,6 +212,8 @@ class Forwarder:
         """Pass one answer on; raises only before anything was sent."""
         raw, status = response.raw_headers, response.status
         headers = answer_headers(raw, call.identity)
+        if call.hints.envelope is not None:
+            headers.append((KV_HINTS.encode(), summary(call.hinted).encode()))
         if retry_status(status):
             body, whole = await read_whole(response, _ERROR)
             wait = retry_after(response.headers) or 0.0
@@ -222,6 +230,7 @@ class Forwarder:
         call.first = self._clock()
         if status < 400:
             self._backends.first_byte(number, streamed=bool(framing))
+            self._counts.hinted(call.hinted, made=call.made_hint)
         else:
             call.outcome = "upstream"
         if whole:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias
 
+from ctxreuse.daemon.middleware import KV_HINTS
+
 __all__ = [
     "REQUEST_ID",
     "DisconnectedError",
@@ -29,7 +31,7 @@ _HOP = frozenset(
 ) | {b"transfer-encoding", b"upgrade"}
 # The caller's key is for this node; bodies may be rewritten; compressed answers cannot be passed on in pieces.
 _MINE = frozenset(b"host content-length expect authorization cookie accept-encoding api-key x-api-key".split())
-_THEIRS = frozenset(b"server date set-cookie".split()) | {REQUEST_ID}
+_THEIRS = frozenset(b"server date set-cookie".split()) | {REQUEST_ID, KV_HINTS.encode()}
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:

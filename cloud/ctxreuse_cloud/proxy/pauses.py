@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from ctxreuse.pauses import PauseKind, Sessions, infer
+from ctxreuse.pauses import Pause, PauseKind, Sessions, infer
+from ctxreuse.pauses.hazard import ends_within
 from ctxreuse.pauses.kinds import TOOL_CALL
 
 __all__ = ["KINDS", "PauseTracker", "stop_of"]
@@ -19,6 +20,8 @@ KINDS = ("tool", "end_of_turn", "length", "unknown")
 _SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0)
 _TOOL_ROLES = frozenset(("tool", "function"))
 _MAX = 2048
+#: Share of pauses that are waited for.
+_MOSTLY = 0.9
 #: Bytes read of the end of an answer: the stop reason is there, and most tool calls are short enough, too.
 _TAIL = 1 << 15
 _FINISH = re.compile(rb'"(?:finish_reason|stop_reason|done_reason)"\s*:\s*"([a-z_]{1,32})"')
@@ -100,6 +103,10 @@ class PauseTracker:
         self._waits[key] = _Waits(now, kind)
         while len(self._waits) > _MAX:
             del self._waits[next(iter(self._waits))]
+
+    def tool_seconds(self, tenant: str) -> float:
+        """Return the seconds in which most of a tenant's pauses for tools have ended."""
+        return ends_within(self.sessions.estimator.rates(Pause("tool", "", tenant)), _MOSTLY)
 
     def check(self) -> None:
         """Raise AssertionError if a count is wrong."""

@@ -40,6 +40,7 @@ from ctxreuse_cloud.proxy.http import (
     cancel_on_disconnect,
     read_body,
 )
+from ctxreuse_cloud.proxy.kv_hints import HINTS_PATH, hints_alone, read_sent
 from ctxreuse_cloud.proxy.observers import Observers
 from ctxreuse_cloud.proxy.prompts import PromptReader
 from ctxreuse_cloud.proxy.request import parse_request
@@ -56,10 +57,17 @@ limited = LimitedLog(logging.getLogger(__name__))
 Scope: TypeAlias = MutableMapping[str, Any]
 
 _JSON = (b"content-type", b"application/json")
+#: Requests that may be sent a hint of ours.
+_CHAT = "/v1/chat/completions"
 #: Paths that are passed on: all below ``/v1``, and those of other APIs that are for callers, not for the operator. With
 #: ``..`` or an escape, the backend could take one for another route than we do.
 _PATH = re.compile(r"/v1(?:/(?!\.\.?(?:/|\Z))[A-Za-z0-9._~:@+,=-]+)+")
-_OTHERS = frozenset(path for path in PURE if not path.startswith("/v1/")) | {"/api/ps", "/api/tags", "/api/version"}
+_OTHERS = frozenset(path for path in PURE if not path.startswith("/v1/")) | {
+    "/api/ps",
+    "/api/tags",
+    "/api/version",
+    HINTS_PATH,
+}
 
 
 def is_proxied(path: str) -> bool:
@@ -95,6 +103,7 @@ class Proxy:
         self.observers = observers
         self._forward = Forwarder(backends, pool, observers.counts, self._stored, attempts=config.attempts, clock=clock)
         self._prompts = PromptReader(backends, pool)
+        self._makes_hints = any(backend.config.kv_hints == "make" for backend in backends.all)
         self._all, self._tenant = Admission(config.max_waiting), Admission(config.tenant_requests)
 
     @property
@@ -238,6 +247,19 @@ class Proxy:
                     self._stored.note(identity, call.tenant, place.name)
             call.place = call.place or place
 
+    def _find_hinted(self, call: ProxyCall) -> None:
+        """Set the backend of the request that hints are about."""
+        try:
+            name, call.request = hints_alone(call.request, call.tenant)
+        except FormatError as error:
+            raise _RefusedError(400, error.what, "invalid_request_error") from None
+        place = self._backends.find(self.observers.requests.backend(name, call.tenant))
+        if place is None:
+            raise _RefusedError(404, f"no request {name[:80]!r} is known here", "not_found_error")
+        if place.config.kv_hints == "none":
+            raise _RefusedError(404, f"{place.name}, which answered it, takes no KV hints", "not_found_error")
+        call.place = place
+
     async def _read(
         self, receive: Receive, take: Callable[[int], None], given: dict[bytes, bytes], tenant: str, call: ProxyCall
     ) -> None:
@@ -247,8 +269,9 @@ class Proxy:
             body = await read_body(receive, length, take, limit=limit, timeout=self.bodies.seconds)
             form = given.get(b"content-type", b"").lower().startswith(b"multipart/")
             opaque = form and "completions" not in call.path
-            lenient = call.path not in PURE and call.path != "/v1/responses"
+            lenient = call.path not in PURE and call.path not in ("/v1/responses", HINTS_PATH)
             call.request = parse_request(body, tenant, opaque=opaque, lenient=lenient)
+            call.hints = read_sent(call.request)
         except TooLargeError:
             message = f"the request is larger than {limit} bytes"
             raise _RefusedError(413, message, "invalid_request_error", (b"connection", b"close")) from None
@@ -279,8 +302,12 @@ class Proxy:
                 call.earlier = earlier_runs(tenant, call.request.model, messages)
             if call.runs and self._backends.router is not None:
                 call.prompt = await self._prompts.read(call.path, call.request, call.salt)
+        if call.path == HINTS_PATH:
+            self._find_hinted(call)
         await self._find_place(call)
         self.observers.begin(call, self._clock())
+        if self._makes_hints and call.path == _CHAT and any(name == "tools" for name, _ in call.request.messages()):
+            call.hints = call.hints._replace(pause=self.observers.pauses.tool_seconds(tenant))
         task = asyncio.current_task()
         assert task is not None
         watcher = asyncio.create_task(cancel_on_disconnect(receive, task, lambda: answer.over))

@@ -17,6 +17,9 @@ _PREFIX = 4096
 #: Fields that become the prompt, in this order.
 _READ = ("tools", "functions", "instructions", "system", "messages", "prompt", "input")
 
+#: Fields that a caller does not set at a backend.
+_REPLACED = frozenset(("cache_salt", "kv_hints"))
+
 _NULL = msgspec.Raw(b"null")
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -117,13 +120,16 @@ class ProxyRequest:
                 found.append((collection, identity))
         return found
 
-    def body(self, salt: str) -> bytes:
-        """Return the body for a backend, with ``salt`` in place of the caller's ``cache_salt`` (none if empty)."""
-        if self._fields is None or (not salt and "cache_salt" not in self._fields):
+    def body(self, salt: str, hints: bytes = b"") -> bytes:
+        """Return the body for a backend, with ``salt`` and ``hints`` in place of the caller's ``cache_salt`` and
+        ``kv_hints`` (none if empty)."""
+        if self._fields is None or not (salt or hints or _REPLACED & self._fields.keys()):
             return self._body
-        fields = {name: value for name, value in self._fields.items() if name != "cache_salt"}
+        fields = {name: value for name, value in self._fields.items() if name not in _REPLACED}
         if salt:
             fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+        if hints:
+            fields["kv_hints"] = msgspec.Raw(hints)
         return msgspec.json.encode(fields)
 
     def parts(self) -> list[msgspec.Raw]:

@@ -130,6 +130,12 @@ class ProxyRequestLog:
         """Return the last requests, oldest first. Any thread."""
         return list(self._seen)[-most:]
 
+    def backend(self, request: str, tenant: str) -> str:
+        """Return the backend that answered a tenant's request last; empty if none is known."""
+        owner = self._owner(tenant)
+        rows = (seen for seen in reversed(self._seen) if (seen.request, seen.tenant) == (request, owner))
+        return next((seen.backend for seen in rows), "")
+
     def explain(self, request: str, tenant: str | None) -> CloudWhy | None:
         """Explain a request; None if it is not known or not of ``tenant`` (None: the operator, who may see all)."""
         owner = None if tenant is None else self._owner(tenant)

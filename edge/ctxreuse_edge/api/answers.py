@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,13 +32,17 @@ from ctxreuse.daemon.openai import (
 )
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError
+from ctxreuse.identity.keys import as_tokens
+from ctxreuse.pauses.envelope import read_hints, summary
 from ctxreuse.usage import total_usage
+from ctxreuse_edge.kv_hints import count_hints, take_hints
 from ctxreuse_edge.models import check_keep_alive
 
 if TYPE_CHECKING:
     from ctxreuse.engines.generate import GeneratedToken
     from ctxreuse.identity.model import ModelSpace
     from ctxreuse.runtime import Completion, Runtime
+    from ctxreuse.runtime.request import Request as Prompt
     from ctxreuse_edge.models import ServedModel
     from ctxreuse_edge.node import EdgeNode
     from ctxreuse_edge.worker import Piece, RunningAnswer
@@ -72,11 +77,13 @@ _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length"}
 
 
 async def body_of(request: Request, node: EdgeNode, kind: type[T]) -> T:
-    """Return the request's body, read and checked within the limit of the settings; notes its ignored fields, which the
-    answer's header will name. Raises ApiError."""
+    """Return the request's body, read and checked within the limit of the settings; notes its ignored fields, and what
+    becomes of its KV hints, which headers of the answer will name. Raises ApiError."""
     raw = await read_body(request, node.settings.edge.max_body)
     body = parse(raw, kind)
     request.scope["state"]["ignored"] = ", ".join(ignored_fields(raw, kind))
+    if (hints := getattr(body, "kv_hints", None)) is not None:
+        request.scope["state"]["kv_hints"] = summary(count_hints(node, hints))
     return body
 
 
@@ -324,6 +331,18 @@ class OpenAiAnswer(HttpAnswer):
         #: The pieces of each answer, where its choice is made of their log-probabilities.
         self._given: list[list[GeneratedToken]] = [[] for _ in range(body.answers)]
         self._reporters: dict[int, LogprobReporter] = {}
+
+    @property
+    @abstractmethod
+    def prompt(self) -> Prompt | None:
+        """The prompt, as soon as it was made."""
+
+    async def settle(self) -> None:
+        """Take the request's KV hints: they are on the context that the answer leaves."""
+        hints, prompt = self._requested.kv_hints, self.prompt
+        if hints is not None and prompt is not None:
+            ids = as_tokens(np.concatenate([prompt.ids, as_tokens(self.completions[0].tokens)]))
+            await asyncio.to_thread(take_hints, self._node, self._model.runtime, read_hints(hints), ids)
 
     @property
     def fingerprint(self) -> str:

@@ -31,11 +31,13 @@ from ctxreuse.daemon.ollama import (
 )
 from ctxreuse.daemon.openai import ChatCompletion, Completion, Model, ModelList
 from ctxreuse.daemon.responses import ResponseObject
+from ctxreuse.pauses.envelope import HintReport
 from ctxreuse_edge.api.answers import json_answer
 from ctxreuse_edge.api.chat import EdgeChatRequest
 from ctxreuse_edge.api.contexts import NewContext
 from ctxreuse_edge.api.documents import PlanRequest
 from ctxreuse_edge.api.forget import ForgetRequest
+from ctxreuse_edge.api.kv_hints import KvHintsRequest
 from ctxreuse_edge.api.response_prompt import EdgeResponsesRequest
 from ctxreuse_edge.api.tokenizer import DetokenizeRequest, TokenizeRequest
 from ctxreuse_edge.api.tokens import TokensRequest
@@ -90,6 +92,7 @@ _OPERATIONS = (
     _Operation("DELETE", "/api/contexts/{name}", "Delete a context: its text and its KV"),
     _Operation("GET", "/api/contexts/{name}/export", "All that is kept of a context"),
     _Operation("POST", "/api/plan", "An order of requests and of their documents that shares most", PlanRequest),
+    _Operation("POST", "/api/kv_hints", "What becomes of a context: KV hints alone", KvHintsRequest, HintReport),
     _Operation("POST", "/api/forget", "Delete what is kept of a chat", ForgetRequest, Forgotten),
     _Operation("POST", "/api/compact", "Rewrite the files: what was deleted is in none of them"),
     _Operation("POST", "/api/contexts/{name}/pin", "Keep a context's KV"),

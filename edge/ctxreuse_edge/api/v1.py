@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.scoring import TokenScores
     from ctxreuse.engines.text import TextModel
     from ctxreuse.runtime import Completion
+    from ctxreuse.runtime.request import Request as Prompt
     from ctxreuse_edge.models import ServedModel
     from ctxreuse_edge.node import EdgeNode
 
@@ -92,6 +93,10 @@ class _ChatAnswer(OpenAiAnswer):
         super().__init__(node, chat.model, body, "chatcmpl", chat.begin, body.keep_alive)
         self._chat = chat
         self._readers: dict[int, CallReader] = {}
+
+    @property
+    def prompt(self) -> Prompt | None:
+        return self._chat.prompt
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usages) -> ChatChunk:
         return ChatChunk(*self.head, choices, self.fingerprint, usage)
@@ -184,6 +189,7 @@ def _completions(node: EdgeNode) -> list[Route]:
             sampling = constrained(sampling_of(body, len(ids), space, limit), wanted, runtime)
             max_kl, about = max_kl_of(node, body.ctxreuse.lossy, runtime), RequestInfo(id_of(request), name)
             prompt = runtime.request(ids, max_kl=max_kl, about=about, priority=body.priority, caller=CALLER.get())
+            said.made = prompt
             step()
             if runtime.text is not None and (body.prompt_logprobs is not None or (body.echo and body.wants_logprobs)):
                 top = max(body.prompt_logprobs or 0, body.listed_logprobs)
@@ -211,6 +217,7 @@ def _check_completion(body: CompletionRequest) -> None:
 class _Prompt:
     """A prompt, as soon as it was read: its text, where it is echoed, and its ids with their scores, where wanted."""
 
+    made: Prompt | None = None
     text: str = ""
     ids: Sequence[int] = ()
     scores: TokenScores | None = None
@@ -229,6 +236,10 @@ class _TextAnswer(OpenAiAnswer):
     ) -> None:
         super().__init__(node, model, body, prefix, make, keep_alive)
         self._text_request, self._prompt = body, prompt
+
+    @property
+    def prompt(self) -> Prompt | None:
+        return self._prompt.made
 
     def event(
         self, content: str | None, finish: str | None, usage: Usages, number: int = 0, logprobs: Any = None

@@ -22,7 +22,7 @@ from ctxreuse.why import RequestInfo
 from ctxreuse_agents._state import MemoryState
 from ctxreuse_agents.answer import Answer
 from ctxreuse_agents.inputs import check_text, choose_sampling, edited, question_of
-from ctxreuse_agents.planning import plan_documents
+from ctxreuse_agents.planning import plan_documents, point_to_repeats
 from ctxreuse_agents.segments import Draft
 from ctxreuse_agents.tools import AnswerType, ToolLike, tools_from
 from ctxreuse_agents.turn_lock import TurnLock
@@ -37,7 +37,7 @@ _CUT = ("stop_string", "cancelled", "error")
 
 class Question(msgspec.Struct, frozen=True):
     """A question: a draft turn (None: complete the history as it stands), and how to sample. ``documents`` are those in
-    the draft, which may be put into another ``order``."""
+    the draft, which may be put into another ``order``; ``pointers`` may stand for those that the session has before."""
 
     draft: Draft | None
     sampling: SamplingParams
@@ -47,6 +47,7 @@ class Question(msgspec.Struct, frozen=True):
     answers: int = 1
     documents: tuple[str, ...] = ()
     order: DocumentOrder = "cached"
+    pointers: bool = False
 
 
 def make_question(
@@ -60,6 +61,7 @@ def make_question(
     schema: Any = None,
     n: int = 1,
     order: DocumentOrder = "cached",
+    pointers: bool = False,
 ) -> Question:
     """Check the arguments of `Session.ask` and `Session.complete` (``text`` None)."""
     if not 1 <= n <= MAX_ANSWERS:
@@ -68,9 +70,8 @@ def make_question(
     draft = question_of(text, documents) if text is not None else None
     found = tools_from(tools)
     form = None if schema is None else AnswerType(schema)
-    return Question(
-        draft, choose_sampling(sampling, settings), found, _choice(tool_choice, found), form, n, tuple(documents), order
-    )
+    how = choose_sampling(sampling, settings), found, _choice(tool_choice, found), form, n
+    return Question(draft, *how, tuple(documents), order, pointers)
 
 
 def _choice(given: str, tools: Sequence[Tool]) -> ToolChoice:
@@ -152,6 +153,8 @@ class SessionCore:
             )
         else:
             prompt, reordered = segments.prompt(turns, draft), None
+        if draft is not None and question.pointers and (pointing := point_to_repeats(draft, turns)) != draft:
+            draft, prompt = pointing, segments.prompt(turns, pointing)
         longest = runtime.space.max_tokens
         room = longest - len(prompt.ids)
         if room < 1:

@@ -284,6 +284,7 @@ class AsyncSession:
         *,
         documents: Sequence[str] = (),
         order: DocumentOrder = "cached",
+        pointers: bool = False,
         sampling: SamplingParams | None = None,
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
@@ -292,7 +293,8 @@ class AsyncSession:
         **settings: Any,
     ) -> AsyncAnswer:
         """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n, "order": order}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        wanted |= {"order": order, "pointers": pointers}
         return await self._ask(question, documents, sampling, settings, **wanted)
 
     async def complete(
@@ -324,8 +326,8 @@ class AsyncSession:
         how = {**how, "tools": known.tools}
         choice = how.pop("tool_choice", "auto")
         answer = await self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
-        how.pop("documents", None)
-        how.pop("order", None)
+        for name in ("documents", "order", "pointers"):
+            how.pop(name, None)
         for left in range(rounds - 1, -1, -1):
             made = await answer.tool_calls()
             if not made or answer.finish != "stop":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from ctxreuse.errors import SessionError
 from ctxreuse.store import NewTurn, Turn
 from ctxreuse_agents.segments import Draft
 
-__all__ = ["check_text", "choose_sampling", "edited", "question_of"]
+__all__ = ["check_text", "choose_sampling", "edited", "question_of", "texts_of"]
 
 #: Appended to each document.
 _BETWEEN = "\n\n"
@@ -60,6 +60,12 @@ def question_of(question: str, documents: Sequence[str]) -> Draft:
     check_text("user", question)
     whole = [document + _BETWEEN for document in documents]
     return Draft("user", "".join([*whole, question]), None, tuple(accumulate(map(len, whole))))
+
+
+def texts_of(content: str, cuts: Sequence[int]) -> list[str]:
+    """Return the documents in the text of a turn, and what stands behind them, as `question_of` was given them."""
+    *parts, last = (content[start:end] for start, end in pairwise((0, *cuts, len(content))))
+    return [*(part.removesuffix(_BETWEEN) for part in parts), last]
 
 
 def edited(turn: Turn, text: str, span: tuple[int, int] | None) -> NewTurn:

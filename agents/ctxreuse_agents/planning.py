@@ -1,17 +1,17 @@
-"""The order of a question's documents: those whose KV is cached first, where the caller allows it."""
+"""A question's documents: their order, those whose KV is cached first, and pointers in place of what stands before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxreuse.planner import DocumentOrder, Part, document_order, document_parts, ranking_line
+from ctxreuse.planner import DocumentOrder, Part, document_order, document_parts, ranking_line, without_repeats
 from ctxreuse.runtime import RuntimeProtocol
 from ctxreuse.store import Turn
 from ctxreuse.why import Reordered
-from ctxreuse_agents.inputs import question_of
-from ctxreuse_agents.segments import Draft, Segments, SessionPrompt
+from ctxreuse_agents.inputs import question_of, texts_of
+from ctxreuse_agents.segments import Draft, Segments, SessionPrompt, message_of
 
-__all__ = ["plan_documents"]
+__all__ = ["plan_documents", "point_to_repeats"]
 
 
 def plan_documents(
@@ -40,6 +40,17 @@ def plan_documents(
         question = f"{ranking_line(found)}\n\n{question}"
     draft = question_of(question, found.apply(documents))
     return draft, segments.prompt(turns, draft), Reordered(found.order, plan.cached, plan.cached_as_given)
+
+
+def point_to_repeats(draft: Draft, turns: Sequence[Turn]) -> Draft:
+    """Return the draft with pointers in place of its documents that stand before in it or in ``turns``, equal to the
+    byte, see `without_repeats`."""
+    # Templates may leave out what earlier answers say.
+    messages = [message_of(turn) for turn in turns if turn.role != "assistant"]
+    before = [text for message in messages for text in texts_of(message.content, message.cuts)]
+    *documents, question = texts_of(draft.content, draft.cuts)
+    found = without_repeats([*before, *documents])
+    return question_of(question, found.texts[len(before) :])
 
 
 def _parts(prompt: SessionPrompt, documents: Sequence[str]) -> list[Part]:

@@ -152,6 +152,7 @@ class Session:
         *,
         documents: Sequence[str] = (),
         order: DocumentOrder = "cached",
+        pointers: bool = False,
         sampling: SamplingParams | None = None,
         tools: Sequence[ToolLike] = (),
         tool_choice: str = "auto",
@@ -170,6 +171,9 @@ class Session:
                 those that others will share, unless the KV of each is reused wherever it stands; `Why.reordered` says
                 what that saved. ``ranked``: the same, and a line behind them tells the model the order given, best
                 first. ``given``: as given.
+            pointers: put a line that points to the earlier text in place of each document, of 400 characters or more,
+                that the session has in an earlier turn, or this question twice, equal to the byte. That is what the
+                turn then says; do not edit the text that it points to.
             sampling: how to sample.
             tools: what it may call: functions, OpenAI descriptions or `Tool`. `Answer.tool_calls` has its calls; give
                 their results as turns of the role ``tool``, and `complete` with the same tools, or use `run_tools`.
@@ -183,7 +187,8 @@ class Session:
         Raises ContextTooLongError (and adds no turn) if the question does not fit, EngineError without an engine,
         GrammarError for tools or a schema that cannot be used.
         """
-        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n, "order": order}
+        wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
+        wanted |= {"order": order, "pointers": pointers}
         return self._ask(question, documents, sampling, settings, **wanted)
 
     def complete(
@@ -226,8 +231,8 @@ class Session:
         how = {**how, "tools": known.tools}
         choice = how.pop("tool_choice", "auto")
         answer = self.ask(question, tool_choice=choice if rounds > 0 else "none", **how)
-        how.pop("documents", None)
-        how.pop("order", None)
+        for name in ("documents", "order", "pointers"):
+            how.pop(name, None)
         for left in range(rounds - 1, -1, -1):
             made = answer.tool_calls
             if not made or answer.finish != "stop":

@@ -22,6 +22,7 @@ from ctxreuse.pauses.kinds import kind_of
 
 __all__ = [
     "HINT_OUTCOMES",
+    "MAX_ACTIONS",
     "HintOrder",
     "HintReport",
     "KvHintAction",
@@ -34,9 +35,11 @@ __all__ = [
 ]
 
 #: What becomes of an action: done, or ignored for its ``version``, its unknown ``type``, its malformed ``payload``, or
-#: as it names a ``target`` other than the request that it comes with; ``backend``: who would do it takes no hints.
+#: as it names a ``target`` other than the request that it comes with; ``backend``: the server behind takes no hints.
 HINT_OUTCOMES: Final = ("accepted", "version", "type", "payload", "target", "backend")
 
+#: Actions of an envelope at most, as in SGLang.
+MAX_ACTIONS: Final = 64
 #: Largest payload that is read, in bytes.
 _PAYLOAD: Final = 1 << 16
 #: Longest time that a payload may name, in seconds: 30 days, as in vLLM.
@@ -62,7 +65,7 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=_LONGEST)]
 
 
 class KvHintAction(msgspec.Struct, frozen=True):
-    """One action; ``payload`` is read by whoever knows its type."""
+    """One action; ``payload`` is read by those who know its type."""
 
     action_id: _Name
     action_type: _Name
@@ -75,7 +78,7 @@ class KvHints(msgspec.Struct, frozen=True):
 
     protocol_version: _Version
     message_id: _Name
-    actions: Annotated[list[KvHintAction], msgspec.Meta(max_length=64)] = []
+    actions: Annotated[list[KvHintAction], msgspec.Meta(max_length=MAX_ACTIONS)] = []
 
 
 class HintOrder(NamedTuple):

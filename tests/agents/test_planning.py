@@ -96,3 +96,29 @@ def test_documents_whose_kv_is_found_anywhere_stay_as_given(tmp_path: Path, engi
 def test_another_order_is_refused(stored: Memory) -> None:
     with pytest.raises(ConfigError, match="'best'"):
         stored.create().ask("?", documents=DOCUMENTS, order="best")  # type: ignore[arg-type]
+
+
+def test_a_document_that_the_session_has_is_pointed_to_on_request(stored: Memory) -> None:
+    long = ["The tower stands in Ness. " * 20, "Boats bring oil, and the horn sounds twice. " * 12]
+    session, short = stored.create(), "Fog."
+
+    def asked(*documents: str, **how: Any) -> tuple[str, int]:
+        answer = session.ask("How often?", documents=documents, max_tokens=1, **how)
+        assert answer.text is not None
+        return session.turns()[-2].content, answer.usage.tokens.prompt
+
+    session.tool(long[1])  # a tool's result
+    first, before = asked(long[0], short, pointers=True)
+    assert first == "\n\n".join([long[0], short, "How often?"])
+    again, after = asked(*long, short, "New. " * 100, "New. " * 100, pointers=True, order="given")
+    *said, question = again.split("\n\n")
+    assert question == "How often?"
+    assert said[2:4] == [short, "New. " * 100]
+    for line, text in zip((said[0], said[1], said[4]), (*long, "New. " * 100)):
+        assert f'the text of {len(text)} characters above that begins: "{text[:20]}' in line
+    assert after - before < len("New. " * 100) + 3 * 200
+    assert asked(long[0])[0].startswith(long[0])  # as it is unless asked
+    # What is put into another order points upwards, too.
+    moved, _ = asked(*["Other. " * 80] * 2, long[0], pointers=True)
+    assert moved.index("Other. Other.") < moved.index("(Here stands once more") > 0
+    assert moved.count("(Here stands once more") == 2

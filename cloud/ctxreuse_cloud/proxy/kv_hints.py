@@ -14,7 +14,7 @@ import msgspec
 
 from ctxreuse.config import TakesHints
 from ctxreuse.errors import FormatError
-from ctxreuse.pauses.envelope import HintOrder, KvHints, hint_outcomes, read_hints, retain_hint
+from ctxreuse.pauses.envelope import MAX_ACTIONS, HintOrder, KvHints, hint_outcomes, read_hints, retain_hint
 from ctxreuse_cloud.proxy.request import ProxyRequest, parse_request
 
 __all__ = ["HINTS_PATH", "NO_HINTS", "SentHints", "hints_alone", "read_sent", "sent_to"]
@@ -23,7 +23,7 @@ HINTS_PATH = "/api/kv_hints"
 
 #: Version of the envelopes that are made here.
 _PROTOCOL = "0.1"
-#: Longest pause for which a backend is asked to retain a context, and of one that was told the share waited beyond.
+#: Longest pause for which a backend is asked to retain a context, and how much longer than one that was reported.
 _LONGEST, _LATE = 600.0, 2.0
 
 
@@ -85,7 +85,7 @@ def sent_to(takes: TakesHints, hints: SentHints, identity: str) -> tuple[bytes, 
         return b"", ["backend" if one == "accepted" else one for one in outcomes], False
     given = hints.envelope
     actions = [] if given is None else [a for a, one in zip(given.actions, outcomes) if one == "accepted"]
-    seconds = _wanted(hints) if takes == "make" else 0.0
+    seconds = _wanted(hints) if takes == "make" and len(actions) < MAX_ACTIONS else 0.0
     if seconds:
         actions.append(retain_hint(identity, seconds))
     if given is None and not actions:
@@ -100,5 +100,5 @@ def _wanted(hints: SentHints) -> float:
     orders = [one for one in hints.orders if isinstance(one, HintOrder)]
     if any(one.name in ("retain", "pin", "demote") or one.kind == "closed" for one in orders):
         return 0.0
-    told = [one.seconds for one in orders if one.name == "pause" and one.seconds is not None]
-    return min(_LATE * max(told) if told else hints.pause, _LONGEST)
+    reported = [one.seconds for one in orders if one.name == "pause" and one.seconds is not None]
+    return min(_LATE * max(reported) if reported else hints.pause, _LONGEST)

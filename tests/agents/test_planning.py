@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ctxreuse_agents import Answer, Memory
+from ctxreuse_agents import Answer, Memory, Session
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.runtime import Runtime, RuntimeOptions
@@ -99,26 +99,26 @@ def test_another_order_is_refused(stored: Memory) -> None:
 
 
 def test_a_document_that_the_session_has_is_pointed_to_on_request(stored: Memory) -> None:
-    long = ["The tower stands in Ness. " * 20, "Boats bring oil, and the horn sounds twice. " * 12]
-    session, short = stored.create(), "Fog."
+    tower, boats, short = "The tower stands in Ness. " * 16, "Boats bring oil in fog. " * 17, "Fog."
 
-    def asked(*documents: str, **how: Any) -> tuple[str, int]:
+    def asked(session: Session, *documents: str, **how: Any) -> tuple[list[str], int]:
         answer = session.ask("How often?", documents=documents, max_tokens=1, **how)
         assert answer.text is not None
-        return session.turns()[-2].content, answer.usage.tokens.prompt
+        return session.turns()[-2].content.split("\n\n"), answer.usage.tokens.prompt
 
-    session.tool(long[1])  # a tool's result
-    first, before = asked(long[0], short, pointers=True)
-    assert first == "\n\n".join([long[0], short, "How often?"])
-    again, after = asked(*long, short, "New. " * 100, "New. " * 100, pointers=True, order="given")
-    *said, question = again.split("\n\n")
-    assert question == "How often?"
-    assert said[2:4] == [short, "New. " * 100]
-    for line, text in zip((said[0], said[1], said[4]), (*long, "New. " * 100)):
-        assert f'the text of {len(text)} characters above that begins: "{text[:20]}' in line
-    assert after - before < len("New. " * 100) + 3 * 200
-    assert asked(long[0])[0].startswith(long[0])  # as it is unless asked
-    # What is put into another order points upwards, too.
-    moved, _ = asked(*["Other. " * 80] * 2, long[0], pointers=True)
-    assert moved.index("Other. Other.") < moved.index("(Here stands once more") > 0
-    assert moved.count("(Here stands once more") == 2
+    session = stored.create()
+    session.tool(boats)  # a tool's result
+    said, before = asked(session, tower, short, pointers=True)
+    assert said == [tower, short, "How often?"]
+    again, after = asked(session, boats, short, tower, pointers=True, order="given")
+    assert again[1::2] == [short, "How often?"]
+    for line, text in zip(again[::2], (boats, tower)):
+        assert f"the text of {len(text)} characters above" in line
+        assert text[:20] in line
+    assert after - before < len(tower)
+    assert asked(session.fork(), tower)[0][0] == tower  # as it is unless asked
+    # In one question, too: behind its text, wherever the order puts that.
+    stored.flush()
+    moved, _ = asked(stored.create(), short, boats, boats, tower, pointers=True)
+    assert moved.index(boats) < next(at for at, text in enumerate(moved) if text.startswith("(Here stands"))
+    assert len(moved) == 5

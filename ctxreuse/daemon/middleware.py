@@ -118,7 +118,7 @@ class ApiMiddleware:
                 message["headers"] = [*message["headers"], *((name, identity.encode()) for name in names)]
                 if ignored := scope["state"].get("ignored"):
                     message["headers"].append((IGNORED_FIELDS.encode(), ignored.encode()))
-                if hints := scope["state"].get("kv_hints"):
+                if status < 400 and (hints := scope["state"].get("kv_hints")):
                     message["headers"].append((KV_HINTS.encode(), hints.encode()))
                 if (known := _known(scope)) is not None:
                     message["headers"] += known.keys.rates(known.key).headers()

@@ -6,34 +6,29 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ctxreuse.daemon.middleware import CALLER
-from ctxreuse.pauses.envelope import HintOrder, KvHints, hint_outcomes, read_hints
+from ctxreuse.pauses.envelope import HintOrder, hint_outcomes
 
 if TYPE_CHECKING:
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.runtime import Runtime
     from ctxreuse_edge.node import EdgeNode
 
-__all__ = ["count_hints", "take_hints"]
+__all__ = ["take_hints"]
 
 #: Seconds for which a prefix is pinned where the hint says no time.
 _UNENDED = 3600.0
 
 
-def count_hints(node: EdgeNode, hints: KvHints) -> list[str]:
-    """Return the outcome of each action of an envelope, counted in the metrics."""
-    outcomes = hint_outcomes(read_hints(hints))
-    for outcome in outcomes:
-        node.metrics.add("ctxreuse_kv_hints_total", 1, outcome)
-    return outcomes
-
-
 def take_hints(node: EdgeNode, runtime: Runtime, orders: Sequence[HintOrder | str], ids: Tokens) -> None:
-    """Do what the actions of an envelope ask for on a context, answer included; for a thread that may wait.
+    """Do what the actions of an envelope ask for on a context, answer included, and count them; for a thread that may
+    wait. ``orders``: see `read_hints`.
 
     A pause is reported with its length; what is retained is worth more and its stored blocks are pinned, in the share
     of its caller; what is demoted is unpinned and the first to be evicted; what is prefetched is worth more in memory.
     """
     keys, caller = runtime.keys(ids), f"{CALLER.get()} kv_hints"  # beside the caller's pins by cache_control
+    for outcome in hint_outcomes(orders):
+        node.metrics.add("ctxreuse_kv_hints_total", 1, outcome)
     for order in orders:
         if isinstance(order, str):
             continue

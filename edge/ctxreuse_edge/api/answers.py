@@ -33,9 +33,9 @@ from ctxreuse.daemon.openai import (
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError, ContextTooLongError, CtxReuseError
 from ctxreuse.identity.keys import as_tokens
-from ctxreuse.pauses.envelope import read_hints, summary
+from ctxreuse.pauses.envelope import hint_outcomes, read_hints, summary
 from ctxreuse.usage import total_usage
-from ctxreuse_edge.kv_hints import count_hints, take_hints
+from ctxreuse_edge.kv_hints import take_hints
 from ctxreuse_edge.models import check_keep_alive
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ async def body_of(request: Request, node: EdgeNode, kind: type[T]) -> T:
     body = parse(raw, kind)
     request.scope["state"]["ignored"] = ", ".join(ignored_fields(raw, kind))
     if (hints := getattr(body, "kv_hints", None)) is not None:
-        request.scope["state"]["kv_hints"] = summary(count_hints(node, hints))
+        request.scope["state"]["kv_hints"] = summary(hint_outcomes(read_hints(hints)))
     return body
 
 

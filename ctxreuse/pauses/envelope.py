@@ -70,7 +70,8 @@ class KvHintAction(msgspec.Struct, frozen=True):
     action_id: _Name
     action_type: _Name
     action_version: _Version
-    payload: msgspec.Raw = msgspec.Raw(b"{}")
+    # A factory, as a default would be part of the schema, which can be no raw value.
+    payload: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
 class KvHints(msgspec.Struct, frozen=True):

@@ -379,7 +379,7 @@ class _Answer:
 
     @property
     def _drafts_saved(self) -> float:
-        return self.drafter.ledger.saved if self.drafter is not None and self.drafter.drafted else 0.0
+        return self.drafter.saved if self.drafter is not None and self.drafter.drafted else 0.0
 
     def draft(self) -> Tokens:
         """Return what may follow its last token, to be checked in the pass that computes that."""
@@ -416,9 +416,15 @@ class _Answer:
         self.drafter.checked(drawn, self.advanced.seconds, self.advanced.load)
         if drafted and self.usage is not None:
             tokens, seconds, own = self.usage.tokens, self.usage.seconds, self.drafter
-            tokens = msgspec.structs.replace(tokens, drafted=own.drafted, accepted=own.accepted)
+            tokens = msgspec.structs.replace(
+                tokens,
+                drafted=own.drafted,
+                accepted=own.accepted,
+                drafted_by_model=own.drafted_by_model,
+                accepted_by_model=own.accepted_by_model,
+            )
             exits_saved = self.exits.saved if isinstance(self.exits, AnswerExits) and self.exits.exited else 0.0
-            seconds = msgspec.structs.replace(seconds, saved=own.ledger.saved + exits_saved)
+            seconds = msgspec.structs.replace(seconds, saved=own.saved + exits_saved)
             self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
 
 

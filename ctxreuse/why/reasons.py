@@ -205,6 +205,8 @@ def _drafting(made: DraftOutcome) -> str:
     if made.drafted:
         text = f"Of {made.drafted:,} drafted tokens of the answer {made.accepted:,} were right, which "
         text += f"{'saved' if made.saved >= 0 else 'cost'} {abs(made.saved):.2f} s"
+    if made.drafted_by_model:
+        text += f"; a draft model drafted {made.drafted_by_model:,} of them, {made.accepted_by_model:,} right"
     return f"{text}. Drafts were short or missing because: {why}." if why else f"{text}."
 
 

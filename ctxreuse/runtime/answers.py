@@ -195,9 +195,8 @@ class AnswerGroup:
             batch.append((context, np.concatenate([ids[context.n :], one.decoder.last, draft])))
             rows.append(1 + len(draft))
         plans = [one.exits.plan() if isinstance(one.exits, AnswerExits) else None for one in going]
-        plan = plans[0] if rows == [1] else None
         found: list[Logits | Exception] = []
-        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows, plan)):
+        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows, plans)):
             if isinstance(result, Exception):
                 found.append(result)
                 continue
@@ -363,7 +362,7 @@ class _Answer:
         if not isinstance(exits, AnswerExits):
             return
         if advanced.step is not None:
-            exits.stepped(advanced.step, advanced.seconds)
+            exits.stepped(advanced.step, advanced.seconds, advanced.load)
         else:
             exits.passed("draft" if self.drafted else "batch")
         self.count_exits()

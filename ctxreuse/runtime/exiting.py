@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ctxreuse.metrics import Metrics
     from ctxreuse.runtime.request import Request
     from ctxreuse.runtime.steps.scheduler import StepScheduler
-    from ctxreuse.speculate import PassCosts
+    from ctxreuse.speculate import PassCosts, PassLoad
 
 __all__ = ["AnswerExits", "Exiting"]
 
@@ -59,12 +59,13 @@ class AnswerExits:
         """Return what is to be done for the next token; `stepped` or `passed` follows."""
         return self._gate.plan()
 
-    def stepped(self, step: ExitStep, seconds: float) -> None:
-        """Note a step that took so many seconds."""
+    def stepped(self, step: ExitStep, seconds: float, load: PassLoad) -> None:
+        """Note a step, in a pass of so many seconds that had ``load`` beside it; others' exits count there too."""
         self._gate.settle(step.left, step.rows)
-        plain = self._costs.seconds(1)
-        if plain is not None and (step.left >= 0 or len(step.rows) > 1):
-            self.saved += plain - seconds
+        contexts = load.contexts + 1
+        plain = self._costs.seconds(contexts)
+        if plain is not None and (contexts > 1 or step.left >= 0 or len(step.rows) > 1):
+            self.saved += (plain - seconds) / contexts
 
     def passed(self, reason: str) -> None:
         """Note a token that went through the whole model, whatever the plan was."""

@@ -40,9 +40,9 @@ class ExitEngine(Protocol):
         ...
 
     def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
-        """Append one token each to different contexts, whose rows leave as planned: those that stay go on in a smaller
-        pass. Returns what became of each, or the error that `Engine.prefill` would raise, which does not harm the
-        others. Raises EngineError without ramps."""
+        """Append one token each to different contexts in one pass, which ends at the first ramp where all of them may
+        leave as planned: one that goes on reads the weights in any case. Returns what became of each, or the error
+        that `Engine.prefill` would raise, which does not harm the others. Raises EngineError without ramps."""
         ...
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:

@@ -15,7 +15,7 @@ from ctxreuse.constrain import HasVocabulary
 from ctxreuse.errors import ConfigError, CtxReuseError
 from ctxreuse.identity.keys import common_prefix
 from ctxreuse.runtime.context_cache import ContextCache
-from ctxreuse.speculate import MODEL, Confidence, Continuation, DraftLedger, DraftPrice
+from ctxreuse.speculate import MODEL, MOST, Confidence, Continuation, DraftLedger, DraftPrice
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine, Logits
@@ -90,17 +90,20 @@ class ModelDrafter:
     def __init__(self, model: DraftModel) -> None:
         self._model, self._failed = model, False
         self._context: Context | None = None
+        self._cached = -1  # tokens of the prompt that a context of the cache has; below 0: not looked up
         self.seconds = 0.0
 
     def price(self, history: Tokens) -> DraftPrice:
         """See `Drafter.price`: the tokens that its context misses are computed first."""
         model = self._model
-        if self._failed or len(history) + 1 >= model.engine.space.max_tokens:
+        if self._failed or len(history) + MOST > model.engine.space.max_tokens:
             return DraftPrice(inf, inf)
         if self._context is not None:
             here = common_prefix(self._context.tokens, history)
         else:
-            here = model.cache.match(model.engine, history, 0)
+            if self._cached < 0:
+                self._cached = model.cache.match(model.engine, history, 0)
+            here = self._cached
         return model.price(max(len(history) - here - 1, 0))
 
     def draft(self, history: Tokens, ahead: Tokens, most: int) -> Continuation:

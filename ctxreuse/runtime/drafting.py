@@ -95,7 +95,9 @@ class Drafting:
     def end(self, request: Request, drafter: AnswerDrafter | PipelinedDrafter, tokens: Tokens) -> None:
         """Learn a context whose answer has ended; ``tokens``: prompt and answer."""
         if isinstance(drafter, AnswerDrafter) and isinstance(drafter.model, ModelDrafter):
-            drafter.model.end()
+            if drafter.cleared == self.memory.cleared:  # else its text was forgotten meanwhile
+                drafter.model.end()
+            self._policy.ended(len(tokens) - len(request.ids))
         keys, size = self._keys(tokens, request.keys), self._space.block_tokens
         self.memory.learn(request.caller, tokens, keys, size, len(request.ids), drafter.cleared)
 

@@ -2,7 +2,7 @@
 
 from ctxreuse.speculate.costs import PassCosts
 from ctxreuse.speculate.draft_file import DraftFile, remove_draft_files
-from ctxreuse.speculate.drafter import AnswerDraft, AnswerDrafter, Drafter
+from ctxreuse.speculate.drafter import MOST, AnswerDraft, AnswerDrafter, Drafter
 from ctxreuse.speculate.memory import DraftMemory
 from ctxreuse.speculate.pipelined import PipelinedDrafter
 from ctxreuse.speculate.policy import MODEL, Confidence, DraftLedger, DraftPolicy, DraftPrice, PassLoad
@@ -10,6 +10,7 @@ from ctxreuse.speculate.suffix import Continuation, SuffixIndex
 
 __all__ = [
     "MODEL",
+    "MOST",
     "AnswerDraft",
     "AnswerDrafter",
     "Confidence",

@@ -23,8 +23,9 @@ _PRIOR, _SHARED, _MEMORY = 3.0, 6.0, 1024.0
 _MATCHES, _SHARES = (3, 5, 8, 16, 32), (0.0, 0.5, 0.8, 0.999)
 #: What a draft model is taken for, before it was tried.
 _GUESSED = 0.6
-#: What a draft model computes of a prompt must promise so many times as much in an answer of so many tokens at most.
-_WORTH, _TOKENS = 2.0, 128
+#: What a draft model computes of a prompt must promise so many times as much in an answer, which is taken to have so
+#: many tokens; of those that ended, the newest one's share in what is expected of others.
+_WORTH, _TOKENS, _NEWEST = 2.0, 128.0, 0.1
 #: Tokens beyond the best length of what a model may draft that are looked at.
 _BEYOND = 4
 #: Stands for the tokens that match, where a model drafts: its `Confidence.share` is the probability that it gives.
@@ -114,6 +115,8 @@ class DraftPolicy:
         self._free = {False: _FREE, True: _FREE}
         #: Passes that a draft model took for prompts and has not earned yet.
         self._begun = 0.0
+        #: Tokens that an answer has.
+        self._tokens = _TOKENS
         self._rates = _Rates()
 
     def dump(self) -> LearntRates:
@@ -183,7 +186,7 @@ class DraftPolicy:
         if plain is None or self._free[ledger.model] <= 0:
             return False
         share = plain / (load.contexts + 1)
-        promised = min(left, _TOKENS) * share * (1 - 1 / gain)
+        promised = min(left, self._tokens) * share * (1 - 1 / gain)
         return seconds < share / 2 or (self._begun <= _FREE and seconds * _WORTH < promised)
 
     def goes_on(self, drafted: Sequence[Confidence], load: PassLoad, ledger: DraftLedger, price: DraftPrice) -> bool:
@@ -198,6 +201,11 @@ class DraftPolicy:
             tokens += right
         right *= self.chance(GUESS, ledger)
         return right / tokens > (max(more - now, 0.0) + price.each) / (now + price.each * len(drafted))
+
+    def ended(self, tokens: int) -> None:
+        """Note that an answer had so many tokens: for short ones no long prompt is worth a draft model's time."""
+        with self._lock:
+            self._tokens += _NEWEST * (tokens - self._tokens)
 
     def chance(self, one: Confidence, ledger: DraftLedger) -> float:
         """Return how probably a token of a draft is right, if those before it are."""

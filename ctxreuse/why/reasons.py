@@ -97,7 +97,7 @@ _EXITS = {
     "spent": "as many as the budget allows had left and were wrong, or not verified yet",
     "score": "no ramp was sure enough",
     "pending": "so many were not verified that a full pass was due",
-    "batch": "the pass had prompts or drafts of other answers",
+    "batch": "the pass went on for other answers",
     "draft": "the pass checked a draft",
     "sampled": "the answer is drawn, or its tokens are penalised or biased, and a ramp knows only the likeliest one",
     "grammar": "the answer has a grammar, and a ramp does not know it",

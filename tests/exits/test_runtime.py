@@ -68,11 +68,11 @@ def test_answers_that_share_passes_leave_early_in_them(engine: Any) -> None:
     runtime = Runtime(engine, None, RuntimeOptions(exits=0.2))
     answer(runtime, 0)  # what is learnt first
     before = runtime.steps.stats()
-    found = runtime.complete_many(ids_of(3), GREEDY.answers(3))
+    found = runtime.complete_many(ids_of(3), GREEDY.answers(2))
     list(pieces_in_turn(found))
     stats = runtime.steps.stats()
-    assert stats.contexts - before.contexts > 2.5 * (stats.passes - before.passes)
-    assert sum(one.usage.tokens.exited for one in found) > 20
+    assert stats.contexts - before.contexts > 1.5 * (stats.passes - before.passes)
+    assert sum(one.usage.tokens.exited for one in found) > 10
     for one in found:
         assert one.usage.tokens.disagreed == disagreements(engine, ids_of(3), one.tokens)
     runtime.close()

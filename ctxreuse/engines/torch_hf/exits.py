@@ -166,50 +166,55 @@ class TorchExits:
             self._run([lane], depth)
         context.completed += lane.found.rows
 
-    def _run(self, going: Sequence[_Lane], at: int) -> None:
-        """Run the rows of several contexts from layer ``at`` on, and from where they wait those before them; whose row
-        leaves at a ramp is in the pass no more."""
-        waiting = [row for lane in going for row in lane.context.pending]
-        wanted = {number for row in (*waiting, *(lane.rows[-1] for lane in going)) for number in row.ramps}
+    def _run(self, lanes: Sequence[_Lane], at: int) -> None:
+        """Run the rows of several contexts from layer ``at`` on, and from where they wait those before them, up to the
+        ramp at which all leave.
+
+        If some left alone, the pass would save their rows and a later one have them: nothing, and their tokens would
+        be less sure.
+        """
+        waiting = [row for lane in lanes for row in lane.context.pending]
+        wanted = {number for row in (*waiting, *(lane.rows[-1] for lane in lanes)) for number in row.ramps}
         depths = {self._ramps[number].depth: number for number in wanted}
         stops = {stop for stop in (*depths, *(row.depth for row in waiting)) if stop > at}
         for stop in sorted(stops | {self._parts.count}):
-            self._advance(going, at, stop)
+            self._advance(lanes, at, stop)
             at, number = stop, depths.get(stop, -1)
             if number >= 0:
-                self._score(number, going)
-            going = [lane for lane in going if not lane.leaves(number, stop)]
-            if not going:
-                return
-            for lane in going:
+                self._score(number, lanes)
+                if all(lane.may_leave(number) for lane in lanes):
+                    for lane in lanes:
+                        lane.leave(number, stop)
+                    return
+            for lane in lanes:
                 lane.join(stop)
-        with few_rows(sum(len(lane.rows) for lane in going)):
-            logits = self._parts.logits(torch.cat([lane.hidden for lane in going]))
-        for lane, own in zip(going, logits.split([len(lane.rows) for lane in going])):
+        with few_rows(sum(len(lane.rows) for lane in lanes)):
+            logits = self._parts.logits(torch.cat([lane.hidden for lane in lanes]))
+        for lane, own in zip(lanes, logits.split([len(lane.rows) for lane in lanes])):
             lane.end(own)
 
-    def _advance(self, going: Sequence[_Lane], at: int, stop: int) -> None:
-        counts = [len(lane.rows) for lane in going]
-        given = torch.cat([lane.hidden for lane in going])
-        positions = torch.cat([torch.arange(lane.last + 1 - len(lane.rows), lane.last + 1) for lane in going])
-        if len(going) == 1:
+    def _advance(self, lanes: Sequence[_Lane], at: int, stop: int) -> None:
+        counts = [len(lane.rows) for lane in lanes]
+        given = torch.cat([lane.hidden for lane in lanes])
+        positions = torch.cat([torch.arange(lane.last + 1 - len(lane.rows), lane.last + 1) for lane in lanes])
+        if len(lanes) == 1:
             with few_rows(len(given)):
-                given = self._parts.run(given, positions, going[0].context.cache, at, stop)
+                given = self._parts.run(given, positions, lanes[0].context.cache, at, stop)
         else:
-            cache = packed_cache([lane.context.cache for lane in going], counts)
+            cache = packed_cache([lane.context.cache for lane in lanes], counts)
             with packing():
                 given = self._parts.run(given, positions, cache, at, stop)
             check_attended(cache)
-        for lane, hidden in zip(going, given.split(counts)):
+        for lane, hidden in zip(lanes, given.split(counts)):
             lane.hidden = hidden
 
-    def _score(self, number: int, going: Sequence[_Lane]) -> None:
+    def _score(self, number: int, lanes: Sequence[_Lane]) -> None:
         """Compute a ramp for those rows that it is wanted for."""
-        rows = [row for lane in going for row in lane.rows]
+        rows = [row for lane in lanes for row in lane.rows]
         chosen = [at for at, row in enumerate(rows) if number in row.ramps]
         if not chosen:
             return
-        ramp, hidden = self._ramps[number], torch.cat([lane.hidden for lane in going])[chosen]
+        ramp, hidden = self._ramps[number], torch.cat([lane.hidden for lane in lanes])[chosen]
         tops = linear_top(root_mean_square(hidden).numpy(), ramp.head, torch.get_num_threads())
         for at, top in zip(chosen, tops):
             rows[at].scores[number] = float(top["best"]) - float(top["total"])  # the log of its probability
@@ -233,17 +238,19 @@ class _Lane:
         self.context, self.hidden, self.rows, self.last, self.plan = context, hidden, rows, last, plan
         self.found = ExitStep(None, -1, -1, ())
 
-    def leaves(self, number: int, depth: int) -> bool:
-        """True if its last row leaves at a ramp, behind ``depth`` layers: then all its rows wait there."""
-        row, least = self.rows[-1], self.plan.least.get(number)
-        if least is None or row.scores[number] < least:
-            return False
+    def may_leave(self, number: int) -> bool:
+        """True if a ramp is sure enough of its last row."""
+        least = self.plan.least.get(number)
+        return least is not None and self.rows[-1].scores[number] >= least
+
+    def leave(self, number: int, depth: int) -> None:
+        """Let its last row leave at a ramp, behind ``depth`` layers; all its rows wait there."""
+        row = self.rows[-1]
         for one, hidden in zip(self.rows, self.hidden):
             one.depth, one.hidden = depth, hidden
         row.left = number
         self.context.pending.append(row)
         self.found = ExitStep(None, row.tokens[number], number, ())
-        return True
 
     def join(self, depth: int) -> None:
         """Take along the rows that wait at a depth."""

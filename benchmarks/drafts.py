@@ -8,6 +8,10 @@ forgotten between rounds, but not what passes cost. All is CPU time of one threa
 on the machine count less. A figure is the median over rounds of tokens a second against plain decoding in the same
 round; peer: the better of prompt lookup with 4 and with 10 tokens; bound: all drafts right, at the best length for what
 this engine's passes cost. ``--model``: another known name.
+
+``…_model`` are runs with a draft model besides, the GGUF of the same weights (of the quote, the summary and the open
+question): for torch in float32, of whose passes its tokens take a part, and for llama.cpp itself, where it never pays.
+Peer: the better of that model drafting four and eight tokens each time; bound: all of its tokens right.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from ctxreuse.identity.keys import Tokens
 from ctxreuse.models import get_gguf
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.runtime.answers import AnswerGroup, pieces_in_turn
+from ctxreuse.runtime.draft_model import DraftModel, ModelDrafter
 from ctxreuse.speculate import AnswerDrafter, DraftMemory, DraftPolicy, PassCosts, PassLoad
 
 __all__ = ["OPTIONS", "PromptLookup", "Task", "answered", "run", "tasks"]
@@ -49,6 +54,8 @@ _LEAST = 0.97
 #: Of a recorded session: tokens before its turns, and turns.
 _SESSION, _TURNS = 400, 4
 _LOOKUPS = (4, 10)
+#: What is answered with a draft model, and tokens that it drafts each time where that is fixed.
+_MODELLED, _FIXED = ("quote", "summary", "open"), (4, 8)
 #: Prompt lookup has none; it is never asked.
 _POLICY = DraftPolicy(PassCosts())
 
@@ -106,13 +113,31 @@ class PromptLookup(AnswerDrafter):
         self.accepted += len(came) - 1
 
 
-class _LookupDrafting:
+class FixedDrafts(PromptLookup):
+    """What a model says next, so many tokens whatever they cost."""
+
+    def __init__(self, length: int, history: Tokens, model: DraftModel) -> None:
+        super().__init__(length, history)
+        self._drafter = ModelDrafter(model)
+
+    def next(self, history: Tokens, left: int, load: PassLoad, constraint: Any = None) -> Tokens:
+        """See `AnswerDrafter.next`."""
+        self._drafted = history[:0]
+        while len(self._drafted) < min(self._length, left):
+            ids = self._drafter.draft(history, self._drafted, 1).ids
+            self._drafted = np.concatenate([self._drafted, ids])
+        return self._drafted
+
+
+class _FixedDrafting:
     """Stands in for a runtime's `Drafting`."""
 
-    def __init__(self, length: int) -> None:
-        self._length, self.memory = length, DraftMemory()
+    def __init__(self, length: int, model: DraftModel | None = None) -> None:
+        self._length, self._model, self.memory = length, model, DraftMemory()
 
     def begin(self, request: Any, sampling: SamplingParams) -> AnswerDrafter:
+        if self._model is not None:
+            return FixedDrafts(self._length, request.ids, self._model)
         return PromptLookup(self._length, request.ids)
 
     def end(self, request: Any, drafter: AnswerDrafter, tokens: Tokens) -> None: ...
@@ -215,15 +240,20 @@ def _drawn(group: AnswerGroup) -> int:
     return sum(len(one.decoder.history) for one in group._answers if one.decoder is not None)
 
 
-def _ways(engine: Engine) -> dict[str, Runtime]:
-    def runtime(drafting: Any = None, speculate: Any = "off") -> Runtime:
-        options = RuntimeOptions(context_cache_bytes=4 << 30, clock=time.process_time, speculate=speculate)
+def _ways(engine: Engine, draft: Engine | None = None) -> dict[str, Runtime]:
+    def runtime(drafting: Any = None, speculate: Any = "off", draft: Engine | None = None) -> Runtime:
+        options = RuntimeOptions(context_cache_bytes=4 << 30, clock=time.process_time, speculate=speculate, draft=draft)
         made = Runtime(engine, None, options)
         made.drafting = drafting or made.drafting
         return made
 
-    lookups = {f"lookup{length}": runtime(_LookupDrafting(length)) for length in _LOOKUPS}
-    return {"plain": runtime(), **lookups, "ours": runtime(speculate="auto")}
+    if draft is None:
+        fixed = {length: runtime(_FixedDrafting(length)) for length in _LOOKUPS}
+    else:
+        model = DraftModel(draft, engine, engine.text, time.process_time)
+        fixed = {length: runtime(_FixedDrafting(length, model)) for length in _FIXED}
+    peers = {f"fixed{length}": one for length, one in fixed.items()}
+    return {"plain": runtime(), **peers, "ours": runtime(speculate="auto", draft=draft)}
 
 
 def _engines(name: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
@@ -242,20 +272,30 @@ def run(options: Options) -> list[Figure]:
         options.step(f"opening {kind}")
         engine = opened()
         assert engine.text is not None
-        made, ways = tasks(engine.text, options), _ways(engine)
-        for count, longest in options.pick(((1, 8),), ((1, _ANSWER), (8, _BESIDE))):
-            for task in made:
-                found = dict[str, list[Measured]]()
-                for number in range(rounds + 1):
-                    options.step(f"{kind}: {task.name}, {count} at once", number, rounds + 1)
-                    for way in sorted(ways, reverse=bool(number % 2)):
-                        one = answered(ways[way], task, count, longest)
-                        if number or options.quick:  # the first round learns what passes cost
-                            found.setdefault(way, []).append(one)
-                figures.append(_figure(kind, task.name, count, found, ways["ours"], options))
-        for runtime in ways.values():
-            runtime.close()
+        made = tasks(engine.text, options)
+        figures += _measured(kind, made, _ways(engine), rounds, options)
+        if kind != "onnxruntime":
+            draft = open_engine(str(get_gguf(options.model or "smollm2")), threads=1)
+            some = [task for task in made if task.name in _MODELLED]
+            figures += _measured(kind, some, _ways(engine, draft), rounds, options)
     return figures
+
+
+def _measured(
+    kind: str, made: Sequence[Task], ways: dict[str, Runtime], rounds: int, options: Options
+) -> Iterator[Figure]:
+    for count, longest in options.pick(((1, 8),), ((1, _ANSWER), (8, _BESIDE))):
+        for task in made:
+            found = dict[str, list[Measured]]()
+            for number in range(rounds + 1):
+                options.step(f"{kind}: {task.name}, {count} at once", number, rounds + 1)
+                for way in sorted(ways, reverse=bool(number % 2)):
+                    one = answered(ways[way], task, count, longest)
+                    if number or options.quick:  # the first round learns what passes cost
+                        found.setdefault(way, []).append(one)
+            yield _figure(kind, task.name, count, found, ways["ours"], options)
+    for runtime in ways.values():
+        runtime.close()
 
 
 def _figure(
@@ -266,17 +306,21 @@ def _figure(
         for way, all_ in found.items()
     }
     last, plain = found["ours"][-1], ours.steps.costs.seconds(count)
+    model = ours.drafting.model if ours.drafting is not None else None
+    each = 0.0 if model is None else model.price(0).each
     lengths = [(rows + 1, ours.steps.costs.seconds(count * (rows + 1))) for rows in range(32)]
-    bound = max(tokens * plain / cost for tokens, cost in lengths if cost and plain) if plain else None
+    costs = [(tokens, cost + (tokens - 1) * count * each) for tokens, cost in lengths if cost]
+    bound = max(tokens * plain / cost for tokens, cost in costs) if plain else None
+    fixed = {way: ratio for way, ratio in ratios.items() if way.startswith("fixed")}
     return Figure(
-        metric=f"{kind}_{task}_{count}",
+        metric=f"{kind}_{task}_{count}" + ("" if model is None else "_model"),
         value=ratios["ours"],
         unit="x",
         baseline=1.0,
-        peer=max(ratios[f"lookup{length}"] for length in _LOOKUPS),
+        peer=max(fixed.values()),
         bound=bound,
-        bar=None if options.quick else _BARS.get(task, _LEAST),
+        bar=None if options.quick else _LEAST if model is not None else _BARS.get(task, _LEAST),
         note=f"{last.rate:.1f} tokens a CPU second, plain {found['plain'][-1].rate:.1f}; {last.tokens / count:.0f} "
         f"tokens in {last.passes} passes, {last.accepted} of {last.drafted} drafted ones right; fixed lengths "
-        + ", ".join(f"{length}: {ratios[f'lookup{length}']:.2f}" for length in _LOOKUPS),
+        + ", ".join(f"{way.removeprefix('fixed')}: {ratio:.2f}" for way, ratio in fixed.items()),
     )

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
+from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.exits import ExitStates
 from ctxreuse.errors import ConfigError
@@ -181,5 +182,6 @@ def _timed(engine: TorchEngine, costs: Sequence[RampCost], ids: Tokens, options:
 
 
 def _step(engine: TorchEngine, context: object, token: int, gate: ExitGate) -> None:
-    step = engine.exit_step(context, np.array([token], "<i4"), gate.plan())  # type: ignore[arg-type]
+    (step,) = engine.exit_step([(context, np.array([token], "<i4"), gate.plan())])  # type: ignore[list-item]
+    assert isinstance(step, ExitStep)
     gate.settle(step.left, step.rows)

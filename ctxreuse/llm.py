@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import msgspec
 
 from ctxreuse.config import EngineConfig
-from ctxreuse.engines import Engine, open_engine
+from ctxreuse.engines import Engine, open_draft_engine, open_engine
 from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
@@ -56,7 +56,8 @@ class LLM:
         speculate: ``auto``: draft answers from what was said before, where that is faster.
         exits: share of an answer's tokens that may be other than the model's own, such as 0.01, so that tokens leave
             the model early; ``off``: none.
-        settings: fields of `EngineConfig`, such as ``dtype`` or ``threads``.
+        settings: fields of `EngineConfig`, such as ``dtype``, ``threads`` or ``draft_model``, a smaller model that
+            drafts answers too.
 
     Raises ConfigError, EngineError, StoreError and StoreOwnedError as `open_engine` and `open_store` do.
     """
@@ -74,6 +75,10 @@ class LLM:
         **settings: Any,
     ) -> None:
         with ExitStack() as opened:
+            own = model if isinstance(model, EngineConfig) else EngineConfig()
+            threads = settings.get("threads", own.threads)
+            drafted = msgspec.structs.replace(own, speculate=speculate, threads=threads)
+            draft = open_draft_engine(settings.pop("draft_model", own.draft_model), drafted)
             if not isinstance(model, Engine):
                 model = open_engine(model, **settings)
             elif settings:
@@ -83,7 +88,7 @@ class LLM:
                 folder = None if store is None else Path(store).expanduser()
                 store = opened.enter_context(open_store(folder, capacity=capacity))
             share = 0.0 if exits == "off" else exits
-            options = RuntimeOptions(tenant=tenant, speculate=speculate, drafts=folder, exits=share)
+            options = RuntimeOptions(tenant=tenant, speculate=speculate, draft=draft, drafts=folder, exits=share)
             self.runtime = Runtime(model, store, options)
             opened.callback(self.runtime.close)
             self.runtime.check_max_kl(max_kl)

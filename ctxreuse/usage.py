@@ -28,6 +28,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
         recomputed: further tokens that were relocated and then computed again, to limit the error.
         drafted: tokens of drafts that were checked, see `ctxreuse.speculate`.
         accepted: of these, the tokens that were right: so many fewer passes.
+        drafted_by_model, accepted_by_model: of both, the tokens that a draft model drafted.
         verified: tokens of the answer that another node's model said.
         exited: tokens of the answer that left the model early, see `ctxreuse.exits`.
         disagreed: of these, as far as verified, the tokens that the whole model would not have said.
@@ -45,6 +46,8 @@ class TokenUsage(msgspec.Struct, frozen=True):
     verified: int = 0
     exited: int = 0
     disagreed: int = 0
+    drafted_by_model: int = 0
+    accepted_by_model: int = 0
 
     @property
     def computed(self) -> int:
@@ -171,7 +174,7 @@ class Usage(msgspec.Struct, frozen=True):
             tokens.completion, seconds.fetch, self.fetched_bytes, tokens.by_level, self.approximate, self.request,
             self.why, tokens.relocated, tokens.recomputed, self.gate_decision, tokens.drafted,
             tokens.accepted, seconds.saved, tokens.verified, self.verification, tokens.exited, tokens.disagreed,
-            self.steps,
+            self.steps, tokens.drafted_by_model, tokens.accepted_by_model,
         )  # fmt: skip
 
     @classmethod
@@ -181,6 +184,7 @@ class Usage(msgspec.Struct, frozen=True):
         tokens = TokenUsage(
             one.prompt_tokens, one.cached_tokens, one.completion_tokens, one.by_source, one.by_level, one.relocated,
             one.recomputed, one.drafted, one.accepted, one.verified, one.exited, one.disagreed,
+            one.drafted_by_model, one.accepted_by_model,
         )  # fmt: skip
         seconds = UsageSeconds(one.seconds_load, one.seconds_fetch, one.seconds_prefill, one.seconds_saved)
         return cls(
@@ -215,6 +219,8 @@ class WireUsage(msgspec.Struct, frozen=True, rename={"relocated": "moved", "reco
     exited: int = 0
     disagreed: int = 0
     steps: tuple[StepUsage, ...] = ()
+    drafted_by_model: int = 0
+    accepted_by_model: int = 0
 
 
 #: Fields of 0.1 and what they are now.
@@ -234,7 +240,9 @@ _OLD = {
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
     """Return what several answers to one prompt cost; the first has the prompt, see `RuntimeProtocol.complete_many`."""
-    names = ("completion", "drafted", "accepted", "exited", "disagreed")
+    names = (
+        "completion", "drafted", "accepted", "exited", "disagreed", "drafted_by_model", "accepted_by_model",
+    )  # fmt: skip
     counts = {name: sum(getattr(usage.tokens, name) for usage in usages) for name in names}
     tokens, saved = msgspec.structs.replace(usages[0].tokens, **counts), sum(usage.seconds.saved for usage in usages)
     seconds = msgspec.structs.replace(usages[0].seconds, saved=saved)

@@ -15,9 +15,9 @@ from typing import Any, Literal, TypedDict, Unpack
 import msgspec
 
 from ctxreuse.block.levels import read_limit
-from ctxreuse.config import load
+from ctxreuse.config import EngineConfig, load
 from ctxreuse.daemon.address import is_url
-from ctxreuse.engines import Engine, open_engine
+from ctxreuse.engines import Engine, open_draft_engine, open_engine
 from ctxreuse.errors import SessionError
 from ctxreuse.html import table, when
 from ctxreuse.private import make_private_folder
@@ -88,6 +88,7 @@ class Memory:
         max_kl: float | str | None = None,
         recompute: RecomputeBudget | None = None,
         speculate: Literal["auto", "off"] = "off",
+        draft_model: str = "",
         exits: float | Literal["off"] = "off",
         embedder: EmbedderChoice = "auto",
         keep: Mapping[str, KeepLimits] | None = None,
@@ -109,6 +110,7 @@ class Memory:
             recompute: limit of recomputation for relocated documents, such as ``Share(0.1)``, see `RuntimeOptions`; not
                 for a runtime or a daemon, which have their own.
             speculate: ``auto``: draft answers from what was said before, where that is faster; as for ``recompute``.
+            draft_model: a smaller model of the same tokenizer that drafts answers too, see `LLM`.
             exits: share of an answer's tokens that may be other than the model's own, such as 0.01, so that some leave
                 the model early; ``off``: none; as for ``recompute``. An answer's ``sampling`` may name another.
             embedder: makes the vectors by which `search` finds what is said in other words: ``auto``: that of the extra
@@ -146,11 +148,13 @@ class Memory:
                 durable = not readonly and store.disk is not None
                 requests = RequestLog(folder / FILE if durable else None).open()
                 opened.callback(requests.close)
+                draft = open_draft_engine(draft_model, EngineConfig(speculate=speculate))
                 options = RuntimeOptions(
                     tenant=tenant,
                     requests=requests,
                     recompute=recompute,
                     speculate=speculate,
+                    draft=draft,
                     exits=0.0 if exits == "off" else exits,
                     drafts=folder if durable else None,
                 )

@@ -146,6 +146,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Draft answers from what was said before, and check drafts in one pass: auto, where that is faster; off"
         ),
     ] = "off"
+    draft_model: Annotated[
+        str,
+        _about(
+            "A smaller model of the same tokenizer that drafts answers too, where `speculate` is auto: a GGUF file, a "
+            "model name or a folder; empty: none"
+        ),
+    ] = ""
     exits: Annotated[
         float,
         _about(

@@ -440,6 +440,8 @@ class CompletionDetails(msgspec.Struct, frozen=True):
     early_exit_tokens: int | msgspec.UnsetType = msgspec.UNSET
     early_exit_disagreements: int | msgspec.UnsetType = msgspec.UNSET
     steps: tuple[StepUsage, ...] | msgspec.UnsetType = msgspec.UNSET
+    drafted_by_model: int | msgspec.UnsetType = msgspec.UNSET
+    accepted_by_model: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ApiUsage(msgspec.Struct, frozen=True):
@@ -490,6 +492,8 @@ def _details(usage: Usage) -> CompletionDetails:
         tokens.exited or none,
         tokens.disagreed if tokens.exited else none,
         usage.steps or none,
+        tokens.drafted_by_model or none,
+        tokens.accepted_by_model if tokens.drafted_by_model else none,
     )
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ctxreuse.engines.base import Context, Engine, Loading
-from ctxreuse.engines.registry import open_engine, open_for_calibration
+from ctxreuse.engines.registry import open_draft_engine, open_engine, open_for_calibration
 
-__all__ = ["Context", "Engine", "Loading", "open_engine", "open_for_calibration"]
+__all__ = ["Context", "Engine", "Loading", "open_draft_engine", "open_engine", "open_for_calibration"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from ctxreuse.engines.base import Context, Logits
+from ctxreuse.errors import CtxReuseError
 from ctxreuse.exits import ExitPlan, ExitRow, RampCost
 from ctxreuse.identity.keys import Tokens
 
@@ -31,16 +32,17 @@ class ExitStep(NamedTuple):
 @runtime_checkable
 class ExitEngine(Protocol):
     """An engine some of whose tokens may leave early. K and V that such a token misses in later layers are computed
-    together with those of later tokens, on the same prefix: before anything else is done with the context."""
+    together with those of later tokens of its context: before anything else is done with that."""
 
     @property
     def ramps(self) -> Sequence[RampCost] | str:
         """What the ramps of the model's exit profile cost, or why no token can leave."""
         ...
 
-    def exit_step(self, context: Context, tokens: Tokens, plan: ExitPlan) -> ExitStep:
-        """Append one token, whose row leaves as planned. Raises what `Engine.prefill` raises; EngineError without
-        ramps."""
+    def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
+        """Append one token each to different contexts in one pass, which ends at the first ramp where all of them may
+        leave as planned: one that goes on reads the weights in any case. Returns what became of each, or the error
+        that `Engine.prefill` would raise, which does not harm the others. Raises EngineError without ramps."""
         ...
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.calibration import CalibrationModel
     from ctxreuse.engines.text import TextModel
 
-__all__ = ["choose_engine", "open_engine", "open_for_calibration", "read_text"]
+__all__ = ["choose_engine", "open_draft_engine", "open_engine", "open_for_calibration", "read_text"]
 
 #: What each engine needs beyond the core, the fastest first, and the extra that brings it.
 _NEEDS = {
@@ -111,6 +111,21 @@ def open_engine(
     from ctxreuse.engines.torch_hf.engine import TorchEngine
 
     return TorchEngine.open(config, reserve=reserve, block_tokens=block_tokens, **settings)
+
+
+def open_draft_engine(name: str, config: EngineConfig, *, isolate: bool = False) -> Engine | None:
+    """Open the draft model ``name`` beside an engine of ``config``; "": none. Raises what `open_engine` raises, and
+    ConfigError where answers are not drafted."""
+    if not name:
+        return None
+    if config.speculate == "off":
+        raise ConfigError(
+            "a draft model drafts nothing while speculate is off",
+            where=name,
+            fix='Set speculate to "auto", or leave draft_model empty',
+        )
+    own = EngineConfig(name, library=config.library, threads=config.threads, chunk=config.chunk)
+    return open_engine(own, isolate=isolate)
 
 
 def read_text(place: Path) -> HFText | None:

@@ -148,6 +148,9 @@ class Metrics:
         self.add("ctxreuse_completion_tokens_total", usage.tokens.completion)
         self.add("ctxreuse_draft_tokens_total", usage.tokens.accepted, "accepted")
         self.add("ctxreuse_draft_tokens_total", usage.tokens.drafted - usage.tokens.accepted, "rejected")
+        by_model = usage.tokens.drafted_by_model, usage.tokens.accepted_by_model
+        self.add("ctxreuse_model_draft_tokens_total", by_model[1], "accepted")
+        self.add("ctxreuse_model_draft_tokens_total", by_model[0] - by_model[1], "rejected")
         self.add("ctxreuse_verified_tokens_total", usage.tokens.verified)
         if usage.why or usage.miss_reason:
             self.add("ctxreuse_misses_total", 1, usage.why or usage.miss_reason)

@@ -124,6 +124,12 @@ _CURRENT = (
     Metric("ctxreuse_completion_tokens_total", "counter", "Tokens generated."),
     Metric("ctxreuse_draft_tokens_total", "counter", "Tokens of drafts that were checked, by verdict.", (_DRAFT,)),
     Metric(
+        "ctxreuse_model_draft_tokens_total",
+        "counter",
+        "Of these, tokens that a draft model drafted, by verdict.",
+        (_DRAFT,),
+    ),
+    Metric(
         "ctxreuse_draft_seconds_total",
         "counter",
         "Seconds that drafts of answers saved, and those that they cost where they were wrong.",

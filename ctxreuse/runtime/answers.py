@@ -195,9 +195,8 @@ class AnswerGroup:
             batch.append((context, np.concatenate([ids[context.n :], one.decoder.last, draft])))
             rows.append(1 + len(draft))
         plans = [one.exits.plan() if isinstance(one.exits, AnswerExits) else None for one in going]
-        plan = plans[0] if rows == [1] else None
         found: list[Logits | Exception] = []
-        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows, plan)):
+        for one, (context, _), result in zip(going, batch, runtime.steps.advance_all(batch, self._turn, rows, plans)):
             if isinstance(result, Exception):
                 found.append(result)
                 continue
@@ -363,7 +362,7 @@ class _Answer:
         if not isinstance(exits, AnswerExits):
             return
         if advanced.step is not None:
-            exits.stepped(advanced.step, advanced.seconds)
+            exits.stepped(advanced.step, advanced.seconds, advanced.load)
         else:
             exits.passed("draft" if self.drafted else "batch")
         self.count_exits()
@@ -379,7 +378,7 @@ class _Answer:
 
     @property
     def _drafts_saved(self) -> float:
-        return self.drafter.ledger.saved if self.drafter is not None and self.drafter.drafted else 0.0
+        return self.drafter.saved if self.drafter is not None and self.drafter.drafted else 0.0
 
     def draft(self) -> Tokens:
         """Return what may follow its last token, to be checked in the pass that computes that."""
@@ -416,9 +415,15 @@ class _Answer:
         self.drafter.checked(drawn, self.advanced.seconds, self.advanced.load)
         if drafted and self.usage is not None:
             tokens, seconds, own = self.usage.tokens, self.usage.seconds, self.drafter
-            tokens = msgspec.structs.replace(tokens, drafted=own.drafted, accepted=own.accepted)
+            tokens = msgspec.structs.replace(
+                tokens,
+                drafted=own.drafted,
+                accepted=own.accepted,
+                drafted_by_model=own.drafted_by_model,
+                accepted_by_model=own.accepted_by_model,
+            )
             exits_saved = self.exits.saved if isinstance(self.exits, AnswerExits) and self.exits.exited else 0.0
-            seconds = msgspec.structs.replace(seconds, saved=own.ledger.saved + exits_saved)
+            seconds = msgspec.structs.replace(seconds, saved=own.saved + exits_saved)
             self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
 
 

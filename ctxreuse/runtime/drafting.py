@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from ctxreuse.runtime.draft_model import DraftModel, ModelDrafter
 from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolicy, PipelinedDrafter
 from ctxreuse.why.records import DraftOutcome
 
@@ -11,7 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from ctxreuse.engines.base import Engine
     from ctxreuse.engines.sampling import SamplingParams
+    from ctxreuse.engines.text import TextModel
     from ctxreuse.identity.keys import Tokens
     from ctxreuse.identity.model import ModelSpace
     from ctxreuse.metrics import Metrics
@@ -34,18 +39,25 @@ class Drafting:
         folder: Path | None = None,
         metrics: Metrics | None = None,
         here: bool = True,
+        model: DraftModel | None = None,
     ) -> None:
         """``keys``: the prefix keys of tokens, of which the first are known; ``folder``: where texts and what was
         learnt of drafts are kept over restarts (None: nowhere); ``here``: also answers that this node decodes are
-        drafted."""
+        drafted; ``model``: drafts them too."""
         self.memory, self._policy = DraftMemory(salt=salt), DraftPolicy(costs)
         self._space, self._keys, self._metrics, self._here = space, keys, metrics, here
+        self.model = model
         self._file: DraftFile | None = None
         if folder is not None and not self.refused:
             self._file = DraftFile(folder, space.digest, salt, self.memory, self._policy)
             self._file.load()
         if metrics is not None:
             metrics.watch(lambda: metrics.set("ctxreuse_draft_memory_bytes", self.memory.nbytes))
+
+    def try_out(self, target: Engine, text: TextModel | None) -> None:
+        """Let the draft model's use be known before the first answer, see `DraftModel.try_out`."""
+        if self.model is not None and not self.refused:
+            self.model.try_out(target, text, self._policy)
 
     @property
     def refused(self) -> str:
@@ -57,7 +69,12 @@ class Drafting:
         if self.refused or sampling.speculate == "off" or not self._here:
             return None
         drafter = AnswerDrafter(
-            self._policy, self.memory, request.caller, request.ids, sampled=sampling.temperature > 0
+            self._policy,
+            self.memory,
+            request.caller,
+            request.ids,
+            sampled=sampling.temperature > 0,
+            model=None if self.model is None else ModelDrafter(self.model),
         )
         self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
         return drafter
@@ -77,6 +94,10 @@ class Drafting:
 
     def end(self, request: Request, drafter: AnswerDrafter | PipelinedDrafter, tokens: Tokens) -> None:
         """Learn a context whose answer has ended; ``tokens``: prompt and answer."""
+        if isinstance(drafter, AnswerDrafter) and isinstance(drafter.model, ModelDrafter):
+            if drafter.cleared == self.memory.cleared:  # else its text was forgotten meanwhile
+                drafter.model.end()
+            self._policy.ended(len(tokens) - len(request.ids))
         keys, size = self._keys(tokens, request.keys), self._space.block_tokens
         self.memory.learn(request.caller, tokens, keys, size, len(request.ids), drafter.cleared)
 
@@ -88,12 +109,17 @@ class Drafting:
             if sampling.speculate == "off" or not self._here:
                 return None
             return DraftOutcome(short={self.refused: 1})
-        saved, metrics = drafter.ledger.saved, self._metrics
+        saved, metrics = drafter.saved, self._metrics
         if metrics is not None:
             metrics.add("ctxreuse_draft_seconds_total", abs(saved), "saved" if saved >= 0 else "lost")
             for reason, count in drafter.short.items():
                 metrics.add("ctxreuse_draft_short_passes_total", count, reason)
-        return DraftOutcome(drafter.drafted, drafter.accepted, saved, dict(drafter.short))
+        made = DraftOutcome(drafter.drafted, drafter.accepted, saved, dict(drafter.short))
+        if isinstance(drafter, PipelinedDrafter):
+            return made
+        return msgspec.structs.replace(
+            made, drafted_by_model=drafter.drafted_by_model, accepted_by_model=drafter.accepted_by_model
+        )
 
     def save(self, seconds: float = 0.0) -> None:
         """Keep on disk what is new, but not twice within so many seconds."""
@@ -104,6 +130,8 @@ class Drafting:
         """Forget all texts, on disk too, if one is from before a time. Raises OSError if the file cannot be removed."""
         if self.memory.since and self.memory.since >= before:
             return
+        if self.model is not None:
+            self.model.cache.clear()
         if self._file is not None:
             self._file.forget()
         else:

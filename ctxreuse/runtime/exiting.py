@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ctxreuse.engines.exits import ExitEngine
-from ctxreuse.exits import ExitController, ExitState, RampCost, check_budget
+from ctxreuse.exits import ExitController, ExitPlan, ExitState, RampCost, check_budget
 from ctxreuse.private import write_private
 from ctxreuse.why.records import ExitOutcome
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine
     from ctxreuse.engines.exits import ExitStep
     from ctxreuse.engines.sampling import SamplingParams
-    from ctxreuse.exits import ExitGate, ExitPlan
+    from ctxreuse.exits import ExitGate
     from ctxreuse.metrics import Metrics
     from ctxreuse.runtime.request import Request
     from ctxreuse.runtime.steps.scheduler import StepScheduler
-    from ctxreuse.speculate import PassCosts
+    from ctxreuse.speculate import PassCosts, PassLoad
 
 __all__ = ["AnswerExits", "Exiting"]
 
@@ -42,7 +43,7 @@ class AnswerExits:
     """
 
     def __init__(self, gate: ExitGate, costs: PassCosts) -> None:
-        self._gate, self._costs = gate, costs
+        self._gate, self._costs, self._plan = gate, costs, ExitPlan()
         self.saved = 0.0
 
     @property
@@ -57,14 +58,18 @@ class AnswerExits:
 
     def plan(self) -> ExitPlan:
         """Return what is to be done for the next token; `stepped` or `passed` follows."""
-        return self._gate.plan()
+        self._plan = self._gate.plan()
+        return self._plan
 
-    def stepped(self, step: ExitStep, seconds: float) -> None:
-        """Note a step that took so many seconds."""
-        self._gate.settle(step.left, step.rows)
-        plain = self._costs.seconds(1)
-        if plain is not None and (step.left >= 0 or len(step.rows) > 1):
-            self.saved += plain - seconds
+    def stepped(self, step: ExitStep, seconds: float, load: PassLoad) -> None:
+        """Note a step, in a pass of so many seconds that had ``load`` beside it; others' exits count there too."""
+        least, own = self._plan.least, step.rows[-1].scores if step.rows else {}
+        sure = any(own.get(ramp, -inf) >= score for ramp, score in least.items())
+        self._gate.settle(step.left, step.rows, "batch" if sure and step.left < 0 else "")
+        contexts = load.contexts + 1
+        plain = self._costs.seconds(contexts)
+        if plain is not None and (contexts > 1 or step.left >= 0 or len(step.rows) > 1):
+            self.saved += (plain - seconds) / contexts
 
     def passed(self, reason: str) -> None:
         """Note a token that went through the whole model, whatever the plan was."""

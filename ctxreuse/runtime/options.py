@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ctxreuse.bus.remote import Remote
     from ctxreuse.cost import CostModel
+    from ctxreuse.engines.base import Engine
     from ctxreuse.engines.text import TextModel
     from ctxreuse.metrics import Metrics
     from ctxreuse.reuse import QualityGate, RecomputeBudget
@@ -59,6 +60,8 @@ class RuntimeOptions:
             none waits).
         clock: seconds; must never go back.
         speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
+        draft: the engine of a smaller model of the same tokenizer, which drafts answers too; ``speculate`` is ``auto``
+            then. The caller closes it.
         verify: answers may be decoded by other nodes, see `Runtime.let_verify`.
         drafts: folder where what answers are drafted from, and what was learnt of early exits, is kept over restarts
             (None: nowhere).
@@ -81,6 +84,7 @@ class RuntimeOptions:
     available_memory: Callable[[], int] | None = None
     clock: Callable[[], float] = time.perf_counter
     speculate: Literal["auto", "off"] = "off"
+    draft: Engine | None = None
     verify: bool = False
     drafts: Path | None = None
     exits: float = 0.0

@@ -30,6 +30,7 @@ from ctxreuse.runtime.chunks.backfill import ChunkBackfill
 from ctxreuse.runtime.chunks.reuse import ChunkReuse
 from ctxreuse.runtime.compress import ContextCompressor
 from ctxreuse.runtime.context_cache import ContextCache
+from ctxreuse.runtime.draft_model import DraftModel
 from ctxreuse.runtime.drafting import Drafting
 from ctxreuse.runtime.elsewhere import Verifying
 from ctxreuse.runtime.erase import Eraser
@@ -122,6 +123,7 @@ class Runtime:
         )
         self.verifying: Verifying | None = None
         self.drafting: Drafting | None = None
+        draft = None if options.draft is None else DraftModel(options.draft, engine, self.text, self.clock)
         if options.speculate == "auto" or options.verify:
             self.drafting = Drafting(
                 engine.space,
@@ -131,7 +133,9 @@ class Runtime:
                 folder=options.drafts,
                 metrics=self.metrics,
                 here=options.speculate == "auto",
+                model=draft,
             )
+            self.drafting.try_out(engine, self.text)
         self.exiting = Exiting(
             engine, self._salt, self.steps, budget=options.exits, folder=options.drafts, metrics=self.metrics
         )

@@ -137,7 +137,7 @@ class VerifiedAnswer(ElsewhereAnswer):
             drafted=drafter.drafted,
             accepted=drafter.accepted,
         )
-        spent = msgspec.structs.replace(usage.seconds, saved=drafter.ledger.saved)
+        spent = msgspec.structs.replace(usage.seconds, saved=drafter.saved)
         self._usage = msgspec.structs.replace(usage, tokens=tokens, seconds=spent)
 
     def _decode_here(self, reason: str) -> None:

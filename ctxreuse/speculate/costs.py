@@ -24,6 +24,8 @@ class PassCosts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[int, deque[float]] = {}
+        #: Their medians; none where they are to be found anew.
+        self._table: dict[int, float] = {}
         #: Passes since one of only single tokens.
         self.since_plain = 0
 
@@ -31,6 +33,7 @@ class PassCosts:
         """Learn from a pass of ``rows`` tokens of ``contexts`` contexts."""
         with self._lock:
             self._seconds.setdefault(_kind(rows), deque(maxlen=_PASSES)).append(seconds)
+            self._table = {}
             self.since_plain = 0 if rows == contexts else self.since_plain + 1
 
     def dump(self) -> dict[int, list[float]]:
@@ -46,6 +49,7 @@ class PassCosts:
                 good = [one for one in times if isfinite(one) and one > 0]
                 if kind == _kind(max(kind, 1)) and good:
                     self._seconds[kind] = deque(good, maxlen=_PASSES)
+            self._table = {}
 
     def known(self, rows: int) -> bool:
         """True if passes of so many rows were measured."""
@@ -57,7 +61,7 @@ class PassCosts:
         Between the middles of classes it rises evenly: with steps none of many answers would draft the first token.
         """
         with self._lock:
-            table = {kind: median(times) for kind, times in self._seconds.items()}
+            table = self._table = self._table or {kind: median(times) for kind, times in self._seconds.items()}
         if not table:
             return None
         below = max((one for one in table if one <= rows), default=None)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ctxreuse.identity.keys import Tokens, common_prefix
-from ctxreuse.speculate.drafter import MOST, Continuations
+from ctxreuse.speculate.drafter import MOST, TextDrafter, make_draft
 from ctxreuse.speculate.policy import Confidence, DraftLedger, DraftPolicy, PassLoad
-from ctxreuse.speculate.suffix import DEPTH
 
 if TYPE_CHECKING:
     from ctxreuse.speculate.memory import DraftMemory
@@ -30,7 +29,7 @@ class PipelinedDrafter:
     drafted beyond a wrong token is dropped. A draft that is shorter than it could be is the last until its verdict.
 
     Attributes:
-        drafted, accepted, short, ledger, cleared: see `AnswerDrafter`; the seconds are those of the other node.
+        drafted, accepted, short, cleared: see `AnswerDrafter`.
     """
 
     def __init__(
@@ -46,11 +45,16 @@ class PipelinedDrafter:
         """``policy``: learns what passes of the other node cost; ``history``: the prompt; ``drafts``: if false, none
         are made."""
         self._policy, self.cleared = policy, memory.cleared
-        self._texts = Continuations(memory, caller, history)
+        self._texts = TextDrafter(memory, caller, history)
         self._sent, self._confidences = _NONE, list[Confidence]()
         self._drafts = self._goes_on = drafts
-        self.ledger, self.short = DraftLedger(sampled=sampled), Counter[str]()
+        self._ledger, self.short = DraftLedger(sampled=sampled), Counter[str]()
         self.drafted = self.accepted = 0
+
+    @property
+    def saved(self) -> float:
+        """See `AnswerDrafter.saved`; the seconds are those of the other node."""
+        return self._ledger.saved
 
     def next(self, history: Tokens, left: int, load: PassLoad, rtt: float) -> tuple[int, Tokens]:
         """Return what to send now: tokens, int32 [n], and how many that were sent before are not known to be right.
@@ -61,18 +65,17 @@ class PipelinedDrafter:
             load: what else is in the node's passes.
             rtt: seconds of a round trip to it.
         """
-        self._texts.extend(history)
         before = len(self._sent)
         plain, longest = self._policy.costs.seconds(load.contexts + 1), self._policy.costs.seconds(MOST)
         # While it checks what was sent, it computes nothing by itself.
         ahead = int(rtt / plain) if plain and not before else 0
         most = min(MOST * (2 + ceil(rtt / longest)) if longest else MOST, _UNDER_WAY, left)
         while self._goes_on and len(self._sent) < most:
-            assumed = np.concatenate([history[-DEPTH:], self._sent])
-            draft, reason = self._texts.draft(assumed, min(MOST + ahead, most - len(self._sent)), None)
+            count = min(MOST + ahead, most - len(self._sent))
+            draft, reason = make_draft(self._texts, history, self._sent, count, None)
             length, shorter = 0, ""
             if draft.confidences:
-                length, shorter = self._policy.length(draft.confidences, load, self.ledger, ahead)
+                length, shorter = self._policy.length(draft.confidences, load, self._ledger, ahead)
             reason = shorter or reason
             if reason:
                 self.short[reason] += 1
@@ -88,7 +91,7 @@ class PipelinedDrafter:
         """Take a verdict: the tokens that ``came``, and how many of a draft were checked and right; ``seconds``: of the
         pass, in which ``load`` was beside it (None: prompts were, so it says nothing of costs)."""
         right = common_prefix(self._sent, came)
-        self._policy.observe(self._confidences[: len(came)], right, self.ledger)
+        self._policy.observe(self._confidences[: len(came)], right, self._ledger)
         if right == len(came):
             self._sent, self._confidences = self._sent[right:], self._confidences[right:]
         else:
@@ -97,4 +100,4 @@ class PipelinedDrafter:
         self.drafted += drafted
         self.accepted += accepted
         if load is not None:
-            self._policy.settle(self.ledger, seconds, load, drafted, accepted)
+            self._policy.settle(self._ledger, seconds, load, drafted, accepted)

@@ -19,7 +19,6 @@ DEPTH = 64
 #: Tokens that are appended at a time, as the interpreter waits meanwhile: less than a millisecond.
 _AT_ONCE = 4096
 _LEAST = 1024
-_NOTHING = np.zeros(0, "<i4")
 
 
 class Continuation(NamedTuple):
@@ -84,7 +83,3 @@ class SuffixIndex:
         assert len(kept) == len(self) <= self.most, "miscounted tokens"
         assert int(kept.min(initial=0)) >= -1, "a token below 0"
         assert self.nbytes <= 20 * max(self.most, 1024) + 1024, "too many bytes"
-
-
-#: No continuation.
-NOTHING = Continuation(_NOTHING, np.zeros(0, np.float32), 0)

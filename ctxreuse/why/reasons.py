@@ -97,7 +97,7 @@ _EXITS = {
     "spent": "as many as the budget allows had left and were wrong, or not verified yet",
     "score": "no ramp was sure enough",
     "pending": "so many were not verified that a full pass was due",
-    "batch": "the pass had tokens of other answers",
+    "batch": "the pass went on for other answers",
     "draft": "the pass checked a draft",
     "sampled": "the answer is drawn, or its tokens are penalised or biased, and a ramp knows only the likeliest one",
     "grammar": "the answer has a grammar, and a ramp does not know it",
@@ -205,6 +205,8 @@ def _drafting(made: DraftOutcome) -> str:
     if made.drafted:
         text = f"Of {made.drafted:,} drafted tokens of the answer {made.accepted:,} were right, which "
         text += f"{'saved' if made.saved >= 0 else 'cost'} {abs(made.saved):.2f} s"
+    if made.drafted_by_model:
+        text += f"; a draft model drafted {made.drafted_by_model:,} of them, {made.accepted_by_model:,} right"
     return f"{text}. Drafts were short or missing because: {why}." if why else f"{text}."
 
 

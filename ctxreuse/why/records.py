@@ -77,17 +77,25 @@ class DraftOutcome(msgspec.Struct, frozen=True, array_like=True):
         saved: seconds that they saved; below 0: that they cost.
         short: how often a draft was short or missing, by reason, see `AnswerDrafter`; ``state``: the model cannot
             forget a wrong one.
+        drafted_by_model, accepted_by_model: of the tokens, those that a draft model drafted.
     """
 
     drafted: _Count = 0
     accepted: _Count = 0
     saved: float = 0.0
     short: dict[str, _Count] = {}
+    drafted_by_model: _Count = 0
+    accepted_by_model: _Count = 0
 
     def __add__(self, other: DraftOutcome) -> DraftOutcome:
         short = {name: self.short.get(name, 0) + other.short.get(name, 0) for name in {**self.short, **other.short}}
         return DraftOutcome(
-            self.drafted + other.drafted, self.accepted + other.accepted, self.saved + other.saved, short
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.saved + other.saved,
+            short,
+            self.drafted_by_model + other.drafted_by_model,
+            self.accepted_by_model + other.accepted_by_model,
         )
 
 

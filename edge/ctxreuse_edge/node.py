@@ -18,7 +18,7 @@ import psutil
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig, Settings
 from ctxreuse.embed import Embedder, open_embedder
-from ctxreuse.engines import Engine, open_engine
+from ctxreuse.engines import Engine, open_draft_engine, open_engine
 from ctxreuse.engines.process import ChildEngine, EngineStart
 from ctxreuse.errors import ConfigError
 from ctxreuse.lab.recorder import open_recorder
@@ -96,6 +96,9 @@ class EdgeNode:
         self.child = engine if isinstance(engine, ChildEngine) else None
         if self.child is not None:
             stack.callback(self.child.close)
+        draft = open_draft_engine(settings.engine.draft_model, settings.engine, isolate=edge.isolate)
+        if isinstance(draft, ChildEngine):
+            stack.callback(draft.close)
         space = engine.space
         recorder = None
         if edge.record:
@@ -122,6 +125,7 @@ class EdgeNode:
                 recorder=recorder,
                 available_memory=lambda: psutil.virtual_memory().available,
                 speculate=settings.engine.speculate,
+                draft=draft,
                 verify=edge.verify != "off" and bool(settings.bus.clouds),
                 exits=settings.engine.exits,
                 drafts=folder if store.disk is not None else None,
@@ -178,7 +182,7 @@ class EdgeNode:
         settings, edge = self.settings, self.settings.edge
         served = [ServedModel(model_name(settings.engine.model), settings.engine.model, lambda: self.runtime)]
         for row in edge.models:
-            config = msgspec.structs.replace(settings.engine, model=row.model, engine=row.engine)
+            config = msgspec.structs.replace(settings.engine, model=row.model, engine=row.engine, draft_model="")
             name = model_name(row.model, row.name)
             served.append(ServedModel(name, row.model, partial(self._open_other, others, config)))
         names = [one.name.id for one in served]
@@ -196,7 +200,9 @@ class EdgeNode:
         """Open a further model over the same store; clouds and named contexts are the first one's."""
         engine = open_engine(config, isolate=self.settings.edge.isolate)
         runtime = Runtime(
-            engine, self.store, replace(self.runtime.options, cost=None, recorder=None, remote=None, verify=False)
+            engine,
+            self.store,
+            replace(self.runtime.options, cost=None, recorder=None, remote=None, verify=False, draft=None),
         )
         if isinstance(engine, ChildEngine):
             stack.callback(engine.close)

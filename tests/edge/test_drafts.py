@@ -51,7 +51,8 @@ def test_usage_metrics_and_why_say_what_drafts_did(drafting: Any) -> None:
     assert details["rejected_prediction_tokens"] >= 0
     assert isinstance(details["seconds_saved"], float)
     why = drafting.http.get(f"/api/why/{answer['id']}").json()
-    drafted, accepted, saved, short = why["drafts"]
+    drafted, accepted, saved, short, *by_model = why["drafts"]
+    assert by_model == [0, 0]
     assert accepted == details["accepted_prediction_tokens"]
     assert drafted - accepted == details["rejected_prediction_tokens"]
     assert saved == pytest.approx(details["seconds_saved"], abs=1e-5)
@@ -61,6 +62,23 @@ def test_usage_metrics_and_why_say_what_drafts_did(drafting: Any) -> None:
     assert 'ctxreuse_draft_tokens_total{verdict="accepted"}' in metrics
     assert "ctxreuse_draft_memory_bytes 0.0" not in metrics
     assert sum(float(line.split()[-1]) for line in metrics.splitlines() if "draft_short_passes_total{" in line) > 0
+
+
+def test_a_draft_model_is_named_in_the_settings_and_counted_apart(
+    serve: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observe = PassCosts.observe
+    monkeypatch.setattr(  # so slow a model that a draft of the same weights pays
+        PassCosts, "observe", lambda self, rows, contexts, _: observe(self, rows, contexts, 1 + rows / 500)
+    )
+    edge = serve(**{"engine.speculate": "auto", "engine.draft_model": str(folder)})
+    for number in range(3):
+        answer = ask(edge, f"{number} and what nobody has said before")
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["drafted_by_model"] >= 20
+    assert details["accepted_by_model"] >= 0.8 * details["drafted_by_model"]
+    assert "a draft model drafted" in edge.http.get(f"/api/why/{answer['id']}").json()["text"]
+    assert 'ctxreuse_model_draft_tokens_total{verdict="accepted"}' in edge.http.get("/metrics").text
 
 
 def test_an_answer_that_is_not_to_be_drafted_has_no_figures(drafting: Any) -> None:

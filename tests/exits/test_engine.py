@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,13 @@ def ids_of(n: int, seed: int = 1) -> Any:
     return np.random.default_rng(seed).integers(3, 250, n).astype("<i4")
 
 
+def step_of(engine: Any, context: Any, ids: Any, plan: ExitPlan) -> Any:
+    (found,) = engine.exit_step([(context, ids, plan)])
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def rows_of(context: Any) -> list[Any]:
     return [tensor.clone() for _, layer in context.arena_layers for tensor in (layer.keys, layer.values)]
 
@@ -39,7 +46,7 @@ def test_skipped_layers_are_computed_as_a_full_run_does(engine: Any, seed: int) 
     due = 0
     for at in range(20, 90):
         least = {int(rng.integers(2)): ALWAYS} if rng.random() < 0.7 else {}
-        step = engine.exit_step(early, ids[at : at + 1], ExitPlan((0, 1), least))
+        step = step_of(engine, early, ids[at : at + 1], ExitPlan((0, 1), least))
         early.check()
         expected = engine.prefill(whole, ids[at : at + 1])
         if step.left >= 0:
@@ -66,7 +73,7 @@ def said_by(engine: Any, ids: Any) -> dict[int, int]:
     engine.prefill(context, ids[:-1])
     found = {}
     for ramp in (0, 1):
-        step = engine.exit_step(context, ids[-1:], ExitPlan((ramp,), {ramp: ALWAYS}))
+        step = step_of(engine, context, ids[-1:], ExitPlan((ramp,), {ramp: ALWAYS}))
         found[ramp] = step.token
         engine.crop(context, len(ids) - 1)
     return found
@@ -78,7 +85,7 @@ def test_blocks_are_whole_before_they_are_exported(engine: Any) -> None:
     engine.prefill(early, ids[:20])
     engine.prefill(whole, ids)
     for at in range(20, 33):
-        assert engine.exit_step(early, ids[at : at + 1], ExitPlan((0,), {0: ALWAYS})).left == 0
+        assert step_of(engine, early, ids[at : at + 1], ExitPlan((0,), {0: ALWAYS})).left == 0
     assert len(early.pending) == 13
     keys = [bytes([n]) * 32 for n in range(2)]
     (one, two), (expected, also) = (list(engine.export(of, keys, ROOT, 0)) for of in (early, whole))
@@ -101,7 +108,7 @@ def test_other_calls_complete_a_context_first(engine: Any) -> None:
     ):
         context = engine.new_context()
         engine.prefill(context, ids[:12])
-        engine.exit_step(context, ids[12:13], ExitPlan((1,), {1: ALWAYS}))
+        step_of(engine, context, ids[12:13], ExitPlan((1,), {1: ALWAYS}))
         call(context)
         assert not context.pending
         context.check()
@@ -112,15 +119,15 @@ def test_a_failure_leaves_what_was_there(engine: Any, monkeypatch: pytest.Monkey
     context, whole = engine.new_context(), engine.new_context()
     engine.prefill(context, ids[:12])
     engine.prefill(whole, ids[:14])
-    engine.exit_step(context, ids[12:13], ExitPlan((0,), {0: ALWAYS}))
+    step_of(engine, context, ids[12:13], ExitPlan((0,), {0: ALWAYS}))
     broken = engine.model.model.layers[4].mlp
     with monkeypatch.context() as patch:
         patch.setattr(broken, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
-            engine.exit_step(context, ids[13:14], ExitPlan())
+            step_of(engine, context, ids[13:14], ExitPlan())
     context.check()
     assert context.n == 13
-    step = engine.exit_step(context, ids[13:14], ExitPlan((0, 1)))
+    step = step_of(engine, context, ids[13:14], ExitPlan((0, 1)))
     assert len(step.rows) == 2
     expected = engine.prefill(whole, ids[14:15])
     found = engine.prefill(context, ids[14:15])
@@ -134,7 +141,7 @@ def test_models_that_tokens_cannot_leave_say_why(name: str) -> None:
     engine = TorchEngine(tiny_model(name), block_tokens=16)
     assert "recurrent states or sliding windows" in engine.ramps
     with pytest.raises(EngineError, match="recurrent states or sliding windows"):
-        engine.exit_step(engine.new_context(), ids_of(1), ExitPlan())
+        step_of(engine, engine.new_context(), ids_of(1), ExitPlan())
 
 
 def test_without_a_profile_the_reason_names_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +160,66 @@ def test_it_is_an_exit_engine(engine: Any) -> None:
     saved = [ramp.saved for ramp in engine.ramps]
     assert saved == sorted(saved, reverse=True)
     assert all(0 < ramp.cost < 1 for ramp in engine.ramps)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_several_contexts_step_together_and_leave_together(engine: Any, seed: int) -> None:
+    rng, count = np.random.default_rng(seed), 3
+    texts = [ids_of(60, seed * 10 + number) for number in range(count)]
+    early, whole = ([engine.new_context() for _ in texts] for _ in range(2))
+    for number, ids in enumerate(texts):
+        engine.prefill(early[number], ids[: 12 + number])
+        engine.prefill(whole[number], ids[: 12 + number])
+    assert engine.batches  # found out by trying
+    due, left = 0, 0
+    for at in range(12, 40):
+        least = [{ramp: ALWAYS for ramp in (0, 1) if rng.random() < 0.7} for _ in texts]
+        goes = next((ramp for ramp in (0, 1) if all(ramp in one for one in least)), -1)
+        plans = [ExitPlan((0, 1), one) for one in least]
+        parts = [ids[at + number : at + number + 1] for number, ids in enumerate(texts)]
+        rows = rows_through(engine, list(zip(early, parts, plans)))
+        steps = rows.result
+        assert rows.counts[0] == count, "the first layer computes all of them at once"
+        assert [step.left for step in steps] == [goes] * count, "the first ramp at which all may leave"
+        assert rows.counts[-1] == (0 if goes >= 0 else count * (1 + due)), "rows that had left go through the last"
+        due, left = (due + 1, left + 1) if goes >= 0 else (0, left)
+        for number, step in enumerate(steps):
+            early[number].check()
+            expected = engine.prefill(whole[number], parts[number])
+            if step.left < 0:
+                assert np.abs(step.logits - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert left > 5
+    for one, other in zip(early, whole):
+        engine.complete_rows(one)
+        for mine, theirs in zip(rows_of(one), rows_of(other)):
+            assert float((mine - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
+
+
+class Rows(NamedTuple):
+    result: Any
+    counts: list[int]
+
+
+def rows_through(engine: Any, batch: Any) -> Rows:
+    """What a step returns, and how many rows the first and the last layer computed in it."""
+    counts, hooks = list[int](), []
+    for layer in (engine.model.model.layers[0], engine.model.model.layers[-1]):
+        seen = lambda _, given, __: counts.append(given[0].shape[1])  # noqa: E731
+        hooks.append(layer.register_forward_hook(seen))
+    try:
+        return Rows(engine.exit_step(batch), counts if len(counts) > 1 else [*counts, 0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_an_error_of_one_harms_no_other(engine: Any) -> None:
+    ids = ids_of(20, 6)
+    good, other = engine.new_context(), engine.new_context()
+    engine.prefill(good, ids[:12])
+    engine.prefill(other, ids[:12])
+    wrong = np.array([engine.space.vocab_size], "<i4")
+    plan = ExitPlan((0,), {0: ALWAYS})
+    found = engine.exit_step([(good, ids[12:13], plan), (other, wrong, plan), (other, ids[12:13], plan)])
+    assert [getattr(step, "left", None) for step in found] == [0, None, 0]
+    assert isinstance(found[1], EngineError)

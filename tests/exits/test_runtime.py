@@ -11,6 +11,7 @@ import pytest
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.metrics import Metrics
 from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.runtime.answers import pieces_in_turn
 from support.early import early_engine
 
 GREEDY = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -60,6 +61,20 @@ def test_answers_within_a_budget_are_counted_and_explained(engine: Any) -> None:
     assert f'ctxreuse_exit_tokens_total{{verdict="disagreed"}} {float(wrong)}' in page
     assert f'ctxreuse_exit_tokens_total{{verdict="agreed"}} {float(exited - wrong)}' in page
     assert 'ctxreuse_exit_refused_tokens_total{reason="unknown"}' in page
+    runtime.close()
+
+
+def test_answers_that_share_passes_leave_early_in_them(engine: Any) -> None:
+    runtime = Runtime(engine, None, RuntimeOptions(exits=0.2))
+    answer(runtime, 0)  # what is learnt first
+    before = runtime.steps.stats()
+    found = runtime.complete_many(ids_of(3), GREEDY.answers(2))
+    list(pieces_in_turn(found))
+    stats = runtime.steps.stats()
+    assert stats.contexts - before.contexts > 1.5 * (stats.passes - before.passes)
+    assert sum(one.usage.tokens.exited for one in found) > 10
+    for one in found:
+        assert one.usage.tokens.disagreed == disagreements(engine, ids_of(3), one.tokens)
     runtime.close()
 
 

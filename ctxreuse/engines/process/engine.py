@@ -227,16 +227,10 @@ class ChildEngine:
     ) -> list[Logits | CtxReuseError | None]:
         """See `Engine.step`: one round trip. Contexts that are lost get EngineDiedError."""
         found: list[Logits | CtxReuseError | None] = [None] * len(batch)
-        running: list[tuple[int, ChildContext, Tokens]] = []
         wanted = list(rows) or [1] * len(batch)
-        for i, (context, tokens) in enumerate(batch):
-            own = self._own(context)
-            try:
-                if own.connection.died is not None:
-                    raise own.connection.died.again()
-                running.append((i, own, as_tokens(tokens)))
-            except CtxReuseError as error:
-                found[i] = error
+        running, failed = self._running([(context, tokens) for context, tokens in batch])
+        for i, error in failed.items():
+            found[i] = error
         if not running:
             return found
         ids = [one for *_, one in running]
@@ -258,13 +252,26 @@ class ChildEngine:
         logits = iter(done.arrays)
         for (i, *_), result in zip(running, done.value):
             if isinstance(result, list):
-                failed = msgspec.convert(result, WireError).error()
-                if not isinstance(failed, CtxReuseError):
-                    raise failed
-                found[i] = failed
+                found[i] = _error(result)
             elif result:
                 found[i] = next(logits)
         return found
+
+    def _running(
+        self, batch: Sequence[tuple[Context, Tokens]]
+    ) -> tuple[list[tuple[int, ChildContext, Tokens]], dict[int, CtxReuseError]]:
+        """Those contexts of a batch that are in the process, by their places in it, and the errors of the others."""
+        running: list[tuple[int, ChildContext, Tokens]] = []
+        failed: dict[int, CtxReuseError] = {}
+        for i, (context, tokens) in enumerate(batch):
+            own = self._own(context)
+            try:
+                if own.connection.died is not None:
+                    raise own.connection.died.again()
+                running.append((i, own, as_tokens(tokens)))
+            except CtxReuseError as error:
+                failed[i] = error
+        return running, failed
 
     @property
     def ramps(self) -> Sequence[RampCost] | str:
@@ -276,12 +283,32 @@ class ChildEngine:
             self._ramps = msgspec.convert(found, tuple[RampCost, ...])
         return self._ramps
 
-    def exit_step(self, context: Context, tokens: Tokens, plan: ExitPlan) -> ExitStep:
-        """See `ExitEngine.exit_step`."""
-        own, ids = self._own(context), as_tokens(tokens)
-        found = self._call("exit_step", plan, on=[own], appended=[ids], arrays=[ids], room=self._logits_bytes)
-        token, left, rows = msgspec.convert(found.value, tuple[int, int, tuple[ExitRow, ...]])
-        return ExitStep(found.arrays[0] if found.arrays else None, token, left, rows)
+    def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
+        """See `ExitEngine.exit_step`: one round trip."""
+        running, failed = self._running([(context, tokens) for context, tokens, _ in batch])
+        found: dict[int, ExitStep | CtxReuseError] = dict(failed)
+        if running:
+            ids = [one for *_, one in running]
+            try:
+                done = self._call(
+                    "exit_step",
+                    [len(one) for one in ids],
+                    [batch[i][2] for i, *_ in running],
+                    on=[own for _, own, _ in running],
+                    appended=ids,
+                    arrays=[np.concatenate(ids)],
+                    room=len(running) * self._logits_bytes,
+                )
+            except EngineDiedError as error:
+                return [found.get(i) or error.again() for i in range(len(batch))]
+            logits = iter(done.arrays)
+            for (i, *_), (step, raw) in zip(running, done.value):
+                if step is None:
+                    found[i] = _error(raw)
+                else:
+                    token, left, rows = msgspec.convert(step, tuple[int, int, tuple[ExitRow, ...]])
+                    found[i] = ExitStep(next(logits) if left < 0 else None, token, left, rows)
+        return [found[i] for i in range(len(batch))]
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
         """See `ExitEngine.complete_rows`."""
@@ -332,6 +359,14 @@ class ChildEngine:
         """See `Engine.row_errors`."""
         found = self._call("row_errors", on=[self._own(context)], arrays=[as_tokens(rows)])
         return None if found.value is None else (found.arrays[0], found.arrays[1])
+
+
+def _error(raw: Any) -> CtxReuseError:
+    """The error of one context in a pass; raises another kind."""
+    error = msgspec.convert(raw, WireError).error()
+    if not isinstance(error, CtxReuseError):
+        raise error
+    return error
 
 
 class ChildRelocatingEngine(ChildEngine):

@@ -202,10 +202,16 @@ class _Server:
         engine = self._engine
         return engine.ramps if isinstance(engine, ExitEngine) else "this engine has no early exits", ()
 
-    def do_exit_step(self, context: Context, plan: Any, ids: Array, *, call: Call) -> Outcome:
+    def do_exit_step(self, *given: Any, call: Call) -> Outcome:
         assert isinstance(self._engine, ExitEngine)
-        step = self._engine.exit_step(context, ids, msgspec.convert(plan, ExitPlan))
-        return (step.token, step.left, step.rows), [step.logits] if step.logits is not None else []
+        contexts, (counts, plans, ids) = given[:-3], given[-3:]
+        parts = np.split(ids, np.cumsum(counts)[:-1])
+        found = self._engine.exit_step(list(zip(contexts, parts, msgspec.convert(plans, list[ExitPlan]))))
+        value: list[Any] = [
+            (None, WireError.of(one)) if isinstance(one, Exception) else ((one.token, one.left, one.rows), None)
+            for one in found
+        ]
+        return value, [one.logits for one in found if not isinstance(one, Exception) and one.logits is not None]
 
     def do_complete_rows(self, context: Context, *, call: Call) -> Outcome:
         assert isinstance(self._engine, ExitEngine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -165,19 +166,37 @@ class TorchEngine:
         """Let tokens leave at these ramps, before any has left. Raises EngineError if none can."""
         self._exits = TorchExits(self._model, profile)
 
-    def exit_step(self, context: Context, tokens: Tokens, plan: ExitPlan) -> ExitStep:
-        """See `ExitEngine.exit_step`. A context with attached runs runs through all layers."""
-        ramps, own = self.ramps, check_kind(context, TorchContext)
+    def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
+        """See `ExitEngine.exit_step`. A context with attached runs runs through all layers, alone."""
+        ramps, found = self.ramps, dict[int, ExitStep | CtxReuseError]()
         if self._exits is None:
             raise EngineError(f"no token can leave early: {ramps}")
-        own.check_usable()
-        if len(tokens) != 1 or own.in_place is not None or own.loading is not None or own.gaps:
-            logits = self.prefill(own, tokens)
-            found = ExitStep(logits, -1, -1, (ExitRow(),))
-        else:
-            found = self._exits.step(own, tokens, plan)
-        before, own.completed = tuple(own.completed), []
-        return found._replace(rows=before + found.rows)
+        early = dict[int, tuple[TorchContext, Tokens, ExitPlan]]()
+        for i, (context, tokens, plan) in enumerate(batch):
+            try:
+                own = check_kind(context, TorchContext)
+                own.check_usable()
+                ids = check_prompt(self.space, own.n, tokens)
+                if len(ids) != 1 or own.in_place is not None or own.loading is not None or own.gaps:
+                    found[i] = ExitStep(self.prefill(own, ids), -1, -1, (ExitRow(),))
+                else:
+                    early[i] = own, ids, plan
+            except CtxReuseError as error:
+                found[i] = error
+        if len(early) > 1 and self._model.packs:
+            with suppress(CtxReuseError):  # each finds its own below
+                found |= zip(early, self._exits.step(list(early.values())))
+        for i in early.keys() - found.keys():
+            try:
+                (found[i],) = self._exits.step([early[i]])
+            except CtxReuseError as error:
+                found[i] = error
+        for i, step in found.items():
+            if isinstance(step, ExitStep):
+                own = check_kind(batch[i][0], TorchContext)
+                before, own.completed = tuple(own.completed), []
+                found[i] = step._replace(rows=before + step.rows)
+        return [found[i] for i in range(len(batch))]
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
         """See `ExitEngine.complete_rows`."""

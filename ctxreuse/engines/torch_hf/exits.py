@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.linears import few_rows
 from ctxreuse.engines.torch_hf.model import TorchModel, plain_cache
 from ctxreuse.engines.torch_hf.modes import inference
+from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
 from ctxreuse.engines.torch_hf.pending import PendingRow
 from ctxreuse.engines.torch_hf.space import new_cache
 from ctxreuse.errors import EngineError
@@ -139,70 +140,131 @@ class TorchExits:
         return RampCost((1 - _ROW) * (sum(layers[ramp.depth :]) + head) / whole, ramp.head.data.nbytes / whole)
 
     @inference
-    def step(self, context: TorchContext, tokens: Tokens, plan: ExitPlan) -> ExitStep:
-        """See `ExitEngine.exit_step`; the context has no load in flight and no attached runs."""
-        ids = check_prompt(self._model.space, context.n, tokens)
-        context.reserve(context.n + len(ids))
-        given = torch.from_numpy(ids.astype(np.int64))
-        with _undone(context):
-            found = self._run(context, given, 0, [PendingRow(plan.ramps)], context.n, plan)
-            context.append(ids)
-        return found
+    def step(self, batch: Sequence[tuple[TorchContext, Tokens, ExitPlan]]) -> list[ExitStep]:
+        """See `ExitEngine.exit_step`; the contexts have no load in flight and no attached runs, and the model packs
+        several. All are as they were if it raises."""
+        with ExitStack() as opened:
+            lanes = []
+            for context, tokens, plan in batch:
+                ids = check_prompt(self._model.space, context.n, tokens)
+                context.reserve(context.n + len(ids))
+                opened.enter_context(_undone(context))
+                given = torch.from_numpy(ids.astype(np.int64))
+                lanes.append(_Lane(context, given, [PendingRow(plan.ramps)], context.n, plan))
+            self._run(lanes, 0)
+            for context, tokens, _ in batch:
+                context.append(tokens)
+        return [lane.found for lane in lanes]
 
     @inference
     def _complete(self, context: TorchContext) -> None:
         """Compute what the last rows of a context miss."""
         depth = context.pending[-1].depth
-        batch = [row for row in context.pending if row.depth == depth]
+        rows = [row for row in context.pending if row.depth == depth]
+        lane = _Lane(context, _stacked(rows), rows, context.n - 1, ExitPlan())
         with _undone(context):
-            found = self._run(context, _stacked(batch), depth, batch, context.n - 1, ExitPlan())
-        context.completed += found.rows
+            self._run([lane], depth)
+        context.completed += lane.found.rows
 
-    def _run(
-        self, context: TorchContext, given: torch.Tensor, at: int, batch: list[PendingRow], last: int, plan: ExitPlan
-    ) -> ExitStep:
-        """Run the rows of a batch, of which the last has position ``last``, from layer ``at`` on, and from where they
-        wait those before it; unless that row leaves."""
-        row, waiting = batch[-1], context.pending
-        wanted = {number for one in (*waiting, row) for number in one.ramps}
+    def _run(self, lanes: Sequence[_Lane], at: int) -> None:
+        """Run the rows of several contexts from layer ``at`` on, and from where they wait those before them, up to the
+        ramp at which all leave.
+
+        If some left alone, the pass would save their rows and a later one have them: nothing, and their tokens would
+        be less sure.
+        """
+        waiting = [row for lane in lanes for row in lane.context.pending]
+        wanted = {number for row in (*waiting, *(lane.rows[-1] for lane in lanes)) for number in row.ramps}
         depths = {self._ramps[number].depth: number for number in wanted}
-        stops = {stop for stop in (*depths, *(one.depth for one in waiting)) if stop > at}
+        stops = {stop for stop in (*depths, *(row.depth for row in waiting)) if stop > at}
         for stop in sorted(stops | {self._parts.count}):
-            positions = torch.arange(last + 1 - len(batch), last + 1)
-            with few_rows(len(batch)):
-                given = self._parts.run(given, positions, context.cache, at, stop)
-            at = stop
-            number = depths.get(stop, -1)
+            self._advance(lanes, at, stop)
+            at, number = stop, depths.get(stop, -1)
             if number >= 0:
-                self._score(number, given, batch)
-            least = plan.least.get(number)
-            if least is not None and row.scores[number] >= least:
-                for one, hidden in zip(batch, given):
-                    one.depth, one.hidden = stop, hidden
-                row.left = number
-                waiting.append(row)
-                return ExitStep(None, row.tokens[number], number, ())
-            joining = [one for one in waiting if one.depth == stop]
-            if joining:
-                given, batch = torch.cat([_stacked(joining), given]), [*joining, *batch]
-        with few_rows(len(batch)):
-            logits = self._parts.logits(given)
-        said = logits.argmax(-1).tolist()
-        context.pending = []
-        return ExitStep(
-            logits[-1].numpy().copy(), said[-1], -1, tuple(one.completed(token) for one, token in zip(batch, said))
-        )
+                self._score(number, lanes)
+                if all(lane.may_leave(number) for lane in lanes):
+                    for lane in lanes:
+                        lane.leave(number, stop)
+                    return
+            for lane in lanes:
+                lane.join(stop)
+        with few_rows(sum(len(lane.rows) for lane in lanes)):
+            logits = self._parts.logits(torch.cat([lane.hidden for lane in lanes]))
+        for lane, own in zip(lanes, logits.split([len(lane.rows) for lane in lanes])):
+            lane.end(own)
 
-    def _score(self, number: int, hidden: torch.Tensor, batch: Sequence[PendingRow]) -> None:
+    def _advance(self, lanes: Sequence[_Lane], at: int, stop: int) -> None:
+        counts = [len(lane.rows) for lane in lanes]
+        given = torch.cat([lane.hidden for lane in lanes])
+        positions = torch.cat([torch.arange(lane.last + 1 - len(lane.rows), lane.last + 1) for lane in lanes])
+        if len(lanes) == 1:
+            with few_rows(len(given)):
+                given = self._parts.run(given, positions, lanes[0].context.cache, at, stop)
+        else:
+            cache = packed_cache([lane.context.cache for lane in lanes], counts)
+            with packing():
+                given = self._parts.run(given, positions, cache, at, stop)
+            check_attended(cache)
+        for lane, hidden in zip(lanes, given.split(counts)):
+            lane.hidden = hidden
+
+    def _score(self, number: int, lanes: Sequence[_Lane]) -> None:
         """Compute a ramp for those rows that it is wanted for."""
-        chosen = [at for at, row in enumerate(batch) if number in row.ramps]
+        rows = [row for lane in lanes for row in lane.rows]
+        chosen = [at for at, row in enumerate(rows) if number in row.ramps]
         if not chosen:
             return
-        ramp = self._ramps[number]
-        tops = linear_top(root_mean_square(hidden[chosen]).numpy(), ramp.head, torch.get_num_threads())
+        ramp, hidden = self._ramps[number], torch.cat([lane.hidden for lane in lanes])[chosen]
+        tops = linear_top(root_mean_square(hidden).numpy(), ramp.head, torch.get_num_threads())
         for at, top in zip(chosen, tops):
-            batch[at].scores[number] = float(top["best"]) - float(top["total"])  # the log of its probability
-            batch[at].tokens[number] = int(ramp.candidates[top["index"]])
+            rows[at].scores[number] = float(top["best"]) - float(top["total"])  # the log of its probability
+            rows[at].tokens[number] = int(ramp.candidates[top["index"]])
+
+
+class _Lane:
+    """One context in a pass with exits.
+
+    Attributes:
+        hidden: of its rows, the ids int64 [n] or hidden states [n, width] behind the layers so far.
+        rows: its tokens in the pass, of which the last has position ``last``.
+        found: what the pass came to.
+    """
+
+    __slots__ = ("context", "found", "hidden", "last", "plan", "rows")
+
+    def __init__(
+        self, context: TorchContext, hidden: torch.Tensor, rows: list[PendingRow], last: int, plan: ExitPlan
+    ) -> None:
+        self.context, self.hidden, self.rows, self.last, self.plan = context, hidden, rows, last, plan
+        self.found = ExitStep(None, -1, -1, ())
+
+    def may_leave(self, number: int) -> bool:
+        """True if a ramp is sure enough of its last row."""
+        least = self.plan.least.get(number)
+        return least is not None and self.rows[-1].scores[number] >= least
+
+    def leave(self, number: int, depth: int) -> None:
+        """Let its last row leave at a ramp, behind ``depth`` layers; all its rows wait there."""
+        row = self.rows[-1]
+        for one, hidden in zip(self.rows, self.hidden):
+            one.depth, one.hidden = depth, hidden
+        row.left = number
+        self.context.pending.append(row)
+        self.found = ExitStep(None, row.tokens[number], number, ())
+
+    def join(self, depth: int) -> None:
+        """Take along the rows that wait at a depth."""
+        joining = [row for row in self.context.pending if row.depth == depth]
+        if joining:
+            self.hidden = torch.cat([_stacked(joining), self.hidden])
+            self.rows = [*joining, *self.rows]
+
+    def end(self, logits: torch.Tensor) -> None:
+        """Note that its rows ran through all layers, with the logits [n, vocab]."""
+        self.context.pending = []
+        said = logits.argmax(-1).tolist()
+        rows = tuple(one.completed(token) for one, token in zip(self.rows, said))
+        self.found = ExitStep(logits[-1].numpy().copy(), said[-1], -1, rows)
 
 
 class HiddenStates(NamedTuple):

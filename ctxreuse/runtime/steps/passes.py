@@ -174,13 +174,14 @@ class PassPlanner:
         rows = sum(one.rows for one in chosen if one.decodes)
         for one in chosen:
             one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
-        if decoding and not prefills and chosen[0].plain:
+        plain = all(one.plain for one in chosen)
+        if decoding and not prefills and plain:
             self.costs.observe(rows, decoding, seconds)
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
             self._stalled += bool(computed) and step is not None and seconds > STALL * step
-        if self._sliced and rows == decoding and (computed or not prefills) and chosen[0].plain:
+        if self._sliced and rows == decoding and (computed or not prefills) and plain:
             self._slices.observe(decoding, computed, seconds)
 
     def end(self, turn: RequestTurn) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ctxreuse.engines.base import SlicingEngine
 from ctxreuse.engines.exits import ExitEngine
 from ctxreuse.errors import CtxReuseError, EngineError
+from ctxreuse.exits import ExitPlan
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
 from ctxreuse.speculate import PassCosts, PassLoad
@@ -22,7 +23,6 @@ from ctxreuse.speculate import PassCosts, PassLoad
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine, Logits
     from ctxreuse.engines.exits import ExitStep
-    from ctxreuse.exits import ExitPlan
     from ctxreuse.identity.keys import Tokens
 
 __all__ = ["Advanced", "StepScheduler"]
@@ -117,17 +117,20 @@ class StepScheduler:
         batch: Sequence[tuple[Context, Tokens]],
         turn: RequestTurn = _NORMAL,
         rows: Sequence[int] = (),
-        plan: ExitPlan | None = None,
+        plans: Sequence[ExitPlan | None] = (),
     ) -> list[Advanced | Exception]:
         """Append to several contexts of one request, see `advance`, in common passes; an error harms no other.
 
-        ``rows``: see `Engine.step`; ``plan``: of the only context's one token, where its pass has no other.
+        ``rows``: see `Engine.step`; ``plans``: of those contexts' tokens that may leave early, where the pass has only
+        single tokens.
         """
         left = {i: (context, tokens) for i, (context, tokens) in enumerate(batch)}
         found: dict[int, Advanced | Exception] = {}
         seconds = [0.0] * len(batch)
         while left:
-            ones = {i: Waiting(*one, turn, rows[i] if rows else 1, plan) for i, one in left.items()}
+            ones = {
+                i: Waiting(*one, turn, rows[i] if rows else 1, plans[i] if plans else None) for i, one in left.items()
+            }
             self._wait(list(ones.values()))
             for i, one in ones.items():
                 seconds[i] += one.seconds
@@ -213,16 +216,20 @@ class StepScheduler:
         }
 
     def _run(self, chosen: Sequence[Waiting], limit: int | None) -> Sequence[Logits | CtxReuseError | None]:
-        first = chosen[0]
-        if len(chosen) > 1 or first.plan is None:
+        single = all(len(one.tokens) == one.rows == 1 for one in chosen)
+        if not single or all(one.plan is None for one in chosen):
             batch, rows = [(one.context, one.tokens) for one in chosen], [one.rows for one in chosen]
             return self._engine.step(batch, limit=limit, rows=rows)
         assert isinstance(self._engine, ExitEngine)
-        try:
-            first.step = self._engine.exit_step(first.context, first.tokens, first.plan)
-        except CtxReuseError as error:
-            return [error]
-        return [first.step.logits]
+        found: list[Logits | CtxReuseError | None] = []
+        planned = [(one.context, one.tokens, one.plan or ExitPlan()) for one in chosen]
+        for one, step in zip(chosen, self._engine.exit_step(planned)):
+            if isinstance(step, CtxReuseError):
+                found.append(step)
+            else:
+                one.step = step
+                found.append(step.logits)
+        return found
 
     def _recover(self, chosen: Sequence[Waiting], error: BaseException) -> None:
         """This thread was interrupted in a pass that was for others too: they try again, if they can."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from ctxreuse.config import EngineConfig
 from ctxreuse.engines.llama_cpp.text import read_text
-from ctxreuse.engines.process.engine import start_engine
+from ctxreuse.engines.process import open_child_engine
 from ctxreuse.engines.text import HFText
 from support.tiny_gguf import write_tiny_gguf
 from support.tiny_text import merging_text, tiny_text
@@ -41,7 +42,7 @@ def test_a_gguf_and_an_engine_in_its_own_process_tell_the_same(tmp_path: Path) -
     here = text.vocabulary()
     assert b"".join(here.tokens[i] for i in text.encode(TEXT)) == TEXT.encode()
     assert [here.tokens[i] for i in here.special] == [b"<|im_start|>", b"<|im_end|>"]
-    child = start_engine("ctxreuse.engines.process.server:open_config", {"config": {"model": str(file)}})
+    child = open_child_engine(EngineConfig(str(file)))
     try:
         assert child.text is not None
         there = child.text.vocabulary()  # type: ignore[attr-defined]

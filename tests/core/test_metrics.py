@@ -33,6 +33,7 @@ def test_the_table_keeps_its_rules() -> None:
                 "_reconnects",
                 "_passes",
                 "_steps",
+                "_hints",
                 "_followers",
                 "_prefills",
                 "_resumes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -34,7 +35,11 @@ def crashing(folder: str) -> Any:
 
 
 def children_of(pid: int) -> list[psutil.Process]:
-    return [one for one in psutil.Process(pid).children() if "ctxreuse.engines.process" in one.cmdline()]
+    found = []
+    for one in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            found += [one] if "ctxreuse.engines.process" in one.cmdline() else []
+    return found
 
 
 def of_version(folder: str) -> Any:

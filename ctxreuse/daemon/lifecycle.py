@@ -31,7 +31,6 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import uvicorn
-import uvloop
 
 from ctxreuse.daemon.notify import notify, watchdog_seconds
 from ctxreuse.daemon.protocol import protocol
@@ -90,6 +89,15 @@ def read_address(file: Path) -> RunningDaemon | None:
 def _not_cancelled(record: logging.LogRecord) -> bool:
     """Leave out the traceback that uvicorn logs for each answer that we cancel."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed (extra ``cloud``: a proxy lives in its event loop), else None."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 class _Server(uvicorn.Server):
@@ -177,7 +185,7 @@ class Daemon:
         """
         _native.limit_arenas(_ARENAS)
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=_fast_loop()) as runner:
                 return runner.run(self.serve(app, resources))
         finally:
             self._unbind()

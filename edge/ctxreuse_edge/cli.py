@@ -122,7 +122,7 @@ def serve(
     if settings.edge.isolate:
         from ctxreuse.engines.process import EngineStart
 
-        engine = EngineStart.of(settings.engine)  # while this process imports what it needs, for two seconds
+        engine = EngineStart.of(settings.engine)  # it loads the model while this process imports what it needs
     from ctxreuse_edge.app import serve as run_daemon
 
     raise typer.Exit(run_daemon(settings, engine))

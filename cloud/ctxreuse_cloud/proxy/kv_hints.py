@@ -8,7 +8,7 @@ comes from routers, which stand behind the proxy, and would reach other tenants'
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -40,7 +40,7 @@ NO_HINTS = SentHints()
 
 
 class _Alone(msgspec.Struct):
-    request: str
+    request: Annotated[str, msgspec.Meta(min_length=1)]
     kv_hints: KvHints
 
 
@@ -58,14 +58,11 @@ def read_sent(request: ProxyRequest) -> SentHints:
 
 def hints_alone(request: ProxyRequest, tenant: str) -> tuple[str, ProxyRequest]:
     """Return the id of the request that hints are about, and a body with nothing else. Raises FormatError."""
-    named, raw = request.field("request"), request.field("kv_hints")
+    body = request.only(("request", "kv_hints"), "kv_hints") or b"{}"
     try:
-        name = msgspec.json.decode(named, type=str)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        name = ""
-    if not name or raw == b"null":
-        raise FormatError("hints alone need the id of a request and kv_hints")
-    body = msgspec.json.encode({"request": name, "kv_hints": msgspec.Raw(raw)})
+        name = msgspec.json.decode(body, type=_Alone).request
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"hints alone need the id of a request and kv_hints: {error}") from None
     return name, parse_request(body, tenant)
 
 

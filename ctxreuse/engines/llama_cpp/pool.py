@@ -38,7 +38,10 @@ class LlamaPool:
         self._model, self._layout, self._tokens = model, layout, tokens
         self._batch, self._threads = batch, threads
         self._most = rounded(min(model.number("n_ctx_train"), tokens))
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())
+        #: Callers of `read` that wait. They go before the next pass: passes that follow each other would take the lock
+        #: again and again, and answers that end wait for their export.
+        self._readers, self._counting = 0, threading.Lock()
         self._cells: LlamaCells | None = None
         self._slots: list[weakref.ref[LlamaContext] | None] = []
         self._used: list[int] = []  # the pass that each slot was in last
@@ -60,6 +63,7 @@ class LlamaPool:
         most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
         """
         with self._lock:
+            self._lock.wait_for(lambda: not self._readers)
             least = max(one.n + len(ids) for one, ids, _ in runs)
             # What an answer may have at most is seldom needed, and the cells of all would be as large.
             wanted = min(max(one.room for one, *_ in runs), 2 * least, self._most)
@@ -86,8 +90,13 @@ class LlamaPool:
             return [logits[i] for i in range(count)]
 
     def read(self, context: LlamaContext) -> LlamaState:
-        """The rows of a context with tokens; not to be changed."""
+        """The rows of a context with tokens; not to be changed. Waits for one pass at most."""
+        with self._counting:
+            self._readers += 1
         with self._lock:
+            with self._counting:
+                self._readers -= 1
+            self._lock.notify_all()
             if context.rows is not None:
                 return context.rows
             assert self._cells is not None

@@ -35,6 +35,8 @@ __all__ = ["ChildEngine", "ChildRelocatingEngine", "EngineStart", "open_child_en
 
 T = TypeVar("T")
 
+#: Blocks that one call exports: an engine may read the whole context for each call, between two passes.
+_EXPORTED = 8
 #: Bytes of a sealed block beyond its planes.
 _HEAD = 64 << 10
 
@@ -317,7 +319,7 @@ class ChildEngine:
     def export(
         self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """See `Engine.export`. The first block is made at once, the others as they are wanted."""
+        """See `Engine.export`. The first blocks are made at once, the others as they are wanted."""
         own = self._own(context)
         check_export(first, len(keys), self.space.block_tokens, own.n)
         begun = self._export(own, list(keys), parent, first)
@@ -327,10 +329,12 @@ class ChildEngine:
     def _export(
         self, context: ChildContext, keys: Sequence[bytes], parent: bytes, first: int
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        for number, key in enumerate(keys, first):
-            found = self._call("export", key, parent, number, on=[context], room=self._block_bytes)
-            yield found.arrays[0]
-            parent = key
+        for at in range(0, len(keys), _EXPORTED):
+            some = keys[at : at + _EXPORTED]
+            yield from self._call(
+                "export", some, parent, first + at, on=[context], room=len(some) * self._block_bytes
+            ).arrays
+            parent = some[-1]
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`."""

@@ -6,16 +6,20 @@ import gc
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ctxreuse.engines import open_engine
+from ctxreuse.engines.base import Logits
 from ctxreuse.engines.llama_cpp import LlamaEngine
+from ctxreuse.engines.llama_cpp.cells import SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.testing.engine import random_tokens, resume, seal
+from support.waiting import patient, until
 
 #: Bytes of K and V of a token of the tiny model.
 TOKEN = 3 * 2 * 2 * 16 * 2
@@ -138,3 +142,37 @@ def test_threads_that_push_each_other_out(gguf_file: Path, alone: LlamaEngine) -
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_rows_are_read_before_the_next_pass(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an answer that ends would wait for its export as long as others compute without a pause."""
+    engine = engine_with(gguf_file, 4)
+    one, two = started(engine, [random_tokens(engine, 40, seed=i) for i in range(2)])
+    running, go_on, events = threading.Event(), threading.Event(), list[str]()
+    pool, cells = engine._pool, engine._pool._cells
+    assert cells is not None
+    decode, state = cells.decode, cells.state
+
+    def slow(runs: Sequence[SlotRun]) -> list[Logits]:
+        events.append("pass")
+        running.set()
+        assert go_on.wait(patient(60))
+        return decode(runs)
+
+    def noted(slot: int) -> Any:
+        events.append("read")
+        return state(slot)
+
+    monkeypatch.setattr(cells, "decode", slow)
+    monkeypatch.setattr(cells, "state", noted)
+    passes = threading.Thread(target=lambda: [engine.prefill(one, [token]) for token in range(20)])
+    passes.start()
+    assert running.wait(patient(60))
+    reads = threading.Thread(target=pool.read, args=(two,))
+    reads.start()
+    until(lambda: pool._readers == 1)
+    go_on.set()
+    for thread in (passes, reads):
+        thread.join(patient(60))
+    assert events == ["pass", "read", *["pass"] * 19]
+    assert pool._readers == 0

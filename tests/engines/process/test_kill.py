@@ -25,7 +25,8 @@ from support.tiny_gguf import write_tiny_gguf
 from support.waiting import until
 
 OPEN = "ctxreuse.engines.registry:open_engine"
-PREFIX, TOKENS = 96, 8
+#: The tokens of a prompt that all share and its own ones, which are exported in two calls, and of an answer.
+PREFIX, OWN, TOKENS = 96, 140, 8
 #: What of a request a kill is aimed at, and how many messages of it there may be.
 AIMS = {"load": 4, "step": TOKENS + 1, "export": 2}
 
@@ -34,7 +35,7 @@ AIMS = {"load": 4, "step": TOKENS + 1, "export": 2}
 def engine(tmp_path_factory: pytest.TempPathFactory, python_path: None) -> Iterator[ChildEngine]:
     """A tiny GGUF on llama.cpp, which starts in a fraction of a second."""
     file = write_tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-    engine = EngineStart(OPEN, {"model": str(file), "block_tokens": 16, "chunk": 64, "threads": 1}).opened()
+    engine = EngineStart(OPEN, {"model": str(file), "block_tokens": 16, "chunk": 256, "threads": 1}).opened()
     yield engine
     engine.close()
 
@@ -105,7 +106,7 @@ def test_kills_lose_nothing(rounds: int, engine: ChildEngine, tmp_path: Path, mo
         killer = Killer(engine, rng, monkeypatch)
         kept = runtime.keys(prompt_of(0, 0))
         for number in range(1, rounds + 1):
-            ids, aim = prompt_of(number, 40), rng.choice(list(AIMS))
+            ids, aim = prompt_of(number, OWN), rng.choice(list(AIMS))
             killer.arm(aim)
             found = []
             try:

@@ -25,9 +25,8 @@ def ask(edge: Any, *texts: str) -> Any:
 def test_a_daemon_that_records(serve: Any, tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     edge = serve(**{"edge.record": str(file)})
-    answer = ask(edge, LONG)["choices"][0]["message"]["content"]
-    ask(edge, LONG, answer, "go on " * 30)
-    ask(edge, "something else " * 20)
+    said = ask(edge, LONG)
+    others = ask(edge, LONG, said["choices"][0]["message"]["content"], "go on " * 30), ask(edge, "something else " * 20)
     space = edge.node.runtime.engine.space
     edge.close()
     assert b"nobody" not in file.read_bytes()
@@ -38,7 +37,9 @@ def test_a_daemon_that_records(serve: Any, tmp_path: Path) -> None:
     assert second.path[: len(first.path)].tolist() == first.path.tolist()
     assert (first.session, second.session, third.session) == (0, 0, 1)
     assert not set(third.path.tolist()) & set(second.path.tolist())
-    assert all(request.output == 3 and request.busy > 0 for request in (first, second, third))
+    answered = [body["usage"]["completion_tokens"] for body in (said, *others)]  # fewer than asked if the model ends
+    assert [request.output for request in (first, second, third)] == answered
+    assert all(request.busy > 0 for request in (first, second, third))
     assert all(request.stop in (0, END_OF_TURN, 3) for request in (first, second, third))
 
 

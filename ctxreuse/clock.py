@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "SystemClock"]
+__all__ = ["SYSTEM_CLOCK", "Clock", "SteadyClock", "SystemClock"]
 
 
 class Clock(Protocol):
@@ -35,3 +35,19 @@ class SystemClock:
 
 
 SYSTEM_CLOCK: Clock = SystemClock()
+
+
+class SteadyClock:
+    """Seconds since 1970 that go on evenly from when it was made: where the machine's clock is set meanwhile, right or
+    wrong, nothing is deleted by that.
+
+    ``newest``: a time that has been, such as of the last change; a machine's clock that is before it is not believed.
+    """
+
+    def __init__(self, newest: float = 0.0, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._start = max(clock.now(), newest) - clock.monotonic()
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self._start + self._clock.monotonic()

@@ -12,10 +12,10 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from ctxreuse.engines import Engine
-from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.engines.sampling import SamplingParams, SamplingSettings
 from ctxreuse.engines.text import ToolCall
 from ctxreuse.planner import DocumentOrder
 from ctxreuse.runtime import RuntimeProtocol, Usage
@@ -290,7 +290,7 @@ class AsyncSession:
         tool_choice: str = "auto",
         schema: Any = None,
         n: int = 1,
-        **settings: Any,
+        **settings: Unpack[SamplingSettings],
     ) -> AsyncAnswer:
         """Ask; the question is durable on return, the answer when it ends. See `Session.ask`."""
         wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
@@ -305,7 +305,7 @@ class AsyncSession:
         tool_choice: str = "auto",
         schema: Any = None,
         n: int = 1,
-        **settings: Any,
+        **settings: Unpack[SamplingSettings],
     ) -> AsyncAnswer:
         """Answer the history as it stands."""
         wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
@@ -343,7 +343,7 @@ class AsyncSession:
         text: str | None,
         documents: Sequence[str],
         sampling: SamplingParams | None,
-        settings: dict[str, Any],
+        settings: SamplingSettings,
         **wanted: Any,
     ) -> AsyncAnswer:
         core = self.sync._core

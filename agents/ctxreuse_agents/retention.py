@@ -9,14 +9,14 @@ from datetime import timedelta
 
 import msgspec
 
-from ctxreuse.clock import SYSTEM_CLOCK, Clock
+from ctxreuse.clock import SYSTEM_CLOCK, Clock, SteadyClock
 from ctxreuse.errors import ConfigError, SessionError
 from ctxreuse.store import Ledger, NewTurn, Turn
 from ctxreuse.store import Session as Record
 from ctxreuse.store.ledger.records import check_namespace
 from ctxreuse.store.recall import Recall
 
-__all__ = ["KeepLimits", "SessionKeeper", "SteadyClock", "Summarise", "lifetime"]
+__all__ = ["KeepLimits", "SessionKeeper", "Summarise", "lifetime"]
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +54,6 @@ def lifetime(value: float | timedelta, name: str = "ttl") -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e11:
         raise ConfigError(f"{name} is {value!r}", fix="Give seconds above 0, or a timedelta")
     return float(seconds)
-
-
-class SteadyClock:
-    """Seconds since 1970 that go on evenly from when it was made: where the machine's clock is set meanwhile, right or
-    wrong, nothing is deleted by that.
-
-    ``newest``: a time that has been, such as of the last change; a machine's clock that is before it is not believed.
-    """
-
-    def __init__(self, newest: float = 0.0, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._clock = clock
-        self._start = max(clock.now(), newest) - clock.monotonic()
-
-    def now(self) -> float:
-        """Seconds since 1970."""
-        return self._start + self._clock.monotonic()
 
 
 class SessionKeeper:

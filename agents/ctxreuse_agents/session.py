@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from ctxreuse.block.levels import limit_name
-from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.engines.sampling import SamplingParams, SamplingSettings
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import SessionError, StoreError
 from ctxreuse.html import table, when
@@ -158,7 +158,7 @@ class Session:
         tool_choice: str = "auto",
         schema: Any = None,
         n: int = 1,
-        **settings: Any,
+        **settings: Unpack[SamplingSettings],
     ) -> Answer:
         """Ask; the question is durable on return, the answer when it ends.
 
@@ -199,7 +199,7 @@ class Session:
         tool_choice: str = "auto",
         schema: Any = None,
         n: int = 1,
-        **settings: Any,
+        **settings: Unpack[SamplingSettings],
     ) -> Answer:
         """Answer the history as it stands, without a new question. Raises SessionError if it is empty."""
         wanted = {"tools": tools, "tool_choice": tool_choice, "schema": schema, "n": n}
@@ -248,7 +248,7 @@ class Session:
         text: str | None,
         documents: Sequence[str],
         sampling: SamplingParams | None,
-        settings: dict[str, Any],
+        settings: SamplingSettings,
         **wanted: Any,
     ) -> Answer:
         self._state.engine()

@@ -31,6 +31,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -143,6 +144,12 @@ class Layout:
     def spans(self) -> npt.NDArray[np.int64]:
         """Offset and size of each plane, [planes, 2]."""
         return np.array([self.offsets, self.sizes], np.int64).T.copy()
+
+    @cached_property
+    def layer_offsets(self) -> tuple[int, ...]:
+        """Offsets of the first plane of each run of planes of one layer."""
+        runs = groupby(zip(self.offsets, self.planes), lambda one: one[1].layer)
+        return tuple(next(run)[0] for _, run in runs)
 
     @cached_property
     def encoded(self) -> bytes:

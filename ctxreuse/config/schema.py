@@ -459,11 +459,13 @@ class Setting(NamedTuple):
             # Outside TOML text has no types, so "4" is accepted for a number; a TOML value must have the right type.
             return msgspec.convert(raw, self.type, strict=typed)
         except (msgspec.MsgspecError, ConfigError) as error:
-            fix = error.fix if isinstance(error, ConfigError) else f"The default is {self.show(self.default)}"
+            why, fix = str(error), f"The default is {self.show(self.default)}"
+            if isinstance(error, ConfigError):
+                why, fix = error.what, error.fix
             if self.rows is not None:
                 names = ", ".join(field.name for field in msgspec.structs.fields(self.rows))
                 fix = f"Each entry is a table with {names}; outside of a file the list is written as JSON"
-            raise ConfigError(f"{self.name} cannot be {raw!r}: {error}", where=origin, fix=fix) from None
+            raise ConfigError(f"{self.name} cannot be {raw!r}: {why}", where=origin, fix=fix) from None
 
 
 @cache  # working it out takes 5 ms, and fields of a schema never change

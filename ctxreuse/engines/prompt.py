@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -61,7 +61,7 @@ class Placeholders:
             if self._find is not None and self._find.search(given):
                 self._mark = "?"
             used.update(given)
-        free = (char for char in map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))) if char not in used)
+        free = (char for char in map(chr, chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))) if char not in used)
         if self._mark:
             self._mark = next(free, "")
             if not self._mark:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from math import isfinite
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from ctxreuse.engines.base import Logits
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
 
-__all__ = ["MAX_BIAS", "Sampler", "SamplingParams", "largest", "log_softmax"]
+__all__ = ["MAX_BIAS", "Sampler", "SamplingParams", "SamplingSettings", "largest", "log_softmax"]
 
 _MOST = float(np.finfo(np.float64).max)
 
@@ -27,6 +27,30 @@ _SEEDS = 1 << 128
 
 #: Tokens that top-p examines first.
 _NUCLEUS = 512
+
+
+class SamplingSettings(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords of a call, so that type checkers find a wrong one."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | tuple[str, ...] | list[str]
+    ignore_eos: bool
+    logprobs: int
+    logit_bias: Mapping[int, float]
+    grammar: Grammar | None
+    shown_markers: tuple[str, ...]
+    speculate: Literal["auto", "off"]
+    verify: Literal["auto", "steps", "off"]
+    step_threshold: float | None
+    exits: float | None
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -95,7 +95,18 @@ def sentence(outcomes: Sequence[Outcome]) -> str:
     plain = next((o for o in found if o.capacity == most and o.policy == "lru" and o is not best), None)
     if plain is not None:
         text += f", lru {rounded_duration(plain.seconds_saved)}"
-    return f"{text}; with the future known it would be {rounded_duration(bound.seconds_saved)}."
+    return f"{text}; with the future known it would be {rounded_duration(bound.seconds_saved)}.{_enough(outcomes)}"
+
+
+def _enough(outcomes: Sequence[Outcome]) -> str:
+    """The capacity from which on all policies save as much as an endless store, in a sentence; "" if there is none."""
+    endless = next((o.seconds_saved for o in outcomes if o.policy == "infinite"), 0.0)
+    found = _policies(outcomes)
+    short = max((o.capacity for o in found if o.seconds_saved < 0.999 * endless), default=-1)
+    enough = min((o.capacity for o in found if o.capacity > short), default=None)
+    if enough is None or not endless:
+        return ""
+    return f" From {rounded_bytes(enough)} on capacity is not the limit: an endless store would save no more."
 
 
 def _policies(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from ctxreuse.clock import SYSTEM_CLOCK, Clock, SteadyClock
 from ctxreuse.private import write_private
 
 __all__ = ["Quarantine", "QuarantineEntry"]
@@ -33,12 +34,12 @@ class Quarantine:
     Args:
         path: The file (None: in memory); an unreadable one counts as empty, failing to write is logged.
         seconds: How long an entry lasts.
-        clock: Seconds since 1970.
+        clock: If it is set meanwhile, entries last neither shorter nor longer by that.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, *, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None, *, seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._path = Path(path) if path is not None else None
-        self._seconds, self._clock = seconds, clock
+        self._seconds, self._clock = seconds, SteadyClock(clock=clock).now
         self._lock = threading.Lock()
         self._entries = self._read()
 
@@ -76,7 +77,7 @@ class Quarantine:
     def _find(self, name: str) -> QuarantineEntry | None:
         entry, now = self._entries.get(name), self._clock()
         if entry is not None and entry.until - now > self._seconds:
-            # The clock was set back: restart the entry, which neither frees a peer nor keeps it out for years.
+            # The clock was set back between two runs: restart the entry: nobody is freed, or kept out for years.
             entry = self._entries[name] = QuarantineEntry(now + self._seconds, entry.reason)
         return entry if entry is not None and entry.until > now else None
 

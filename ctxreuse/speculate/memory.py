@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.identity.keys import Tokens
+from ctxreuse.recent import keep_newest
 from ctxreuse.speculate.suffix import SuffixIndex
 
 __all__ = ["CallerTexts", "DraftMemory"]
@@ -39,7 +40,7 @@ class _Texts:
     __slots__ = ("index", "known")
 
     def __init__(self, tokens: int) -> None:
-        self.index, self.known = SuffixIndex(tokens), OrderedDict[bytes, None]()
+        self.index, self.known = SuffixIndex(tokens), dict[bytes, None]()
 
 
 class DraftMemory:
@@ -93,8 +94,7 @@ class DraftMemory:
                     break
             for key in keys[known // block :]:
                 texts.known[key[:_NAME]] = None
-            while len(texts.known) > texts.index.most // block:  # their text was written over
-                texts.known.popitem(last=False)
+            texts.known = keep_newest(texts.known, texts.index.most // block)  # the text of others was written over
             if known >= len(ids):
                 return
             texts.index.add(ids[max(known - _OVERLAP, 0) :])

@@ -55,6 +55,8 @@ class RemovalLog:
         self._rows = np.zeros(most, _ROW)
         self._row: dict[int, int] = {}
         self._added = self._events = 0
+        #: Rows after which the dict is made anew: one whose keys come and go takes twice the memory in the end.
+        self._again = max(most // 8, 1)
         self._whys: dict[str, int] = {}
         self._all: Removal | None = None
         self._journal = Journal(file, _LIMIT) if file is not None else None
@@ -121,6 +123,8 @@ class RemovalLog:
                 del self._row[int(self._rows["key"][row])]
             self._rows[row] = key, event.at, by, self._events, known, how, bool(event.by)
             self._row[key] = row
+            if self._added > self._most and self._added % self._again == 0:
+                self._row = dict(self._row)
 
     def __len__(self) -> int:
         return len(self._row)

@@ -17,6 +17,7 @@ import msgspec
 from ctxreuse.block.levels import limit_name
 from ctxreuse.identity.keys import Tokens, common_prefix
 from ctxreuse.identity.model import ModelSpace
+from ctxreuse.recent import keep_newest
 from ctxreuse.store.journal import Journal, read_journal
 from ctxreuse.store.removals import SHORT_KEY
 from ctxreuse.store.types import Removal
@@ -248,8 +249,7 @@ class RequestLog:
             if key in self._seen:
                 break  # and so are those before it
             self._seen[key] = entry.at
-        while len(self._seen) > _SEEN:
-            del self._seen[next(iter(self._seen))]
+        self._seen = keep_newest(self._seen, _SEEN)
         for name in (entry.first_block, entry.first_message):
             if name:
                 self._marks.setdefault((entry.tenant, name), set()).add(entry.space)

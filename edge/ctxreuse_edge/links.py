@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,7 @@ class CloudLinks:
                 ),
             )
             self._links.append((link, estimate))
-        self._quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=time.time)
+        self._quarantine = Quarantine(self._folder / "quarantine.json", seconds=_QUARANTINE_SECONDS)
         self._clouds = CloudPool(
             self._links, quarantine=self._quarantine, seconds=self._seconds, profiles=ProfileStore()
         )

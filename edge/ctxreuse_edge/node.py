@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import psutil
 
+from ctxreuse.clock import SteadyClock
 from ctxreuse.codec import Codec
 from ctxreuse.config import EngineConfig, Settings
 from ctxreuse.embed import Embedder, open_embedder
@@ -152,11 +153,17 @@ class EdgeNode:
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts, links.deletions)
         self.forget.resume()
         self.pins.start()
+        changed = self.ledger.sessions(1)
+        newest = changed[0].updated if changed else 0.0
         self.responses = StoredResponses(
-            self.ledger, self.contexts, self.forget.session, seconds=parse_keep_alive(edge.keep_responses)
+            self.ledger,
+            self.contexts,
+            self.forget.session,
+            seconds=parse_keep_alive(edge.keep_responses),
+            clock=SteadyClock(newest).now,
         )
         compaction = IdleCompaction(self.ledger.deleted_since, self.forget.compact, self._busy, time.time)
-        retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None, time.time)
+        retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None, newest)
 
         def daily() -> None:
             retention.round()

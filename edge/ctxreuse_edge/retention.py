@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
+from ctxreuse.clock import SYSTEM_CLOCK, Clock, SteadyClock
 from ctxreuse_edge.forget import Forgetter
 
 __all__ = ["Retention"]
@@ -16,10 +16,16 @@ _PERIOD = 3600.0
 
 
 class Retention:
-    """Deletes what is older than ``age`` seconds (None: nothing). One thread calls. ``clock``: seconds since 1970."""
+    """Deletes what is older than ``age`` seconds (None: nothing). One thread calls.
 
-    def __init__(self, forgetter: Forgetter, age: float | None, clock: Callable[[], float]) -> None:
-        self._forgetter, self._age, self._clock = forgetter, age, clock
+    Nothing is deleted by setting the machine's ``clock`` meanwhile. ``newest``: a time that has been, in seconds since
+    1970; see `SteadyClock`.
+    """
+
+    def __init__(
+        self, forgetter: Forgetter, age: float | None, newest: float = 0.0, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._forgetter, self._age, self._clock = forgetter, age, SteadyClock(newest, clock).now
         self._looked: float | None = None
 
     def round(self) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from ctxreuse_agents import Memory
 from ctxreuse_agents.adapters import LangGraphStore
-from ctxreuse_agents.retention import SteadyClock
 from langgraph.store.base import InvalidNamespaceError, PutOp, SearchOp
 from langgraph.store.memory import InMemoryStore
 
+from ctxreuse.clock import SteadyClock
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.store.items import Items, item_key
 from ctxreuse.testing.clock import FakeClock

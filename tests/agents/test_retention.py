@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from ctxreuse_agents import AsyncMemory, KeepLimits, Memory, NewTurn, Turn
-from ctxreuse_agents.retention import SessionKeeper, SteadyClock
+from ctxreuse_agents.retention import SessionKeeper
 
+from ctxreuse.clock import SteadyClock
 from ctxreuse.errors import ConfigError, SessionError
 from ctxreuse.store import Ledger
 from ctxreuse.store.recall import Recall

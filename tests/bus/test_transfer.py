@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from ctxreuse.block.format import block_layout, parse
+from ctxreuse.block.format import Layout, Plane, block_layout, parse
 from ctxreuse.bus.protocol.messages import LevelRequest, Payload, Piece
 from ctxreuse.bus.protocol.wire import decode
 from ctxreuse.bus.remote import Fetch, FetchRequest
@@ -70,7 +72,20 @@ def test_parts_are_the_head_and_one_run_a_layer() -> None:
     assert OFFSETS[0] == 0
     assert OFFSETS[-1] == len(DATA[0])
     assert OFFSETS[1:-1] == tuple(view.offset(layer, "k") for layer in range(layers))
-    assert part_offsets(parse(DATA[1])) is part_offsets(view)  # made once for all that look alike
+    assert part_offsets(parse(DATA[1])) == OFFSETS
+    assert parse(DATA[1]).layout.layer_offsets is view.layout.layer_offsets  # made once for all that look alike
+
+
+def test_layouts_of_what_came_are_not_kept() -> None:
+    """Lossy blocks all have another layout, and one of a hostile peer takes megabytes."""
+    seen = []
+    for size in range(1, 101):
+        view = parse(resealed(DATA[0], layout=Layout((Plane(0, "k", "uint8", (size,)),))))
+        assert len(part_offsets(view)) == 3
+        seen.append(weakref.ref(view.layout))
+    del view
+    gc.collect()
+    assert sum(ref() is not None for ref in seen) <= 32
 
 
 def test_a_model_without_blocked_layers_has_a_head_and_one_part() -> None:

@@ -81,6 +81,7 @@ def test_slips_in_the_file(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(error.value)
     assert str(tmp_path) in error.value.where
     assert error.value.fix
+    assert error.value.fix not in error.value.what, "advice is given once"
 
 
 @pytest.mark.parametrize(

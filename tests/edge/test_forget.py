@@ -115,10 +115,14 @@ def test_what_is_old_is_deleted_by_itself(edge: Any) -> None:
     edge.http.post("/api/contexts", json={"name": "old", "text": SECRET})
     ask(edge, ("user", SECRET))
     clock = FakeClock(time.time())
-    retention = Retention(edge.node.forget, 30 * 86400.0, clock)
+    retention = Retention(edge.node.forget, 30 * 86400.0, clock=clock)
     assert retention.round() == 0
     clock.advance(29 * 86400.0)
     assert retention.round() == 0
+    clock.jump(clock.now() + 10 * 365 * 86400.0)
+    clock.advance(3601)
+    assert retention.round() == 0, "a clock that is set while the daemon runs deletes nothing"
+    clock.jump(clock.now() - 10 * 365 * 86400.0)
     edge.node.ledger.create("new", turns=[NewTurn("text", OTHER)])
     edge.node.ledger._clock = clock  # what is made from now on is young
     edge.node.ledger.rename("new", "young")
@@ -135,11 +139,11 @@ def test_a_pinned_session_of_the_library_does_not_go_by_age(edge: Any) -> None:
     for name in ("pinned", "loose"):
         edge.node.ledger.create(name, turns=[NewTurn("text", SECRET)], pinned=name == "pinned")
     clock = FakeClock(time.time() + 31 * 86400.0)
-    assert Retention(edge.node.forget, 30 * 86400.0, clock).round() == 1
+    assert Retention(edge.node.forget, 30 * 86400.0, clock=clock).round() == 1
     assert [one.name for one in edge.node.ledger.sessions()] == ["pinned"]
     edge.node.ledger.keep("pinned", pinned=False)
     clock.advance(31 * 86400.0)
-    assert Retention(edge.node.forget, 30 * 86400.0, clock).round() == 1
+    assert Retention(edge.node.forget, 30 * 86400.0, clock=clock).round() == 1
     assert edge.node.ledger.sessions() == []
 
 

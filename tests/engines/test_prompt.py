@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, permutations
 
@@ -129,6 +130,16 @@ def test_a_text_with_every_private_character() -> None:
     with pytest.raises(EngineError, match="private"):
         Placeholders(TEXT, [every + "<|im_end|>"])
     assert not Placeholders(TEXT, [every])
+
+
+def test_private_characters_are_looked_for_one_by_one() -> None:
+    """All 72,000 of them were made for each prompt: 3 ms and 3 MB."""
+    tracemalloc.start()
+    try:
+        assert Placeholders(TEXT, ["a\ue000"]).seam == "\ue001"
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 # Parts of messages

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ctxreuse.engines.sampling import Sampler, SamplingParams, log_softmax
+from ctxreuse.engines.sampling import Sampler, SamplingParams, SamplingSettings, log_softmax
 from ctxreuse.errors import ConfigError, EngineError
 
 NONE = np.zeros(0, np.int32)
@@ -157,3 +157,7 @@ def test_the_smallest_and_largest_numbers_draw_a_token(temperature, penalty):
         assert np.isfinite(scores[Sampler(how).next(scores, said)])
         cold = SamplingParams(temperature=min(temperature, 1e-30), seed=1)
         assert Sampler(cold).next(scores, said) == scores.argmax()
+
+
+def test_settings_are_the_fields_of_the_parameters() -> None:
+    assert SamplingSettings.__annotations__.keys() == set(SamplingParams.__struct_fields__)

@@ -42,7 +42,9 @@ def test_a_wrong_use_of_the_library_is_found(tmp_path: Path) -> None:
         "llm = LLM('smollm2', max_kl='kl-0.01')\n"
         "llm.generate('x').usage.tokens.reused\n"
         "Memory.open('m').session('s').ask(3)\n"
+        "Memory.open('m').session('s').ask('x', temprature=1.0)\n"
+        "Memory.open('m').session('s').ask('x', temperature=1.0, stop=['.'])\n"
     )
     found = mypy(tmp_path, program)
     wrong = [line.partition(": error")[0] for line in found.splitlines() if ": error" in line]
-    assert wrong == ["program.py:2", "program.py:3", "program.py:4"], found
+    assert wrong == ["program.py:2", "program.py:3", "program.py:4", "program.py:5"], found

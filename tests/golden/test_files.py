@@ -19,6 +19,7 @@ from ctxreuse.identity.keys import tenant_salt
 from ctxreuse.lab.opening import open_trace
 from ctxreuse.peer.quarantine import Quarantine
 from ctxreuse.peer.serve.owners import node_secret
+from ctxreuse.testing.clock import FakeClock
 
 DATA = Path(__file__).with_name("data")
 FILES = json.loads((DATA / "files/expected.json").read_text("utf-8"))
@@ -63,7 +64,7 @@ def test_secret_of_a_node(folder: Path) -> None:
 
 
 def test_quarantine(folder: Path) -> None:
-    kept = Quarantine(folder / "quarantine.json", seconds=86400.0, clock=lambda: 1_700_000_001.0)
+    kept = Quarantine(folder / "quarantine.json", seconds=86400.0, clock=FakeClock(1_700_000_001.0))
     assert {name: [*msgspec.structs.astuple(one)] for name, one in kept.names().items()} == FILES["quarantine"]
 
 

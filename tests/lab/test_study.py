@@ -87,6 +87,9 @@ def test_figures_of_a_small_trace() -> None:
     assert lru.block_hit == pytest.approx(1 / 6)
     assert lru.bytes_written == 500
     assert "lru saves" in sentence([endless, belady, lru])
+    assert "not the limit" not in sentence([endless, belady, lru])
+    said = sentence(list(study.run(["lru", "lfu"], [200, 300, 400])))
+    assert said.endswith("From 300B on capacity is not the limit: an endless store would save no more.")
 
 
 def test_only_the_window_is_counted() -> None:

@@ -22,6 +22,7 @@ from ctxreuse.peer.serve import service as service_module
 from ctxreuse.peer.serve.owners import node_secret
 from ctxreuse.peer.serve.service import ServeOptions, StoreService
 from ctxreuse.store import BlockStore, TieredStore, open_store
+from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
 from support.tenant_service import Gate, Given, service
 from support.waiting import patient
@@ -358,25 +359,32 @@ def test_what_was_not_audited_before_the_end_is_not_kept(tmp_path: Path) -> None
 
 
 def test_quarantine_outlives_the_process_and_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    now = [1000.0]
+    clock = FakeClock(1000.0)
     place = tmp_path / "quarantine.json"
 
     def kept() -> Quarantine:
-        return Quarantine(place, seconds=60, clock=lambda: now[0])
+        return Quarantine(place, seconds=60, clock=clock)
 
     first = kept()
     first.add("eve", "audit")
     first.add("eve", "audit")
     assert len([line for line in caplog.messages if "eve" in line]) == 1
-    now[0] += 59
+    clock.advance(59)
     assert kept().reason("eve") == "audit"
     assert list(kept().names()) == ["eve"]
+    clock.jump(1e6)
+    assert first.reason("eve") == "audit", "a clock that is set while it runs frees nobody"
+    clock.jump(1059.0)
+    clock.advance(2)
+    assert first.reason("eve") is None
+    clock.jump(10.0)  # nor does one that was set back between two runs, and it keeps nobody out for longer
     back = kept()
-    now[0] -= 5000  # a clock that is set back frees nobody, and keeps nobody out for longer than a sentence
     assert back.reason("eve") == "audit"
-    now[0] += 61
+    clock.advance(59)
+    assert back.reason("eve") == "audit"
+    clock.advance(2)
     assert back.reason("eve") is None
-    now[0] += 5002 - 61
+    clock.jump(5000.0)
     assert kept().reason("eve") is None
     assert not first.clear("mallory")
     for damage in (b"{", b'{"eve": 3}', b"\xff\xfe", b""):

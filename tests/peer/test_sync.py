@@ -149,7 +149,7 @@ def test_a_link_that_is_down_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_cloud_in_quarantine_is_given_nothing(tmp_path: Path) -> None:
-    quarantine = Quarantine(None, seconds=60, clock=lambda: 0.0)
+    quarantine = Quarantine(None, seconds=60)
     with TieredStore(8 << 20) as store, linked(tmp_path) as (_, link):
         keep(store, local(2))
         quarantine.add(link.name, "audit")
@@ -336,7 +336,7 @@ def test_copies_of_what_a_cloud_withdraws_are_dropped(tmp_path: Path) -> None:
 
 
 def test_copies_from_a_cloud_in_quarantine_are_dropped(tmp_path: Path) -> None:
-    quarantine = Quarantine(None, seconds=60, clock=lambda: 0.0)
+    quarantine = Quarantine(None, seconds=60)
     with TieredStore(8 << 20) as store, linked(tmp_path) as (_, link):
         fetched(store, local(3), link.name)
         sync = Sync(store, [link], SyncOptions(quarantine=quarantine))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ctxreuse.errors import StoreError
+from ctxreuse.recent import keep_newest
 from ctxreuse.store import TieredStore
 
 __all__ = ["StoreChanges"]
@@ -25,8 +26,7 @@ class StoreChanges:
     def _note(self, keys: object) -> None:
         with self._lock:
             self._keys.update(dict.fromkeys(keys))  # type: ignore[call-overload]
-            while len(self._keys) > _MOST:
-                del self._keys[next(iter(self._keys))]
+            self._keys = keep_newest(self._keys, _MOST)
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return keys that are stored now, and keys that are not. A key may come twice, in either."""

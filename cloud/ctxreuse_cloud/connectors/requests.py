@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.recent import keep_newest
 
 __all__ = ["PagedBlock", "PlannedSave", "RequestBlocks", "StepPlan", "StepProgress"]
 
@@ -132,8 +133,7 @@ class RequestBlocks:
                     for block in run:
                         first = block.parent == ROOT
                         self._planned[block.key] = PlannedSave(block, known.tenant if first else "")
-                    while len(self._planned) > _MOST_PLANNED:
-                        del self._planned[next(iter(self._planned))]
+                    self._planned = keep_newest(self._planned, _MOST_PLANNED)
         return plan
 
     def stored(self, keys: Iterable[bytes]) -> list[PlannedSave]:

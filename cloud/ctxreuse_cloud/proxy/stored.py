@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ctxreuse.errors import FormatError
+from ctxreuse.recent import keep_newest
 from ctxreuse.store.journal import Journal
 
 __all__ = ["FILE", "StoredObjects", "id_of_answer", "is_public", "stored_id"]
@@ -91,8 +92,7 @@ class StoredObjects:
     def _put(self, key: bytes, backend: str) -> None:
         self._places.pop(key, None)
         self._places[key] = backend
-        if len(self._places) > _MAX:
-            del self._places[next(iter(self._places))]
+        self._places = keep_newest(self._places, _MAX)
 
     def _recall(self, raw: bytes) -> None:
         try:

@@ -6,7 +6,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
@@ -34,20 +33,15 @@ _ALIGN, _PAGE, _PAGE_HEADER = 64, 4096, 16
 _STATE_LIMIT = 1 << 30
 
 
-@lru_cache(maxsize=1024)
-def _offsets(layout: Layout, start: int, total: int) -> tuple[int, ...]:
-    firsts = [layout.offsets[next(run)[0]] for _, run in groupby(enumerate(layout.planes), lambda p: p[1].layer)]
-    return (0, *(start + at for at in firsts), total)
-
-
 def part_offsets(view: BlockView) -> tuple[int, ...]:
     """Return byte offsets of a block's parts, ending with its size.
 
     Part 0 is the head (all before the first plane), part 1 + i the planes of the i-th distinct layer with their
-    padding. Cached by layout and size: well below 1 µs.
+    padding. About 2 µs for 30 layers.
     """
-    first = view.layout.planes[0]
-    return _offsets(view.layout, view.offset(first.layer, first.role), len(view.buffer))
+    layout = view.layout
+    start = view.offset(layout.planes[0].layer, layout.planes[0].role)
+    return (0, *[start + at for at in layout.layer_offsets], len(view.buffer))
 
 
 class _Item:

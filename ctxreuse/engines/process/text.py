@@ -20,7 +20,7 @@ __all__ = ["ChildText"]
 
 #: Texts of so few ids are remembered, and so many of them. Each token of an answer needs those of itself, and of itself
 #: and the one before; asking for both each time took as long as the rest of what a token costs beside computing it.
-_FEW, _REMEMBERED = 4, 1 << 15
+_FEW, _REMEMBERED = 4, 1 << 13
 
 
 class ChildText:

@@ -136,7 +136,7 @@ class CloudPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers = {link.name: _Peer(link, estimate, PrefillSpeed()) for link, estimate in links}
-        self.quarantine = quarantine or Quarantine(None, seconds=_QUARANTINE_SECONDS, clock=time.time)
+        self.quarantine = quarantine or Quarantine(None, seconds=_QUARANTINE_SECONDS)
         self._seconds, self._clock = seconds, clock
         self._levels = _PeerLevels(profiles) if profiles is not None else None
         self._chains: OrderedDict[tuple[bytes, bytes, bytes], list[bytes]] = OrderedDict()

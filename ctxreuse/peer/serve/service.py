@@ -92,7 +92,7 @@ class StoreService:
         self._verifier, self._judges = options.verifier, options.judges
         self._owners = owners = OwnerIndex(store, node_secret(place / "node.secret"), options.tenants)
         store.share_by(owners.over_share)
-        self.quarantine = Quarantine(place / "quarantine.json", seconds=_QUARANTINE_SECONDS, clock=options.clock)
+        self.quarantine = Quarantine(place / "quarantine.json", seconds=_QUARANTINE_SECONDS)
         self._auditor = None
         if options.audit is not None:
             self._auditor = Auditor(options.audit, limit=_AUDIT_BYTES, alone=owners.has_one_tenant)

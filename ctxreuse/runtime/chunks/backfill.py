@@ -11,6 +11,7 @@ import numpy as np
 
 from ctxreuse.block.levels import is_approx
 from ctxreuse.identity.keys import ROOT, Tokens, prefix_keys
+from ctxreuse.recent import keep_newest
 from ctxreuse.reuse import chunks, record
 from ctxreuse.runtime.spans import Spans
 
@@ -49,7 +50,7 @@ class ChunkBackfill:
     def _came(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._fresh.update(dict.fromkeys(keys))
-            _trim(self._fresh)
+            self._fresh = keep_newest(self._fresh, _KEPT)
 
     def noted(self, keys: Iterable[bytes]) -> None:
         """Note that the chunks in these blocks were indexed by a request, which knew the prompt's parts."""
@@ -58,7 +59,7 @@ class ChunkBackfill:
                 self._fresh.pop(key, None)
                 self._done.pop(key, None)
                 self._done[key] = None
-            _trim(self._done)
+            self._done = keep_newest(self._done, _KEPT)
             full = len(self._fresh) + len(self._done) > self._sweep_at
         if full:
             self._sweep()
@@ -75,8 +76,7 @@ class ChunkBackfill:
             fresh = dict.fromkeys(key for key, entry in zip(fresh, stored) if entry is not None)
         finally:
             with self._lock:
-                self._fresh = fresh | self._fresh
-                _trim(self._fresh)
+                self._fresh = keep_newest(fresh | self._fresh, _KEPT)
                 for key in left:
                     self._done.pop(key, None)  # it may come again
                 self._sweep_at = 2 * (len(self._fresh) + len(self._done)) + _SLACK
@@ -158,9 +158,3 @@ class ChunkBackfill:
     def close(self) -> None:
         """Stop watching the store."""
         self._unwatch()
-
-
-def _trim(keys: dict[bytes, None]) -> None:
-    """Forget the oldest keys beyond the bound."""
-    for key in list(itertools.islice(keys, max(len(keys) - _KEPT, 0))):
-        del keys[key]

@@ -26,6 +26,7 @@ from ctxreuse.codec import lossless as lossless_codec
 from ctxreuse.errors import ConfigError, CtxReuseError, FormatError, ProtocolError, SessionError
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels import RansTables, rans_decode, rans_encode
+from ctxreuse.testing.clock import FakeClock
 from support.fuzz.mutate import Mutator, of_bytes, of_json, of_lines, packed, spoiled
 from support.klt_planes import decode_plane
 
@@ -581,7 +582,7 @@ def _config(data: bytes) -> None:
 def _quarantine(data: bytes) -> None:
     from ctxreuse.peer.quarantine import Quarantine
 
-    Quarantine(_file(data, "quarantine.json"), seconds=1.0, clock=lambda: 0.0)
+    Quarantine(_file(data, "quarantine.json"), seconds=1.0, clock=FakeClock(0.0))
 
 
 def _journal(data: bytes) -> None:

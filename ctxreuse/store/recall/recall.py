@@ -119,8 +119,8 @@ class Recall:
             self._embed(tables, now, embedder, _PATIENCE)
             made = self._vectors_of(embedder, [query[:MOST_QUERY]])
             if made is not None:
-                near, scores = tables.vectors.nearest(made[0], proposed, conditions)
-                cosines = tables.vectors.cosines_of([turn for turn, _ in words], scores)
+                near = tables.vectors.nearest(made[0], proposed, conditions)
+                cosines = tables.vectors.cosines_of(made[0], [turn for turn, _ in words])
         found = fuse(words, near, cosines)[:limit]
         homes = tables.homes([one.turn for one in found])
         hits = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from ctxreuse.engines.text import Message, ToolCall
 from ctxreuse.errors import CtxReuseError, SessionError
 from ctxreuse.store import NewTurn
+from ctxreuse_agents._session import SessionCore
 from ctxreuse_agents.adapters.named import session_name
 from ctxreuse_agents.memory import Memory
 from ctxreuse_agents.session import Session
@@ -27,6 +29,8 @@ NAMESPACE = _ROOM = "langgraph"
 _LONGEST, _BEGINNING = 300, 200
 #: Seconds that a graph waits for a session whose answer has not ended, which may be for long.
 _PATIENCE = 0.5
+#: Sessions whose turns are remembered, so that they need not be read to be compared.
+_MOST_KNOWN = 16
 _ROLES = {"human": "user", "ai": "assistant", "function": "tool", "developer": "system"}
 
 
@@ -38,6 +42,8 @@ class ThreadChats:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
+        #: Of the sessions that were written last: the ids of their turns, and what they say.
+        self._known: OrderedDict[str, tuple[list[int], list[NewTurn]]] = OrderedDict()
 
     def session(self, thread: str) -> Session:
         """Return the session of a thread. Raises SessionError if it has no chat."""
@@ -56,13 +62,22 @@ class ThreadChats:
             core = self._memory.session(_name(thread), namespace=NAMESPACE)._core
             with core.lock.hold(_PATIENCE):
                 if newest():
-                    here = core.turns()
-                    same = _same(turns, [NewTurn(one.role, one.content, one.meta) for one in here])
-                    if same < max(len(here), len(turns)):
-                        after = here[same - 1].id if same else 0
-                        self._memory.ledger.append(core.id, turns[same:], after=after)
+                    self._write(core, turns)
         except CtxReuseError as error:
             log.warning("the chat of thread %r is behind its checkpoints: %s", thread, error)
+
+    def _write(self, core: SessionCore, turns: list[NewTurn]) -> None:
+        ids, here = self._known.pop(core.id, ([], []))
+        if core.record.head != (ids[-1] if ids else 0):
+            found = core.turns()
+            ids, here = [one.id for one in found], [NewTurn(one.role, one.content, one.meta) for one in found]
+        same = _same(turns, here)
+        if same < max(len(here), len(turns)):
+            added = self._memory.ledger.append(core.id, turns[same:], after=ids[same - 1] if same else 0)
+            ids = [*ids[:same], *(one.id for one in added)]
+        self._known[core.id] = ids, turns
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
 
     def delete(self, thread: str) -> None:
         """Delete the session of a thread, if it has one."""

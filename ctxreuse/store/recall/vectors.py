@@ -191,8 +191,10 @@ class VectorTable:
             every = len(places) == len(self._turns)
             codes, scales = (self._codes, self._scales) if every else (self._codes[places], self._scales[places])
             linear(np.ascontiguousarray(vector[None]), Weights(codes, scales), cosines)
-            cosines = cosines[:, places] if every else cosines
-        return cosines[0]
+            if every:
+                cosines = cosines[:, places]
+        found: NDArray[np.float32] = cosines[0]
+        return found
 
     def _allowed(self, places: NDArray[np.int64] | None, conditions: tuple[str, Sequence[Any]]) -> NDArray[np.int64]:
         """Return those places, or of all, whose turns meet the conditions, in the same order."""
@@ -217,7 +219,8 @@ def _signs_of(numbers: NDArray[Any]) -> NDArray[np.uint64]:
     bits = np.packbits(numbers < 0, axis=1)
     whole = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
     whole[:, : bits.shape[1]] = bits
-    return whole.view(np.uint64)
+    signs: NDArray[np.uint64] = whole.view(np.uint64)
+    return signs
 
 
 def _highest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxreuse.errors import ConfigError
+from ctxreuse.store.recall import check_language
 
 if TYPE_CHECKING:
     from ctxreuse_agents.memory import Memory
@@ -50,6 +51,7 @@ def serve(
         raise ConfigError(f"there are no tools {unknown[0]!r}", fix=f"Use {' or '.join(TOOLSETS)}")
     if embedder not in ("auto", "multilingual", "none"):
         raise ConfigError(f"there is no embedder {embedder!r}", fix="Use auto, multilingual or none")
+    check_language(language)
 
     def open_memory() -> Memory:
         from ctxreuse_agents.memory import Memory

@@ -148,21 +148,24 @@ class Recall:
         """Make vectors of turns that have none, for so many seconds; returns True if there are more."""
         tables.embed_all(embedder.name, embedder.dimensions)
         until = time.monotonic() + seconds
-        while turns := tables.pending(self._batch):
-            texts, began = [], time.monotonic()
+        while turns := tables.pending(_BATCH if seconds == float("inf") else self._batch):
+            texts = []
             for id in turns:
                 try:
                     texts.append(now.history.turn(id).content)
                 except (SessionError, DamagedTurnError):  # removed or damaged since
                     texts.append("")
+            began = time.monotonic()
             vectors = self._vectors_of(embedder, texts)
             if vectors is None:
                 return False
+            took = time.monotonic() - began
+            if took < _PATIENCE / 4:
+                self._batch = min(2 * self._batch, _BATCH)
+            elif took > _PATIENCE:
+                self._batch = max(self._batch // 2, 1)
             tables.add_vectors(turns, vectors)
-            now_is = time.monotonic()
-            quick = now_is - began < _PATIENCE / 4
-            self._batch = min(2 * self._batch, _BATCH) if quick else max(self._batch // 2, 1)
-            if now_is > until:
+            if time.monotonic() > until:
                 return bool(tables.pending(1))
         return False
 

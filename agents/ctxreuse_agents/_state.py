@@ -38,11 +38,12 @@ class MemoryState:
         readonly: bool,
         max_kl: float | None = None,
         embedder: EmbedderChoice = "auto",
+        language: str = "en",
     ) -> None:
         self.ledger, self.runtime, self.max_kl = ledger, runtime, max_kl
         self.readonly = readonly
         #: The index of all turns, made or brought up to date by the first search.
-        self.recall = Recall(ledger, readonly=readonly, embedder=embedder)
+        self.recall = Recall(ledger, readonly=readonly, embedder=embedder, language=language)
         self.keeper: SessionKeeper
         self._segments: Segments | None = None
         self._tool_segments: OrderedDict[tuple[str, ...], Segments] = OrderedDict()

@@ -67,13 +67,15 @@ class Memory:
         readonly: bool = False,
         max_kl: float | None = None,
         embedder: EmbedderChoice = "auto",
+        language: str = "en",
         keep: Mapping[str, KeepLimits] | None = None,
         summarise: Summarise | None = None,
     ) -> None:
         """Use a ledger and a runtime that the caller opens and closes; see `open`."""
         if runtime is not None:
             runtime.check_max_kl(max_kl)
-        self._state = MemoryState(ledger, runtime, readonly=readonly, max_kl=max_kl, embedder=embedder)
+        how: dict[str, Any] = {"readonly": readonly, "max_kl": max_kl, "embedder": embedder, "language": language}
+        self._state = MemoryState(ledger, runtime, **how)
         self._state.keep(keep or {}, lambda session: self.delete(session), summarise)
 
     @classmethod
@@ -91,6 +93,7 @@ class Memory:
         draft_model: str = "",
         exits: float | Literal["off"] = "off",
         embedder: EmbedderChoice = "auto",
+        language: str = "en",
         keep: Mapping[str, KeepLimits] | None = None,
         summarise: Summarise | None = None,
         **deprecated: Unpack[_Deprecated],
@@ -114,7 +117,10 @@ class Memory:
             exits: share of an answer's tokens that may be other than the model's own, such as 0.01, so that some leave
                 the model early; ``off``: none; as for ``recompute``. An answer's ``sampling`` may name another.
             embedder: makes the vectors by which `search` finds what is said in other words: ``auto``: that of the extra
-                ``embed`` where it is installed; ``none``: words alone; or an `Embedder`.
+                ``embed`` where it is installed; ``multilingual``: that of the extra of this name, which finds what is
+                said in other languages, too; ``none``: words alone; or an `Embedder`.
+            language: of the texts, as ISO 639-1 has it, such as ``de``: `search` finds a word in its other forms. All
+                but ``en`` need the extra ``languages``; if it is another than before, the index is made again.
             keep: by namespace (``""``: all), how much of it is kept and how long; see `tidy`.
             summarise: called with the turns of a session before `tidy` deletes it by age or size; the text that it
                 returns is kept in a pinned session ``summary`` of the namespace. Nothing calls a model by itself.
@@ -162,7 +168,7 @@ class Memory:
                 opened.callback(runtime.close)
             if isinstance(runtime, Runtime) and not readonly:
                 finish_deletions(ledger, runtime.eraser.carry_out)
-            more: dict[str, Any] = {"embedder": embedder, "keep": keep, "summarise": summarise}
+            more: dict[str, Any] = {"embedder": embedder, "language": language, "keep": keep, "summarise": summarise}
             memory = cls(ledger, runtime, readonly=readonly, max_kl=max_kl, **more)
             memory._state.owned = opened.pop_all()
         return memory

@@ -67,21 +67,23 @@ class TurnLock:
             if self._owner is not None:
                 self._owner = self
 
-    def wait(self) -> None:
-        """Block until this thread owns the lock."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Block until this thread owns the lock. Raises SessionError if it has not after so many seconds."""
         taken = threading.Event()
         wake = taken.set
         if not self.enter(threading.current_thread(), wake):
             try:
-                taken.wait()
+                if not taken.wait(seconds):
+                    what = "an answer of this session has not ended"
+                    raise SessionError(what, fix="Read it to its end, or close() it")
             except BaseException:
                 self.cancel_wait(wake)
                 raise
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Own the lock inside a ``with`` block."""
-        self.wait()
+    def hold(self, seconds: float | None = None) -> Iterator[None]:
+        """Own the lock inside a ``with`` block. Raises what `wait` raises."""
+        self.wait(seconds)
         try:
             yield
         finally:

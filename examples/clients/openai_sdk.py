@@ -59,13 +59,15 @@ def main(url: str) -> None:
         print(f"answer  {message.content}")
     stream = client.chat.completions.create(
         model="smollm2", messages=messages, tools=TOOLS, tool_choice="required", parallel_tool_calls=False,
-        max_tokens=64, stream=True,
+        max_tokens=64, temperature=0, stream=True,
     )  # fmt: skip
     pieces = [call.function for event in stream for choice in event.choices for call in choice.delta.tool_calls or ()]
     streamed = json.loads("".join(piece.arguments or "" for piece in pieces))
     print(f"stream  {len(pieces)} pieces, {pieces[0].name}({json.dumps(streamed)})")
     question = [{"role": "user", "content": "Describe Paris."}]
-    typed = client.chat.completions.parse(model="smollm2", messages=question, response_format=City, max_tokens=64)
+    typed = client.chat.completions.parse(
+        model="smollm2", messages=question, response_format=City, max_tokens=64, temperature=0
+    )
     print(f"typed   {typed.choices[0].message.parsed!r}")
 
 

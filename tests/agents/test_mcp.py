@@ -49,6 +49,25 @@ def test_a_memory_over_stdio(tmp_path: Path) -> None:
         assert {hit.turn.content for hit in memory.search("dog")} == {"I have a dog, too."}
 
 
+def test_a_memory_in_another_language(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with stdio(tmp_path / "memory", "--embedder", "multilingual", "--language", "de") as client:
+            for text in ("Wir haben die Katzen gefüttert.", "Am Freitag fahre ich mit dem Zug nach Hamburg."):
+                await call(client, "remember", text=text)
+            [one, *_] = (await call(client, "recall", query="Katze", explain=True))["found"]
+            assert one["text"].endswith("Katzen gefüttert.")
+            assert one["explain"]["words"]["rank"] == 1
+            [one, *_] = (await call(client, "recall", query="When do I travel by train?", explain=True))["found"]
+            assert one["text"].endswith("nach Hamburg.")
+            assert one["explain"].keys() == {"vectors"}
+
+    asyncio.run(story())
+    wrong = [*COMMAND, "--folder", str(tmp_path / "other"), "--language", "klingon"]
+    done = subprocess.run(wrong, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "there is no language 'klingon'" in done.stderr
+
+
 def test_resources_are_sessions_and_their_turns(tmp_path: Path) -> None:
     async def story() -> None:
         with http(tmp_path / "memory") as (url, _):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from ctxreuse_agents import Memory, NewTurn
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.formatters import DisplayFormatter
+from IPython.core.interactiveshell import InteractiveShell
+
+from ctxreuse.models.progress import bars
 
 BAD = "<script>alert('x')</script>&\x1b[31m"
 
@@ -77,3 +81,43 @@ def test_usage_and_why_are_tables(asked: Memory, shown: Callable[[object], Cells
     assert "prompt tokens" in cells
     cells = shown(session.why()).cells
     assert any("tokens reused" in cell for cell in cells)
+
+
+class Kernel(InteractiveShell):
+    """IPython's shell as a kernel has it, which is none of a terminal's: what it displays is kept."""
+
+    display_pub_class = CapturingDisplayPublisher
+
+
+@pytest.fixture
+def kernel() -> Iterator[list[dict[str, Any]]]:
+    shell = Kernel.instance()
+    yield shell.display_pub.outputs
+    Kernel.clear_instance()
+
+
+@pytest.mark.parametrize(("bytes_", "end"), [(True, "2.0 of 2.0 MB"), (False, "2000000 of 2000000")])
+def test_what_is_fetched_has_a_bar_in_the_cell(
+    kernel: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], bytes_: bool, end: str
+) -> None:
+    with bars(True, bytes_=bytes_) as bar:
+        seen = bar("model <b>", 2_000_000)
+        for so_far in range(0, 3_000_000, 1000):
+            seen(so_far)
+    first, *moves = kernel
+    assert "value='0'" in first["data"]["text/html"]
+    assert not first["update"]
+    assert 90 <= len(moves) <= 100, "each move is a message"
+    assert all(one["update"] and one["transient"] == first["transient"] for one in moves)
+    assert moves[-1]["data"]["text/html"].startswith("model &lt;b&gt; <progress")
+    assert moves[-1]["data"]["text/html"].endswith(end)
+    assert capsys.readouterr().err == ""
+
+
+def test_without_progress_and_outside_of_notebooks_no_cell_has_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with bars(False) as bar:
+        bar("model", 10)(10)
+    assert capsys.readouterr().err == ""
+    with bars(True) as bar:
+        bar("model", 10)(10)
+    assert "model" in capsys.readouterr().err

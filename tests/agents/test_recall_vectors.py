@@ -13,6 +13,7 @@ from ctxreuse_agents import Memory, NewTurn
 
 from ctxreuse.embed import Embeddings
 from ctxreuse.store.recall import recall
+from ctxreuse.store.recall import vectors as vectors_module
 from ctxreuse.store.recall.vectors import VECTORS
 from support.waiting import until
 
@@ -120,15 +121,14 @@ def test_an_embedder_that_fails_leaves_the_words(tmp_path: Path, caplog: pytest.
 def test_a_search_waits_for_few_vectors_and_a_thread_makes_the_rest(tmp_path: Path) -> None:
     class Slow(Letters):
         def embed(self, texts: Sequence[str], *, dimensions: int | None = None) -> Embeddings:
-            if len(texts) > 1:
-                threading.Event().wait(0.15)
+            threading.Event().wait(0.005 * len(texts))
             return super().embed(texts, dimensions=dimensions)
 
     embedder = Slow()
     with Memory.open(tmp_path, embedder=embedder) as memory:
         memory.create("a").extend([NewTurn("user", f"word {chr(97 + n % 26) * 5}") for n in range(500)])
         assert len(contents(memory, "word", limit=500)) == 500, "words find what has no vector yet"
-        assert len(embedder.texts) < 400
+        assert len(embedder.texts) < 200
         until(lambda: len(embedder.texts) >= 501, seconds=60)
 
 
@@ -193,3 +193,49 @@ def test_a_reader_finds_by_meaning_and_writes_nothing(tmp_path: Path) -> None:
     with Memory.open(tmp_path, readonly=True, embedder=Letters()) as reader:
         assert contents(reader, "cba") == ["abc"]
         assert not (tmp_path / "recall").exists()
+
+
+class Drawn:
+    """Vectors of 256 numbers about some centres, drawn by the text: ``c3 …`` and ``q3 …`` are about centre 3."""
+
+    name, dimensions, max_tokens = "drawn", 256, 1000
+
+    def embed(self, texts: Sequence[str], *, dimensions: int | None = None) -> Embeddings:
+        vectors = np.stack([self._vector(text) for text in texts])
+        return Embeddings(vectors.astype(np.float32), [1] * len(texts))
+
+    def _vector(self, text: str) -> Any:
+        drawn = np.random.default_rng(int(text.split()[0][1:])).standard_normal(256)
+        drawn += 0.7 * np.random.default_rng(list(text.encode())).standard_normal(256)
+        return drawn / np.linalg.norm(drawn)
+
+
+def test_of_many_vectors_those_with_the_same_signs_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"c{number % 40} t{number}" for number in range(4000)]
+    queries = [f"q{centre} asked" for centre in range(0, 40, 5)]
+    with Memory.open(tmp_path, embedder=Drawn()) as memory:
+        for start in range(0, 4000, 500):
+            new = [NewTurn("user", text, {"odd": n % 2}) for n, text in enumerate(texts[start : start + 500])]
+            memory.create(f"s{start}").extend(new)
+        memory.index()
+        exact = {query: contents(memory, query, limit=10) for query in queries}
+        odd = {query: contents(memory, query, limit=10, where={"odd": 1}) for query in queries}
+    monkeypatch.setattr(vectors_module, "_EXACT", 1000)
+    monkeypatch.setattr(vectors_module, "_COMPARED", 200)
+    monkeypatch.setattr(vectors_module, "_TIMES", 2)
+    with Memory.open(tmp_path, embedder=Drawn()) as memory:
+        found = {query: contents(memory, query, limit=10) for query in queries}
+        table = memory._state.recall._tables
+        assert table is not None
+        assert len(table.vectors._alike(Drawn().embed(queries[:1]).vectors[0], 200)) < 1000, "not all are compared"
+        same = [len(set(found[query]) & set(exact[query])) for query in queries]
+        assert sum(same) >= 0.95 * 10 * len(queries)
+        assert {query: contents(memory, query, limit=10, where={"odd": 1}) for query in queries} == odd
+        memory.delete("s0")
+        memory.create("more").extend([NewTurn("user", f"c{n % 40} new{n}") for n in range(1500)])
+        memory.index()
+        left = contents(memory, queries[1], limit=20)
+        assert not {text for text in left if text in texts[:500]}
+        assert any("new" in text for text in left)

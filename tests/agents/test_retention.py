@@ -60,11 +60,13 @@ def clock() -> SetClock:
 
 def test_a_session_is_found_until_its_time_is_over(tmp_path: Path) -> None:
     with Memory.open(tmp_path, embedder="none") as memory:
-        memory.create("short", ttl=0.2, turns=[NewTurn("user", "blue bird")])
+        short = memory.create("short", ttl=60, turns=[NewTurn("user", "blue bird")])
         memory.create("long", ttl=timedelta(days=1), turns=[NewTurn("user", "red bird")])
-        memory.create("kept", ttl=0.2, pin=True, turns=[NewTurn("user", "a bird that is pinned")])
+        kept = memory.create("kept", ttl=60, pin=True, turns=[NewTurn("user", "a bird that is pinned")])
         assert len(memory.search("bird")) == 3
-        end = memory.session("short").record.expires
+        for session in (kept, short):
+            session.set_ttl(0.01)
+        end = short.record.expires
         assert end is not None
         while memory._state.keeper.clock.now() <= end:
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import struct
@@ -17,6 +18,8 @@ from benchmarks.chromium import Chromium
 from ctxreuse.daemon.key_file import KeyFile
 from ctxreuse.daemon.page.feed import Rows
 from support.made_up_page import MadeUp, served
+from support.scripted import Scripted
+from support.sidecar import Sidecar
 from support.waiting import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.daemon]
@@ -187,6 +190,30 @@ COUNT = """(() => {
     return count;
   };
 })()"""
+
+
+def test_a_sidecars_page_has_its_backends_and_what_they_reused(browser: Chromium, tmp_path: Path) -> None:
+    def look(backend: str) -> None:
+        sidecar = Sidecar(tmp_path, ("--backend", backend, "--workers", "0"), {})
+        try:
+            body = {"model": "m", "messages": [{"role": "user", "content": NASTY}]}
+            assert httpx.post(f"{sidecar.url}/v1/chat/completions", json=body).status_code == 200
+            opened(browser, sidecar.url)
+            until(lambda: browser.text("#backends tbody tr"))
+            assert backend.removeprefix("http://") in browser.text("#backends")
+            assert "healthy" in browser.text("#backends")
+            until(lambda: browser.text("#share") == "53 %")  # 16 of 30 tokens
+            assert browser.run("window.hit") is None
+            assert browser.run("document.documentElement.scrollWidth") <= 1600
+        finally:
+            sidecar.end()
+
+    async def run() -> None:
+        async with Scripted("one") as backend:
+            await asyncio.to_thread(look, backend.url)
+
+    browser.resize(1600, 1100)
+    asyncio.run(run())
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Chromium, serve: Any, tmp_path: Path) -> None:

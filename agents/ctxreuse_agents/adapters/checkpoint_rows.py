@@ -124,8 +124,8 @@ def delete_thread(table: ItemTable, thread: str) -> None:
             table.delete(key)
 
 
-def delete_runs(table: ItemTable, runs: Sequence[str]) -> None:
-    """Delete the checkpoints of runs."""
+def delete_runs(table: ItemTable, runs: Sequence[str]) -> set[str]:
+    """Delete the checkpoints of runs; returns their threads."""
     threads: set[str] = set()
     for run in runs:
         for _, raw in list(table.scan(item_key(_AREA, "run", run))):
@@ -134,6 +134,7 @@ def delete_runs(table: ItemTable, runs: Sequence[str]) -> None:
             threads.add(thread)
     for thread in threads:
         _sweep(table, thread)
+    return threads
 
 
 def copy_thread(table: ItemTable, source: str, target: str) -> None:

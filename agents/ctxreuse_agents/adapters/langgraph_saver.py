@@ -12,7 +12,9 @@ from ctxreuse_agents.adapters import checkpoint_rows as rows
 from ctxreuse_agents.adapters.checkpoint_rows import CheckpointRow, Place, WriteRow
 from ctxreuse_agents.adapters.checkpoint_values import StoredValue, Values
 from ctxreuse_agents.adapters.frameworks import framework
+from ctxreuse_agents.adapters.langgraph_chats import ThreadChats
 from ctxreuse_agents.memory import Memory
+from ctxreuse_agents.session import Session
 
 with framework("langgraph-checkpoint", "4.2", "4.4"):
     from langgraph.checkpoint.base import (
@@ -33,21 +35,34 @@ class LangGraphSaver(BaseCheckpointSaver):  # type: ignore[misc]
 
     Each element of a list and each other value is stored once in a thread, however many checkpoints have it, so a
     history of messages costs what its messages do. What a call wrote is on disk when it returns.
+
+    The chat of a thread is a session, too (`session`), which follows the newest checkpoint.
     """
 
-    def __init__(self, memory: Memory, *, keep: int | None = None, serde: Any = None) -> None:
+    def __init__(
+        self, memory: Memory, *, keep: int | None = None, chats: str | None = "messages", serde: Any = None
+    ) -> None:
         """Use a memory, which the caller closes.
 
         Args:
             memory: where checkpoints are stored.
             keep: checkpoints of a thread that are kept, newest first, and as many of each subgraph that has a history
                 of its own; None: all.
+            chats: the channel whose messages are the chat of a thread; None: chats become no sessions.
             serde: how values become bytes; default: LangGraph's.
         """
         if keep is not None and keep < 1:
             raise ConfigError(f"keep is {keep}", fix="Keep 1 checkpoint or more, or all with None")
         super().__init__(serde=serde)
         self._items, self._keep = Items(memory.ledger), keep
+        self._chats, self._channel = ThreadChats(memory), chats
+
+    def session(self, thread_id: str) -> Session:
+        """Return the session of a thread's chat, to search, fork, explain or, in a fork, ask on.
+
+        Raises SessionError if there is none.
+        """
+        return self._chats.session(str(thread_id))
 
     # Reading
 
@@ -135,7 +150,17 @@ class LangGraphSaver(BaseCheckpointSaver):  # type: ignore[misc]
                 rows.retain(table, place, self._keep)
 
         self._items.write(work)
+        if self._channel in new_versions or (self._channel in channels and not parent):
+            self._follow(place, checkpoint["id"], channels.get(self._channel))
         return _config(place, checkpoint["id"])
+
+    def _follow(self, place: Place, id: str, messages: object) -> None:
+        def newest() -> bool:
+            with self._items.read() as table:
+                return next(rows.newest_first(table, place), None) == id
+
+        if not place.namespace:
+            self._chats.follow(place.thread, messages, newest)
 
     def put_writes(self, config: Any, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = "") -> None:
         """Store what a task wrote on a checkpoint; what is there already stays, but for errors and interrupts."""
@@ -154,14 +179,22 @@ class LangGraphSaver(BaseCheckpointSaver):  # type: ignore[misc]
     def delete_thread(self, thread_id: str) -> None:
         """Delete all of a thread."""
         self._items.write(lambda table: rows.delete_thread(table, str(thread_id)))
+        self._chats.delete(str(thread_id))
 
     def delete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints of some runs, and what was written on them."""
-        self._items.write(lambda table: rows.delete_runs(table, [str(run) for run in run_ids]))
+        for thread in self._items.write(lambda table: rows.delete_runs(table, [str(run) for run in run_ids])):
+            left = self.get_tuple({"configurable": {"thread_id": thread}})
+            if left is None:
+                self._chats.delete(thread)
+            elif self._channel is not None:
+                place, id = Place(thread, ""), left.config["configurable"]["checkpoint_id"]
+                self._follow(place, id, left.checkpoint["channel_values"].get(self._channel))
 
     def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy all of a thread."""
         self._items.write(lambda table: rows.copy_thread(table, str(source_thread_id), str(target_thread_id)))
+        self._chats.copy(str(source_thread_id), str(target_thread_id))
 
     def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
         """Delete all checkpoints of some threads, or all but the newest of each namespace.
@@ -179,6 +212,9 @@ class LangGraphSaver(BaseCheckpointSaver):  # type: ignore[misc]
                     rows.keep_latest(table, thread)
 
         self._items.write(work)
+        if strategy == "delete":
+            for thread in map(str, thread_ids):
+                self._chats.delete(thread)
 
     # For event loops: the disk is waited for in a thread
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ctxreuse.errors import ConfigError
+from ctxreuse.store.recall import check_language
 
 if TYPE_CHECKING:
     from ctxreuse_agents.memory import Memory
@@ -23,6 +24,7 @@ def serve(
     tools: Sequence[str] = ("memory", "graph"),
     engine: str | None = None,
     embedder: str = "auto",
+    language: str = "en",
     keep_seconds: float | None = None,
 ) -> None:
     """Serve the memory in a folder to one client on standard input and output, or by ``http`` to many.
@@ -33,7 +35,8 @@ def serve(
         keys: file of API keys that ``http`` requires.
         tools: sets of tools, see `server.TOOLSETS`.
         engine: see `Memory.open`: with the address of a daemon, ``why`` explains what its answers reused.
-        embedder: ``auto`` or ``none``; see `Memory.open`.
+        embedder: ``auto``, ``multilingual`` or ``none``; see `Memory.open`.
+        language: of the texts; see `Memory.open`.
         keep_seconds: sessions that were not changed for so long are deleted, unless pinned.
 
     Raises ConfigError without the extra ``mcp``, and for settings that cannot be.
@@ -46,15 +49,16 @@ def serve(
         raise ConfigError(f"the MCP server needs {error.name}", fix=fix) from None
     if unknown := [name for name in tools if name not in TOOLSETS]:
         raise ConfigError(f"there are no tools {unknown[0]!r}", fix=f"Use {' or '.join(TOOLSETS)}")
-    if embedder not in ("auto", "none"):
-        raise ConfigError(f"there is no embedder {embedder!r}", fix="Use auto or none")
+    if embedder not in ("auto", "multilingual", "none"):
+        raise ConfigError(f"there is no embedder {embedder!r}", fix="Use auto, multilingual or none")
+    check_language(language)
 
     def open_memory() -> Memory:
         from ctxreuse_agents.memory import Memory
         from ctxreuse_agents.retention import KeepLimits
 
         keep = None if keep_seconds is None else {"": KeepLimits(age=keep_seconds)}
-        how: dict[str, Any] = {"embedder": embedder, "keep": keep}
+        how: dict[str, Any] = {"embedder": embedder, "language": language, "keep": keep}
         return Memory.open(folder, engine, **how)
 
     async def run() -> None:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from ctxreuse.store.recall.filters import Filters
 from ctxreuse.store.recall.recall import EmbedderChoice, Recall
+from ctxreuse.store.recall.stems import check_language
 
-__all__ = ["EmbedderChoice", "Filters", "Recall"]
+__all__ = ["EmbedderChoice", "Filters", "Recall", "check_language"]

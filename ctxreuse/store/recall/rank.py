@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 
-from ctxreuse.store.recall.tables import TOKENIZE
+from ctxreuse.store.recall.stems import ENGLISH, tokenize
 from ctxreuse.store.recall.terms import indexed, terms
 
 __all__ = ["Words", "rank"]
@@ -16,7 +16,7 @@ class Words:
 
     def __init__(self) -> None:
         self._db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-        self._db.execute(f'CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZE}")')
+        self._db.execute(f'CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{tokenize(ENGLISH)}")')
 
     def put(self, texts: Iterable[tuple[int, str]]) -> None:
         """Add texts by number, each in the place of the one with that number, if any."""

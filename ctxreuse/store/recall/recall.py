@@ -23,6 +23,7 @@ from ctxreuse.store.ledger.snapshot import LedgerSnapshot
 from ctxreuse.store.recall.filters import Filters
 from ctxreuse.store.recall.follow import StaleError, follow
 from ctxreuse.store.recall.fuse import fuse
+from ctxreuse.store.recall.stems import ENGLISH, check_language
 from ctxreuse.store.recall.tables import Tables
 from ctxreuse.store.recall.terms import MOST_QUERY, snippet, terms
 
@@ -32,8 +33,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Which embedder makes the vectors: that of the extra ``embed`` where it is installed, none, or one that is given.
-EmbedderChoice = Embedder | Literal["auto", "none"]
+#: Which embedder makes the vectors: that of the extra ``embed`` where it is installed, that of the extra
+#: ``multilingual``, none, or one that is given.
+EmbedderChoice = Embedder | Literal["auto", "multilingual", "none"]
 
 #: Turns whose scores are computed, about: the most frequent words of a query are left out where there are rarer ones,
 #: as they say least and take the longest. Four times as many find nothing more (bench recall).
@@ -42,7 +44,8 @@ _SCORED = 5_000
 _MOST = 1000
 #: Turns that each of words and vectors proposes, at least.
 _PROPOSED = 100
-#: Turns embedded at a time, and seconds of it that a search waits for: 40 µs a sentence, 1 ms a page.
+#: Turns embedded at a time, at most, and seconds of it that a search waits for: 40 µs a sentence and 1 ms a page, or,
+#: by a model, 14 ms a sentence. So a first batch is one turn, and a quick one is followed by one twice as large.
 _BATCH, _PATIENCE = 64, 0.1
 #: The same for all memories of a process: opening it takes .1 s, and 20 MB.
 _open_shared = functools.cache(open_embedder)
@@ -57,8 +60,19 @@ class Recall:
     found by their words.
     """
 
-    def __init__(self, ledger: Ledger, *, readonly: bool = False, embedder: EmbedderChoice = "auto") -> None:
-        """``readonly``: another process has the ledger open for writing, so the index is kept in memory."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        readonly: bool = False,
+        embedder: EmbedderChoice = "auto",
+        language: str = ENGLISH,
+    ) -> None:
+        """``readonly``: another process has the ledger open for writing, so the index is kept in memory.
+
+        ``language``: of the texts. Raises ConfigError for one whose stems are not known.
+        """
+        self._language = check_language(language)
         self._ledger = ledger
         self._place: Path | None = None if readonly else ledger.path
         self._lock = threading.Lock()
@@ -66,6 +80,7 @@ class Recall:
         self._rows: set[bytes] = set()
         self._number = -1
         self._embedder = embedder
+        self._batch = 1
         self._filling: threading.Thread | None = None
         self._closing = threading.Event()
 
@@ -104,8 +119,8 @@ class Recall:
             self._embed(tables, now, embedder, _PATIENCE)
             made = self._vectors_of(embedder, [query[:MOST_QUERY]])
             if made is not None:
-                near, scores = tables.vectors.nearest(made[0], proposed, conditions)
-                cosines = tables.vectors.cosines_of([turn for turn, _ in words], scores)
+                near = tables.vectors.nearest(made[0], proposed, conditions)
+                cosines = tables.vectors.cosines_of(made[0], [turn for turn, _ in words])
         found = fuse(words, near, cosines)[:limit]
         homes = tables.homes([one.turn for one in found])
         hits = []
@@ -120,11 +135,12 @@ class Recall:
 
     def _opened(self) -> Embedder | None:
         """Return the embedder; it is opened by the first search."""
-        if self._embedder == "auto":
+        if self._embedder in ("auto", "multilingual"):
+            requested = self._embedder == "multilingual"
             try:
-                self._embedder = _open_shared()
+                self._embedder = _open_shared(multilingual=requested)
             except ConfigError as error:
-                log.info("search goes by words alone: %s", error)
+                log.log(logging.WARNING if requested else logging.INFO, "search goes by words alone: %s", error)
                 self._embedder = "none"
         return None if self._embedder == "none" or isinstance(self._embedder, str) else self._embedder
 
@@ -132,16 +148,22 @@ class Recall:
         """Make vectors of turns that have none, for so many seconds; returns True if there are more."""
         tables.embed_all(embedder.name, embedder.dimensions)
         until = time.monotonic() + seconds
-        while turns := tables.pending(_BATCH):
+        while turns := tables.pending(_BATCH if seconds == float("inf") else self._batch):
             texts = []
             for id in turns:
                 try:
                     texts.append(now.history.turn(id).content)
                 except (SessionError, DamagedTurnError):  # removed or damaged since
                     texts.append("")
+            began = time.monotonic()
             vectors = self._vectors_of(embedder, texts)
             if vectors is None:
                 return False
+            took = time.monotonic() - began
+            if took < _PATIENCE / 4:
+                self._batch = min(2 * self._batch, _BATCH)
+            elif took > _PATIENCE:
+                self._batch = max(self._batch // 2, 1)
             tables.add_vectors(turns, vectors)
             if time.monotonic() > until:
                 return bool(tables.pending(1))
@@ -223,7 +245,7 @@ class Recall:
         if self._tables is not None and self._tables.replaced:
             self._close()
         if self._tables is None:
-            self._tables = Tables(self._place)
+            self._tables = Tables(self._place, self._language)
             self._rows, self._number = self._tables.rows(), -1
         with self._ledger.snapshot() as now:
             if now.number != self._number:

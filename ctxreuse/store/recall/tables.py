@@ -12,15 +12,15 @@ from typing import Any
 from ctxreuse.store.ledger.derived import INDEX
 from ctxreuse.store.ledger.records import Session, Turn
 from ctxreuse.store.recall.filters import field_value
+from ctxreuse.store.recall.stems import ENGLISH, stems, tokenize
 from ctxreuse.store.recall.terms import MOST_PASSAGES, indexed, passages
 from ctxreuse.store.recall.vectors import VectorTable
 
-__all__ = ["TOKENIZE", "Tables"]
+__all__ = ["Tables"]
 
 _FILE = "index.sqlite"
 #: Of the tables below. A file of another version is made again.
-_VERSION = 3
-TOKENIZE = "porter unicode61 remove_diacritics 2"
+_VERSION = 4
 #: Passages that are read for each turn that is found: several may be of one.
 _EACH = 4
 #: The row of a passage is its number behind the turn's, in so many bits.
@@ -31,6 +31,7 @@ _FREQUENT, _KNOWN = 1000, 10_000
 _FIELDS = 64
 
 _SCHEMA = f"""
+CREATE TABLE language(code TEXT);
 CREATE TABLE rows(row BLOB PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE sessions(id TEXT PRIMARY KEY, namespace TEXT, updated REAL, expires REAL, pinned INTEGER) WITHOUT ROWID;
 CREATE INDEX sessions_expires ON sessions(expires) WHERE expires IS NOT NULL;
@@ -40,7 +41,7 @@ CREATE INDEX turns_session ON turns(session);
 CREATE INDEX turns_namespace ON turns(namespace);
 CREATE TABLE fields(name TEXT, value TEXT, turn INTEGER, PRIMARY KEY(name, value, turn)) WITHOUT ROWID;
 CREATE INDEX fields_turn ON fields(turn);
-CREATE VIRTUAL TABLE words USING fts5(text, tokenize="{TOKENIZE}");
+CREATE VIRTUAL TABLE words USING fts5(text, tokenize="TOKENIZE");
 CREATE TABLE embedder(name TEXT, dimensions INTEGER);
 CREATE TABLE vectors(turn INTEGER PRIMARY KEY, place INTEGER, scale REAL);
 CREATE TABLE pending(turn INTEGER PRIMARY KEY);
@@ -48,8 +49,8 @@ CREATE VIRTUAL TABLE vocabulary USING fts5vocab(words, row);
 PRAGMA user_version = {_VERSION};
 """
 #: Of the query's words as the tokenizer makes them, so that their counts can be looked up.
-_QUERY = f"""
-CREATE VIRTUAL TABLE temp.query USING fts5(text, tokenize="{TOKENIZE}");
+_QUERY = """
+CREATE VIRTUAL TABLE temp.query USING fts5(text, tokenize="TOKENIZE");
 CREATE VIRTUAL TABLE temp.stems USING fts5vocab(temp, query, instance);
 """
 
@@ -57,8 +58,12 @@ CREATE VIRTUAL TABLE temp.stems USING fts5vocab(temp, query, instance);
 class Tables:
     """The tables in one connection; for one thread at a time. All methods raise sqlite3.Error."""
 
-    def __init__(self, place: Path | None) -> None:
-        """Open the index of the store in a folder, or an empty one; None: in memory only."""
+    def __init__(self, place: Path | None, language: str = ENGLISH) -> None:
+        """Open the index of the store in a folder, or an empty one; None: in memory only.
+
+        ``language``: of the texts, by which a word is found in its other forms; an index of another one is refused.
+        """
+        self._language, self._stems = language, stems(language)
         self.file: Path | None = None
         if place is not None:
             home = place / INDEX
@@ -85,8 +90,11 @@ class Tables:
         if run("PRAGMA user_version").fetchone()[0] != _VERSION:
             if run("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise sqlite3.DatabaseError("the index has another version")
-            self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-        self._db.executescript(_QUERY)
+            how = _SCHEMA.replace("TOKENIZE", tokenize(self._language))
+            self._db.executescript(f"BEGIN; {how} INSERT INTO language VALUES ('{self._language}'); COMMIT;")
+        if run("SELECT code FROM language").fetchall() != [(self._language,)]:
+            raise sqlite3.DatabaseError("the index is of another language")
+        self._db.executescript(_QUERY.replace("TOKENIZE", tokenize(self._language)))
 
     def _now(self) -> tuple[int, int] | None:
         if self.file is None:
@@ -138,7 +146,8 @@ class Tables:
         self._changes += 1
         if self._changes >= _FREQUENT:
             self._frequent, self._changes = {}, 0
-        rows = ((turn.id << _BITS | number, indexed(text)) for number, text in enumerate(passages(turn.content)))
+        texts = (self._stems(indexed(text)) for text in passages(turn.content))
+        rows = ((turn.id << _BITS | number, text) for number, text in enumerate(texts))
         self._db.executemany("INSERT INTO words(rowid, text) VALUES (?, ?)", rows)
         for name, value in list(turn.meta.items())[:_FIELDS]:
             if (stored := field_value(value)) is not None:
@@ -211,7 +220,7 @@ class Tables:
         """Return how many turns have each term, about; of a phrase, its rarest word."""
         run, found = self._db.execute, dict.fromkeys(terms, 0)
         run("DELETE FROM temp.query")
-        self._db.executemany("INSERT INTO temp.query(rowid, text) VALUES (?, ?)", enumerate(terms))
+        self._db.executemany("INSERT INTO temp.query(rowid, text) VALUES (?, ?)", enumerate(map(self._stems, terms)))
         stems = run("SELECT doc, term FROM temp.stems").fetchall()
         least: dict[int, int] = {}
         for number, stem in stems:
@@ -227,7 +236,7 @@ class Tables:
 
     def find(self, terms: Sequence[str], conditions: tuple[str, Sequence[Any]], limit: int) -> list[tuple[int, float]]:
         """Return turns with any of the terms and the BM25 score of their best passages, best first, then the newest."""
-        match, most = " OR ".join(f'"{term}"' for term in terms), _EACH * limit
+        match, most = " OR ".join(f'"{self._stems(term)}"' for term in terms), _EACH * limit
         while True:
             rows = self._passages(match, conditions, most)
             best: dict[int, float] = {}

@@ -1,7 +1,9 @@
-"""A vector for each turn, beside the words: int8 codes in a mapped file, their places in the index, and a full search.
+"""A vector for each turn, beside the words: int8 codes in a mapped file, their places in the index, and a search.
 
-All vectors are compared with a query's, whatever their number: 256 numbers of 100,000 turns are 26 MB, which one thread
-reads in 2 ms. An approximate index would save nothing below millions.
+Up to 100,000 vectors are all compared with a query's: 256 numbers of each are 26 MB, which one thread reads in 2 ms. Of
+more, those whose numbers have most signs in common with the query's are compared: their signs are 32 bytes each, and of
+300,000 sentences they lead to all of the nearest ten and 99.97 % of the nearest hundred, in 3 ms in place of 10. A
+graph of neighbours would be faster, but would have to be kept, repaired after crashes, and cleaned of what is deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ __all__ = ["VECTORS", "VectorTable"]
 VECTORS = "vectors.int8"
 #: Vectors by which the file grows, at least.
 _GROWTH = 1024
+#: Vectors that are all compared; of more, so many are, or so many times as many as are wanted. With fewer numbers than
+#: these a vector has too few signs.
+_EXACT, _COMPARED, _TIMES, _LEAST_SIGNS = 100_000, 4096, 8, 128
+#: Vectors whose signs are taken at a time.
+_AT_ONCE = 1 << 16
 
 
 class VectorTable:
@@ -39,6 +46,8 @@ class VectorTable:
         #: The turn at each place; 0: none, and its scale is 0.
         self._turns = np.empty(0, np.int64)
         self._free: list[int] = []
+        #: The signs of the numbers at each place, uint64 [numbers / 64, places]; without places: all are compared.
+        self._signs = np.empty((0, 0), np.uint64)
         self._name, self._width = self._stored()
         self._load()
 
@@ -56,6 +65,16 @@ class VectorTable:
         self._turns, self._scales = np.zeros(size, np.int64), np.zeros(size, np.float32)
         self._turns[places], self._scales[places] = turns, table[:, 2]
         self._free = np.flatnonzero(self._turns == 0)[::-1].tolist()
+        self._sign()
+
+    def _sign(self) -> None:
+        """Take the signs of all vectors, if not all are to be compared."""
+        size = len(self._turns)
+        if size <= _EXACT or self._width < _LEAST_SIGNS:
+            self._signs = np.empty((0, 0), np.uint64)
+            return
+        parts = [_signs_of(self._codes[at : at + _AT_ONCE]) for at in range(0, size, _AT_ONCE)]
+        self._signs = np.ascontiguousarray(np.concatenate(parts)[:size].T)
 
     def _map(self, most: int, *, create: bool) -> None:
         """Open the file with so many vectors or more. Raises sqlite3.DatabaseError if it has fewer and must not."""
@@ -106,6 +125,8 @@ class VectorTable:
         coded = quantise_weights(vectors)
         assert coded.scales is not None
         self._codes[places], self._scales[places], self._turns[places] = coded.data, coded.scales, turns
+        if self._signs.size:
+            self._signs[:, places] = _signs_of(coded.data).T
         if isinstance(self._codes, np.memmap):
             self._codes.flush()
         rows = zip(turns, places, coded.scales.tolist())
@@ -118,6 +139,7 @@ class VectorTable:
         self._turns = np.concatenate([self._turns, np.zeros(size - before, np.int64)])
         self._scales = np.concatenate([self._scales, np.zeros(size - before, np.float32)])
         self._free[:0] = range(size - 1, before - 1, -1)
+        self._sign()
 
     def remove(self, turns: Sequence[int]) -> None:
         """Remove the vectors of turns, if they have any. Inside of a transaction."""
@@ -133,25 +155,46 @@ class VectorTable:
 
     def nearest(
         self, vector: NDArray[np.float32], count: int, conditions: tuple[str, Sequence[Any]]
-    ) -> tuple[list[tuple[int, float]], NDArray[np.float32]]:
-        """Return the turns nearest to a vector with their cosines, the nearest first, and the cosines of all places.
+    ) -> list[tuple[int, float]]:
+        """Return the turns nearest to a vector with their cosines, the nearest first.
 
         ``conditions``: of SQL on the table ``turns``, as of `Filters.sql`.
         """
-        cosines = np.zeros((1, len(self._turns)), np.float32)
-        if len(self):
-            linear(np.ascontiguousarray(vector[None]), Weights(self._codes, self._scales), cosines)
-        cosines = cosines[0]
-        places, where = _highest(cosines, count if conditions[0] == "1" else 8 * count + 64), conditions[0]
-        if where != "1" and len(self):
+        filtered = conditions[0] != "1"
+        most = 8 * count + 64 if filtered else count
+        alike = self._alike(vector, max(_COMPARED, _TIMES * most))
+        places = alike[_highest(self._cosines(vector, alike), most)]
+        if filtered and len(self):
             kept = self._allowed(places, conditions)
             if len(kept) < count and len(places) < len(self):
                 kept = self._allowed(None, conditions)
-                kept = kept[_highest(cosines[kept], count)]
+                kept = kept[_highest(self._cosines(vector, kept), count)]
             places = kept[:count]
-        turns = self._turns[places]
-        found = [(int(turn), float(cosines[place])) for turn, place in zip(turns, places) if turn]
-        return found, cosines
+        found = zip(self._turns[places], self._cosines(vector, places))
+        return [(int(turn), float(cosine)) for turn, cosine in found if turn]
+
+    def _alike(self, vector: NDArray[np.float32], most: int) -> NDArray[np.int64]:
+        """Return places, so many or more, whose numbers have most signs in common with a vector's; or all."""
+        size = len(self._turns)
+        if not self._signs.size or most >= size:
+            return np.arange(size)
+        other = np.zeros(size, np.uint16)
+        for signs, own in zip(self._signs, _signs_of(vector[None])[0]):
+            other += np.bitwise_count(signs ^ own)
+        enough = int(np.searchsorted(np.cumsum(np.bincount(other)), most))
+        return np.flatnonzero(other <= enough)
+
+    def _cosines(self, vector: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the cosines of the vectors at some places."""
+        cosines = np.zeros((1, len(places)), np.float32)
+        if len(places):
+            every = len(places) == len(self._turns)
+            codes, scales = (self._codes, self._scales) if every else (self._codes[places], self._scales[places])
+            linear(np.ascontiguousarray(vector[None]), Weights(codes, scales), cosines)
+            if every:
+                cosines = cosines[:, places]
+        found: NDArray[np.float32] = cosines[0]
+        return found
 
     def _allowed(self, places: NDArray[np.int64] | None, conditions: tuple[str, Sequence[Any]]) -> NDArray[np.int64]:
         """Return those places, or of all, whose turns meet the conditions, in the same order."""
@@ -163,11 +206,21 @@ class VectorTable:
         found = {id for (id,) in self._db.execute(f"SELECT id FROM turns WHERE id IN ({ids}) AND {where}", values)}
         return places[[int(turn) in found for turn in self._turns[places]]]
 
-    def cosines_of(self, turns: Sequence[int], cosines: NDArray[np.float32]) -> dict[int, float]:
-        """Return the cosines of those turns that have a vector, from those of all places."""
+    def cosines_of(self, vector: NDArray[np.float32], turns: Sequence[int]) -> dict[int, float]:
+        """Return the cosines of those turns that have a vector."""
         ids = ",".join(str(int(turn)) for turn in turns)
-        found = self._db.execute(f"SELECT turn, place FROM vectors WHERE turn IN ({ids})")
-        return {int(turn): float(cosines[place]) for turn, place in found}
+        rows = self._db.execute(f"SELECT turn, place FROM vectors WHERE turn IN ({ids})").fetchall()
+        cosines = self._cosines(vector, np.array([place for _, place in rows], np.int64))
+        return {int(turn): float(cosine) for (turn, _), cosine in zip(rows, cosines)}
+
+
+def _signs_of(numbers: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return a bit for each number that is below 0, uint64 [rows, numbers / 64]."""
+    bits = np.packbits(numbers < 0, axis=1)
+    whole = np.zeros((len(bits), -(-bits.shape[1] // 8) * 8), np.uint8)
+    whole[:, : bits.shape[1]] = bits
+    signs: NDArray[np.uint64] = whole.view(np.uint64)
+    return signs
 
 
 def _highest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:

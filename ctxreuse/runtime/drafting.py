@@ -11,7 +11,7 @@ from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolic
 from ctxreuse.why.records import DraftOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from pathlib import Path
 
     from ctxreuse.engines.base import Engine
@@ -40,13 +40,14 @@ class Drafting:
         metrics: Metrics | None = None,
         here: bool = True,
         model: DraftModel | None = None,
+        stops: Collection[int] = (),
     ) -> None:
         """``keys``: the prefix keys of tokens, of which the first are known; ``folder``: where texts and what was
         learnt of drafts are kept over restarts (None: nowhere); ``here``: also answers that this node decodes are
-        drafted; ``model``: drafts them too."""
+        drafted; ``model``: drafts them too; ``stops``: tokens that end an answer."""
         self.memory, self._policy = DraftMemory(salt=salt), DraftPolicy(costs)
         self._space, self._keys, self._metrics, self._here = space, keys, metrics, here
-        self.model = model
+        self.model, self._stops = model, frozenset(stops)
         self._file: DraftFile | None = None
         if folder is not None and not self.refused:
             self._file = DraftFile(folder, space.digest, salt, self.memory, self._policy)
@@ -75,9 +76,14 @@ class Drafting:
             request.ids,
             sampled=sampling.temperature > 0,
             model=None if self.model is None else ModelDrafter(self.model),
+            stops=self._ending(sampling),
         )
         self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
         return drafter
+
+    def _ending(self, sampling: SamplingParams) -> Collection[int]:
+        """The tokens that end an answer drawn so: where a grammar is complete it ends, whatever else is wanted."""
+        return () if sampling.ignore_eos and sampling.grammar is None else self._stops
 
     def begin_elsewhere(self, policy: DraftPolicy, request: Request, sampling: SamplingParams) -> PipelinedDrafter:
         """Return the drafter of an answer that another node decodes; ``policy``: knows what passes cost there."""
@@ -88,6 +94,7 @@ class Drafting:
             request.ids,
             sampled=sampling.temperature > 0,
             drafts=sampling.speculate != "off",
+            stops=self._ending(sampling),
         )
         self.memory.learn(request.caller, request.ids, request.keys, self._space.block_tokens, cleared=drafter.cleared)
         return drafter

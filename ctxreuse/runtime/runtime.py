@@ -144,6 +144,7 @@ class Runtime:
                 metrics=self.metrics,
                 here=options.speculate == "auto",
                 model=draft,
+                stops=stop_ids,
             )
             self.drafting.try_out(engine, self.text)
         self.exiting = Exiting(

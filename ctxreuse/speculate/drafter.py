@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -87,11 +87,13 @@ def make_draft(
     ahead: Tokens,
     most: int,
     constraint: Constraint | None,
+    stops: Collection[int] = (),
     goes_on: Callable[[Sequence[Confidence]], bool] = lambda known: False,
 ) -> tuple[AnswerDraft, str]:
     """Return how an answer may go on by its grammar and a drafter, and why no further; "": nothing is known against it.
 
-    ``history``, ``ahead``, ``most``: see `Drafter.draft`; ``goes_on``: whether more is to be drafted behind this.
+    ``history``, ``ahead``, ``most``: see `Drafter.draft`; ``stops``: tokens that end the answer: what a text says
+    behind one was another's turn; ``goes_on``: whether more is to be drafted behind this.
     """
     ids = constraint.forced(most) if constraint is not None else _NONE
     known = [Confidence(DEPTH, 1.0, forced=True)] * len(ids)
@@ -99,6 +101,10 @@ def make_draft(
         found = drafter.draft(history, np.concatenate([ahead, ids]), most - len(ids))
         ids = np.concatenate([ids, found.ids])
         known += [Confidence(found.matched, float(share)) for share in found.shares]
+        end = next((at for at, token in enumerate(ids.tolist(), 1) if token in stops), 0)
+        if end:
+            ids, known = ids[:end], known[:end]
+            break
         if not len(found.ids) or not goes_on(known):
             break
     if constraint is not None and len(ids):
@@ -128,9 +134,10 @@ class AnswerDrafter:
         *,
         sampled: bool = False,
         model: Drafter | None = None,
+        stops: Collection[int] = (),
     ) -> None:
-        """``history``: the prompt; ``sampled``: the answer is drawn, not greedy."""
-        self._policy, self.cleared = policy, memory.cleared
+        """``history``: the prompt; ``sampled``: the answer is drawn, not greedy; ``stops``: see `make_draft`."""
+        self._policy, self.cleared, self._stops = policy, memory.cleared, stops
         self._texts, self.model = TextDrafter(memory, caller, history), model
         self._from_texts = self._from_model = AnswerDraft(_NONE, [])
         self._checked, self._modelled, self._making = 0, False, DraftPrice()
@@ -149,7 +156,7 @@ class AnswerDrafter:
         self._from_texts = self._from_model = AnswerDraft(_NONE, [])
         self._checked, self._modelled, self._making = 0, False, DraftPrice()
         if most > 0:
-            self._from_texts, reason = make_draft(self._texts, history, _NONE, most, constraint)
+            self._from_texts, reason = make_draft(self._texts, history, _NONE, most, constraint, self._stops)
             if self._from_texts.confidences:
                 self._checked, shorter, gain = self._policy.best(self._from_texts.confidences, load, self._ledgers[0])
                 reason = shorter or reason
@@ -172,7 +179,13 @@ class AnswerDrafter:
             return "cost"
         before = model.seconds
         self._from_model, why = make_draft(
-            model, history, _NONE, count, constraint, lambda known: policy.goes_on(known, load, ledger, price)
+            model,
+            history,
+            _NONE,
+            count,
+            constraint,
+            self._stops,
+            lambda known: policy.goes_on(known, load, ledger, price),
         )
         took = model.seconds - before
         self._making = DraftPrice(min(price.begin, took), took - min(price.begin, took))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,11 @@ class PipelinedDrafter:
         *,
         sampled: bool = False,
         drafts: bool = True,
+        stops: Collection[int] = (),
     ) -> None:
         """``policy``: learns what passes of the other node cost; ``history``: the prompt; ``drafts``: if false, none
-        are made."""
-        self._policy, self.cleared = policy, memory.cleared
+        are made; ``stops``: tokens that end the answer."""
+        self._policy, self.cleared, self._stops = policy, memory.cleared, stops
         self._texts = TextDrafter(memory, caller, history)
         self._sent, self._confidences = _NONE, list[Confidence]()
         self._drafts = self._goes_on = drafts
@@ -72,7 +74,7 @@ class PipelinedDrafter:
         most = min(MOST * (2 + ceil(rtt / longest)) if longest else MOST, _UNDER_WAY, left)
         while self._goes_on and len(self._sent) < most:
             count = min(MOST + ahead, most - len(self._sent))
-            draft, reason = make_draft(self._texts, history, self._sent, count, None)
+            draft, reason = make_draft(self._texts, history, self._sent, count, None, self._stops)
             length, shorter = 0, ""
             if draft.confidences:
                 length, shorter = self._policy.length(draft.confidences, load, self._ledger, ahead)
@@ -81,7 +83,8 @@ class PipelinedDrafter:
                 self.short[reason] += 1
             self._sent = np.concatenate([self._sent, draft.ids[:length]])
             self._confidences += draft.confidences[:length]
-            self._goes_on = bool(length) and not shorter
+            ended = bool(length) and int(draft.ids[length - 1]) in self._stops
+            self._goes_on = bool(length) and not shorter and not ended
             ahead = 0
         return before, self._sent[before:]
 

@@ -153,17 +153,15 @@ class EdgeNode:
         self.forget = Forgetter(self.ledger, store, self.models, self.contexts, links.deletions)
         self.forget.resume()
         self.pins.start()
-        changed = self.ledger.sessions(1)
-        newest = changed[0].updated if changed else 0.0
         self.responses = StoredResponses(
             self.ledger,
             self.contexts,
             self.forget.session,
             seconds=parse_keep_alive(edge.keep_responses),
-            clock=SteadyClock(newest).now,
+            clock=SteadyClock().now,
         )
         compaction = IdleCompaction(self.ledger.deleted_since, self.forget.compact, self._busy, time.time)
-        retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None, newest)
+        retention = Retention(self.forget, parse_duration(edge.retention) if edge.retention else None)
 
         def daily() -> None:
             retention.round()

@@ -18,14 +18,11 @@ _PERIOD = 3600.0
 class Retention:
     """Deletes what is older than ``age`` seconds (None: nothing). One thread calls.
 
-    Nothing is deleted by setting the machine's ``clock`` meanwhile. ``newest``: a time that has been, in seconds since
-    1970; see `SteadyClock`.
+    Nothing is deleted by setting the machine's ``clock`` meanwhile.
     """
 
-    def __init__(
-        self, forgetter: Forgetter, age: float | None, newest: float = 0.0, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        self._forgetter, self._age, self._clock = forgetter, age, SteadyClock(newest, clock).now
+    def __init__(self, forgetter: Forgetter, age: float | None, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._forgetter, self._age, self._clock = forgetter, age, SteadyClock(clock=clock).now
         self._looked: float | None = None
 
     def round(self) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctxreuse.speculate import (
     MODEL,
@@ -19,6 +21,7 @@ from ctxreuse.speculate import (
     PassCosts,
     PassLoad,
 )
+from support.examples import examples
 
 PROMPT = np.arange(3, 40, dtype="<i4")
 
@@ -121,3 +124,37 @@ def test_texts_are_drafted_from_where_they_promise_more() -> None:
     drafter = AnswerDrafter(DraftPolicy(costs), DraftMemory(), "", PROMPT, model=model)
     answered(drafter, model, script, costs, 0.05)
     assert drafter.accepted - drafter.accepted_by_model > 90
+
+
+@examples("light")
+@given(
+    text=st.lists(st.integers(0, 5), min_size=8, max_size=120),
+    tail=st.integers(1, 100),
+    stops=st.frozensets(st.integers(0, 5), max_size=3),
+)
+def test_nothing_is_drafted_behind_a_token_that_ends_the_answer(
+    text: list[int], tail: int, stops: frozenset[int]
+) -> None:
+    memory, ids = DraftMemory(), np.array(text * 3, "<i4")
+    memory.learn("", ids, [], 64)
+    history = ids[: len(text) + tail % len(text)]
+
+    def drafted(stops: frozenset[int]) -> list[int]:
+        policy = DraftPolicy(known_costs(0.001))
+        return list(map(int, AnswerDrafter(policy, memory, "", history, stops=stops).next(history, 100, PassLoad())))
+
+    whole, cut = drafted(frozenset()), drafted(stops)
+    assert not stops & set(cut[:-1])
+    first = next((at for at, token in enumerate(whole, 1) if token in stops), len(whole))
+    assert cut == whole[:first]
+
+
+def test_a_model_is_not_asked_what_follows_the_end() -> None:
+    script, policy = script_of(60), DraftPolicy(known_costs(0.01))
+    for _ in range(40):  # the model was right before
+        policy.observe([Confidence(MODEL, 1.0)], 1, DraftLedger(model=True))
+    for number in (5, 12):
+        model, stops = Blocks(script, 1, call=0.02), {int(script[number])}
+        drafter = AnswerDrafter(policy, DraftMemory(), "", PROMPT, model=model, stops=stops)
+        assert drafter.next(PROMPT, 60, PassLoad()).tolist() == script[: number + 1].tolist()
+        assert model.calls == number + 1

@@ -85,6 +85,18 @@ def test_nothing_is_sent_where_it_is_not_wanted_not_known_or_too_late() -> None:
     assert not len(drafter_of(policy, TEXT[:40]).next(TEXT[:40], 500, ALONE, 60.0)[1])
 
 
+def test_nothing_is_sent_behind_the_end_until_a_verdict_says_that_it_was_none() -> None:
+    made = drafter_of(policy_of(), TEXT[:40], stops={int(TEXT[50])})
+    assert made.next(TEXT[:40], 500, ALONE, 0.4)[1].tolist() == TEXT[40:51].tolist()
+    assert made.next(TEXT[:40], 500, ALONE, 0.4)[1].tolist() == []
+    came = np.append(TEXT[40:50], TEXT[100]).astype("<i4")
+    made.checked(came, 11, 10, 0.05, ALONE)
+    history = np.append(TEXT[:40], came).astype("<i4")
+    before, again = made.next(np.append(history, TEXT[101:140]).astype("<i4"), 400, ALONE, 0.4)
+    assert before == 0
+    assert len(again)
+
+
 @examples("light")
 @given(data=st.data(), rtt=st.sampled_from([0.0, 0.02, 0.5]))
 def test_positions_stay_in_step_with_the_node(data: st.DataObject, rtt: float) -> None:

@@ -24,6 +24,7 @@ from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.models import get, get_gguf
 from ctxreuse.models.build import build
 from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.runtime.load import load_prefix
 from ctxreuse.store import BlockStore
 
 __all__ = ["restored", "run"]
@@ -48,9 +49,10 @@ def restored(engine: Engine, context: int) -> tuple[float, float, float]:
         store.flush()
         first()  # maps what is stored
         found = min(seconds(first) for _ in range(_ROUNDS))
+        live, memory = engine.new_context(context + _QUESTION), float("inf")
+        load_prefix(engine, store, live, runtime.request(prompt), context // engine.space.block_tokens)
         runtime.close()
-    live, memory = engine.new_context(context + _QUESTION), float("inf")
-    engine.prefill(live, prompt[:context])
+    assert live.n == context
     for _ in range(_ROUNDS):
         memory = min(memory, seconds(engine.prefill, live, prompt[context:]))
         if not engine.crop(live, context):

@@ -29,8 +29,22 @@ static PyObject *limit_arenas(PyObject *module, PyObject *count) {
     Py_RETURN_NONE;
 }
 
+/* Let allocations of so many bytes and more be mappings of their own: pages take no memory until they are used. */
+static PyObject *map_from(PyObject *module, PyObject *size) {
+    (void)module;
+    long bytes = PyLong_AsLong(size);
+    if (bytes == -1 && PyErr_Occurred()) return NULL;
+    if (bytes < 1 << 16 || bytes > 32 << 20)
+        return PyErr_Format(PyExc_ValueError, "%ld bytes; 65536 to 33554432 can be", bytes);
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, (int)bytes);
+#endif
+    Py_RETURN_NONE;
+}
+
 PyMethodDef memory_methods[] = {
     {"limit_arenas", limit_arenas, METH_O, NULL},
+    {"map_from", map_from, METH_O, NULL},
     {"trim_memory", trim_memory, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

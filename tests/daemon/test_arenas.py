@@ -52,3 +52,11 @@ def test_no_arenas_at_all_are_refused() -> None:
 
     with pytest.raises(ValueError, match="1 to 1024"):
         _native.limit_arenas(0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 65535, (32 << 20) + 1])
+def test_a_size_that_cannot_be_mapped_from_is_refused(nbytes: int) -> None:
+    from ctxreuse import _native
+
+    with pytest.raises(ValueError, match="65536 to 33554432"):
+        _native.map_from(nbytes)

@@ -220,3 +220,34 @@ with BlockStore.open(sys.argv[1], capacity=64 << 20) as store:
 def test_memory_of_a_compaction_is_given_back(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _COMPACTS, tmp_path], capture_output=True, check=True, text=True)
     assert int(done.stdout) < 1 << 20
+
+
+_BOTH = """
+import sys
+from pathlib import Path
+from ctxreuse import _native
+from ctxreuse.store import BlockStore, Ledger, NewTurn
+
+def anonymous():
+    _native.trim_memory()
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) << 10 for row in rows if row.startswith("RssAnon"))
+
+place = Path(sys.argv[1])
+with Ledger.open(place / "ledger") as ledger, BlockStore.open(place / "blocks", capacity=8 << 20) as store:
+    for n in range(300):
+        ledger.create(f"one {n}", turns=[NewTurn("user", "word " * 60)])
+    before = anonymous()
+    for round in range(3):
+        ledger.compact()
+        store.compact()
+        for n in range(50):
+            ledger.create(f"two {round} {n}", turns=[NewTurn("user", "word " * 60)])
+    print(anonymous() - before)
+"""
+
+
+def test_files_that_were_rewritten_take_no_more_memory_than_before(tmp_path: Path) -> None:
+    """The lists of each environment that was opened anew were 2 MB of zeros on the heap."""
+    done = subprocess.run([sys.executable, "-c", _BOTH, tmp_path], capture_output=True, check=True, text=True)
+    assert int(done.stdout) < 2 << 20

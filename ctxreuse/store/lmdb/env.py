@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import lmdb
 
 from ctxreuse.errors import StoreClosedError, StoreError, StoreFullError
+from ctxreuse.kernels.dispatch import native as _native
 from ctxreuse.store.lmdb.rwlock import MapLock
 
-__all__ = ["CACHE_MAP", "DISK_ERRORS", "Env", "broken", "explain", "open_beside"]
+__all__ = ["CACHE_MAP", "DISK_ERRORS", "Env", "broken", "explain", "mapped_lists", "open_beside"]
 
 T = TypeVar("T")
 
@@ -37,6 +38,22 @@ _BROKEN = (
 _MIN_MAP = 1 << 20
 _GROW_WAIT = 10.0
 _READERS = 510
+#: An environment that writes has lists of 1 and 2 MiB, of which it needs a few pages; see `mapped_lists`.
+_LISTS, _HEAP = 1 << 20, 32 << 20
+
+
+@contextlib.contextmanager
+def mapped_lists() -> Iterator[None]:
+    """Open environments within it where others were closed before in this process.
+
+    Their lists are mapped then, as those of the first ones were. From the heap, where the C library takes what is as
+    large as anything that was freed before, LMDB's zeros would make 3 MB of memory of each.
+    """
+    _native.map_from(_LISTS)
+    try:
+        yield
+    finally:
+        _native.map_from(_HEAP)
 
 
 def broken(error: BaseException) -> bool:
@@ -264,7 +281,8 @@ class Env:
                 (self.path / "lock.mdb").unlink(missing_ok=True)
                 os.replace(file, self.path / "data.mdb")
                 os.fsync(fd)
-                self._open()
+                with mapped_lists():
+                    self._open()
         finally:
             os.close(fd)
 

@@ -17,7 +17,7 @@ import lmdb
 
 from ctxreuse.errors import StoreFullError
 from ctxreuse.kernels.dispatch import native as _native
-from ctxreuse.store.lmdb.env import Env, explain
+from ctxreuse.store.lmdb.env import Env, explain, mapped_lists
 from ctxreuse.store.types import Progress
 
 __all__ = ["rewrite"]
@@ -78,9 +78,10 @@ def _copy(env: Env, fresh: Path, without: Mapping[tuple[str, bytes], bytes], pro
     with env.read() as txn:
         tables = env.all_tables(txn)
         total = sum(int(txn.stat(table)["entries"]) for table in tables.values())
-        out = lmdb.open(
-            str(fresh), map_size=env.map_size, max_dbs=len(tables) + 1, sync=False, metasync=False, mode=0o600
-        )
+        with mapped_lists():
+            out = lmdb.open(
+                str(fresh), map_size=env.map_size, max_dbs=len(tables) + 1, sync=False, metasync=False, mode=0o600
+            )
         try:
             done = 0
             for name, table in tables.items():

@@ -15,8 +15,8 @@ _NAMES = (
     "adapters", "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay",
     "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "install", "levels",
     "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner", "policy", "proxy",
-    "qa", "rans", "recall", "refill", "remote", "resident", "restore", "resume", "router", "router_live", "scale",
-    "shapes", "sidecar", "states", "steps", "together", "tools", "tree", "vllm", "wire",
+    "qa", "rans", "recall", "refill", "remote", "resident", "restart", "restore", "resume", "router", "router_live",
+    "scale", "shapes", "sidecar", "states", "steps", "together", "tools", "tree", "vllm", "wire",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

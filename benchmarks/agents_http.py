@@ -1,4 +1,4 @@
-"""Several agents on one daemon over HTTP, against llama.cpp's own server with the same GGUF; the same after a SIGKILL.
+"""Several agents on one daemon over HTTP, against llama.cpp's own server with the same GGUF.
 
 Each agent streams its whole chat in every turn: a system prompt that all share, a first message of its own, answers of
 32 tokens, pauses. The peer has as many slots as there are agents. Both run in turns, on all cores. ``--model``: a GGUF
@@ -31,11 +31,11 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.errors import EngineError
 
-__all__ = ["OPTIONS", "Daemon", "ninety_fifth", "prose", "run"]
+__all__ = ["OPTIONS", "SLOT_TOKENS", "Daemon", "made", "ninety_fifth", "prose", "run", "talk"]
 
 OPTIONS = ("model",)
 _SYSTEM, _FIRST, _LATER = 700, (280, 420), 12  # words
-_TOKENS, _PAUSE, _SLOT = 32, 2.0, 4096
+_TOKENS, _PAUSE, SLOT_TOKENS = 32, 2.0, 4096
 _WAIT = 600.0
 
 
@@ -194,16 +194,14 @@ def run(options: Options) -> list[Figure]:
     counts = options.pick((2,), (1, 4, 8, 16))
     figures: list[Figure] = []
     for step, count in enumerate(counts):
-        options.step("agents", step, len(counts) + 1)
+        options.step("agents", step, len(counts))
         with tempfile.TemporaryDirectory() as folder:
             daemon = Daemon(str(path), Path(folder) / "store", threads)
             ours = asyncio.run(talk(daemon.url, made(count, step), turns))
             daemon.close()
-        with Child("benchmarks.llama_server", path, threads, count, _SLOT) as peer:
+        with Child("benchmarks.llama_server", path, threads, count, SLOT_TOKENS) as peer:
             theirs = asyncio.run(talk(peer.said, made(count, step), turns))
         figures += compared(count, ours, theirs)
-    options.step("agents", len(counts), len(counts) + 1)
-    figures.append(restarted(path, threads, counts[-1] if options.quick else 4))
     place = os.environ.get("CTXREUSE_VLLM", "")
     for count in (2, 4, 8) if place and not model.endswith(".gguf") else ():
         options.step(f"{count} agents on vLLM")
@@ -218,7 +216,7 @@ def against_vllm(place: Path, model: str, threads: int, count: int, turns: int) 
         daemon = Daemon(model, Path(folder) / "store", threads, torch)
         ours = asyncio.run(talk(daemon.url, made(count, 50 + count), turns))
         daemon.close()
-        with VllmServer(place, model, Path(folder) / "vllm.log", count, _SLOT) as peer:
+        with VllmServer(place, model, Path(folder) / "vllm.log", count, SLOT_TOKENS) as peer:
             asyncio.run(talk(peer.url, made(1, 98), 1, "model"))  # it compiles with its first requests
             theirs = asyncio.run(talk(peer.url, made(count, 50 + count), turns, "model"))
     return compared(count, ours, theirs, prefix="vllm_", speed=0.9, first=1.1)
@@ -261,30 +259,3 @@ def compared(
             f" peer {statistics.median(theirs.later()):.2f}",
         ),
     ]
-
-
-def restarted(path: Path, threads: int, count: int) -> Figure:
-    """Each agent's turn after its server was killed and started again."""
-    with tempfile.TemporaryDirectory() as folder:
-        agents, store = made(count, 99), Path(folder) / "store"
-        daemon = Daemon(str(path), store, threads)
-        asyncio.run(talk(daemon.url, agents, 2))
-        time.sleep(3)  # pauses are longer than that; KV is written in them
-        daemon.kill()
-        daemon = Daemon(str(path), store, threads)
-        ours = asyncio.run(talk(daemon.url, agents, 1))
-        daemon.close()
-    agents = made(count, 99)
-    for turns in (2, 1):
-        with Child("benchmarks.llama_server", path, threads, count, _SLOT) as peer:
-            theirs = asyncio.run(talk(peer.said, agents, turns))
-    mean, other = statistics.mean(ours.starts()), statistics.mean(theirs.starts())
-    return Figure(
-        metric=f"restart_{count}",
-        value=mean,
-        unit="s",
-        peer=other,
-        better="lower",
-        bar=0.07 * other,
-        note="mean first token of the next turn of each agent, all at once, after SIGKILL and a new start",
-    )

@@ -186,10 +186,13 @@ _EMPTY = Plane(0, "empty", "uint8", (0,))
 
 
 @lru_cache(maxsize=64)
-def block_layout(space: ModelSpace) -> Layout:
-    """The planes of a block of this space: k and v [heads, block_tokens, dim] of every layer that keeps all tokens."""
+def block_layout(space: ModelSpace, tokens: int = 0) -> Layout:
+    """The planes of a block of this space: k and v [heads, tokens, dim] of every layer that keeps all tokens.
+
+    ``tokens``: of a partial block; 0: as many as a whole one has.
+    """
     planes = [
-        Plane(layer, role, space.dtype, (spec.kv_heads, space.block_tokens, dim))
+        Plane(layer, role, space.dtype, (spec.kv_heads, tokens or space.block_tokens, dim))
         for layer, spec in enumerate(space.layers)
         if spec.blocked
         for role, dim in (("k", spec.k_dim), ("v", spec.v_dim))

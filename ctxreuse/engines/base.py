@@ -117,7 +117,8 @@ class Engine(Protocol):
         The context is empty, or ends at a block boundary with no load in flight: the blocks follow at ``context.n``.
         What parent the first block names is the caller's business: the context does not know its keys. ``state`` is the
         state at the blocks' end, needed exactly if ``space.needs_state``; it replaces the context's states. The views
-        must stay valid until ``wait()`` of the result has returned.
+        must stay valid until ``wait()`` of the result has returned. The last may be partial (see `export`) unless
+        ``space.needs_state``; no block can follow it.
 
         ``ready(layer)`` is called before the planes of a layer are copied, so that blocks can be loaded
         that are still on their way: it returns when the planes are in, or raises LinkError. It may be called from
@@ -167,9 +168,11 @@ class Engine(Protocol):
         ...
 
     def export(
-        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int, *, last_partial: bool = False
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """Sealed bytes of whole blocks ``first, first + 1, …``, one a key; ``parent`` is the key before ``keys[0]``.
+
+        ``last_partial``: the last of them has the tokens at the end of the context that fill no block (one at least).
 
         Planes are raw; the level is ``exact``, or ``approx~…`` where ``context.levels`` has anything lossy in or below
         the block. Each array is new memory that the caller owns. Raises EngineError if the context does not reach that

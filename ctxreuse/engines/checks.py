@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ctxreuse.block.format import BlockView, Layout, parse
+from ctxreuse.block.format import BlockView, Layout, block_layout, parse
 from ctxreuse.block.levels import is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.engines.base import Context
@@ -49,10 +49,17 @@ def check_boundary(n: int, size: int) -> None:
         )
 
 
-def check_export(first: int, count: int, size: int, n: int) -> None:
-    """Raise EngineError unless ``count`` blocks of ``size`` tokens from block ``first`` are in ``n`` tokens."""
-    if first < 0 or (first + count) * size > n:
-        raise EngineError(f"blocks {first} to {first + count - 1} of {size} tokens are not in a context of {n} tokens")
+def check_export(first: int, count: int, size: int, n: int, *, last_partial: bool = False) -> None:
+    """Raise EngineError unless ``count`` blocks of ``size`` tokens from block ``first`` are in ``n`` tokens.
+
+    ``last_partial``: the last of them is to be the part of a block at the end of the context.
+    """
+    end = (first + count) * size
+    if first < 0 or end > n + (size - 1 if last_partial else 0) or (last_partial and (not count or end <= n)):
+        what = "the last of them partial, " if last_partial else ""
+        raise EngineError(
+            f"blocks {first} to {first + count - 1} of {size} tokens {what}are not in a context of {n} tokens"
+        )
 
 
 def check_crop(position: int, n: int) -> None:
@@ -92,11 +99,15 @@ def check_blocks(
 ) -> None:
     """Raise FormatError unless the views are consecutive blocks of this space from position ``start``.
 
-    Raises ConfigError if there is no profile for a level.
+    The last may be partial and raw. Raises ConfigError if there is no profile for a level.
     """
     size, end, last = space.block_tokens, start, None
-    for view in views:
-        header, end = view.header, end + size
+    for index, view in enumerate(views):
+        header = view.header
+        if index == len(views) - 1 and is_raw(header.level) and not space.needs_state:
+            size = max(1, min(len(header.tokens) // 4, size))
+            layout = block_layout(space, size) if size < space.block_tokens else layout
+        end += size
         where = f"block {header.key.hex()[:16]} for position {end - size}"
         if header.kind != "block" or header.space != space.digest:
             raise FormatError("not a block of this model space", where=where, fix="It is recomputed")

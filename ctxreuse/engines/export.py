@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.format import BlockWriter, Layout
+from ctxreuse.block.format import BlockWriter, Layout, block_layout
 from ctxreuse.engines.provenance import Provenance
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
@@ -40,27 +40,33 @@ def export_blocks(
     keys: Sequence[bytes],
     parent: bytes,
     first: int,
-    fill: Callable[[BlockWriter, int], None],
+    fill: Callable[[BlockWriter, int, int], None],
+    *,
+    last_partial: bool = False,
 ) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of blocks ``first`` and on; ``fill`` writes the planes of the one from a position.
+    """Yield the bytes of blocks ``first`` and on, see `Engine.export`.
 
-    K stands there as rotated at its own position. Raises EngineError if the context is cropped meanwhile.
+    ``fill(writer, start, end)`` writes the planes of the tokens between two positions. K stands there as rotated at its
+    own position. Raises EngineError if the context is cropped meanwhile.
     """
-    size = space.block_tokens
+    size, whole = space.block_tokens, context.n
     for at, key in zip(range(first * size, (first + len(keys)) * size, size), keys):
-        if at + size > context.n:
+        end = min(at + size, whole) if last_partial else at + size
+        if end > context.n:
             raise EngineError(f"the context was cropped to {context.n} tokens while it was exported")
+        if end - at < size:
+            layout = block_layout(space, end - at)
         writer = BlockWriter(
             layout,
             kind="block",
             space=space.digest,
             key=key,
             parent=parent,
-            end=at + size,
-            tokens=context.tokens[at : at + size],
-            level=context.provenance.worst_level(at, at + size),
+            end=end,
+            tokens=context.tokens[at:end],
+            level=context.provenance.worst_level(at, end),
             rope_at=at,
         )
-        fill(writer, at)
+        fill(writer, at, end)
         yield writer.seal()
         parent = key

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ctxreuse.block.format import parse
 from ctxreuse.errors import CtxReuseError, EngineDiedError
-from ctxreuse.identity.keys import ROOT
+from ctxreuse.identity.keys import KEY_BYTES, ROOT
 
 if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine
 
 __all__ = ["ForkingEngine", "fork_context"]
+
+
+#: Nobody looks for the partial block of a context under its key.
+_PARTIAL = b"\xff" * KEY_BYTES
 
 
 @runtime_checkable
@@ -32,8 +36,8 @@ def fork_context(
 ) -> list[Context]:
     """Return ``count`` contexts that begin as ``context`` does, each with room for ``reserve`` tokens in all.
 
-    An engine that is no `ForkingEngine` loads the whole blocks (``keys``) of it into each. What is missing then, after
-    the last block or the last state, the caller computes: all of it where the context's rows are no blocks. Raises what
+    An engine that is no `ForkingEngine` loads the blocks (``keys`` of the whole ones) of it into each. What is missing
+    then, after the last state, the caller computes: all of it where the context's rows are no blocks. Raises what
     `Engine.new_context` raises.
     """
     try:
@@ -54,7 +58,9 @@ def _copies(engine: Engine, context: Context, keys: Sequence[bytes], count: int,
         if blocks:
             parent = keys[blocks - 2] if blocks > 1 else ROOT
             state = parse(engine.export_state(context, keys[blocks - 1], parent, blocks * size))
-    views = [parse(one) for one in engine.export(context, keys[:blocks], ROOT, 0)]
+    last_partial = not engine.space.needs_state and context.n % size > 0
+    names = [*keys[:blocks], _PARTIAL] if last_partial else keys[:blocks]
+    views = [parse(one) for one in engine.export(context, names, ROOT, 0, last_partial=last_partial)]
     found = []
     for _ in range(count):
         one = engine.new_context(reserve)

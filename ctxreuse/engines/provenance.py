@@ -100,15 +100,16 @@ class Provenance:
         """Spans that hold nothing yet."""
         return _spans(self._gaps)
 
-    def load(self, start: int, size: int, levels: Sequence[str]) -> None:
-        """Blocks of ``size`` tokens each were appended from position ``start`` on."""
-        for i, level in enumerate(levels):
-            at = start + i * size
+    def load(self, start: int, blocks: Sequence[tuple[int, str]]) -> None:
+        """Blocks (the tokens and the level of each) were appended from position ``start`` on."""
+        at = start
+        for size, level in blocks:
             last = self._loaded[-1] if self._loaded else None
             if last is not None and (last.end, last.level) == (at, level):
                 self._loaded[-1] = last._replace(end=at + size)
             else:
                 self._loaded.append(LevelRun(at, at + size, level))
+            at += size
 
     def insert(self, start: int, end: int, spans: Sequence[Span], level: str) -> None:
         """Tokens ``start`` to ``end`` were appended: ``spans`` (ascending) from elsewhere, the others gaps."""

@@ -116,6 +116,17 @@ class PrefixHasher:
             keys.append(parent)
         return keys
 
+    def partial_keys(self, raw: bytes, parent: bytes, least: int) -> list[bytes]:
+        """Return the keys after ``parent`` of the first ``least`` tokens of ``raw``, of one more, and so on to all."""
+        state, keys = self._fresh(), list[bytes]()
+        state.update(parent)
+        start = 0
+        for end in range(4 * least, len(raw) + 1, 4):
+            state.update(raw[start:end])
+            keys.append(state.copy().digest())
+            start = end
+        return keys
+
 
 def chunk_key(space: bytes, salt: bytes, tokens: Tokens) -> bytes:
     """Return the key of a run of tokens wherever it stands; 32 bytes."""

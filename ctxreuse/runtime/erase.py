@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.identity.keys import KEY_BYTES, ROOT, Tokens, common_prefix
+from ctxreuse.runtime.partial_blocks import stored_partials
 from ctxreuse.runtime.request import more_keys
 from ctxreuse.store.removals import SHORT_KEY
 
@@ -112,19 +113,21 @@ class Eraser:
             if any(common_prefix(ids, own) >= self._space.block_tokens for _, own in paths):
                 kept.update(key[:SHORT_KEY] for key in more_keys(self._space, self._salt, ids, ()))
         doomed: dict[bytes, tuple[ModelSpace, Tokens]] = {}
+        if self._store is not None and paths:
+            self._store.flush()  # a partial block is found only when it is stored
         for space, ids in paths:
             size = space.block_tokens
             keys = more_keys(space, self._salt, ids, ())
-            first = next((i for i, key in enumerate(keys) if key[:SHORT_KEY] not in kept), None)
-            if first is not None:
+            first = next((i for i, key in enumerate(keys) if key[:SHORT_KEY] not in kept), len(keys))
+            head, rest = ids[: first * size], ids[first * size :]
+            if first < len(keys):
                 doomed[keys[first]] = space, ids[: (first + 1) * size]
-                continue
-            head, tail = ids[: len(keys) * size], ids[len(keys) * size :]
-            for key, block in self._partly(keys, tail, kept):
+            for key, block in self._parts(space, keys[:first], rest, kept):
                 doomed[key] = space, np.concatenate([head, block])
+        whole = [(space, ids) for space, ids in doomed.values() if len(ids) % space.block_tokens == 0]
         clouds = {
-            name: b"".join(dict.fromkeys(more_keys(space, salt, ids, ())[-1] for space, ids in doomed.values()))
-            for name, salt in (self.salts().items() if doomed else ())
+            name: b"".join(dict.fromkeys(more_keys(space, salt, ids, ())[-1] for space, ids in whole))
+            for name, salt in (self.salts().items() if whole else ())
         }
         return Erasure(b"".join(doomed), tuple(dict.fromkeys(entry.request for entry in entries)), clouds)
 
@@ -144,18 +147,28 @@ class Eraser:
                     del view
         return np.concatenate(found) if found else np.zeros(0, "<i4")
 
-    def _partly(self, keys: Sequence[bytes], tail: Tokens, kept: set[bytes]) -> list[tuple[bytes, Tokens]]:
-        """Return the blocks after ``keys`` that begin with ``tail``, which fills no block itself, and their ids."""
-        if self._store is None or not len(tail):
+    def _parts(
+        self, space: ModelSpace, keys: Sequence[bytes], rest: Tokens, kept: set[bytes]
+    ) -> list[tuple[bytes, Tokens]]:
+        """Return what is stored after ``keys`` of the text ``rest`` beside its own whole blocks, and the ids.
+
+        Partial blocks that it begins with; and if it fills no block itself, all blocks that begin with it.
+        """
+        if self._store is None or not len(rest):
             return []
-        parent, found = keys[-1] if keys else ROOT, []
+        parent = keys[-1] if keys else ROOT
+        found = [
+            (entry.key, rest[: entry.tokens]) for entry in stored_partials(self._store, space, self._salt, parent, rest)
+        ]
+        if len(rest) >= space.block_tokens:
+            return found
         below = [entry.key for entry in self._store.walk() if entry.parent == parent]
         with self._store.read() as reader:
             for key in below:
                 view = None if key[:SHORT_KEY] in kept else reader.peek(key)
                 if view is not None:
                     block = np.frombuffer(view.header.tokens, "<i4").copy()
-                    if np.array_equal(block[: len(tail)], tail):
+                    if np.array_equal(block[: len(rest)], rest):
                         found.append((key, block))
                 del view
         return found

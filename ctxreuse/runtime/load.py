@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +13,8 @@ from ctxreuse.errors import FormatError
 if TYPE_CHECKING:
     from ctxreuse.block.format import BlockView
     from ctxreuse.engines.base import Context, Engine, Logits
+    from ctxreuse.identity.keys import Tokens
+    from ctxreuse.runtime.partial_blocks import PartialBlocks
     from ctxreuse.runtime.request import Request
     from ctxreuse.store.base import Reader, Store
 
@@ -31,12 +34,13 @@ class SpoiledError(Exception):
 
 
 class LoadedPrefix(NamedTuple):
-    """Reused tokens by tier, why a stored block was not used ("" if all were), and the logits after the whole prompt if
-    the rest was computed meanwhile."""
+    """Reused tokens by tier, why a stored block was not used ("" if all were), the logits after the whole prompt if the
+    rest was computed meanwhile, and the key of the partial block that was loaded (b"" if none was)."""
 
     sources: dict[str, int]
     missed: str
     logits: Logits | None
+    partial: bytes = b""
 
 
 def load_prefix(
@@ -45,23 +49,33 @@ def load_prefix(
     context: Context,
     request: Request,
     blocks: int,
+    partials: PartialBlocks | None = None,
     meanwhile: Callable[[Context], Logits] | None = None,
 ) -> LoadedPrefix:
     """Fill the empty ``context`` with the first ``blocks`` blocks of a prompt, or as many as can be read.
+
+    A partial block that follows all of them is loaded too, if ``partials`` finds one.
 
     ``meanwhile`` computes the rest while the blocks are still copied, if the rest is short. Raises what it raises, and
     SpoiledError if a plane turned out corrupt while it was copied: then the store has dropped the block, and
     ``context`` must not be used.
     """
-    logits = None
+    logits, partial = None, b""
     with store.read(request.max_kl) as reader:
-        views, state, sources, missed = _read(engine, store, reader, request, blocks)
-        rest = len(request.ids) - len(views) * engine.space.block_tokens
+        found, state, missed = _read(engine, store, reader, request, blocks)
+        if partials is not None and len(found) == blocks > 0:
+            found += _read_partial(engine, store, reader, request, partials, blocks)
+            partial = found[-1].view.header.key if len(found) > blocks else b""
+        sources = Counter[str]()
+        for one in found:
+            sources[one.tier] += len(one.view.tokens)
+        views = [one.view for one in found]
+        found.clear()
         if views:
             try:
                 loading = engine.load(context, views, state)
                 try:
-                    if meanwhile is not None and rest <= OVERLAP_TOKENS:
+                    if meanwhile is not None and len(request.ids) - sources.total() <= OVERLAP_TOKENS:
                         logits = meanwhile(context)
                 finally:
                     # The views die with the reader, so the copying must have ended, whatever happened.
@@ -71,47 +85,66 @@ def load_prefix(
             finally:
                 views.clear()
                 del state
-    return LoadedPrefix(sources, missed, logits)
+    return LoadedPrefix(dict(sources), missed, logits, partial)
+
+
+class _Found(NamedTuple):
+    """A block that can be used, and the tier that it is from."""
+
+    view: BlockView
+    tier: str
 
 
 def _read(
     engine: Engine, store: Store, reader: Reader, request: Request, blocks: int
-) -> tuple[list[BlockView], BlockView | None, dict[str, int], str]:
-    """Views of the leading blocks that can be used, the state at their end if the model needs one, the tokens by tier,
-    and why there are no more."""
+) -> tuple[list[_Found], BlockView | None, str]:
+    """The leading blocks that can be used, the state at their end if the model needs one, and why there are no more."""
     space, size = engine.space, engine.space.block_tokens
     ids, keys = request.ids, request.keys[:blocks]
-    planes = block_layout(space).encoded
-    views: list[BlockView] = []
-    sources: list[str] = []
+    found: list[_Found] = []
     missed = ""
     for i, key in enumerate(keys):
-        before = dict(reader.served)
-        view = reader.block(key, ids[i * size : (i + 1) * size], space.digest)
-        if view is None:
-            missed = reader.missed
+        one, missed = _block(engine, store, reader, key, ids[i * size : (i + 1) * size])
+        if one is None:
             break
-        level = view.header.level
-        if is_raw(level) and view.header.planes != planes:
-            # A writer that names our space but lays its planes out otherwise: nothing of it may reach the engine.
-            store.drop(key, missed := "foreign")
-            break
-        if not (is_raw(level) or decodes(engine, level)):
-            missed = "card"  # it stays: the profile may come, and others may have it
-            break
-        views.append(view)
-        sources.append(next(name for name, n in reader.served.items() if n != before.get(name, 0)))
+        found.append(one)
     state = None
-    while space.needs_state and views and state is None:
-        n = store.match(keys[: len(views)], request.max_kl).state_blocks
+    while space.needs_state and found and state is None:
+        n = store.match(keys[: len(found)], request.max_kl).state_blocks
         if n:
             state = reader.state(keys[n - 1], ids[(n - 1) * size : n * size], space.digest)
             missed = missed or reader.missed
             if state is not None and not (is_raw(state.header.level) or decodes(engine, state.header.level)):
                 state, missed = None, missed or "card"
         kept = n if state is not None else max(n - 1, 0)
-        del views[kept:], sources[kept:]
-    return views, state, {name: sources.count(name) * size for name in dict.fromkeys(sources)}, missed
+        del found[kept:]
+    return found, state, missed
+
+
+def _read_partial(
+    engine: Engine, store: Store, reader: Reader, request: Request, partials: PartialBlocks, blocks: int
+) -> list[_Found]:
+    """The partial block after so many whole ones, if one is stored; the prompt's last token is left to compute."""
+    rest = request.ids[blocks * engine.space.block_tokens : -1]
+    partial = partials.find(store, request.keys[blocks - 1], rest, request.max_kl)
+    one = _block(engine, store, reader, partial[0], rest[: partial[1]])[0] if partial is not None else None
+    return [one] if one is not None else []
+
+
+def _block(engine: Engine, store: Store, reader: Reader, key: bytes, ids: Tokens) -> tuple[_Found | None, str]:
+    """The block of these ids, if it can be used, or why it cannot."""
+    before = dict(reader.served)
+    view = reader.block(key, ids, engine.space.digest)
+    if view is None:
+        return None, reader.missed
+    level = view.header.level
+    if is_raw(level) and view.header.planes != block_layout(engine.space, len(ids)).encoded:
+        # A writer that names our space but lays its planes out otherwise: nothing of it may reach the engine.
+        store.drop(key, "foreign")
+        return None, "foreign"
+    if not (is_raw(level) or decodes(engine, level)):
+        return None, "card"  # it stays: the profile may come, and others may have it
+    return _Found(view, next(name for name, n in reader.served.items() if n != before.get(name, 0))), ""
 
 
 def decodes(engine: Engine, level: str) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ctxreuse.runtime.context_cache import ContextCache
     from ctxreuse.runtime.fetch.fetch import PromptFetch
     from ctxreuse.runtime.inflight.sharing import PromptInFlight, SharedPrefix
+    from ctxreuse.runtime.partial_blocks import PartialBlocks
     from ctxreuse.runtime.steps.order import RequestTurn
     from ctxreuse.runtime.steps.scheduler import StepScheduler
     from ctxreuse.store.base import Store
@@ -71,6 +72,7 @@ class PromptPrefiller:
     store: Store | None
     cache: ContextCache
     checkpoints: StateCheckpoints
+    partials: PartialBlocks | None
     chunks: ChunkReuse
     cost: CostModel | None
     steps: StepScheduler
@@ -148,13 +150,16 @@ class _Attempt:
             price = self._price("load" if stored else "recompute", stored, of.checkpoints.nbytes(stored))
             self._missed = self._missed or self._why_not(keys[stored // self._size :])
             if store is not None and stored:
-                overlap = self._fetch is None and len(ids) - stored <= OVERLAP_TOKENS
-                # Chunks are read from the store too, which one thread can do once at a time.
-                overlap = overlap and not (chunks is not None and chunks.look(stored))
+                # What is fetched follows at the end of a block. Chunks are read from the store too, which one thread
+                # can do once at a time.
+                alone = self._fetch is None and not (chunks is not None and chunks.look(stored))
+                overlap = alone and len(ids) - stored <= OVERLAP_TOKENS
                 self._observe = not overlap
                 blocks, meanwhile = stored // self._size, self._finish if overlap else None
-                done = load_prefix(of.engine, store, context, request, blocks, meanwhile)
+                partials = of.partials if alone else None
+                done = load_prefix(of.engine, store, context, request, blocks, partials, meanwhile)
                 self._missed, sources = self._missed or done.missed, done.sources
+                self._record.partial = done.partial
                 loaded = loaded if done.logits is not None else of.clock()
                 self._publish(context)
                 logits = done.logits if done.logits is not None else self._finish(context)

@@ -73,6 +73,7 @@ class ContextRecord:
         refinements: the fetch that may still bring refinements of these; its taker stops it.
         logged: its entry in the request log.
         number: its number with the traffic recorder, -1 without one.
+        partial: the key of the partial block that was loaded, b"" if none was; see `PartialBlocks`.
         in_flight: the prompt, for other requests that begin alike; None: they cannot see it.
     """
 
@@ -86,6 +87,7 @@ class ContextRecord:
     refinements: Fetch | None = None
     logged: OpenRequest | None = None
     number: int = -1
+    partial: bytes = b""
     in_flight: PromptInFlight | None = None
     _unreleased: Callable[[], object] | None = None
 

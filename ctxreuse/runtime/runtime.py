@@ -39,6 +39,7 @@ from ctxreuse.runtime.fetch.fetch import Fetcher, PromptFetch
 from ctxreuse.runtime.inflight.memory import MemoryAdmission
 from ctxreuse.runtime.inflight.sharing import PromptInFlight, PromptsInFlight
 from ctxreuse.runtime.options import RuntimeOptions
+from ctxreuse.runtime.partial_blocks import PartialBlocks
 from ctxreuse.runtime.paused import PausedContexts
 from ctxreuse.runtime.prefill import PrefillWork, PromptPrefiller
 from ctxreuse.runtime.request import PrefillResult, PromptLike, Request, more_keys, validate_tokens
@@ -117,9 +118,18 @@ class Runtime:
         self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
         rewrites = engine.space.needs_state and self.text is not None and rewrites_history(self.text)
         self.checkpoints = StateCheckpoints(engine.space, options.states, rewrites_history=rewrites)
-        self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, self._salt)
+        self._partials = None if engine.space.needs_state else PartialBlocks(engine, self._salt)
+        self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, self._partials, self._salt)
         self._prefiller = PromptPrefiller(
-            engine, store, self.context_cache, self.checkpoints, self.chunk_reuse, self.cost, self.steps, self.clock
+            engine,
+            store,
+            self.context_cache,
+            self.checkpoints,
+            self._partials,
+            self.chunk_reuse,
+            self.cost,
+            self.steps,
+            self.clock,
         )
         self.verifying: Verifying | None = None
         self.drafting: Drafting | None = None
@@ -429,7 +439,13 @@ class Runtime:
         if self.store is None:
             return 0
         self.store.flush()
-        return self.store.forget(self.keys(ids))
+        keys = self.keys(ids)
+        self._forget_partial(keys, ids)
+        return self.store.forget(keys)
+
+    def _forget_partial(self, keys: Sequence[bytes], ids: Tokens) -> None:
+        if self.store is not None and self._partials is not None:
+            self._partials.forget(self.store, keys, ids)
 
     def erase(self, tokens: Sequence[int] | Tokens, *, session: str = "", keep: Iterable[Tokens] = ()) -> int:
         """See `RuntimeProtocol.erase`."""
@@ -444,6 +460,7 @@ class Runtime:
         keys = self.keys(ids)
         kept = keys[: -(-max(keep, 0) // size)]
         self.store.flush()
+        self._forget_partial(keys, ids)
         self.store.pin(kept)
         try:
             return self.store.forget(keys)

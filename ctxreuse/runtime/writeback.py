@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ctxreuse.engines.base import Context, Engine
     from ctxreuse.runtime.checkpoints import StateCheckpoints
     from ctxreuse.runtime.chunks.backfill import ChunkBackfill
+    from ctxreuse.runtime.partial_blocks import PartialBlocks
     from ctxreuse.runtime.request import ContextRecord
     from ctxreuse.store.base import Store
 
@@ -133,9 +134,10 @@ class Writeback:
         store: Store | None,
         checkpoints: StateCheckpoints,
         backfill: ChunkBackfill | None,
+        partials: PartialBlocks | None,
         salt: bytes,
     ) -> None:
-        self._engine, self._store, self._checkpoints = engine, store, checkpoints
+        self._engine, self._store, self._checkpoints, self._partials = engine, store, checkpoints, partials
         self._backfill, self._salt = backfill, salt
         self._refinements = RefinementMerger()
         self._lock = threading.Lock()
@@ -143,9 +145,9 @@ class Writeback:
         self._given: WeakKeyDictionary[Context, dict[int, bytes]] = WeakKeyDictionary()
 
     def keep(self, context: Context, record: ContextRecord, keys: Sequence[bytes]) -> list[bytes]:
-        """Offer the store the missing blocks (``keys``) and states of ``context``; stop at the first refusal.
+        """Offer the store the missing blocks (``keys``), states and partial block of ``context``.
 
-        Returns the keys of all that are worth storing.
+        It stops at the first refusal. Returns the keys of all that are worth storing.
         """
         engine, store, size = self._engine, self._store, self._engine.space.block_tokens
         keys, max_kl = keys[: -(-_offered(context) // size)], record.request.max_kl
@@ -169,6 +171,8 @@ class Writeback:
             data = engine.export_state(context, keys[n - 1], keys[n - 2] if n > 1 else ROOT, position)
             self._checkpoints.learn(data.nbytes)
             store.put(keys[n - 1], data, kind="state", max_kl=max_kl, giver=given.get(n - 1, b""))
+        if self._partials is not None and not _relocated(context):
+            self._partials.keep(store, context, record, keys)
         return list(keys)
 
     def _refine(self, fetch: Fetch, record: ContextRecord, keys: Sequence[bytes]) -> None:

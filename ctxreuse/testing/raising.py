@@ -5,11 +5,13 @@ from __future__ import annotations
 __all__ = ["raises"]
 
 
-def raises(kind: type[Exception], action: object, *arguments: object) -> Exception:
+def raises(
+    kind: type[Exception] | tuple[type[Exception], ...], action: object, *arguments: object, **options: object
+) -> Exception:
     """The error of that kind that the action raises."""
     assert callable(action)
     try:
-        action(*arguments)
+        action(*arguments, **options)
     except kind as error:
         return error
-    raise AssertionError(f"{action} did not raise {kind.__name__}")
+    raise AssertionError(f"{action} did not raise {kind}")

@@ -20,6 +20,9 @@ __all__ = ["IdleTasks"]
 log = logging.getLogger(__name__)
 
 _INTERVAL = 0.5
+#: Seconds without a request before what only some requests need is prepared: after a restart agents come at once, and
+#: two cores are all that the engine has.
+_SETTLED = 5.0
 #: Seconds between two writings of what answers are drafted from.
 _DRAFTS = 300.0
 #: Seconds between two times that freed memory is given back: each thread's arena keeps some, 36 of 181 MB after long
@@ -31,7 +34,7 @@ class IdleTasks:
     """One thread that works twice a second unless the daemon is ``busy``; close it.
 
     ``file`` stores the learned pause lengths between runs; ``save`` is called in each round; ``daily``: in each, busy
-    or not, for what must be done within a day; ``prepare``: once, before the first round.
+    or not, for what must be done within a day; ``prepare``: once, when there was nothing else to do for a while.
     """
 
     def __init__(
@@ -52,14 +55,18 @@ class IdleTasks:
         self._thread.start()
 
     def _run(self) -> None:
-        if not self._end.wait(_INTERVAL):
-            with suppress(CtxReuseError):  # the request that needs it says so
-                self._prepare()
-        trimmed = time.monotonic()
+        trimmed = settled = time.monotonic()
+        prepared = False
         while not self._end.wait(_INTERVAL):
             try:
                 self._daily()
-                if not self._busy():
+                if self._busy():
+                    settled = time.monotonic()
+                else:
+                    if not prepared and time.monotonic() - settled >= _SETTLED:
+                        prepared = True
+                        with suppress(CtxReuseError):  # the request that needs it says so
+                            self._prepare()
                     self._save()
                     self._save_drafts(_DRAFTS)
                     self._paused.work(lambda: self._busy() or self._end.is_set())

@@ -1,4 +1,4 @@
-"""Bench agents_http: both servers answer agents over HTTP, and the daemon goes on after a kill."""
+"""Benches agents_http and restart: both servers answer agents over HTTP, and the daemon goes on after a kill."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agents_http
+from benchmarks import agents_http, restart
 from ctxreuse.bench.measure import Options
 from support.tiny_gguf import write_tiny_gguf
 
@@ -17,8 +17,9 @@ def test_agents_talk_to_both_servers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, value in (("_SYSTEM", 30), ("_FIRST", (4, 8)), ("_LATER", 2), ("_PAUSE", 0.01), ("_TOKENS", 4)):
         monkeypatch.setattr(agents_http, name, value)
     model = write_tiny_gguf(tmp_path / "tiny.gguf")
-    figures = {figure.metric: figure for figure in agents_http.run(Options(quick=True, model=str(model)))}
-    assert set(figures) == {"speed_2", "first_2", "later_2", "restart_2"}
+    options = Options(quick=True, model=str(model))
+    figures = {figure.metric: figure for figure in [*agents_http.run(options), *restart.run(options)]}
+    assert set(figures) == {"speed_2", "first_2", "later_2", "2 agents"}
     for figure in figures.values():
         assert figure.value > 0
         assert figure.peer is not None

@@ -84,7 +84,7 @@ def test_it_shows_requests_reuse_contexts_and_forks(edge: Any) -> None:
         assert again[3] == again[4]["device"] == again[2] - 1
         (run, row), *_ = seen["contexts"].items()
         assert again[6] == run
-        assert row[2] == 64 * row[3] >= 320
+        assert 64 * row[3] >= row[2] > 64 * (row[3] - 1) >= 320  # the last block is a partial one
         assert row[5] == "device"
         assert row[10] in seen["requests"]
         ways = [one[1] for one in here.state["decisions"].values()]

@@ -51,7 +51,7 @@ def test_runs_say_of_each_token_what_it_is(steps: list[tuple[str, object]]) -> N
         if kind == "load":
             assert isinstance(what, list)
             crop(len(tokens) // SIZE * SIZE)
-            history.load(len(tokens), SIZE, what)
+            history.load(len(tokens), [(SIZE, level) for level in what])
             tokens += [level for level in what for _ in range(SIZE)]
         elif kind == "compute":
             assert isinstance(what, int)
@@ -95,7 +95,7 @@ def test_runs_say_of_each_token_what_it_is(steps: list[tuple[str, object]]) -> N
 
 def test_a_lossy_state_is_below_all_that_follows_it() -> None:
     history = Provenance()
-    history.load(0, SIZE, [EXACT] * 5)
+    history.load(0, [(SIZE, EXACT)] * 5)
     history.mark_approximate(20, 7, "approx~kl-0.01")
     assert history.level_at(20) == "approx~kl-0.01"
     assert leading(history.runs(30), None) == 20

@@ -258,7 +258,7 @@ class LlamaEngine(UserCodec):
                 raise EngineError("a state without blocks")
             return Import((), background=False)
         views, start = list(views), own.n
-        end = start + len(views) * size
+        end = start + sum(len(view.header.tokens) // 4 for view in views)
         check_length(self.space, end)
         coded = any(not is_raw(view.header.level) for view in (*views, *((state,) if state is not None else ())))
         codec = self.codec if coded else None
@@ -273,7 +273,7 @@ class LlamaEngine(UserCodec):
             own.keep_snapshot(windows, state.header.level)
             own.provenance.mark_approximate(end, self._state.window - 1, state.header.level)
         self._pool.put(own, rows)
-        own.provenance.load(start, size, [view.header.level for view in views])
+        own.provenance.load(start, [(len(view.tokens), view.header.level) for view in views])
         own.set_tokens(np.concatenate([own.tokens, *(view.tokens for view in views)]))
         jobs = [
             (layer, partial(self._fill_layer, rows, start, views, layer, ready, codec))
@@ -295,48 +295,50 @@ class LlamaEngine(UserCodec):
         """Check and copy or decode K and V of one layer to the rows from ``start``, once ``ready`` returns."""
         if ready is not None:
             ready(layer)
-        spec, dtype, size = self.space.layers[layer], self.space.dtype, self.space.block_tokens
+        spec, dtype = self.space.layers[layer], self.space.dtype
         for role, dim in (("k", spec.k_dim), ("v", spec.v_dim)):
             row = start
             for raw, run in groupby(views, key=lambda view: is_raw(view.header.level)):
                 alike, heads = list(run), spec.kv_heads
+                counts = [len(view.header.tokens) // 4 for view in alike]
                 if raw:
                     place, width = state.places[layer, role]
                     bad = kernels.scatter_checked(
                         state.data, dtype, place + row * width, (dim, heads * dim),
                         [view.buffer for view in alike], [view.offset(layer, role) for view in alike], dtype,
-                        heads, dim, [size] * len(alike), [view.checksum(layer, role) for view in alike],
+                        heads, dim, counts, [view.checksum(layer, role) for view in alike],
                     )  # fmt: skip
                     if bad >= 0:
                         alike[bad].plane(layer, role)  # raises, naming the plane
                 else:
                     assert codec is not None
-                    decoded = np.empty((heads, len(alike) * size, dim), self._state.bits)
+                    decoded = np.empty((heads, sum(counts), dim), self._state.bits)
                     codec.fill(alike, layer, role, decoded, 0)
                     target = state.rows(layer, role)[row : row + decoded.shape[1]]
                     target.reshape(-1, heads, dim)[:] = decoded.transpose(1, 0, 2)
-                row += len(alike) * size
+                row += sum(counts)
 
     def export(
-        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int, *, last_partial: bool = False
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
         own = self._own(context)
-        check_export(first, len(keys), self.space.block_tokens, own.n)
+        check_export(first, len(keys), self.space.block_tokens, own.n, last_partial=last_partial)
         own.finish_load()
-        return self._export(own, keys, parent, first) if keys else iter(())
+        return self._export(own, keys, parent, first, last_partial) if keys else iter(())
 
     def _export(
-        self, context: LlamaContext, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: LlamaContext, keys: Sequence[bytes], parent: bytes, first: int, last_partial: bool
     ) -> Iterator[npt.NDArray[np.uint8]]:
         fill = partial(self._fill, self._pool.read(context))
-        yield from export_blocks(self.space, self._layout, context, keys, parent, first, fill)
+        yield from export_blocks(
+            self.space, self._layout, context, keys, parent, first, fill, last_partial=last_partial
+        )
 
-    def _fill(self, state: LlamaState, writer: BlockWriter, at: int) -> None:
-        size = self.space.block_tokens
+    def _fill(self, state: LlamaState, writer: BlockWriter, start: int, end: int) -> None:
         for layer, spec in enumerate(self.space.layers):
             for role in ("k", "v") if spec.blocked else ():
-                rows = state.rows(layer, role)[at : at + size].reshape(size, spec.kv_heads, -1).transpose(1, 0, 2)
+                rows = state.rows(layer, role)[start:end].reshape(end - start, spec.kv_heads, -1).transpose(1, 0, 2)
                 writer.plane(layer, role).view(rows.dtype).reshape(rows.shape)[:] = rows
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,16 @@ _STREAMS, _CELLS = 4, 1024
 _MOST = 32
 #: Who missed so many passes may be moved, so that the others are neighbours.
 _IDLE = 16
+#: Seconds that rows which were copied out are kept for the next call: an export comes in several.
+_COPIED = 1.0
+
+
+class _Copied(NamedTuple):
+    """Rows that were copied out of the cells, while their context had ``n`` tokens."""
+
+    context: weakref.ref[LlamaContext]
+    n: int
+    rows: LlamaState
 
 
 class LlamaPool:
@@ -46,6 +57,7 @@ class LlamaPool:
         self._slots: list[weakref.ref[LlamaContext] | None] = []
         self._used: list[int] = []  # the pass that each slot was in last
         self._passes = 0
+        self._copied: _Copied | None = None
 
     def check_room(self, tokens: int) -> None:
         """Raise EngineError if the cells cannot hold a context of so many tokens."""
@@ -73,6 +85,8 @@ class LlamaPool:
                 tokens += len(runs[count][1])
                 count += 1
             now = runs[:count]
+            for one, *_ in now:
+                self._changed(one)
             self._seat(cells, [one for one, *_ in now])
             order = sorted(range(count), key=lambda i: now[i][0].slot)
             try:
@@ -90,22 +104,46 @@ class LlamaPool:
             return [logits[i] for i in range(count)]
 
     def read(self, context: LlamaContext) -> LlamaState:
-        """The rows of a context with tokens; not to be changed. Waits for one pass at most."""
+        """The rows of a context with tokens; not to be changed. Waits for one pass at most, and not twice in a row."""
+        copied = self._copied
+        if copied is not None and copied.context() is context and copied.n == context.n:
+            return copied.rows
         with self._counting:
             self._readers += 1
         with self._lock:
             with self._counting:
                 self._readers -= 1
             self._lock.notify_all()
+            rows = self._rows(context)
             if context.rows is not None:
-                return context.rows
-            assert self._cells is not None
-            data = self._cells.state(context.slot)
-            return LlamaState(self._layout, context.n, data, slot=context.slot, streams=self._cells.streams)
+                return rows
+            self._copied = copied = _Copied(weakref.ref(context), context.n, rows)
+        drop = threading.Timer(_COPIED, self._drop, (copied,))
+        drop.daemon = True
+        drop.start()
+        return rows
+
+    def _rows(self, context: LlamaContext) -> LlamaState:
+        if context.rows is not None:
+            return context.rows
+        assert self._cells is not None
+        data = self._cells.state(context.slot)
+        return LlamaState(self._layout, context.n, data, slot=context.slot, streams=self._cells.streams)
+
+    def _drop(self, copied: _Copied) -> None:
+        with self._lock:
+            if self._copied is copied:
+                self._copied = None
+
+    def _changed(self, context: LlamaContext) -> None:
+        """The rows of a context are to be others; the lock is held."""
+        if self._copied is not None and self._copied.context() is context:
+            self._copied = None
 
     def put(self, context: LlamaContext, rows: LlamaState | None) -> None:
         """From now on the context consists of these rows (None: it is empty), and is not in the cells."""
         with self._lock:
+            self._changed(context)
             if context.slot >= 0:
                 self._slots[context.slot] = None
             context.slot, context.rows = -1, rows
@@ -125,6 +163,7 @@ class LlamaPool:
     def crop(self, context: LlamaContext, n: int, windows: LlamaState | None = None) -> bool:
         """Forget the tokens after position ``n``; ``windows``: those there. False if the library cannot."""
         with self._lock:
+            self._changed(context)
             if context.rows is not None:
                 context.rows = context.rows.copy(n) if n else None
                 if windows is not None and context.rows is not None:
@@ -223,5 +262,5 @@ class LlamaPool:
     def _leave(self, slot: int) -> None:
         context = self._at(slot)
         if context is not None:
-            self.put(context, self.read(context) if context.n else None)
+            self.put(context, self._rows(context) if context.n else None)
         self._slots[slot] = None

@@ -147,13 +147,13 @@ class OnnxEngine(UserCodec):
         own.finish_load()
         check_boundary(own.n, size)
         views, start = list(views), own.n
-        end = start + len(views) * size
+        end = start + sum(len(view.header.tokens) // 4 for view in views)
         check_length(self.space, end)
         codec = self.codec if any(not is_raw(view.header.level) for view in views) else None
         check_blocks(views, self.space, self._layout, start, codec)
         check_state(state, self.space, end, lambda _: False)
         own.reserve(end)
-        own.provenance.load(start, size, [view.header.level for view in views])
+        own.provenance.load(start, [(len(view.tokens), view.header.level) for view in views])
         own.set_tokens(np.concatenate([own.tokens, *(view.tokens for view in views)]))
         jobs = [
             (layer, partial(_fill_layer, own.slot, start, views, layer, ready, codec))
@@ -163,17 +163,18 @@ class OnnxEngine(UserCodec):
         return own.loading
 
     def export(
-        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int, *, last_partial: bool = False
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
         own = self._own(context)
-        check_export(first, len(keys), self.space.block_tokens, own.n)
+        check_export(first, len(keys), self.space.block_tokens, own.n, last_partial=last_partial)
         own.finish_load()
-        return export_blocks(self.space, self._layout, own, keys, parent, first, partial(self._fill_block, own))
+        fill = partial(self._fill_block, own)
+        return export_blocks(self.space, self._layout, own, keys, parent, first, fill, last_partial=last_partial)
 
-    def _fill_block(self, context: OnnxContext, writer: BlockWriter, at: int) -> None:
+    def _fill_block(self, context: OnnxContext, writer: BlockWriter, start: int, end: int) -> None:
         for layer, role in self._model.names:
-            gather(context.slot.rows(layer, role), at, writer.plane(layer, role))
+            gather(context.slot.rows(layer, role), start, writer.plane(layer, role))
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`: there are none."""

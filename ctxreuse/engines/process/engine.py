@@ -317,23 +317,22 @@ class ChildEngine:
         return msgspec.convert(self._call("complete_rows", on=[self._own(context)]).value, tuple[ExitRow, ...])
 
     def export(
-        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int, *, last_partial: bool = False
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`. The first blocks are made at once, the others as they are wanted."""
         own = self._own(context)
-        check_export(first, len(keys), self.space.block_tokens, own.n)
-        begun = self._export(own, list(keys), parent, first)
+        check_export(first, len(keys), self.space.block_tokens, own.n, last_partial=last_partial)
+        begun = self._export(own, list(keys), parent, first, last_partial)
         head = next(begun, None)
         return iter(()) if head is None else _chained(head, begun)
 
     def _export(
-        self, context: ChildContext, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: ChildContext, keys: Sequence[bytes], parent: bytes, first: int, last_partial: bool
     ) -> Iterator[npt.NDArray[np.uint8]]:
         for at in range(0, len(keys), _EXPORTED):
-            some = keys[at : at + _EXPORTED]
-            yield from self._call(
-                "export", some, parent, first + at, on=[context], room=len(some) * self._block_bytes
-            ).arrays
+            some, room = keys[at : at + _EXPORTED], min(_EXPORTED, len(keys) - at) * self._block_bytes
+            last = last_partial and at + len(some) == len(keys)
+            yield from self._call("export", some, parent, first + at, last, on=[context], room=room).arrays
             parent = some[-1]
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:

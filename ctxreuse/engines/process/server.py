@@ -220,8 +220,10 @@ class _Server:
     def do_crop(self, context: Context, n: int, *, call: Call) -> Outcome:
         return self._engine.crop(context, n), ()
 
-    def do_export(self, context: Context, keys: list[bytes], parent: bytes, first: int, *, call: Call) -> Outcome:
-        return None, list(self._engine.export(context, keys, parent, first))
+    def do_export(
+        self, context: Context, keys: list[bytes], parent: bytes, first: int, last_partial: bool, *, call: Call
+    ) -> Outcome:
+        return None, list(self._engine.export(context, keys, parent, first, last_partial=last_partial))
 
     def do_export_state(self, context: Context, key: bytes, parent: bytes, position: int, *, call: Call) -> Outcome:
         return None, [self._engine.export_state(context, key, parent, position)]

@@ -229,7 +229,7 @@ class TorchEngine:
                 raise EngineError("a state without blocks")
             return Import((), background=False)
         views = list(views)
-        end = start + len(views) * space.block_tokens
+        end = start + sum(len(view.header.tokens) // 4 for view in views)
         check_length(space, end)
         coded = any(not is_raw(view.header.level) for view in (*views, *((state,) if state is not None else ())))
         codec = model.codec if coded else None
@@ -242,7 +242,7 @@ class TorchEngine:
             states.restore(own.cache, snapshot)
             own.keep_snapshot(snapshot)
             own.provenance.mark_approximate(end, self._reach, snapshot.level)
-        own.provenance.load(start, space.block_tokens, [view.header.level for view in views])
+        own.provenance.load(start, [(len(view.tokens), view.header.level) for view in views])
         jobs = []
         for index, layer in own.arena_layers:
             assert own.lease is not None
@@ -298,19 +298,18 @@ class TorchEngine:
         return self.chunks.row_errors(context, rows)
 
     def export(
-        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int
+        self, context: Context, keys: Sequence[bytes], parent: bytes, first: int, *, last_partial: bool = False
     ) -> Iterator[npt.NDArray[np.uint8]]:
         """See `Engine.export`."""
         own = self._model.own(context)
         own.check_filled()
-        check_export(first, len(keys), self.space.block_tokens, own.n)
+        check_export(first, len(keys), self.space.block_tokens, own.n, last_partial=last_partial)
         own.wait_load()
         size = self.space.block_tokens
-        if own.compressed and own.lies_in_runs(first * size, (first + len(keys)) * size):
+        if own.compressed and own.lies_in_runs(first * size, min((first + len(keys)) * size, own.n)):
             expand(own)
-        return export_blocks(
-            self.space, self._model.layout, own, keys, parent, first, partial(fill_block, own, self.space.block_tokens)
-        )
+        fill = partial(fill_block, own)
+        return export_blocks(self.space, self._model.layout, own, keys, parent, first, fill, last_partial=last_partial)
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:
         """See `Engine.export_state`."""

@@ -110,7 +110,9 @@ class Holdings:
                 # Contexts of other tenants of this device stay here.
                 self._mine[key] = prefix_key(info.space, self._salt, ROOT, tokens) == key
             else:
-                self._mine[key] = self._mine.get(entry.parent, False)
+                # A partial block, which is soon replaced, stays here too.
+                whole = entry.tokens == self.entries[entry.parent].tokens
+                self._mine[key] = whole and self._mine.get(entry.parent, False)
         self.order = self._ancestors_first(key for key in self.store.recent() if self._mine.get(key))
         return True
 

@@ -105,11 +105,12 @@ class ChunkBackfill:
                 if entry is None:
                     self._done.pop(key, None)  # it may come again
             known = {key: entry for key, entry in entries.items() if entry is not None and key not in self._done}
-        inner = {entry.parent for entry in known.values()}
+        whole = {key: entry for key, entry in known.items() if entry.tokens == self._space.block_tokens}
+        inner = {entry.parent for entry in whole.values()}
         count, read = 0, dict[bytes, Tokens]()
         with self._store.read(_ANY) as reader:
-            for tip in known.keys() - inner:
-                count += self._note(reader, tip, known, read)
+            for tip in whole.keys() - inner:
+                count += self._note(reader, tip, whole, read)
         self.noted(known)
         return count
 

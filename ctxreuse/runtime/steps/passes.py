@@ -99,6 +99,8 @@ class PassPlanner:
         self._passes = self._contexts = self._stalled = 0
         self._started, self._waited = Counter[int](), defaultdict[int, float](float)
         self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(least_slice), PassCosts()
+        #: Tokens of several prefills in one pass cost such an engine as much as in one each: the first need not wait.
+        self._one_prefill = least_slice > 1
         #: When each answer decoded its last token, and whether prefills go in slices because of that.
         self._decoded, self._sliced = dict[RequestTurn, float](), False
         #: When requests last waited together.
@@ -108,9 +110,9 @@ class PassPlanner:
         """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
 
         ``waiting`` are in the order in which they came. All who decode, and a slice of one prefill, or as many whole
-        short ones as such a slice may have tokens. A slice is as short as those who decode need it, see
-        `SliceEstimator`, unless it is of a tenant that had less than theirs and has little to compute. An engine that
-        does not batch takes who has waited longest, or the first prefill if that is one.
+        short ones as such a slice may have tokens (only one for a `SlicingEngine`). A slice is as short as those who
+        decode need it, see `SliceEstimator`, unless it is of a tenant that had less than theirs and has little to
+        compute. An engine that does not batch takes who has waited longest, or the first prefill if that is one.
         """
         decoding = [one for one in waiting if one.decodes]
         self._decoded = {turn: at for turn, at in self._decoded.items() if now - at < _DECODES}
@@ -153,7 +155,7 @@ class PassPlanner:
             chosen.append(first)
             left.remove(first)
             room -= len(first.tokens)
-            if room <= 0:
+            if room <= 0 or self._one_prefill:
                 break
         return chosen
 

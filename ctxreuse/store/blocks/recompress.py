@@ -79,7 +79,7 @@ class BlockCodecs:
     def target(self, put: Put) -> str:
         """Return the level at which a put will be stored, if that makes it smaller."""
         codec = self._codecs.get(put.view.header.space)
-        if codec is None or not is_exact(put.level) or self._level == EXACT:
+        if codec is None or not is_exact(put.level) or self._level == EXACT or _is_partial(put.view, codec):
             return put.level
         if self._level != PACKED and allowed_by(self._level, put.max_kl) and _share(codec, self._level) is not None:
             return self._level
@@ -107,6 +107,8 @@ class BlockCodecs:
             codec = self._codecs.get(view.header.space)
             if codec is None or expected_kl(to) < expected_kl(view.header.level) or _share(codec, to) is None:
                 return None
+            if _is_partial(view, codec):
+                return None
             raw = view if view.header.level == EXACT else parse(codec.decode(view))
             made = codec.encode(raw, codec.level_for(raw, to))
         except CtxReuseError as error:
@@ -117,6 +119,11 @@ class BlockCodecs:
             log.exception("a value is not encoded: its codec failed")
             return None
         return made if made.nbytes < len(view.buffer) else None
+
+
+def _is_partial(view: BlockView, codec: BlockCodec) -> bool:
+    """Return True for a block with fewer tokens than codecs encode: the end of a context."""
+    return view.header.kind == "block" and len(view.header.tokens) < 4 * codec.space.block_tokens
 
 
 def _share(codec: BlockCodec, level: str) -> float | None:

@@ -25,6 +25,7 @@ from ctxreuse.engines.scoring import TokenScores, score_logits, score_tokens
 from ctxreuse.errors import ContextTooLongError, EngineError, FormatError, LinkDownError, TokenRangeError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.testing.engine.forks import ForkContract
+from ctxreuse.testing.engine.partial_blocks import PartialBlockContract
 from ctxreuse.testing.raising import raises
 from ctxreuse.testing.sealed import Sealed, continuation, random_tokens, resume, seal, views
 
@@ -35,7 +36,7 @@ _BLOCKS = 6
 _SCORE = 0.02
 
 
-class EngineContract(ForkContract):
+class EngineContract(ForkContract, PartialBlockContract):
     """Inherit, and give a fixture ``engine``."""
 
     def test_tokens_and_counts_follow_what_was_processed(self, engine: Engine) -> None:

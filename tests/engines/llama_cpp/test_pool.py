@@ -176,3 +176,28 @@ def test_rows_are_read_before_the_next_pass(gguf_file: Path, monkeypatch: pytest
         thread.join(patient(60))
     assert events == ["pass", "read", *["pass"] * 19]
     assert pool._readers == 0
+
+
+def test_rows_of_an_export_in_several_calls_are_copied_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(gguf_file, 2)
+    pool, copies = engine._pool, list[int]()
+    (context,) = started(engine, [random_tokens(engine, 80)])
+    cells = pool._cells
+    assert cells is not None
+    state = cells.state
+    monkeypatch.setattr(cells, "state", lambda slot, **how: copies.append(slot) or state(slot, **how))
+
+    def exported(first: int, count: int) -> list[bytes]:
+        keys = [bytes([1 + first + i]) * 32 for i in range(count)]
+        return [data.tobytes() for data in engine.export(context, keys, bytes([first]) * 32, first)]
+
+    whole = exported(0, 5)
+    assert exported(0, 2) + exported(2, 3) == whole
+    assert len(copies) == 1
+    # Other tokens at the same length: nothing of the copy is taken for theirs.
+    engine.crop(context, 64)
+    engine.prefill(context, random_tokens(engine, 16, seed=1))
+    assert exported(0, 4) == whole[:4]
+    assert exported(4, 1) != whole[4:]
+    assert len(copies) == 2
+    until(lambda: pool._copied is None)  # it takes memory for a second

@@ -52,9 +52,9 @@ def fill_layer(
         fill_rows(bits(plane), start, views, layer, role, codec)
 
 
-def fill_block(context: TorchContext, size: int, writer: BlockWriter, at: int) -> None:
-    """Write the planes of the ``size`` tokens from position ``at``; raises what `TorchContext.row_of` raises."""
-    row = context.row_of(at, at + size)
+def fill_block(context: TorchContext, writer: BlockWriter, start: int, end: int) -> None:
+    """Write the planes of the tokens between two positions; raises what `TorchContext.row_of` raises."""
+    row = context.row_of(start, end)
     for index, _ in context.arena_layers:
         assert context.lease is not None
         gather(bits(context.lease.arena.k[index]), row, writer.plane(index, "k"))

@@ -1,4 +1,4 @@
-"""Calibration of early exits: a light head behind some layers, by least squares from what the model itself says."""
+"""Calibration of early exits: a light head behind some layers, from what the model itself says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.calibrate.gather import Progress
+from ctxreuse.calibrate.ramp_training import targets_of, train_head
 from ctxreuse.calibrate.texts import KindWindow, Texts, windows_by_kind
 from ctxreuse.codec import model_digest
 from ctxreuse.engines.torch_hf import TorchEngine
@@ -51,7 +52,7 @@ def calibrate_exits(
     engine: TorchEngine, texts: Texts, settings: ExitSettings, progress: Progress, notes: Mapping[str, str]
 ) -> ExitProfile:
     """Make the ramps of a model. Each maps the hidden states behind its layer to the last ones, as well as a linear map
-    can, and those to the logits of the tokens that the model says most.
+    can, and those to the logits of the tokens that the model says most; then that is trained, see `train_head`.
 
     Raises ConfigError for too little text or no tokenizer, EngineError for a model that tokens cannot leave early.
     """
@@ -67,11 +68,12 @@ def calibrate_exits(
             fix="Give more text",
         )
     sums = {depth: _Sums(states.width) for depth in settings.depths}
-    said = np.zeros(engine.space.vocab_size)
+    said, kept = np.zeros(engine.space.vocab_size), list[HiddenStates]()
     for number, window in enumerate(windows):
         progress("hidden states", number, len(windows))
         found = states.read(window.ids, settings.depths)
         said += np.bincount(found.said, minlength=len(said))
+        kept.append(found._replace(hidden=[hidden.astype(np.float16) for hidden in found.hidden]))
         for depth, hidden in zip(settings.depths, found.hidden):
             sums[depth].add(hidden, found.last)
     progress("hidden states", len(windows), len(windows))
@@ -79,7 +81,13 @@ def calibrate_exits(
     # Of equally rare ones the first in the vocabulary, as those of byte pairs are the more common ones.
     candidates = np.sort(np.lexsort((np.arange(len(said)), -said))[:count]).astype(np.int32)
     rows = states.head_rows(candidates)
-    made = [fit_ramp(depth, sums[depth].solution(), candidates, rows) for depth in settings.depths]
+    targets = np.concatenate([targets_of(one.last, one.said, candidates, rows) for one in kept])
+    made = list[Ramp]()
+    for at, depth in enumerate(settings.depths):
+        progress("ramps", at, len(settings.depths))
+        hidden = np.concatenate([one.hidden[at] for one in kept])
+        made.append(fit_ramp(depth, train_head(hidden, targets, sums[depth].solution() @ rows.T), candidates))
+    progress("ramps", len(settings.depths), len(settings.depths))
     agrees = _agreement(states, made, unseen, progress)
     ramps = tuple(Ramp(one.depth, one.candidates, one.head, share) for one, share in zip(made, agrees))
     return ExitProfile(
@@ -107,11 +115,10 @@ class _Sums:
         return found
 
 
-def fit_ramp(depth: int, mapped: Floats, candidates: npt.NDArray[np.int32], rows: Floats) -> Ramp:
-    """Return the ramp of a map [width + 1, width] and the last head's rows [n, width] of its candidates."""
-    logits = mapped @ rows.T
-    head = quantise_weights(np.ascontiguousarray(logits[:-1].T), np.ascontiguousarray(logits[-1]))
-    return Ramp(depth, candidates, head, 0.0)
+def fit_ramp(depth: int, head: Floats, candidates: npt.NDArray[np.int32]) -> Ramp:
+    """Return the ramp of a head [width + 1, candidates], whose last row is the constant."""
+    weights = quantise_weights(np.ascontiguousarray(head[:-1].T), np.ascontiguousarray(head[-1]))
+    return Ramp(depth, candidates, weights, 0.0)
 
 
 def _agreement(

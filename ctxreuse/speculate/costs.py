@@ -14,6 +14,8 @@ __all__ = ["PassCosts"]
 _PASSES, _KNOWN = 7, 3
 #: What a further row costs, as a share of a pass of one, while nothing was measured.
 _PRIOR = 0.12
+#: How much more than those before them rows beyond the largest pass are taken to cost.
+_STEEPER = 1.25
 #: Each number of rows up to here is a class of its own; then eight are one.
 _FINE = 8
 
@@ -70,11 +72,22 @@ class PassCosts:
             assert above is not None
             return table[above] / (1 + _PRIOR * (above - rows))
         if above is None:
-            return table[below] * (1 + _PRIOR * (rows - below))
+            return table[below] + (rows - below) * _slope(table, below)
         if above == below:
             return table[below]
         least, most = table[below], max(table[above], table[below])
         return least + (most - least) * (rows - below) / (above - below)
+
+
+def _slope(table: Mapping[int, float], most: int) -> float:
+    """What a row beyond all that were measured, the class ``most`` the largest, is taken to cost.
+
+    As much as one before that: where rows cost little, a fixed share would never let a pass be tried that shows it.
+    """
+    least = min(table)
+    if least == most:
+        return _PRIOR * table[most]
+    return max(_STEEPER * (table[most] - table[least]) / (most - least), 0.0)
 
 
 def _kind(rows: int) -> int:

@@ -18,7 +18,7 @@ _LOSS, _FREE = 0.015, 3.0
 #: Passes after which one without a draft is made, to know what that costs now.
 _STALE = 64
 #: Tokens that an expectation from elsewhere counts for, in all answers and in one; tokens that are remembered.
-_PRIOR, _SHARED, _MEMORY = 3.0, 6.0, 1024.0
+_PRIOR, _SHARED, _MEMORY = 3.0, 24.0, 1024.0
 #: The least match of each class of matches, and the least share of each class of shares.
 _MATCHES, _SHARES = (3, 5, 8, 16, 32), (0.0, 0.5, 0.8, 0.999)
 #: What a draft model is taken for, before it was tried.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ctxreuse.calibrate.exits import ExitSettings, calibrate_exits, exit_settings
+from ctxreuse.calibrate.ramp_training import targets_of, train_head
 from ctxreuse.calibrate.texts import Texts
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.errors import ConfigError, EngineError
@@ -54,3 +55,48 @@ def test_what_cannot_be_calibrated_says_why() -> None:
     windowed = TorchEngine(tiny_model("gemma3"), tiny_text(), block_tokens=16)
     with pytest.raises(EngineError, match="sliding windows"):
         calibrate_exits(windowed, texts(), SETTINGS, quiet, {})
+
+
+def entropies(logits: Any, targets: Any) -> float:
+    shifted = logits - logits.max(1, keepdims=True)
+    return float(-(targets * (shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))).sum(1).mean())
+
+
+def test_training_brings_a_head_nearer_to_what_the_model_says_of_other_texts() -> None:
+    rng = np.random.default_rng(1)
+    rows, map_ = rng.standard_normal((50, 24)).astype(np.float32), rng.standard_normal((24, 24)).astype(np.float32) / 5
+    hidden = rng.standard_normal((4000, 24)).astype(np.float32)
+    # Half of the directions are noise to the model, so that no map of least squares is the best of heads.
+    last = np.tanh(hidden @ map_ * 3) @ (np.diag([1.0] * 12 + [0.0] * 12)).astype(np.float32)
+    said, candidates = (last @ rows.T).argmax(1), np.arange(0, 40, dtype=np.int32)
+    targets = targets_of(last, said, candidates, rows[:40])
+    solved = np.linalg.lstsq(
+        np.c_[hidden, np.ones(len(hidden))], last + rng.standard_normal(last.shape) / 4, rcond=None
+    )
+    head = (solved[0] @ rows[:40].T).astype(np.float32)
+    trained = train_head(hidden[:3000], targets[:3000], head)
+    before, after = (entropies(hidden[3000:] @ one[:-1] + one[-1], targets[3000:]) for one in (head, trained))
+    assert after < 0.97 * before
+    assert np.array_equal(trained, train_head(hidden[:3000], targets[:3000], head)), "the same rows give the same head"
+
+
+def test_targets_are_what_the_model_says_and_doubt_where_no_candidate_is_that() -> None:
+    rng = np.random.default_rng(2)
+    rows, last = rng.standard_normal((30, 8)).astype(np.float32), rng.standard_normal((500, 8)).astype(np.float32)
+    said, candidates = (last @ rows.T).argmax(1), np.arange(20, dtype=np.int32)
+    targets = targets_of(last, said, candidates, rows[:20]).astype(np.float64)
+    assert targets.sum(1) == pytest.approx(np.ones(500), abs=0.01)
+    known = said < 20
+    assert np.array_equal(targets[known].argmax(1), said[known])
+    assert targets[~known].max() < 0.4 < targets[known].max()
+
+
+def test_a_head_is_kept_where_training_helps_nothing() -> None:
+    rng = np.random.default_rng(3)
+    head = rng.standard_normal((9, 12)).astype(np.float32)
+    hidden = rng.standard_normal((600, 8)).astype(np.float32)
+    logits = hidden @ head[:-1] + head[-1]
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    targets = (shares / shares.sum(1, keepdims=True)).astype(np.float16)
+    assert np.array_equal(train_head(hidden, targets, head), head)
+    assert np.array_equal(train_head(hidden[:3], targets[:3], head), head)

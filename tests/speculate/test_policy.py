@@ -59,6 +59,21 @@ def test_what_is_right_is_drafted_long() -> None:
     assert simulate(0.98, 0.9, 0.1) < 1 / 3.5
 
 
+@pytest.mark.parametrize(("row", "least", "most"), [(0.005, 20, MOST), (0.05, 6, 20), (0.5, 1, 5)])
+def test_drafts_become_as_long_as_rows_cost_though_no_long_pass_was_measured(row: float, least: int, most: int) -> None:
+    """Of each ten tokens nine are right, so a draft is worth less and less; what its rows cost is found by drafting."""
+    costs = PassCosts()
+    policy, ledger, draft = DraftPolicy(costs), DraftLedger(), [Confidence(16, 0.95)] * MOST
+    for _ in range(3):
+        costs.observe(1, 1, 1.0)
+    for _ in range(60):
+        policy.observe(draft[:10], 9, ledger)
+    for _ in range(12):
+        length, _ = policy.length(draft, PassLoad(), ledger)
+        costs.observe(1 + length, 1, 1 + row * length)
+    assert least <= length <= most
+
+
 def test_a_full_batch_stops_drafts() -> None:
     """Where others' rows already cost as much as the engine can do, a further one is not free."""
     policy, ledger = DraftPolicy(costs_of(0.9, 0.1)), DraftLedger()

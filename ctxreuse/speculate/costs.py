@@ -82,12 +82,13 @@ class PassCosts:
 def _slope(table: Mapping[int, float], most: int) -> float:
     """What a row beyond all that were measured, the class ``most`` the largest, is taken to cost.
 
-    As much as one before that: where rows cost little, a fixed share would never let a pass be tried that shows it.
+    At most as much as one before that: where rows cost little, a fixed share would never let a pass be tried that shows
+    it; where they cost much, further ones often cost less.
     """
-    least = min(table)
+    least, share = min(table), _PRIOR * table[most]
     if least == most:
-        return _PRIOR * table[most]
-    return max(_STEEPER * (table[most] - table[least]) / (most - least), 0.0)
+        return share
+    return min(max(_STEEPER * (table[most] - table[least]) / (most - least), 0.0), share)
 
 
 def _kind(rows: int) -> int:

@@ -63,9 +63,3 @@ class PartialBlocks:
             self._of[context] = key
         if before and before != key:
             store.drop(before, "superseded")
-
-    def forget(self, store: Store, keys: Sequence[bytes], tokens: Tokens) -> None:
-        """Drop those that end a context of ``tokens``, whose whole blocks are ``keys``."""
-        rest = tokens[len(keys) * self._space.block_tokens :]
-        for entry in stored_partials(store, self._space, self._salt, keys[-1], rest) if keys else ():
-            store.drop(entry.key, "forgotten")

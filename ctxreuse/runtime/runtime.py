@@ -118,14 +118,14 @@ class Runtime:
         self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
         rewrites = engine.space.needs_state and self.text is not None and rewrites_history(self.text)
         self.checkpoints = StateCheckpoints(engine.space, options.states, rewrites_history=rewrites)
-        self._partials = None if engine.space.needs_state else PartialBlocks(engine, self._salt)
-        self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, self._partials, self._salt)
+        partials = None if engine.space.needs_state else PartialBlocks(engine, self._salt)
+        self.writeback = Writeback(engine, store, self.checkpoints, self.chunk_backfill, partials, self._salt)
         self._prefiller = PromptPrefiller(
             engine,
             store,
             self.context_cache,
             self.checkpoints,
-            self._partials,
+            partials,
             self.chunk_reuse,
             self.cost,
             self.steps,
@@ -440,13 +440,7 @@ class Runtime:
         if self.store is None:
             return 0
         self.store.flush()
-        keys = self.keys(ids)
-        self._forget_partial(keys, ids)
-        return self.store.forget(keys)
-
-    def _forget_partial(self, keys: Sequence[bytes], ids: Tokens) -> None:
-        if self.store is not None and self._partials is not None:
-            self._partials.forget(self.store, keys, ids)
+        return self.store.forget(self.keys(ids))
 
     def erase(self, tokens: Sequence[int] | Tokens, *, session: str = "", keep: Iterable[Tokens] = ()) -> int:
         """See `RuntimeProtocol.erase`."""
@@ -461,7 +455,6 @@ class Runtime:
         keys = self.keys(ids)
         kept = keys[: -(-max(keep, 0) // size)]
         self.store.flush()
-        self._forget_partial(keys, ids)
         self.store.pin(kept)
         try:
             return self.store.forget(keys)

@@ -117,6 +117,17 @@ class HostTier:
         """Return True if the block is in memory with neither a child nor a pin."""
         return ("block", key) in self._values and not self._children[key] and not self.pins[key]
 
+    def partials(self, key: bytes) -> list[bytes]:
+        """Return the keys of partial blocks after this one: of fewer tokens, and without children and pins."""
+        block = self._values.get(("block", key))
+        if block is None or not self._children[key]:
+            return []
+        return [
+            item.key
+            for item in self._values.values()
+            if item.parent == key and item.tokens < block.tokens and self.is_free_leaf(item.key)
+        ]
+
     def split(self, key: bytes) -> bool:
         """Return True if blocks after this one are in memory."""
         return self._children[key] > 0

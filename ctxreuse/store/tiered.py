@@ -362,16 +362,21 @@ class TieredStore:
         removed = 0
         with self._lock:
             for key in reversed(keys):
+                for partial in self._host.partials(key):
+                    removed += self._forget(partial)
                 if self._host.is_free_leaf(key):
-                    self._remove(key)
-                    self._counters.dropped["forgotten"] += 1
-                    self._removals.add([key], "dropped", "forgotten")
-                    removed += 1
+                    removed += self._forget(key)
                 elif ("block", key) in self._host:
                     break
                 elif self._disk is not None and self._disk.holdings([key])[0] is None:
                     self._host.remove(("state", key))  # its block went from the disk
         return max(removed, below)
+
+    def _forget(self, key: bytes) -> int:
+        self._remove(key)
+        self._counters.dropped["forgotten"] += 1
+        self._removals.add([key], "dropped", "forgotten")
+        return 1
 
     def touch(self, keys: Sequence[bytes], *, partial: bool = False) -> None:
         with self._lock:

@@ -286,6 +286,38 @@ class StoreContract(ABC):
         assert store.forget(two.keys) == 0
         store.check()
 
+    def test_partial_blocks_are_forgotten_with_what_they_follow(self, store: Store) -> None:
+        one, two = Context(3), Context(3, branch=1, fork=2)
+        one.fill(store)
+        two.fill(store)
+        partial = [one.partial(0, 2), one.partial(1, 1), one.partial(2, 3), two.partial(2, 3)]
+        for key, data in partial:
+            assert store.put(key, data)
+        store.flush()
+        store.check()
+        assert [found is not None and found.tokens for found in store.entries([key for key, _ in partial])] == [
+            2,
+            1,
+            3,
+            3,
+        ]
+        with store.read() as reader:
+            view = reader.peek(partial[2][0])
+            assert view is not None
+            assert bytes(view.buffer) == partial[2][1].tobytes()
+            del view
+        store.forget(one.keys)
+        store.flush()
+        store.check()
+        # The last of what is shared is looked at too; the one before is not reached.
+        assert [found is not None for found in store.entries([key for key, _ in partial])] == [True, False, False, True]
+        assert store.match(one.keys).blocks == 2
+        assert store.match(two.keys).blocks == 3
+        store.drop(two.keys[0], "corrupt")
+        store.flush()
+        store.check()
+        assert not any(store.entries([key for key, _ in partial]))
+
     def test_putting_again_and_replacing(self, store: Store) -> None:
         context = Context(2)
         context.fill(store)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, BlockWriter, Plane, layout_of
-from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.identity.keys import ROOT, as_tokens, prefix_key, prefix_keys, tenant_salt
 from ctxreuse.store.base import Reader, Store
 
 __all__ = ["Context"]
@@ -58,6 +58,24 @@ class Context:
     def state(self, i: int) -> npt.NDArray[np.uint8]:
         """Sealed bytes of a state at the end of block ``i``."""
         return self._seal(i, (Plane(0, "recurrent0", "float32", (self.floats,)),), "state", None)
+
+    def partial(self, after: int, count: int) -> tuple[bytes, npt.NDArray[np.uint8]]:
+        """Key and sealed bytes of a partial block of ``count`` tokens after block ``after``."""
+        tokens = self.run(after + 1)[:count] if after + 1 < len(self) else self.run(after)[:count]
+        key = prefix_key(self.space, _SALT, self.keys[after], tokens)
+        planes = tuple(Plane(0, role, "float32", (1, 1, self.floats)) for role in "kv")
+        writer = BlockWriter(
+            layout_of(planes),
+            kind="block",
+            space=self.space,
+            key=key,
+            parent=self.keys[after],
+            end=(after + 1) * self.size + count,
+            tokens=tokens,
+        )
+        for plane in planes:
+            writer.plane(plane.layer, plane.role)[:] = key[0]
+        return key, writer.seal()
 
     def _seal(self, i: int, planes: tuple[Plane, ...], kind: str, fill: int | None) -> npt.NDArray[np.uint8]:
         writer = BlockWriter(

@@ -173,3 +173,16 @@ def test_whatever_chats_do_the_logits_are_those_of_a_whole_prefill(
                 assert len(view.tokens) == entry.tokens
                 parse(view.buffer).verify()
                 del view
+
+
+def test_a_store_that_is_opened_again_knows_them(llama: TorchEngine, tmp_path: Path) -> None:
+    ids = tokens(45)
+    with BlockStore.open(tmp_path, capacity=64 << 20) as store:
+        kept(llama, store, ids)
+    with BlockStore.open(tmp_path, capacity=64 << 20) as store:
+        store.check()
+        assert lengths(store) == [13, BLOCK, BLOCK]
+        assert Runtime(llama, store, RuntimeOptions()).forget(ids[:40]) == 3
+        store.flush()
+        store.check()
+        assert lengths(store) == []

@@ -111,7 +111,8 @@ class Holdings:
                 self._mine[key] = prefix_key(info.space, self._salt, ROOT, tokens) == key
             else:
                 # A partial block, which is soon replaced, stays here too.
-                whole = entry.tokens == self.entries[entry.parent].tokens
+                above = self.entries.get(entry.parent)  # None: it has just been evicted
+                whole = above is not None and entry.tokens == above.tokens
                 self._mine[key] = whole and self._mine.get(entry.parent, False)
         self.order = self._ancestors_first(key for key in self.store.recent() if self._mine.get(key))
         return True

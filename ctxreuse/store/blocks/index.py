@@ -83,6 +83,8 @@ class Index:
         self.over: Callable[[int], Callable[[bytes], bool] | None] = lambda need: None
         self._sequence, self._labels = 0, PendingPauseLabels()
         self._touched: dict[bytes, int] = {}
+        #: Partial blocks, which have fewer tokens than the block before them, by that one's key.
+        self._partial: dict[bytes, set[bytes]] = {}
 
     def load(self, rows: bytearray, kinds: Sequence[NodeKind], bad: Container[bytes] = frozenset()) -> list[bytes]:
         """Rebuild from the records on disk, without those whose keys are ``bad``.
@@ -111,6 +113,9 @@ class Index:
         by_use = (last - np.argsort(used[::-1], kind="stable")).astype(np.uint32)
         self.policy.fill_stored(_Loaded(self.tree, by_use, unique), self.clock())
         self._sequence = int(used.max(initial=0))
+        for i in np.flatnonzero(table["tokens"] < table["tokens"].max()):
+            if (node := self.tree.get(table["key"][i].tobytes())) is not None:
+                self._note_partial(node)
         return [table["key"][i].tobytes() for i in np.flatnonzero(lost)]
 
     def _insert(self, key: bytes, record: Record) -> None:
@@ -119,6 +124,12 @@ class Index:
             self.tree.set_state(key, record.state_nbytes, record.state_level)
         if node.max_kl != record.max_kl:
             node.max_kl = record.max_kl
+        self._note_partial(node)
+
+    def _note_partial(self, node: Node) -> None:
+        above = node.parent
+        if above is not None and node.tokens < above.tokens:
+            self._partial.setdefault(above.key, set()).add(node.key)
 
     def record(self, node: Node, used: int) -> Record:
         """Return the record of a stored node."""
@@ -295,6 +306,11 @@ class Index:
             self.tree.unpin([removed.key] * node.pins)
         self.tree.remove(removed.key)
         self._touched.pop(removed.key, None)
+        parent = removed.record.parent
+        if parent in self._partial:
+            self._partial[parent].discard(removed.key)
+            if not self._partial[parent]:
+                del self._partial[parent]
         return removed
 
     def shortage(self, puts: Sequence[Put]) -> int:
@@ -323,9 +339,14 @@ class Index:
         return [self.remove(node).key for node in self.tree.subtree(key)]
 
     def forget(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Remove the end of the path ``keys`` up to the first node with other children or pins; returns their keys."""
+        """Remove the end of the path ``keys`` up to the first node with other children or pins; returns their keys.
+
+        Partial blocks below it go as well, also where the path stays: they are the ends of contexts.
+        """
         removed: list[bytes] = []
         for node in reversed(self.tree.path(keys)):
+            below = map(self.tree.get, sorted(self._partial.get(node.key, ())))
+            removed += [self.remove(one).key for one in below if one is not None and not (one.children or one.pins)]
             if node.children or node.pins:
                 break
             removed.append(self.remove(node).key)
@@ -375,6 +396,8 @@ class Index:
         tree = self.tree
         tree.check()
         assert len(self.policy) == len(tree), f"the policy orders {len(self.policy)} keys, the tree has {len(tree)}"
+        partial = {(node.parent.key, node.key) for node in tree if node.parent and node.tokens < node.parent.tokens}
+        assert partial == {(parent, key) for parent, keys in self._partial.items() for key in keys}, "partial blocks"
         assert tree.nbytes <= self.capacity, f"{tree.nbytes} bytes stored, capacity is {self.capacity}"
         place = {key: i for i, key in enumerate(self.policy.order())}
         assert all(node.key in place for node in tree), "a stored key has no place in the eviction order"

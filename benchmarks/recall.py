@@ -2,8 +2,8 @@
 
 The documents are a year of chats, the questions those about them that name the chats with the answer; every second
 one is reported. The weight of vectors beside words (`ctxreuse.store.recall.fuse`) was chosen on all of them, so at
-this size it is no held-out figure. Found is a question if one of its chats is among the first five. Among 10,000 and
-100,000 turns, the others are sentences of Wikipedia passages and made-up reports, so the chats are ten times as long as
+this size it is no held-out figure. Found is a question if one of its chats is among the first five. Among 10,000 turns
+and more, the others are sentences of Wikipedia passages and made-up reports, so the chats are ten times as long as
 what they stand among. Words only is BM25 over whole texts, as any full-text index has it; this memory's words alone
 (its passages) stand in the notes. All memories have the same embedder's vectors; those of the others are made before.
 Times are those of a processor, as the machine may be busy; wall times stand beside them.

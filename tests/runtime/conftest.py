@@ -1,10 +1,14 @@
-"""A tiny random-weight Llama and a tiny Gemma 3 with sliding windows, as engines."""
+"""A tiny random-weight Llama and a tiny Gemma 3 with sliding windows, as engines; a store on disk."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.store import BlockStore
 from support.tiny_models import engine_of
 
 
@@ -27,3 +31,11 @@ def engine(request: pytest.FixtureRequest, llama: TorchEngine, gemma: TorchEngin
 def other_llama() -> TorchEngine:
     """The same architecture with other weights: another model space."""
     return engine_of("llama", seed=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlockStore]:
+    with BlockStore.open(tmp_path, capacity=64 << 20) as opened:
+        yield opened
+        opened.flush()
+        opened.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from ctxreuse.store import BlockStore
 from support.examples import examples
 
 BLOCK, VOCAB = 16, 512
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BlockStore]:
-    with BlockStore.open(tmp_path, capacity=64 << 20) as opened:
-        yield opened
-        opened.flush()
-        opened.check()
 
 
 def tokens(n: int, seed: int = 0) -> Any:

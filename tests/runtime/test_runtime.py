@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from support.waiting import patient
 
 BLOCK, VOCAB = 16, 512
 both = pytest.mark.parametrize("engine", ["llama", "gemma"], indirect=True)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BlockStore]:
-    with BlockStore.open(tmp_path, capacity=64 << 20) as opened:
-        yield opened
-        opened.flush()
-        opened.check()
 
 
 def tokens(n: int, seed: int = 0) -> Any:

@@ -13,7 +13,7 @@ __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
     "adapters", "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay",
-    "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "install", "lengths",
+    "device", "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "index", "install", "lengths",
     "levels", "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner", "policy",
     "proxy", "qa", "rans", "recall", "refill", "remote", "resident", "restart", "restore", "resume", "router",
     "router_live",

@@ -35,7 +35,7 @@ from ctxreuse.cuda import (
 )
 from ctxreuse.rope import Rotary
 
-__all__ = ["measure", "run"]
+__all__ = ["measure", "one_layer_profile", "run"]
 
 _HEADS, _DIM, _PAIR, _PAGE = 8, 128, 2, 16
 _LEVEL: Final = "kl-0.01"
@@ -147,8 +147,8 @@ def _nvcomp(symbols: Any, rounds: int) -> dict[str, float]:
     return {name: symbols.size / spent / 1e9 for name, spent in paired(calls, rounds=rounds).items()}
 
 
-def _card() -> CodecProfile:
-    """One layer; the transform is random but orthogonal, the spreads fall from 3 to 0.0003."""
+def one_layer_profile() -> CodecProfile:
+    """A profile of one layer; the transform is random but orthogonal, the spreads fall from 3 to 0.0003."""
     channels, random = _PAIR * _DIM, np.random.default_rng(1)
     turn = np.linalg.qr(random.normal(size=(channels, channels)))[0]
     spread = 3 * 0.965 ** np.arange(channels)
@@ -185,7 +185,7 @@ def _filled(launcher: Launcher, card: CodecProfile, plane: PlaneProfile, tokens:
 
 
 def _planes(launcher: Launcher, tokens: int, speed: float, rounds: int) -> list[Figure]:
-    xp, card = launcher.xp, _card()
+    xp, card = launcher.xp, one_layer_profile()
     device = DeviceProfile(launcher, card, _LEVEL, "float16")
     filled = [_filled(launcher, card, plane, tokens) for plane in card.planes]
     sources = [PagedPlane(p.layer, p.role, pages, tokens) for p, pages in zip(card.planes, filled, strict=True)]

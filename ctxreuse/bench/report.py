@@ -82,11 +82,12 @@ def checkout() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores, memory, system, versions, kernels in use, load by others."""
+    """What the figures depend on: processor, NVIDIA GPU if there is one, cores, memory, system, versions, kernels in use, load by others."""
     import psutil
 
     from ctxreuse import kernels
     from ctxreuse.cpu import cpu_name
+    from ctxreuse.cuda import missing, open_device
 
     versions = {}
     for name in ("ctxreuse", "lmdb", "numpy", "torch", "transformers"):
@@ -96,6 +97,7 @@ def machine() -> dict[str, Any]:
             continue
     return {
         "cpu": cpu_name(),
+        **({} if missing() else {"gpu": open_device().name}),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",

@@ -102,6 +102,10 @@ class Codec:
         name = parse_level(level)
         return not name.profile or self._profile(name.profile) is not None
 
+    def profile_of(self, level: str) -> CodecProfile:
+        """Return the profile that a block of this level, with its digest, was coded with. Raises FormatError."""
+        return self._required(parse_level(level).profile).profile
+
     def level_for(self, view: BlockView, level: str) -> str:
         """Return the level that keeps for ``view`` what ``level`` promises, spelt like ``level``.
 

@@ -125,6 +125,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Memory for the KV of contexts that compute, llama_cpp; 0: a quarter of the machine's", ge=0, unit="bytes"
         ),
     ] = 0
+    device: Annotated[
+        str, _about("Where torch computes: cpu, or cuda (cuda:1 …), best with dtype bfloat16; other engines: their own")
+    ] = "cpu"
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         _about("Numeric type of weights and KV in torch; llama_cpp: the file's, float16 KV; onnxruntime: the folder's"),

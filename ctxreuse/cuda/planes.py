@@ -66,7 +66,6 @@ class Decoding:
     """
 
     def __init__(self, profile: DeviceProfile, coded: Sequence[CodedPlane]) -> None:
-        xp = profile.launcher.xp
         self._profile, self._coded = profile, coded
         self._kept: list[Any] = []  # device arrays that only addresses in structures name
         planes = np.zeros(len(coded), PLANE)
@@ -85,12 +84,34 @@ class Decoding:
             rows.append(cells)
             planes[number] = _plane(profile, plane, one, parsed[0].tokens, angles, self._kept, where)
         self._kept += angles.values()
-        self._cells = np.concatenate(rows)
-        self._status = xp.zeros(len(self._cells), np.uint32)
+        self._lay_out(np.concatenate(rows), planes, np.concatenate(bodies))
+
+    @classmethod
+    def of(
+        cls,
+        profile: DeviceProfile,
+        coded: Sequence[CodedPlane],
+        cells: npt.NDArray[np.void],
+        planes: npt.NDArray[np.void],
+        bodies: npt.NDArray[np.uint8],
+        kept: list[Any],
+    ) -> Decoding:
+        """Return the launch of these CELL and PLANE records, which are right; ``coded`` names their planes."""
+        self = cls.__new__(cls)
+        self._profile, self._coded, self._kept = profile, coded, kept
+        self._lay_out(cells, planes, bodies)
+        return self
+
+    def _lay_out(
+        self, cells: npt.NDArray[np.void], planes: npt.NDArray[np.void], bodies: npt.NDArray[np.uint8]
+    ) -> None:
+        profile, xp = self._profile, self._profile.launcher.xp
+        self._cells = cells
+        self._status = xp.zeros(len(cells), np.uint32)
         self._arguments = (
-            xp.asarray(np.concatenate(bodies)),
-            xp.asarray(self._cells.view(np.uint8)),
-            np.uint32(len(self._cells)),
+            xp.asarray(bodies),
+            xp.asarray(cells.view(np.uint8)),
+            np.uint32(len(cells)),
             xp.asarray(planes.view(np.uint8)),
             profile.groups,
             profile.book,

@@ -39,7 +39,7 @@ def choose_engine(model: str, engine: str = "auto", *, library: str = "", typed:
         model: a known name, a folder or a file.
         engine: an engine's name, or auto.
         library: the user's own library for llama_cpp, in place of the package's.
-        typed: weights and KV of a chosen numeric type are asked for, which torch alone has.
+        typed: weights and KV of a chosen numeric type or on a device are asked for, which torch alone has.
 
     Raises ConfigError for an engine that there is not or that is not installed.
     """
@@ -93,7 +93,8 @@ def open_engine(
         return open_child_engine(config, reserve=reserve, block_tokens=block_tokens, **settings)
     known = {name: settings.pop(name) for name in config.__struct_fields__ if name in settings}
     config = msgspec.structs.replace(config, **known)
-    typed = "dtype" in known or config.dtype != EngineConfig().dtype or bool(settings)
+    usual = EngineConfig()
+    typed = "dtype" in known or (config.dtype, config.device) != (usual.dtype, usual.device) or bool(settings)
     engine = choose_engine(config.model, config.engine, library=config.library, typed=typed)
     if engine != "torch" and settings:
         raise ConfigError(f"the engine {engine} has no settings {', '.join(settings)}", where=config.model)

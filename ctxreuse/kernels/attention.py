@@ -100,6 +100,13 @@ class Plane(NamedTuple):
         """Bytes of codes and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    def on_host(self) -> Plane:
+        """The plane, copied to the host's memory if a device has it."""
+        if isinstance(self.data, np.ndarray):
+            return self
+        scales: Any = self.scales
+        return Plane(self.format, self.data.get(), None if scales is None else scales.get())
+
     def rows(self, first: int, last: int) -> Plane:
         """Rows first..last of it as a view."""
         scales = None if self.scales is None else self.scales[..., first:last]

@@ -55,6 +55,8 @@ def tiny_model(name: str, seed: int = 7) -> hf.PreTrainedModel:
 def _made(name: str) -> hf.PreTrainedModel:
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=3))
+    if name == "llama64":  # heads as wide as the CUDA kernels of attention want them
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=2, head_dim=64))
     if name == "qwen2":
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, num_hidden_layers=2))
     if name == "gemma3":

@@ -58,7 +58,7 @@ def attend(
         return packed.attend(one, query, partial(_attend_each, scaling) if plain else None), None
     in_place, scatter = call_of(key), active()
     if scatter is not None and scatter.scores is not None:
-        seen = key if in_place is None else in_place.keys()
+        seen = key if in_place is None else in_place.keys().to(query.device)
         scatter.scores.add(scatter.rows, query, seen, attention_mask, scaling, kwargs.get("softcap"))
     if in_place is not None:
         special = {name: kwargs.get(name) for name in (*_SPECIAL, "sliding_window")}
@@ -70,7 +70,7 @@ def attend(
         out = _attend_each(scaling, query[:, :, 0], [(key, value)])
         if out is not None:
             return out[None], None
-    if scatter is not None and attention_mask is not None and query.dtype == torch.float32:
+    if scatter is not None and attention_mask is not None and query.dtype == torch.float32 and query.is_cpu:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
     is_causal = kwargs.get("is_causal")
@@ -96,6 +96,8 @@ def _attend_each(
 
     By the project's kernel, as torch's takes 11 times as long for one query in bfloat16. None where that cannot.
     """
+    if not query.is_cpu:
+        return None
     k, v = contexts[0]
     kind, width = _NAMES.get(k.dtype), query.shape[2]
     fits = kind is not None and query.dtype in _NAMES and k.shape[3] == v.shape[3] == width <= MOST_DIM

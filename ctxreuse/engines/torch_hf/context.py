@@ -42,6 +42,7 @@ class TorchContext:
     KEEP_STATES, KEEP_PASSING = 12, 2
 
     def __init__(self, cache: DynamicCache, pool: Pool, limit: int, reserve: int) -> None:
+        self.place = pool.place
         self.cache = cache
         self.broken = ""  # why the context cannot be used any more
         self.snapshots: dict[int, Snapshot] = {}
@@ -159,7 +160,7 @@ class TorchContext:
             self.in_place.attach(run)
         for index, layer in self.arena_layers:
             layer.unbind()
-            layer.in_place = InPlaceLayer(self.in_place, index, rotaries[index], self._n)
+            layer.in_place = InPlaceLayer(self.in_place, index, rotaries[index], self._n, self.place.launcher)
 
     def lease_rows(self) -> Lease:
         """Lease another arena for all tokens, beside what the context has."""
@@ -218,7 +219,7 @@ class TorchContext:
         if self.in_place is None:
             self.in_place = InPlaceRuns(self._n)
             for index, layer in self.arena_layers:
-                layer.in_place = InPlaceLayer(self.in_place, index, rotaries[index], self._n)
+                layer.in_place = InPlaceLayer(self.in_place, index, rotaries[index], self._n, self.place.launcher)
         self.in_place.selection = selection
         for run in runs:
             self.in_place.attach(run)
@@ -231,6 +232,7 @@ class TorchContext:
         """Restore the layers below ``layer`` afterwards: inside, rows at ``positions`` and new ones may be written."""
         below = [one for index, one in self.arena_layers if index < layer]
         rows = torch.from_numpy(positions if self.in_place is None else self.in_place.own(positions))
+        rows = rows.to(below[0].keys.device) if below else rows
         before = [(one.keys.index_select(2, rows), one.values.index_select(2, rows)) for one in below]
         try:
             with self.in_place.restored() if self.in_place is not None else nullcontext():
@@ -249,7 +251,7 @@ class TorchContext:
         plane = own.keys if role == "k" else own.values
         if own.in_place is not None:
             return own.in_place.read(role, positions, plane)
-        rows: npt.NDArray[np.float32] = plane[0, :, torch.from_numpy(positions)].float().numpy()
+        rows: npt.NDArray[np.float32] = plane[0, :, torch.from_numpy(positions)].float().cpu().numpy()
         return rows
 
     def row_of(self, start: int, end: int) -> int:

@@ -35,6 +35,7 @@ from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Lease, forked
 from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
+from ctxreuse.engines.torch_hf.cache.transfer import LayerLoad, StagedRows
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.exits import TorchExits, check_exits
@@ -53,7 +54,8 @@ _THREAD_BYTES = 4 << 20
 
 
 class TorchEngine:
-    """See `ctxreuse.engines.base.Engine`. Runs on the CPU; use different contexts from different threads at will."""
+    """See `ctxreuse.engines.base.Engine`. Runs where its model is, on the CPU or on a device of torch; use different
+    contexts from different threads at will."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class TorchEngine:
         """Wrap a transformers model, which is used in place.
 
         Args:
-            model: the model, on the CPU; its attention implementation is set, see `attention.install`.
+            model: the model, on one device; its attention implementation is set, see `attention.install`.
             tokenizer: the text side; None: token ids only.
             folder: the model's files, whose digests go into the space; None: it exists in memory only.
             background: copy loaded blocks in a thread beside the prefill (True), or when the prefill comes to a layer
@@ -105,7 +107,7 @@ class TorchEngine:
         config = msgspec.structs.replace(config, **settings)
         if config.threads:
             torch.set_num_threads(config.threads)
-        loaded, folder = open_model(config.model, config.dtype)
+        loaded, folder = open_model(config.model, config.dtype, config.device)
         return cls(
             loaded,
             HFText.open(folder),
@@ -236,7 +238,7 @@ class TorchEngine:
         check_blocks(views, space, model.layout, start, codec)
         state = decoded_state(state, space, codec)
         check_state(state, space, end, lambda view: states.fits(view, model.state_sample, model.windows))
-        snapshot = states.read_state(state) if state is not None else None
+        snapshot = states.read_state(state, model.place.device) if state is not None else None
         own.reserve(end)
         if snapshot is not None:
             states.restore(own.cache, snapshot)
@@ -244,10 +246,11 @@ class TorchEngine:
             own.provenance.mark_approximate(end, self._reach, snapshot.level)
         own.provenance.load(start, [(len(view.tokens), view.header.level) for view in views])
         jobs = []
+        fill = LayerLoad(model.place, self.space.dtype).fill if model.place.apart else fill_layer
         for index, layer in own.arena_layers:
             assert own.lease is not None
             layer.resize(end)
-            jobs.append((index, partial(fill_layer, own.lease, start, views, index, ready, codec)))
+            jobs.append((index, partial(fill, own.lease, start, views, index, ready, codec)))
         own.append(np.concatenate([view.tokens for view in views]))
         background = self._background
         if background is None:
@@ -308,7 +311,11 @@ class TorchEngine:
         size = self.space.block_tokens
         if own.compressed and own.lies_in_runs(first * size, min((first + len(keys)) * size, own.n)):
             expand(own)
-        fill = partial(fill_block, own)
+        fill = (
+            StagedRows(own, self._model.place, first * size).fill
+            if self._model.place.apart
+            else partial(fill_block, own)
+        )
         return export_blocks(self.space, self._model.layout, own, keys, parent, first, fill, last_partial=last_partial)
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:

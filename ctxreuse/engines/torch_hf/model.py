@@ -25,6 +25,7 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.linears import install_linears
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
+from ctxreuse.engines.torch_hf.place import Place, device_errors, device_of
 from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache, weights_of
 from ctxreuse.engines.user_codec import UserCodec
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, FormatError, LinkError
@@ -39,13 +40,14 @@ _TOKENS, _PREFIX = 12, 8
 _TOLERANCE = 5e-5
 
 
-def open_model(name_or_folder: str, dtype: str) -> tuple[Any, Path]:
+def open_model(name_or_folder: str, dtype: str, device: str = "cpu") -> tuple[Any, Path]:
     """Open a model in evaluation mode; a known name is fetched first. Returns it and its folder; raises ConfigError.
 
     Nothing in the folder is executed: no Python of its own, and no pickle, which ``*.bin`` files are.
     """
     if dtype not in states.DTYPES:
         raise ConfigError(f"no such type: {dtype!r}", fix=f"Use one of {', '.join(states.DTYPES)}")
+    there = device_of(device)
     folder = models.get(name_or_folder) if name_or_folder in models.CATALOG else models.resolve(name_or_folder)
     if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
         raise ConfigError(
@@ -77,7 +79,7 @@ def open_model(name_or_folder: str, dtype: str) -> tuple[Any, Path]:
             where=str(folder),
             fix="It must hold config.json and *.safetensors of a model that transformers knows",
         ) from error
-    return model.eval(), folder
+    return model.to(there).eval(), folder
 
 
 class Forward:
@@ -95,10 +97,13 @@ class Forward:
                 where=type(model).__name__,
                 fix="Causal language models with transformers' Cache are supported",
             )
-        places = {str(p.device) for p in model.parameters()}
-        if places - {"cpu"}:
-            raise EngineError(f"the model is on {', '.join(sorted(places))}", fix="Move it to the CPU: model.to('cpu')")
+        places = {p.device for p in model.parameters()} or {torch.device("cpu")}
+        if len(places) > 1:
+            found = ", ".join(sorted(map(str, places)))
+            raise EngineError(f"the model is on {found}", fix="Move it to one device: model.to('cuda')")
         self._model = model
+        #: Where the model computes.
+        self.device = places.pop()
         open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
         #: True if the model takes the position of each token. It is, always: Bamba restarts at 0 after a resume.
         self.takes_positions = "position_ids" in names or open_ended
@@ -107,7 +112,7 @@ class Forward:
     def call(self, ids: torch.Tensor, at: int, cache: DynamicCache, rows: int = 1) -> torch.Tensor:
         """Run int64 ids [S] from position ``at`` on; the cache grows by them. Call inside `torch.inference_mode`.
 
-        Returns the logits after the last token, [vocab], or after the last ``rows``, [rows, vocab].
+        Returns, in the host's memory as all of these do, the logits after the last token, [vocab], or after the last ``rows``, [rows, vocab].
         """
         return self._run(ids[None], torch.arange(at, at + len(ids))[None], cache, rows)
 
@@ -119,10 +124,12 @@ class Forward:
         self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache, last: torch.Tensor
     ) -> torch.Tensor:
         """As `run`, for tokens of several contexts; logits [contexts, vocab] of the tokens ``last``."""
+        last = last.to(self.device)
         kept = {"logits_to_keep": last} if self._last_only else {}
         options: dict[str, Any] = {self._cache: cache, **kept}
-        out = self._model(input_ids=ids[None], position_ids=positions[None], use_cache=True, **options)
-        logits: torch.Tensor = (out.logits[0] if kept else out.logits[0, last]).float()
+        given = {"input_ids": ids[None].to(self.device), "position_ids": positions[None].to(self.device)}
+        out = self._model(**given, use_cache=True, **options)
+        logits: torch.Tensor = (out.logits[0] if kept else out.logits[0, last]).float().cpu()
         return logits
 
     def each(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache) -> None:
@@ -132,10 +139,10 @@ class Forward:
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, cache: DynamicCache, rows: int = 1) -> torch.Tensor:
         options: dict[str, Any] = {"logits_to_keep": rows} if self._last_only else {}
         if self.takes_positions:
-            options["position_ids"] = positions
+            options["position_ids"] = positions.to(self.device)
         options[self._cache] = cache
-        out = self._model(input_ids=ids, use_cache=True, **options)
-        logits: torch.Tensor = out.logits[0, -rows:].float()
+        out = self._model(input_ids=ids.to(self.device), use_cache=True, **options)
+        logits: torch.Tensor = out.logits[0, -rows:].float().cpu()
         return logits if rows > 1 else logits[0]
 
 
@@ -149,6 +156,7 @@ class ModelOptions(TypedDict, total=False):
         attention: None: the engine's own where the model would use torch's; else transformers' name of another.
         full_kv_for_windows: sliding-window layers keep K and V of all tokens.
         int8_weights: linear layers keep their weights as int8.
+        place: None: the memory of the device that the model is on.
     """
 
     reserve: int
@@ -157,6 +165,7 @@ class ModelOptions(TypedDict, total=False):
     attention: str | None
     full_kv_for_windows: bool
     int8_weights: bool
+    place: Place | None
 
 
 class TorchModel(UserCodec):
@@ -182,6 +191,7 @@ class TorchModel(UserCodec):
         attention: str | None = None,
         full_kv_for_windows: bool = False,
         int8_weights: bool = False,
+        place: Place | None = None,
     ) -> None:
         """See `ModelOptions`. Raises ConfigError for impossible amounts."""
         if chunk < 1 or reserve < 0:
@@ -190,16 +200,21 @@ class TorchModel(UserCodec):
             )
         self.forward = Forward(module)
         self.module, self.chunk = module.eval(), chunk
+        #: The memory that K and V are in.
+        self.place = Place.of(self.forward.device) if place is None else place
         self._full_windows = full_kv_for_windows
         self._packs: bool | None = None
         name = install(module, attention)
         weights = weights_of(module, folder, int8=int8_weights)
-        install_linears(module, int8=int8_weights)
+        if not self.place.apart:
+            install_linears(module, int8=int8_weights)
+        elif int8_weights:
+            raise ConfigError(f"int8 weights are computed with on processors, not on {self.place.device}")
         self.new_cache()  # refuses kinds of layers that cannot be exported, before the model is run
         self.space = self._measure(folder, weights, name, block_tokens)
         self.layout: Layout = block_layout(self.space)
         shape = tuple((i, s.kv_heads, s.k_dim, s.v_dim) for i, s in enumerate(self.space.layers) if s.blocked)
-        self.pool = Pool(shape, states.DTYPES[self.space.dtype])
+        self.pool = Pool(shape, states.DTYPES[self.space.dtype], place=self.place)
         if reserve and shape:
             check_length(self.space, reserve)
             self.pool.reserve(reserve)
@@ -340,7 +355,8 @@ class TorchModel(UserCodec):
         context = run.context
         try:
             ids = torch.from_numpy(run.ids.astype(np.int64))
-            logits = self.forward.call(ids, context.n, context.cache, run.rows)
+            with device_errors(self.place):
+                logits = self.forward.call(ids, context.n, context.cache, run.rows)
             context.check_attended()
         except BaseException as error:
             self._undo(context, error)
@@ -353,7 +369,8 @@ class TorchModel(UserCodec):
     def _run_packed(self, runs: Sequence[_Run]) -> list[Logits]:
         try:
             parts = [run.ids for run in runs]
-            found = self._forward_packed([run.context for run in runs], parts, [run.rows for run in runs])
+            with device_errors(self.place):
+                found = self._forward_packed([run.context for run in runs], parts, [run.rows for run in runs])
         except BaseException as error:
             for run in runs:
                 self._undo(run.context, error)
@@ -449,7 +466,7 @@ def first_keys(
     try:
         forward.run(ids, positions, cache)
     except _Captured as caught:
-        return caught.keys[0]
+        return caught.keys[0].cpu()
     return None
 
 

@@ -61,7 +61,7 @@ class PackedKeys:
             out[0, rows] = found
         for (start, stop, keys, values), own in zip(self._segments, plain):
             if found is None or stop - start > 1 or not own:
-                mask = _mask(stop - start, keys.shape[2], self._layer.window, q.dtype) if own else None
+                mask = _mask(stop - start, keys.shape[2], self._layer.window, q) if own else None
                 out[:, start:stop] = one(q[:, :, start:stop], keys, values, mask)
         return out
 
@@ -72,15 +72,15 @@ def packed_keys(key: torch.Tensor) -> PackedKeys | None:
     return found
 
 
-def _mask(queries: int, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The additive mask [1, 1, queries, keys] of the last tokens of a context; None: all of ``keys`` are seen, or
+def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask [1, 1, queries, keys], of the type and place of another tensor, of the last tokens; None: all of ``keys`` are seen, or
     torch's own causal mask is right."""
     if queries == 1 or (queries == keys and (window is None or keys <= window)):
         return None
-    at = torch.arange(keys - queries, keys)[:, None]
-    key = torch.arange(keys)[None]
+    at = torch.arange(keys - queries, keys, device=like.device)[:, None]
+    key = torch.arange(keys, device=like.device)[None]
     seen = key <= at if window is None else (key <= at) & (key > at - window)
-    return torch.zeros(1, 1, queries, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return like.new_zeros(1, 1, queries, keys).masked_fill_(~seen, float("-inf"))
 
 
 class _PackedLayer(DynamicLayer):  # type: ignore[misc]

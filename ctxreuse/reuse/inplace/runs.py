@@ -16,7 +16,7 @@ from ctxreuse.reuse.inplace.pages import Selection, ceilings, chosen
 from ctxreuse.reuse.inplace.pinned import AttachedRun, CodedSlab, Slab, rotated_queries
 from ctxreuse.rope import Rotary
 
-__all__ = ["InPlaceRuns", "ScoreOptions"]
+__all__ = ["InPlaceRuns", "ScoreOptions", "SeenRows"]
 
 Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
@@ -34,6 +34,20 @@ class _Span(NamedTuple):
 
     def of(self, layer: int) -> Slab | CodedSlab:
         return self.attached.run.layers[layer][self.slab]
+
+
+class SeenRows(NamedTuple):
+    """Rows ``first``..``last`` of a slab that some query sees; ``at`` and ``hidden`` as of `Part`.
+
+    ``shift``: how far the run is attached behind its own place.
+    """
+
+    slab: Slab | CodedSlab
+    first: int
+    last: int
+    at: int | None
+    shift: int
+    hidden: NDArray[np.int64] | None
 
 
 def _end(part: Part) -> int:
@@ -131,11 +145,11 @@ class InPlaceRuns:
 
     def own(self, positions: Positions) -> Positions:
         """The rows of own memory that hold some of these positions, in their order."""
-        rows = self._known(positions)
+        rows = self.rows_at(positions)
         return rows[rows >= 0]
 
-    def _known(self, positions: Positions) -> Positions:
-        """Rows of own memory, -1 where there is none; positions may lie beyond all that was computed."""
+    def rows_at(self, positions: Positions) -> Positions:
+        """The rows of own memory that hold these positions, -1 where there is none; positions may lie beyond all that was computed."""
         known = np.full(len(positions), -1, np.int64)
         inside = positions < len(self._row_of)
         known[inside] = self._row_of[positions[inside]]
@@ -159,11 +173,11 @@ class InPlaceRuns:
             if len(inside):
                 plane = span.of(layer).k if role == "k" else span.of(layer).v
                 at = positions[inside] - span.start + span.first
-                rows = dequantise(plane.rows(int(at.min()), int(at.max()) + 1))[:, at - at.min()]
+                rows = dequantise(plane.rows(int(at.min()), int(at.max()) + 1).on_host())[:, at - at.min()]
                 found[:, inside] = (
                     rotated_queries(np.ascontiguousarray(rows), rotary, -span.shift) if role == "k" else rows
                 )
-        known = self._known(positions)
+        known = self.rows_at(positions)
         computed = np.flatnonzero(known >= 0)
         if len(computed):
             plane = Plane(own.format, np.ascontiguousarray(own.data[:, known[computed]]))
@@ -206,20 +220,12 @@ class InPlaceRuns:
         ``k``, ``v``: own memory, [heads, capacity, dim], its rows placed. See `ctxreuse.kernels.attention.attend`.
         """
         rotated: dict[int, Floats] = {}
-        window = scores.window
-        first, last = int(positions[0]), int(positions[-1])
         runs = list[tuple[_Span, Part]]()
-        for number, span in enumerate(self._spans):
-            if span.start > last or (window is not None and span.end <= first - window + 1):
-                continue
+        for span, rows in self._seen(layer, positions, scores.window):
             if span.shift not in rotated:
                 rotated[span.shift] = rotated_queries(q, rotary, span.shift)
-            slab = span.of(layer)
-            stop = span.first + span.end - span.start
-            # Rows that all queries see need no positions.
-            at = None if span.end <= first + 1 and window is None else span.start - span.first
-            hidden = self._hides(number, span)
-            runs.append((span, Part(slab.k, slab.v, span.first, stop, at, rotated[span.shift], hidden)))
+            slab = rows.slab
+            runs.append((span, Part(slab.k, slab.v, *rows[1:4], rotated[span.shift], rows.hidden)))
         own = self._own(k, v)
         if self.selection is None or not runs or not self.selection.applies(layer, q.shape[1]):
             parts = [*own, *(part for _, part in runs)]
@@ -229,6 +235,28 @@ class InPlaceRuns:
             for mine, parts in self._by_head(layer, q, own, runs, self.selection)
         ]
         return Attended(np.concatenate([one.o for one in each]), np.concatenate([one.lse for one in each]))
+
+    def seen_rows(self, layer: int, positions: Positions, window: int | None) -> list[SeenRows]:
+        """The rows of the runs that queries at ascending ``positions`` see in a layer."""
+        return [rows for _, rows in self._seen(layer, positions, window)]
+
+    def _seen(self, layer: int, positions: Positions, window: int | None) -> Iterator[tuple[_Span, SeenRows]]:
+        first, last = int(positions[0]), int(positions[-1])
+        for number, span in enumerate(self._spans):
+            if span.start > last or (window is not None and span.end <= first - window + 1):
+                continue
+            # Rows that all queries see need no positions.
+            at = None if span.end <= first + 1 and window is None else span.start - span.first
+            stop = span.first + span.end - span.start
+            yield span, SeenRows(span.of(layer), span.first, stop, at, span.shift, self._hides(number, span))
+
+    def own_seen(self, positions: Positions, window: int | None) -> NDArray[np.bool_] | None:
+        """Which rows of own memory each query at ``positions`` sees, bool [queries, rows]; None: all see all."""
+        at = self._at[: self.rows]
+        seen = at <= positions[:, None]
+        if window is not None:
+            seen &= at > positions[:, None] - window
+        return None if seen.all() else seen
 
     def _by_head(
         self, layer: int, q: Floats, own: list[Part], runs: list[tuple[_Span, Part]], selection: Selection

@@ -1,4 +1,4 @@
-"""Memory for K and V: one huge-page mapping a context, handed out and taken back through a small pool."""
+"""Memory for K and V: one huge-page mapping, or piece of a device's memory, a context, from a small pool."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from ctxreuse import kernels
 from ctxreuse.engines.torch_hf.modes import normal
+from ctxreuse.engines.torch_hf.place import HOST, Place, device_errors
+from ctxreuse.errors import EngineError
 
 __all__ = ["Arena", "Lease", "Pool", "SharedRows", "forked"]
 
@@ -38,16 +40,22 @@ class Arena:
 
     # Made when memory is needed, maybe in the middle of a forward: it must be writable outside of inference mode too.
     @normal
-    def __init__(self, shape: Shape, dtype: torch.dtype, capacity: int, file: SharedRows | None = None) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, capacity: int, file: SharedRows | None = None, place: Place = HOST
+    ) -> None:
         """``file``: what it holds at first; written pages become its own. None: anything."""
-        self.capacity, self.shape, self.dtype = capacity, shape, dtype
+        self.capacity, self.shape, self.dtype, self.place = capacity, shape, dtype, place
         sizes = [heads * capacity * width * dtype.itemsize for _, heads, *widths in shape for width in widths]
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
             total += -(-size // _ALIGN) * _ALIGN
         self.nbytes = total
-        self._memory = _map(total) if file is None else file.map(total)
+        if place.apart:
+            with device_errors(place):
+                self._memory = torch.empty(max(total, 1), dtype=torch.uint8, device=place.device)
+        else:
+            self._memory = _map(total) if file is None else file.map(total)
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
         place = iter(zip(starts, sizes))
@@ -58,6 +66,8 @@ class Arena:
 
     def populate(self) -> None:
         """Touch every page now, so that no request waits for the system to clear it."""
+        if self.place.apart:
+            return
         kernels.advise_hugepages(self._memory.numpy(), populate=True)
         self._memory[:: mmap.PAGESIZE] = 0  # what is no whole huge page, and systems without them
 
@@ -91,14 +101,15 @@ def forked(arena: Arena, rows: int, capacity: int, count: int) -> list[Arena]:
 
     They share the pages of these rows where the system can; then all but the first count without them.
     """
-    capacity, shared = _stepped(capacity), SharedRows() if hasattr(os, "memfd_create") else None
+    capacity, place = _stepped(capacity), arena.place
+    shared = SharedRows() if hasattr(os, "memfd_create") and not place.apart else None
     try:
-        first = Arena(arena.shape, arena.dtype, capacity, shared)
+        first = Arena(arena.shape, arena.dtype, capacity, shared, place)
         for old, new in ((arena.k, first.k), (arena.v, first.v)):
             for layer, plane in old.items():
                 new[layer][:, :, :rows] = plane[:, :, :rows]
         if shared is None:
-            others = [Arena(arena.shape, arena.dtype, capacity) for _ in range(count - 1)]
+            others = [Arena(arena.shape, arena.dtype, capacity, place=place) for _ in range(count - 1)]
             for other in others:
                 other._memory[:] = first._memory
             return [first, *others]
@@ -138,15 +149,15 @@ class Pool:
     At most ``keep`` bytes stay; what goes beyond is given back to the system, the smallest arena first.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int = 256 << 20) -> None:
-        self._shape, self._dtype, self._keep = shape, dtype, keep
+    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int = 256 << 20, place: Place = HOST) -> None:
+        self._shape, self._dtype, self._keep, self.place = shape, dtype, keep, place
         self._free: list[Arena] = []
         # Re-entrant: a finalizer may run put() on a thread that is inside lease().
         self._lock = threading.RLock()
 
     def reserve(self, capacity: int) -> None:
         """Make an arena of ``capacity`` tokens, its pages touched, and keep it whatever ``keep`` said before."""
-        arena = Arena(self._shape, self._dtype, _stepped(capacity))
+        arena = Arena(self._shape, self._dtype, _stepped(capacity), place=self.place)
         arena.populate()
         with self._lock:
             self._keep = max(self._keep, 2 * arena.nbytes)
@@ -159,7 +170,17 @@ class Pool:
             fit = min((a for a in self._free if a.capacity >= capacity), key=lambda a: a.capacity, default=None)
             if fit is not None:
                 self._free.remove(fit)
-        return Lease(fit or Arena(self._shape, self._dtype, capacity), self)
+        return Lease(fit or self._made(capacity), self)
+
+    def _made(self, capacity: int) -> Arena:
+        try:
+            return Arena(self._shape, self._dtype, capacity, place=self.place)
+        except EngineError:  # a device's memory; what is kept here is some of it
+            with self._lock:
+                if not self._free:
+                    raise
+                self._free.clear()
+            return Arena(self._shape, self._dtype, capacity, place=self.place)
 
     def put(self, arena: Arena) -> None:
         """Take an arena back."""

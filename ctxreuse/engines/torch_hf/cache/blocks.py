@@ -78,5 +78,5 @@ def seal_state(
         extra=snapshot.flags,
     )
     for (layer, role), tensor in snapshot.planes.items():
-        writer.plane(layer, role)[:] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        writer.plane(layer, role)[:] = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return writer.seal()

@@ -60,7 +60,7 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         assert self._k is not None
         assert self._v is not None
         for plane in (self._k, self._v):
-            plane[:, :, : len(rows)] = plane.index_select(2, rows)
+            plane[:, :, : len(rows)] = plane.index_select(2, rows.to(plane.device))
 
     def resize(self, n: int) -> None:
         """Let the layer hold the first ``n`` tokens of its planes."""

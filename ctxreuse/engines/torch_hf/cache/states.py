@@ -117,8 +117,8 @@ def fits(view: BlockView, probe: Snapshot, windows: dict[int, int]) -> bool:
     )
 
 
-def read_state(view: BlockView) -> Snapshot:
-    """A sealed state as a snapshot of its own memory; raises FormatError if a plane is corrupt."""
+def read_state(view: BlockView, device: torch.device) -> Snapshot:
+    """A sealed state as a snapshot of its own memory on ``device``; raises FormatError if a plane is corrupt."""
     planes = {}
     for plane in view.layout.planes:
         # The view's memory is read-only, and torch warns of it: copy the bytes first.
@@ -126,5 +126,5 @@ def read_state(view: BlockView) -> Snapshot:
         if plane.dtype not in DTYPES:
             raise FormatError(f"state plane of type {plane.dtype}")
         tensor = torch.frombuffer(raw, dtype=DTYPES[plane.dtype]) if raw else torch.empty(0, dtype=DTYPES[plane.dtype])
-        planes[plane.layer, plane.role] = tensor.view(plane.shape)
+        planes[plane.layer, plane.role] = tensor.view(plane.shape).to(device)
     return Snapshot(view.header.end, planes, dict(view.header.extra), view.header.level)

@@ -57,6 +57,10 @@ class _Samples(NamedTuple):
     valid: torch.Tensor
     rows: list[slice]
 
+    def on(self, device: torch.device) -> _Samples:
+        """The same in the memory of a device."""
+        return _Samples(self.tokens.to(device), self.at.to(device), self.valid.to(device), self.rows)
+
 
 class _Fit(NamedTuple):
     """A regression for each of R runs.
@@ -86,6 +90,7 @@ class DriftCorrection:
     def __init__(self, spans: Sequence[_Span], rows: npt.NDArray[np.int64], rotaries: Mapping[Any, Rotary]) -> None:
         self._spans, self._rows, self._rotaries = spans, rows, rotaries
         self._samples: _Samples | None = None
+        self._there = torch.device("cpu")
         self._tables: dict[Rotary, tuple[_Tables, list[_Tables]]] = {}
 
     def begin(self, positions: torch.Tensor) -> None:
@@ -101,12 +106,16 @@ class DriftCorrection:
             tokens.append(here[np.arange(min(len(here), _SAMPLES)) * len(here) // min(len(here), _SAMPLES)])
             rows.append(slice(low, int(at[-1]) + 1 if len(after) else end))
         self._samples, self._tables = _padded(tokens, rows, at) if tokens else None, {}
+        self._there = torch.device("cpu")
 
     def correct(self, layer: _Layer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Correct a layer's other rows before it writes ``keys`` and ``values`` [1, heads, S, dim] of the forward."""
         samples = self._samples
         if samples is None:
             return
+        if self._there != keys.device:
+            self._there = keys.device
+            samples = self._samples = samples.on(keys.device)
         rotary = self._rotaries[layer]
         back, there = self._rotation(rotary, samples)
         old_v = _rows(layer.values, samples.at)
@@ -130,8 +139,9 @@ class DriftCorrection:
     def _rotation(self, rotary: Rotary, samples: _Samples) -> tuple[_Tables, list[_Tables]]:
         """Tables that rotate the R * n sampled rows back, and those of each run to their positions."""
         if rotary not in self._tables:
-            there = [_tables(rotary, np.arange(rows.start, rows.stop)) for rows in samples.rows]
-            self._tables[rotary] = _tables(rotary, samples.at.flatten().numpy(), undo=True), there
+            device = samples.at.device
+            there = [_tables(rotary, np.arange(rows.start, rows.stop), device) for rows in samples.rows]
+            self._tables[rotary] = _tables(rotary, samples.at.flatten().cpu().numpy(), device, undo=True), there
         return self._tables[rotary]
 
 
@@ -148,9 +158,9 @@ def _rows(plane: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return plane[0].index_select(1, rows.flatten()).float().unflatten(1, rows.shape)
 
 
-def _tables(rotary: Rotary, positions: npt.NDArray[np.int64], *, undo: bool = False) -> _Tables:
+def _tables(rotary: Rotary, positions: npt.NDArray[np.int64], device: torch.device, *, undo: bool = False) -> _Tables:
     cos, sin = rotary.tables(positions, undo=undo)
-    return torch.from_numpy(cos), torch.from_numpy(sin)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
 def _add_rotated(to: torch.Tensor, k: torch.Tensor, rotary: Rotary, by: _Tables) -> None:
@@ -186,7 +196,7 @@ def _fit(rows: torch.Tensor, usual: torch.Tensor) -> _Fit:
     # Where all samples are alike, or there is one only, there is nothing to regress on, and any number will do.
     ridge = torch.where(size > 0, _RIDGE * size, 1.0)
     # Not by inv() or solve(): of many matrices they start MKL's threads inside of torch's, which wait for each other.
-    roots, _ = torch.linalg.cholesky_ex(gram + ridge * torch.eye(gram.shape[1]))
+    roots, _ = torch.linalg.cholesky_ex(gram + ridge * torch.eye(gram.shape[1], device=gram.device))
     return _Fit(x, mean[:, 0], torch.cholesky_inverse(roots), lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
 
 

@@ -17,7 +17,7 @@ from ctxreuse.engines.torch_hf.cache.blocks import bits
 from ctxreuse.errors import FormatError
 from ctxreuse.rope import Rotary
 
-__all__ = ["fill_rows"]
+__all__ = ["fill_plane", "fill_rows"]
 
 
 def fill_rows(
@@ -29,10 +29,23 @@ def fill_rows(
     """
     for layer in lease.arena.k:
         for role, plane in (("k", lease.arena.k[layer]), ("v", lease.arena.v[layer])):
-            target = bits(plane)
-            _fill(target, rows, layer, role, codec)
-            if role == "k" and layer in rotaries:
-                _rotate(target, rows, rotaries[layer], dtype)
+            fill_plane(bits(plane), rows, layer, role, rotaries, codec, dtype)
+
+
+def fill_plane(
+    target: Bits,
+    rows: Sequence[Relocation],
+    layer: int,
+    role: str,
+    rotaries: Mapping[int, Rotary],
+    codec: Codec | None,
+    dtype: str,
+    origin: int = 0,
+) -> None:
+    """As `fill_rows`, for one plane [heads, capacity, dim], whose row 0 has the position ``origin``."""
+    _fill(target, rows, layer, role, codec, origin)
+    if role == "k" and layer in rotaries:
+        _rotate(target, rows, rotaries[layer], dtype, origin)
 
 
 def _whole(one: Relocation) -> bool:
@@ -58,21 +71,21 @@ def _batches(rows: Sequence[Relocation]) -> Iterator[tuple[int, list[Relocation]
         at += len(batch)
 
 
-def _fill(target: Bits, rows: Sequence[Relocation], layer: int, role: str, codec: Codec | None) -> None:
+def _fill(target: Bits, rows: Sequence[Relocation], layer: int, role: str, codec: Codec | None, origin: int) -> None:
     for first, batch in _batches(rows):
         views = [one.view for one in batch]
         try:
             if _whole(batch[0]):
-                fill_rows_of(target, batch[0].start, views, layer, role, codec)
+                fill_rows_of(target, batch[0].start - origin, views, layer, role, codec)
             else:
-                _copy_part(target, batch[0], layer, role, codec)
+                _copy_part(target, batch[0], layer, role, codec, origin)
         except FormatError as error:
             at = next((i for i, view in enumerate(views) if _corrupt(view, layer, role)), 0)
             key = views[at].header.key
             raise RelocationError(error.what, where=error.where, fix=error.fix, index=first + at, key=key) from error
 
 
-def _copy_part(target: Bits, one: Relocation, layer: int, role: str, codec: Codec | None) -> None:
+def _copy_part(target: Bits, one: Relocation, layer: int, role: str, codec: Codec | None, origin: int) -> None:
     heads, _, dim = target.shape
     size = len(one.view.header.tokens) // 4
     if _raw(one):
@@ -81,7 +94,8 @@ def _copy_part(target: Bits, one: Relocation, layer: int, role: str, codec: Code
         assert codec is not None
         whole = np.empty((heads, size, dim), target.dtype)
         codec.fill([one.view], layer, role, whole, 0)
-    target[:, one.start : one.start + one.count] = whole[:, one.row : one.row + one.count]
+    at = one.start - origin
+    target[:, at : at + one.count] = whole[:, one.row : one.row + one.count]
 
 
 def _corrupt(view: BlockView, layer: int, role: str) -> bool:
@@ -92,7 +106,7 @@ def _corrupt(view: BlockView, layer: int, role: str) -> bool:
     return False
 
 
-def _rotate(target: Bits, rows: Sequence[Relocation], rotary: Rotary, dtype: str) -> None:
+def _rotate(target: Bits, rows: Sequence[Relocation], rotary: Rotary, dtype: str, origin: int) -> None:
     """Rotate K in place, once for each run of neighbours that move equally far."""
     if rotary.style == "none":
         return
@@ -102,7 +116,7 @@ def _rotate(target: Bits, rows: Sequence[Relocation], rotary: Rotary, dtype: str
         if delta == 0:
             continue  # the very bits
         cos, sin, interleaved = rotary.shift(delta)
-        at = start * dim * target.dtype.itemsize
+        at = (start - origin) * dim * target.dtype.itemsize
         kernels.rope_shift(
             target,
             target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from ctxreuse.engines.chunks import BlockRows, CompressedFormat, Relocation, Rol
 from ctxreuse.engines.torch_hf.attention import NAME
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
+from ctxreuse.engines.torch_hf.cache.transfer import relocate_rows
 from ctxreuse.engines.torch_hf.chunks import rotary
 from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
 from ctxreuse.engines.torch_hf.chunks.insert import fill_rows
@@ -108,7 +110,8 @@ class TorchChunkOps:
         own.finish_load()
         own.reserve(end)
         if own.lease is not None:
-            fill_rows(own.lease, rows, rotaries if rotate else {}, codec, self._space.dtype)
+            relocate = partial(relocate_rows, self._model.place) if self._model.place.apart else fill_rows
+            relocate(own.lease, rows, rotaries if rotate else {}, codec, self._space.dtype)
         for _, layer in own.arena_layers:
             layer.resize(end)
         own.append(ids)
@@ -200,7 +203,7 @@ class TorchChunkOps:
                     continue
                 raise EngineError(f"layer {layer} of the model never came to its cache")
         wanted = torch.from_numpy(np.isin(run, compared))
-        fresh = torch.cat(found, 2)[0, :, wanted].float()
+        fresh = torch.cat(found, 2)[0, :, wanted].float().cpu()
         stored = torch.from_numpy(own.read(layer, role, compared))
         distance, length = ((fresh - stored) ** 2).sum((0, 2)), (fresh**2).sum((0, 2))
         return distance.numpy(), length.numpy()
@@ -224,7 +227,8 @@ class TorchChunkOps:
         with scattered(at, compared=compared), suppress(ComparedError):
             self._model.forward.run(torch.from_numpy(own.tokens[at.numpy()].astype(np.int64)), at, own.cache)
         shape = len(own.arena_layers), 2, len(at)
-        return torch.stack(compared.distances).view(shape).numpy(), torch.stack(compared.lengths).view(shape).numpy()
+        found = (torch.stack(of).view(shape).cpu().numpy() for of in (compared.distances, compared.lengths))
+        return next(found), next(found)
 
     @inference
     def attention(
@@ -343,7 +347,7 @@ def _blank(layers: Sequence[ArenaLayer], rows: torch.Tensor, end: int) -> None:
     for layer in layers:
         layer.resize(max(end, layer.length))
         for plane in (layer.keys, layer.values):
-            plane.index_fill_(2, rows, 0)
+            plane.index_fill_(2, rows.to(plane.device), 0)
 
 
 class _Reached(Exception):

@@ -47,7 +47,7 @@ def _alone(model: Any, forward: Forward, places: list[int]) -> dict[int, npt.NDA
     positions = places if forward.takes_positions else [0] * len(places)
     forward.each(torch.full((len(places),), 1 % config_of(model).vocab_size), torch.tensor(positions), cache)
     kept = {i: getattr(layer, "keys", None) for i, layer in enumerate(cache.layers)}
-    return {i: k[:, :, 0].transpose(0, 1).float().numpy() for i, k in kept.items() if k is not None and k.numel()}
+    return {i: k[:, :, 0].transpose(0, 1).float().cpu().numpy() for i, k in kept.items() if k is not None and k.numel()}
 
 
 def _holds(rotary: Rotary, places: list[int], rows: npt.NDArray[np.float32], tolerance: float) -> bool:
@@ -78,14 +78,16 @@ def _evaluate(module: Any, kind: str | None, positions: int) -> Rotary | None:
     The model's float32 product of frequency and position is exact there, and each step doubles the precision.
     """
     places = [0, *(1 << b for b in range(max(positions - 1, 1).bit_length()) if 1 << b < positions)]
-    arguments = (torch.zeros(1, 1, 1), torch.tensor([places]), *(() if kind is None else (kind,)))
+    where = next((one.device for one in module.buffers()), None)
+    given = torch.zeros(1, 1, 1, device=where), torch.tensor([places], device=where)
+    arguments = (*given, *(() if kind is None else (kind,)))
     try:
         out = module(*arguments)
     except (KeyError, AttributeError, TypeError):  # a layer type that has no rotary of its own
         return None
     if not (isinstance(out, tuple) and len(out) == 2 and out[0].shape == out[1].shape and out[0].ndim == 3):
         return None
-    cos, sin = (part[0].double().numpy() for part in out)
+    cos, sin = (part[0].double().cpu().numpy() for part in out)
     half = cos.shape[1] // 2
     # Both layouts of cos and sin occur: [f0 f1 … f0 f1 …] and [f0 f0 f1 f1 …].
     columns = slice(0, half) if np.array_equal(cos[:, :half], cos[:, half:]) else slice(0, None, 2)

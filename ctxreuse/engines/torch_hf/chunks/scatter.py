@@ -46,7 +46,7 @@ class AttentionScores:
         if mask is not None:
             scores = scores + mask[0, 0, counted].float()
         end = int(positions[-1]) + 1
-        self._sum[end - key.shape[2] : end] += scores.softmax(-1).sum((0, 1, 2))
+        self._sum[end - key.shape[2] : end] += scores.softmax(-1).sum((0, 1, 2)).cpu()
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The sums on these rows, float32 [n]."""
@@ -87,7 +87,7 @@ class Scatter:
     themselves too. ``blockwise`` attends where the engine computes attention itself.
     """
 
-    __slots__ = ("blockwise", "compared", "drift", "end", "first", "rows", "scores", "seen")
+    __slots__ = ("_there", "blockwise", "compared", "drift", "end", "first", "rows", "scores", "seen")
 
     def __init__(
         self,
@@ -98,17 +98,25 @@ class Scatter:
         compared: RowComparison | None,
     ) -> None:
         self.rows, self.first, self.end = rows, int(rows[0]), int(rows[-1]) + 1
+        self._there = rows
         self.seen: torch.Tensor | None = None
         if unseen is not None and len(unseen):
             self.seen = torch.ones(self.end, dtype=torch.bool).index_fill_(0, unseen[unseen < self.end], False)
         self.scores, self.drift, self.compared, self.blockwise = scores, drift, compared, Blockwise()
 
+    def rows_on(self, device: torch.device) -> torch.Tensor:
+        """The rows in the memory of a device; a copy stays for the other layers."""
+        if self._there.device != device:
+            self._there = self.rows.to(device)
+        return self._there
+
     def write(self, plane: torch.Tensor, states: torch.Tensor) -> None:
         """Put [1, heads, S, dim] into their rows of a plane [1, heads, capacity, dim], or compare them."""
+        rows = self.rows_on(plane.device)
         if self.compared is not None:
-            self.compared.add(plane.index_select(2, self.rows), states)
+            self.compared.add(plane.index_select(2, rows), states)
         else:
-            plane.index_copy_(2, self.rows, states)
+            plane.index_copy_(2, rows, states)
 
 
 # A model calls its caches and masks without saying for which forward, on the thread that runs the forward.
@@ -144,7 +152,7 @@ def by_position(scatter: Scatter, allowed: Callable[..., Any]) -> Callable[..., 
     """transformers' mask function, called with a token's position in place of the token's number."""
 
     def positioned(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        found = allowed(batch, head, scatter.rows[query], key)
-        return found if scatter.seen is None else found & scatter.seen[key]
+        found = allowed(batch, head, scatter.rows_on(query.device)[query], key)
+        return found if scatter.seen is None else found & scatter.seen.to(key.device)[key]
 
     return positioned

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ctxreuse.cuda import Launcher
 from ctxreuse.dtypes import KERNEL_NAMES, VALUES
 from ctxreuse.engines.torch_hf.chunks.scatter import active
+from ctxreuse.engines.torch_hf.inplace.device import DeviceAttention, lies_on_device
 from ctxreuse.errors import EngineError
 from ctxreuse.kernels.attention import Plane
 from ctxreuse.reuse.inplace import InPlaceRuns, ScoreOptions
@@ -35,6 +38,7 @@ def plane_of(tensor: torch.Tensor) -> Plane:
     """K or V [1, heads, tokens, dim] as the kernels read it, over the same memory."""
     name = str(tensor.dtype).removeprefix("torch.")
     kind = VALUES[name]
+    tensor = tensor.cpu()
     bits = tensor[0] if kind is not np.uint16 else tensor[0].view(torch.int16)
     return Plane(KERNEL_NAMES[name], bits.numpy().view(kind))
 
@@ -65,11 +69,18 @@ class InPlaceCall:
             last = int(self._positions[-1]) + 1
             if int((mask[0, 0, -1] == 0).sum()) != min(last, window or last):
                 raise EngineError("the model masks tokens in a way that attached runs cannot be read with")
-        q = np.ascontiguousarray(query[0].float().numpy())
-        own = plane_of(self._k), plane_of(self._v)
         scores = ScoreOptions(scale, window, softcap)
-        found = layer.runs.attend(layer.index, q, self._positions, *own, layer.rotary, scores)
-        return torch.from_numpy(found.o).transpose(0, 1)[None].to(query.dtype).contiguous()
+        if layer.launcher is not None and lies_on_device(
+            layer.launcher, layer.runs.seen_rows(layer.index, self._positions, window)
+        ):
+            there = self._k[0], self._v[0]
+            o = layer.on_device.attend(layer.runs, layer.index, query[0], self._positions, there, layer.rotary, scores)
+        else:
+            q = np.ascontiguousarray(query[0].float().cpu().numpy())
+            own = plane_of(self._k), plane_of(self._v)
+            found = layer.runs.attend(layer.index, q, self._positions, *own, layer.rotary, scores)
+            o = torch.from_numpy(found.o)
+        return o.transpose(0, 1)[None].to(query.device, query.dtype).contiguous()
 
 
 def call_of(key: torch.Tensor) -> InPlaceCall | None:
@@ -81,9 +92,16 @@ def call_of(key: torch.Tensor) -> InPlaceCall | None:
 class InPlaceLayer:
     """A layer's attached runs beside its own memory. ``n``: positions that it has."""
 
-    def __init__(self, runs: InPlaceRuns, index: int, rotary: Rotary, n: int) -> None:
-        self.runs, self.index, self.rotary, self.n = runs, index, rotary, n
+    def __init__(self, runs: InPlaceRuns, index: int, rotary: Rotary, n: int, launcher: Launcher | None = None) -> None:
+        """``launcher``: of the device that the layer's own memory is on."""
+        self.runs, self.index, self.rotary, self.n, self.launcher = runs, index, rotary, n, launcher
         self.pending = False
+
+    @cached_property
+    def on_device(self) -> DeviceAttention:
+        """Attention where the rows lie."""
+        assert self.launcher is not None
+        return DeviceAttention(self.launcher)
 
     def restart(self, n: int) -> None:
         """The context has ``n`` positions now, and no forward is in flight."""
@@ -111,6 +129,7 @@ class InPlaceLayer:
         rows = torch.from_numpy(self.runs.allocate(positions))
         if self.runs.rows > k.shape[2]:
             raise EngineError(f"no room for {count} more tokens", fix="Give new_context() a reserve for all of them")
+        rows = rows.to(k.device)
         k.index_copy_(2, rows, keys)
         v.index_copy_(2, rows, values)
         own.resize(self.runs.rows)

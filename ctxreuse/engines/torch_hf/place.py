@@ -1,0 +1,133 @@
+"""Where a model computes: in the host's memory, or in a device's, with copies and kernels between the two."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ctxreuse.codec import CodecProfile
+from ctxreuse.cuda import DeviceProfile, Launcher, missing, open_device
+from ctxreuse.errors import ConfigError, EngineError
+
+__all__ = ["HOST", "Place", "device_errors", "device_of", "kernel_stream"]
+
+
+class Place:
+    """The memory in which weights, K and V of one model lie. Any thread may use it.
+
+    Attributes:
+        device: torch's device.
+        apart: numpy cannot see that memory; what goes in or out is copied through the host's.
+        launcher: runs the project's CUDA kernels there; None: blocks are decoded on the host, and then copied.
+    """
+
+    def __init__(self, device: torch.device, *, apart: bool, launcher: Launcher | None = None) -> None:
+        self.device, self.apart, self.launcher = device, apart, launcher
+        self._profiles: dict[tuple[int, str, str], tuple[CodecProfile, DeviceProfile | None]] = {}
+        self._streams = threading.local()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Place:
+        """The memory of a device of torch; its kernels where CuPy is installed."""
+        if device.type == "cpu":
+            return HOST
+        launcher = open_device() if device.type == "cuda" and not missing() else None
+        return cls(device, apart=True, launcher=launcher)
+
+    @property
+    def pinned(self) -> bool:
+        """True if copies are faster from memory that the system cannot move."""
+        return self.device.type == "cuda"
+
+    def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for ``count`` numbers on their way; torch keeps and reuses it."""
+        return torch.empty(count, dtype=dtype, pin_memory=self.pinned)
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Copies and kernels of this thread inside run beside the model's; they are done when the block ends."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = getattr(self._streams, "own", None)
+        if stream is None:
+            stream = self._streams.own = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream), kernel_stream(self.device, self.launcher):
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+    def profile(self, profile: CodecProfile, level: str, dtype: str) -> DeviceProfile | None:
+        """One level of a codec profile on the device; None if its kernels cannot do that one."""
+        if self.launcher is None:
+            return None
+        key = id(profile), level, dtype
+        if key not in self._profiles:
+            try:
+                made = DeviceProfile(self.launcher, profile, level, dtype)
+            except ValueError:
+                made = None
+            self._profiles[key] = profile, made  # which keeps the id
+        return self._profiles[key][1]
+
+
+#: What torch raises once a device does not answer any more; versions before 2.8 have no name for it.
+_LOST = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+
+HOST = Place(torch.device("cpu"), apart=False)
+"""The host's memory."""
+
+
+class _Stream:
+    """A stream of torch as CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """The version of the protocol, and the stream."""
+        return 0, self._handle
+
+
+@contextmanager
+def kernel_stream(device: torch.device, launcher: Launcher | None) -> Iterator[None]:
+    """The project's kernels inside are queued where torch's are, on this thread."""
+    if launcher is None or device.type != "cuda":
+        yield
+        return
+    with launcher.xp.cuda.Stream.from_external(_Stream(torch.cuda.current_stream(device).cuda_stream)):
+        yield
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a setting names. Raises ConfigError if torch has none of that name here."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"torch cannot compute on {name!r}: {reason}",
+            where="engine.device",
+            fix="Use cpu; cuda needs an NVIDIA GPU, its driver, and a torch that is built with CUDA",
+        ) from error
+    return device
+
+
+@contextmanager
+def device_errors(place: Place) -> Iterator[None]:
+    """Device memory that runs out inside is an EngineError, and a device that is lost says so."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise EngineError(
+            f"no memory left on {place.device}: {str(error).splitlines()[0]}",
+            fix="Wait for other contexts, shorten this one, or lower context_cache_bytes",
+        ) from error
+    except _LOST as error:
+        raise EngineError(f"{place.device} failed: {str(error).splitlines()[0]}", fix="Start again") from error

@@ -82,7 +82,7 @@ def checkout() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processor, NVIDIA GPU if there is one, cores, memory, system, versions, kernels in use, load by others."""
+    """What the figures depend on: processor, GPU, cores, memory, system, versions, kernels in use, load by others."""
     import psutil
 
     from ctxreuse import kernels

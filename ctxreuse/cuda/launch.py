@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import ctxreuse
 from ctxreuse.errors import ConfigError
 
 __all__ = ["FILES", "INSTALL", "Launcher", "missing", "open_device", "text_folder"]
@@ -60,7 +59,8 @@ class Launcher(Protocol):
 
 def text_folder() -> Path:
     """The folder of the kernels' text, as installed. ConfigError where the build left it out."""
-    for base in ctxreuse.__path__:
+    spec = find_spec("ctxreuse")
+    for base in spec.submodule_search_locations or () if spec is not None else ():
         folder = Path(base) / "cuda" / "text"
         if folder.is_dir():
             return folder

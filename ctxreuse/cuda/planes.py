@@ -93,7 +93,7 @@ class Decoding:
         coded: Sequence[CodedPlane],
         cells: npt.NDArray[np.void],
         planes: npt.NDArray[np.void],
-        bodies: npt.NDArray[np.uint8],
+        bodies: Any,
         kept: list[Any],
     ) -> Decoding:
         """Return the launch of these CELL and PLANE records, which are right; ``coded`` names their planes."""
@@ -102,9 +102,7 @@ class Decoding:
         self._lay_out(cells, planes, bodies)
         return self
 
-    def _lay_out(
-        self, cells: npt.NDArray[np.void], planes: npt.NDArray[np.void], bodies: npt.NDArray[np.uint8]
-    ) -> None:
+    def _lay_out(self, cells: npt.NDArray[np.void], planes: npt.NDArray[np.void], bodies: Any) -> None:
         profile, xp = self._profile, self._profile.launcher.xp
         self._cells = cells
         self._status = xp.zeros(len(cells), np.uint32)

@@ -16,6 +16,7 @@ from ctxreuse.cuda.cells import ENTRY
 from ctxreuse.cuda.layout import CELL, PLANE
 from ctxreuse.cuda.planes import CodedPlane, Decoding, Pages, angles_on, paged
 from ctxreuse.cuda.profile import DeviceProfile
+from ctxreuse.dtypes import VALUES
 from ctxreuse.errors import FormatError
 
 __all__ = ["BlockRun", "RunDecoder"]
@@ -27,7 +28,8 @@ class BlockRun(NamedTuple):
     """One plane of blocks that follow each other, and where it goes.
 
     Attributes:
-        streams: the plane's bytes in each block.
+        starts: where the plane's bytes of each block begin in the data, int64 [blocks].
+        sizes: how many there are, int64 [blocks].
         tokens: how many tokens each has.
         memory: [1, heads, capacity, dim] on the device, of whole numbers of the type's size.
         row: the first row.
@@ -36,7 +38,8 @@ class BlockRun(NamedTuple):
 
     layer: int
     role: str
-    streams: Sequence[memoryview]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
     tokens: Sequence[int]
     memory: Any
     row: int
@@ -50,25 +53,28 @@ class RunDecoder:
         self.profile = profile
         self._angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
 
-    def decode(self, runs: Sequence[BlockRun], dtype: str) -> None:
-        """Decode them in one launch, and wait. Raises FormatError for bytes, ValueError for memory."""
+    def decode(self, runs: Sequence[BlockRun], data: npt.NDArray[np.uint8], there: Any, dtype: str) -> None:
+        """Decode them in one launch, and wait.
+
+        Args:
+            runs: what to decode.
+            data: the bytes of all their streams, on the host.
+            there: the same on the device.
+            dtype: the type of the model space.
+
+        Raises FormatError for bytes, ValueError for memory.
+        """
         profile, xp = self.profile, self.profile.launcher.xp
         rows, planes, names = [np.zeros(0, CELL)], np.zeros(len(runs), PLANE), []
         kept: list[Any] = []
-        angles, at = dict(self._angles), 0
+        angles = dict(self._angles)
         for number, run in enumerate(runs):
             where = f"layer {run.layer} {run.role}"
             plane, total = profile.number(run.layer, run.role), sum(run.tokens)
-            cells = _cells(profile, plane, run, where)
-            cells["data"] += at
+            cells = _cells(profile, plane, run, data, where)
             cells["plane"] = number
-            at += sum(map(len, run.streams))
             rows.append(cells)
-            memory = xp.from_dlpack(run.memory) if not isinstance(run.memory, xp.ndarray) else run.memory
-            if dtype == "bfloat16":
-                memory = memory.view(np.uint16)
-            elif memory.dtype.kind != "f":
-                memory = memory.view(np.dtype(dtype))
+            memory = run.memory.view(VALUES[dtype])
             pages = Pages(memory, dtype, xp.zeros(1, np.int32))
             kept += [memory, pages.table]
             planes[number] = paged(profile, profile.profile.planes[plane], pages, run.row, total, kept, where)
@@ -78,53 +84,45 @@ class RunDecoder:
                 planes[field][number] = value
             names.append(CodedPlane(run.layer, run.role, b"", pages))
         self._angles = angles
-        bodies = np.empty(at, np.uint8)
-        at = 0
-        for run in runs:
-            for stream in run.streams:
-                bodies[at : at + len(stream)] = np.frombuffer(stream, np.uint8)
-                at += len(stream)
-        decoding = Decoding.of(profile, names, np.concatenate(rows), planes, bodies, [*kept, *angles.values()])
+        decoding = Decoding.of(profile, names, np.concatenate(rows), planes, there, [*kept, *angles.values()])
         decoding.launch()
         decoding.finish()
 
 
-def _cells(profile: DeviceProfile, plane: int, run: BlockRun, where: str) -> npt.NDArray[np.void]:
-    """The CELL records of all streams of a run, `data` counted from the first of its bytes."""
-    if not run.streams:
+def _cells(
+    profile: DeviceProfile, plane: int, run: BlockRun, data: npt.NDArray[np.uint8], where: str
+) -> npt.NDArray[np.void]:
+    """The CELL records of all streams of a run."""
+    if not len(run.sizes):
         return np.zeros(0, CELL)
-    ends = np.cumsum([len(stream) for stream in run.streams])
-    firsts, out = np.cumsum([0, *run.tokens[:-1]]), []
-    for first, last in _alike(run.tokens):
-        out.append(_equal(profile, plane, run, first, last, firsts, ends, where))
-    return np.concatenate(out)
+    firsts = np.cumsum([0, *run.tokens[:-1]])
+    return np.concatenate([_equal(profile, plane, run, data, part, firsts, where) for part in _alike(run.tokens)])
 
 
-def _alike(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs (first, last) of neighbours of one number of tokens."""
+def _alike(tokens: Sequence[int]) -> list[slice]:
+    """Runs of neighbours of one number of tokens."""
     cuts = [i for i in range(len(tokens)) if i == 0 or tokens[i] != tokens[i - 1]]
-    return list(zip(cuts, [*cuts[1:], len(tokens)]))
+    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(tokens)])]
 
 
 def _equal(
     profile: DeviceProfile,
     plane: int,
     run: BlockRun,
-    first: int,
-    last: int,
+    data: npt.NDArray[np.uint8],
+    part: slice,
     firsts: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
     where: str,
 ) -> npt.NDArray[np.void]:
-    """The cells of streams ``first`` to ``last``, which have the same number of tokens."""
-    tokens, blocks, group = run.tokens[first], last - first, profile.profile.first_group[plane]
+    """The cells of some streams that have the same number of tokens."""
+    tokens, group = run.tokens[part.start], profile.profile.first_group[plane]
     groups = profile.book_groups[group : group + len(profile.profile.planes[plane].groups)]
     count = -(-tokens // 64) * len(groups)
     size = _HEAD + ENTRY.itemsize * count
-    streams = run.streams[first:last]
-    if not 0 < tokens < 1 << 16 or any(len(stream) < size for stream in streams):
+    starts, sizes = run.starts[part], run.sizes[part]
+    if not 0 < tokens < 1 << 16 or (sizes < size).any():
         raise FormatError("corrupt stream: too short for its tokens", where=where)
-    heads = np.frombuffer(b"".join(stream[:size] for stream in streams), np.uint8).reshape(blocks, size)
+    heads = data[starts[:, None] + np.arange(size)]
     wanted = bytes([1, profile.level, 0, 0]) + tokens.to_bytes(2, "little") + count.to_bytes(2, "little")
     if (heads[:, :_HEAD] != np.frombuffer(wanted, np.uint8)).any():
         raise FormatError(f"corrupt stream: no head of this level and {tokens} tokens", where=where)
@@ -142,14 +140,13 @@ def _equal(
         + np.bitwise_count(entries["raw"]).astype(np.int64) * of["channels"] * (4 if profile.raw_type == 0 else 2)
     )
     stops = size + np.cumsum(lengths, 1)
-    sizes = np.array([len(stream) for stream in streams])
     if (stops[:, -1] != sizes).any():
         raise FormatError("corrupt stream: its cells do not end where it does", where=where)
-    cells = np.zeros((blocks, count), CELL)
-    cells["data"] = stops - lengths + (ends[first:last] - sizes)[:, None]
-    for field, name in (("raw", "raw"), ("bytes", "bytes"), ("escapes", "escapes")):
-        cells[field] = entries[name]
+    cells = np.zeros((len(sizes), count), CELL)
+    cells["data"] = stops - lengths + starts[:, None]
+    for name in ("raw", "bytes", "escapes"):
+        cells[name] = entries[name]
     cells["group"] = cells["base"] = group + index % len(groups)
-    cells["first"] = firsts[first:last, None] + index // len(groups) * 64
+    cells["first"] = firsts[part, None] + index // len(groups) * 64
     cells["tokens"] = here
     return cells.reshape(-1)

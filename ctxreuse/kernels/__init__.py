@@ -22,7 +22,7 @@ extension is not built, or CTXREUSE_KERNELS names a table that this machine cann
 
 from __future__ import annotations
 
-from ctxreuse.kernels.copy import advise_hugepages, copy_box, scatter_checked
+from ctxreuse.kernels.copy import advise_hugepages, copy_box, gather_checked, scatter_checked
 from ctxreuse.kernels.dispatch import active, available, use
 from ctxreuse.kernels.klt import KltGroup, KltPlane, KltPlanes, Source, StreamError, WholeNumbers, klt_name
 from ctxreuse.kernels.lossless import lossless_bound, lossless_decode, lossless_encode
@@ -56,6 +56,7 @@ __all__ = [
     "advise_hugepages",
     "available",
     "copy_box",
+    "gather_checked",
     "klt_name",
     "lossless_bound",
     "lossless_decode",

@@ -102,10 +102,11 @@ class Plane(NamedTuple):
 
     def on_host(self) -> Plane:
         """The plane, copied to the host's memory if a device has it."""
-        if isinstance(self.data, np.ndarray):
-            return self
+        data: Any = self.data
         scales: Any = self.scales
-        return Plane(self.format, self.data.get(), None if scales is None else scales.get())
+        if isinstance(data, np.ndarray):
+            return self
+        return Plane(self.format, data.get(), None if scales is None else scales.get())
 
     def rows(self, first: int, last: int) -> Plane:
         """Rows first..last of it as a view."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ctxreuse.kernels.base import LONG_HASH, dense, dtype_code, hash_matches, item_bytes
 from ctxreuse.kernels.dispatch import native
@@ -13,7 +14,7 @@ from ctxreuse.kernels.dispatch import native
 if TYPE_CHECKING:
     from ctxreuse._native import Memory
 
-__all__ = ["advise_hugepages", "copy_box", "scatter_checked"]
+__all__ = ["advise_hugepages", "copy_box", "gather_checked", "scatter_checked"]
 
 _NO_ANGLES: Final = np.zeros(0, np.float32)
 
@@ -57,6 +58,32 @@ def scatter_checked(
         box = src, of, at, (count * dim, dim, 1), (heads, count, dim)
         native.rope_shift(dst, to, row, dst_strides, *box, _NO_ANGLES, _NO_ANGLES, False)
         row += count * dst_strides[1] * item_bytes(to)
+    return -1
+
+
+def gather_checked(to: Memory, of: Memory, spans: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint64]) -> int:
+    """Copy spans of a buffer one behind another to another one, comparing their XXH3-64.
+
+    Args:
+        to: bytes, writable, at least as many as the spans have.
+        of: the bytes that they are spans of.
+        spans: byte offset and size of each, int64 [n, 2].
+        checksums: uint64 [n].
+
+    Returns the index of the first that differs, or -1; what was written before it stays. Memory is read once.
+    """
+    spans, checksums = np.ascontiguousarray(spans, np.int64), np.ascontiguousarray(checksums, np.uint64)
+    if not (spans[:, 1] < LONG_HASH).any():
+        return native.gather_checked(to, of, spans, checksums)
+    out, data, at = memoryview(to).cast("B"), memoryview(of).cast("B"), 0  # type: ignore[arg-type]
+    low, high = spans[:, 0].min(), (spans[:, 0] + spans[:, 1]).max()
+    if spans.min() < 0 or low < 0 or high > len(data) or spans[:, 1].sum() > len(out) or len(spans) != len(checksums):
+        raise ValueError(f"spans: do not fit {len(data)} bytes, {len(out)} there and {len(checksums)} checksums")
+    for i, ((first, size), checksum) in enumerate(zip(spans.tolist(), checksums.tolist(), strict=True)):
+        if not hash_matches(of, first, size, checksum):
+            return i
+        out[at : at + size] = data[first : first + size]
+        at += size
     return -1
 
 

@@ -27,6 +27,7 @@ int sizes_of(PyObject *obj, const char *what, int inner, size_t out[3]);
 int dtype_of(PyObject *obj, const char *what, ctx_dtype *out);
 /* A number that is finite as a float. */
 int float_of(PyObject *obj, const char *what, float *out);
+enum { LONG_HASH = 241 /* bytes that the kernel of XXH3-64 takes at least */ };
 /* The XXH3-64 of `bytes` bytes, of which there must be enough for the kernel. */
 int checksum_of(PyObject *obj, size_t bytes, const char *what, uint64_t *out);
 

@@ -123,6 +123,38 @@ static PyObject *scatter_checked(PyObject *module, PyObject *const *args, Py_ssi
     return result;
 }
 
+/* (to, from, spans, checksums) -> index of the first span whose XXH3-64 differs, or -1 */
+static PyObject *gather_checked(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    const ctx_kernels *k = table();
+    held h = {0};
+    const region *to, *from, *spans, *sums;
+    PyObject *result = NULL;
+    (void)module;
+    if (!k || arity(nargs, 4, "gather_checked") < 0) return NULL;
+    if ((to = hold_numbers(&h, args[0], 1, 1, "to")) && (from = hold_numbers(&h, args[1], 0, 1, "from")) &&
+        (spans = hold_numbers(&h, args[2], 0, sizeof(int64_t), "spans")) &&
+        (sums = hold_numbers(&h, args[3], 0, sizeof(uint64_t), "checksums"))) {
+        const int64_t(*const span)[2] = spans->view.buf;
+        const size_t n = spans->bytes / sizeof *span;
+        size_t total = 0, bad = 0;
+        int fits = spans->bytes % sizeof *span == 0 && sums->bytes == n * sizeof(uint64_t);
+        for (size_t i = 0; fits && i < n; i++) {
+            const int64_t first = span[i][0], bytes = span[i][1];
+            fits = first >= 0 && bytes >= LONG_HASH && (size_t)first <= from->bytes && (size_t)bytes <= from->bytes - (size_t)first;
+            total += (size_t)bytes;
+        }
+        if (!fits || total > to->bytes) {
+            PyErr_Format(PyExc_ValueError, "spans: do not fit %zu bytes, %zu there and %zu checksums", from->bytes, to->bytes,
+                         sums->bytes / sizeof(uint64_t));
+        } else {
+            MOVE(total, bad = ctx_gather_checked(k, to->view.buf, from->view.buf, span, sums->view.buf, n));
+            result = PyLong_FromSsize_t(bad == n ? -1 : (Py_ssize_t)bad);
+        }
+    }
+    release(&h);
+    return result;
+}
+
 /* (buffer, populate) -> bytes advised */
 static PyObject *advise_hugepages(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     held h = {0};
@@ -143,6 +175,7 @@ static PyObject *advise_hugepages(PyObject *module, PyObject *const *args, Py_ss
 
 PyMethodDef box_methods[] = {
     FAST(scatter_checked),
+    FAST(gather_checked),
     FAST(rope_shift),
     FAST(advise_hugepages),
     {NULL, NULL, 0, NULL},

@@ -146,7 +146,7 @@ typedef struct places {
 } places;
 
 /* Of a plane: byte offset of its first row, three strides, and which angles turn it, -1 for none. */
-enum { LONG_HASH = 241 /* bytes that the kernel takes at least */ };
+
 enum { OFFSET, HEADS, ROWS, DIM, TURN, LAYOUT };
 
 static int64_t number_at(const uint8_t *numbers, size_t i) {

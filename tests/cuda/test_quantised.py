@@ -1,4 +1,4 @@
-"""Planes quantised by the functions of a device's arrays are those of the CPU, bit for bit; and so is what they stand for."""
+"""Planes quantised by a device's array functions, and what they stand for, are the CPU's bit for bit."""
 
 from __future__ import annotations
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -25,6 +27,8 @@ NAME = "ctxreuse_gqa"
 
 # What changes the scores; such layers go through transformers' own function.
 _SPECIAL = ("position_bias", "softcap", "cache", "s_aux")
+#: Without cuDNN's, which makes a plan for each number of keys: with each token of an answer for another one.
+_BACKENDS: Final = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _NAMES: Final = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -75,17 +79,18 @@ def attend(
         return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
     is_causal = kwargs.get("is_causal")
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=kwargs.get("dropout", 0.0),
-        scale=scaling,
-        # torch aligns is_causal at the top left; the mask is left out only where that is the same (no past, or S = 1).
-        is_causal=bool(wanted) and attention_mask is None and query.shape[2] > 1,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    with nullcontext() if query.is_cpu else sdpa_kernel(_BACKENDS):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=kwargs.get("dropout", 0.0),
+            scale=scaling,
+            # torch aligns is_causal at the top left; the mask is left out only where that is the same (no past, S = 1).
+            is_causal=bool(wanted) and attention_mask is None and query.shape[2] > 1,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -35,7 +35,8 @@ from ctxreuse.engines.text import HFText, TextModel
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Lease, forked
 from ctxreuse.engines.torch_hf.cache.blocks import fill_block, fill_layer, seal_state
-from ctxreuse.engines.torch_hf.cache.transfer import LayerLoad, StagedRows
+from ctxreuse.engines.torch_hf.cache.download import StagedRows
+from ctxreuse.engines.torch_hf.cache.upload import Upload
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.exits import TorchExits, check_exits
@@ -245,12 +246,17 @@ class TorchEngine:
             own.keep_snapshot(snapshot)
             own.provenance.mark_approximate(end, self._reach, snapshot.level)
         own.provenance.load(start, [(len(view.tokens), view.header.level) for view in views])
-        jobs = []
-        fill = LayerLoad(model.place, self.space.dtype).fill if model.place.apart else fill_layer
+        jobs: list[tuple[int, Callable[[], None]]] = []
+        lease, upload = own.lease, None
+        if lease is not None and model.place.apart:
+            upload = Upload(model.place, space.dtype, lease, start, views, ready, codec)
         for index, layer in own.arena_layers:
-            assert own.lease is not None
+            assert lease is not None
             layer.resize(end)
-            jobs.append((index, partial(fill, own.lease, start, views, index, ready, codec)))
+            if upload is not None:
+                jobs.append((index, partial(upload.fill, index)))
+            else:
+                jobs.append((index, partial(fill_layer, lease, start, views, index, ready, codec)))
         own.append(np.concatenate([view.tokens for view in views]))
         background = self._background
         if background is None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from ctxreuse.cuda import exit_scores
 from ctxreuse.engines.base import check_prompt
 from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
@@ -78,16 +79,16 @@ class LayerParts:
         """
         view = copy.copy(cache)
         view.layers = [cache.layers[start]] * start + cache.layers[start:]  # masks follow the first one's length
-        what = {"inputs_embeds": given[None]} if given.is_floating_point() else {"input_ids": given[None]}
-        out = self._part(start, stop)(
-            **what, position_ids=positions[None], past_key_values=view, use_cache=True
-        ).last_hidden_state
+        device = self._inner.device
+        given, at = given[None].to(device), positions[None].to(device)
+        what = {"inputs_embeds": given} if given.is_floating_point() else {"input_ids": given}
+        out = self._part(start, stop)(**what, position_ids=at, past_key_values=view, use_cache=True).last_hidden_state
         found: torch.Tensor = out[0]
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [n, vocab] of hidden states behind the last layer."""
-        found: torch.Tensor = self._head(hidden).float()
+        """Return float32 logits [n, vocab], in the host's memory, of hidden states behind the last layer."""
+        found: torch.Tensor = self._head(hidden).float().cpu()
         return found
 
     @inference
@@ -95,9 +96,8 @@ class LayerParts:
         """Models scale or cap what goes in and out in ways of their own; see that parts do what the whole does."""
         ids = torch.arange(1, 6) % module.get_input_embeddings().num_embeddings
         at, middle = torch.arange(len(ids)), self.count // 2
-        whole = (
-            module(input_ids=ids[None], position_ids=at[None], past_key_values=plain_cache(module)).logits[0].float()
-        )
+        given = {"input_ids": ids[None].to(module.device), "position_ids": at[None].to(module.device)}
+        whole = module(**given, past_key_values=plain_cache(module)).logits[0].float().cpu()
         cache = plain_cache(module)
         hidden = self.run(ids, at, cache, 0, middle)
         found = self.logits(self.run(hidden, at, cache, middle, self.count))
@@ -131,6 +131,8 @@ class TorchExits:
             raise EngineError("the exit profile has no ramps of this model", where=model.space.architecture)
         #: See `ExitEngine.ramps`.
         self.costs = tuple(self._cost(ramp) for ramp in profile.ramps)
+        #: Heads of ramps on the device, as float32: codes, scales, bias.
+        self._heads: dict[int, list[torch.Tensor]] = {}
         model.complete = self._complete
 
     def _cost(self, ramp: Ramp) -> RampCost:
@@ -215,10 +217,28 @@ class TorchExits:
         if not chosen:
             return
         ramp, hidden = self._ramps[number], torch.cat([lane.hidden for lane in lanes])[chosen]
-        tops = linear_top(root_mean_square(hidden).numpy(), ramp.head, torch.get_num_threads())
-        for at, top in zip(chosen, tops):
-            rows[at].scores[number] = float(top["best"]) - float(top["total"])  # the log of its probability
-            rows[at].tokens[number] = int(ramp.candidates[top["index"]])
+        given = root_mean_square(hidden)
+        if given.is_cpu:
+            tops = linear_top(given.numpy(), ramp.head, torch.get_num_threads())
+            found = zip((tops["best"] - tops["total"]).tolist(), tops["index"].tolist())
+        else:
+            found = zip(*self._on_device(number, given))
+        for at, (sure, index) in zip(chosen, found):
+            rows[at].scores[number] = sure  # the log of its probability
+            rows[at].tokens[number] = int(ramp.candidates[index])
+
+    def _on_device(self, number: int, given: torch.Tensor) -> tuple[list[float], list[int]]:
+        """As `linear_top`, where the states lie: how sure each row is, and of which candidate."""
+        head = self._heads.get(number)
+        if head is None:
+            weights = self._ramps[number].head
+            parts = (weights.data, weights.scales, weights.bias)
+            head = self._heads[number] = [
+                torch.from_numpy(np.asarray(one, np.float32)).to(given.device) for one in parts
+            ]
+        logits = torch.nn.functional.linear(given, head[0]) * head[1] + head[2]
+        scores = exit_scores(logits)
+        return (scores[:, 0] - scores[:, 2]).tolist(), logits.argmax(-1).tolist()
 
 
 class _Lane:
@@ -292,9 +312,9 @@ class ExitStates:
         cache, hidden = plain_cache(self._module), []
         for start, stop in pairwise((0, *depths, self._parts.count)):
             given = self._parts.run(given, at, cache, start, stop)
-            hidden.append(root_mean_square(given).numpy())
+            hidden.append(root_mean_square(given).cpu().numpy())
         said = self._parts.logits(given).argmax(-1).numpy()
-        return HiddenStates(hidden[:-1], given.float().numpy(), said)
+        return HiddenStates(hidden[:-1], given.float().cpu().numpy(), said)
 
     @inference
     def head_rows(self, tokens: Tokens) -> npt.NDArray[np.float32]:
@@ -302,7 +322,7 @@ class ExitStates:
         weight = self._module.get_output_embeddings().weight
         if not weight.numel():
             raise EngineError("the model's weights are int8", fix="Calibrate it without int8_weights")
-        found: npt.NDArray[np.float32] = weight[torch.from_numpy(tokens.astype(np.int64))].float().numpy()
+        found: npt.NDArray[np.float32] = weight[torch.from_numpy(tokens.astype(np.int64))].float().cpu().numpy()
         return found
 
 

@@ -22,10 +22,10 @@ from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Pool
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer, FullWindowLayer, WindowLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.devices import TorchDevice, device_errors, device_of
 from ctxreuse.engines.torch_hf.linears import install_linears
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
-from ctxreuse.engines.torch_hf.place import Place, device_errors, device_of
 from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache, weights_of
 from ctxreuse.engines.user_codec import UserCodec
 from ctxreuse.errors import ConfigError, CtxReuseError, EngineError, FormatError, LinkError
@@ -98,7 +98,7 @@ class Forward:
                 fix="Causal language models with transformers' Cache are supported",
             )
         places = {p.device for p in model.parameters()} or {torch.device("cpu")}
-        if len(places) > 1:
+        if len(places) > 1 or torch.device("meta") in places:
             found = ", ".join(sorted(map(str, places)))
             raise EngineError(f"the model is on {found}", fix="Move it to one device: model.to('cuda')")
         self._model = model
@@ -112,7 +112,8 @@ class Forward:
     def call(self, ids: torch.Tensor, at: int, cache: DynamicCache, rows: int = 1) -> torch.Tensor:
         """Run int64 ids [S] from position ``at`` on; the cache grows by them. Call inside `torch.inference_mode`.
 
-        Returns, in the host's memory as all of these do, the logits after the last token, [vocab], or after the last ``rows``, [rows, vocab].
+        Returns the logits after the last token, [vocab], or after the last ``rows``, [rows, vocab]; as all of these do,
+        in the host's memory.
         """
         return self._run(ids[None], torch.arange(at, at + len(ids))[None], cache, rows)
 
@@ -165,7 +166,7 @@ class ModelOptions(TypedDict, total=False):
     attention: str | None
     full_kv_for_windows: bool
     int8_weights: bool
-    place: Place | None
+    place: TorchDevice | None
 
 
 class TorchModel(UserCodec):
@@ -191,7 +192,7 @@ class TorchModel(UserCodec):
         attention: str | None = None,
         full_kv_for_windows: bool = False,
         int8_weights: bool = False,
-        place: Place | None = None,
+        place: TorchDevice | None = None,
     ) -> None:
         """See `ModelOptions`. Raises ConfigError for impossible amounts."""
         if chunk < 1 or reserve < 0:
@@ -201,7 +202,7 @@ class TorchModel(UserCodec):
         self.forward = Forward(module)
         self.module, self.chunk = module.eval(), chunk
         #: The memory that K and V are in.
-        self.place = Place.of(self.forward.device) if place is None else place
+        self.place = TorchDevice.of(self.forward.device) if place is None else place
         self._full_windows = full_kv_for_windows
         self._packs: bool | None = None
         name = install(module, attention)

@@ -73,8 +73,10 @@ def packed_keys(key: torch.Tensor) -> PackedKeys | None:
 
 
 def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask [1, 1, queries, keys], of the type and place of another tensor, of the last tokens; None: all of ``keys`` are seen, or
-    torch's own causal mask is right."""
+    """The additive mask [1, 1, queries, keys] of a context's last tokens, of the type and device of another tensor.
+
+    None: all of ``keys`` are seen, or torch's own causal mask is right.
+    """
     if queries == 1 or (queries == keys and (window is None or keys <= window)):
         return None
     at = torch.arange(keys - queries, keys, device=like.device)[:, None]

@@ -149,7 +149,7 @@ class InPlaceRuns:
         return rows[rows >= 0]
 
     def rows_at(self, positions: Positions) -> Positions:
-        """The rows of own memory that hold these positions, -1 where there is none; positions may lie beyond all that was computed."""
+        """The rows of own memory that hold these positions, which may lie beyond all that was computed; -1: none."""
         known = np.full(len(positions), -1, np.int64)
         inside = positions < len(self._row_of)
         known[inside] = self._row_of[positions[inside]]

@@ -10,8 +10,8 @@ import weakref
 import torch
 
 from ctxreuse import kernels
+from ctxreuse.engines.torch_hf.devices import HOST, TorchDevice, device_errors
 from ctxreuse.engines.torch_hf.modes import normal
-from ctxreuse.engines.torch_hf.place import HOST, Place, device_errors
 from ctxreuse.errors import EngineError
 
 __all__ = ["Arena", "Lease", "Pool", "SharedRows", "forked"]
@@ -41,7 +41,7 @@ class Arena:
     # Made when memory is needed, maybe in the middle of a forward: it must be writable outside of inference mode too.
     @normal
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, capacity: int, file: SharedRows | None = None, place: Place = HOST
+        self, shape: Shape, dtype: torch.dtype, capacity: int, file: SharedRows | None = None, place: TorchDevice = HOST
     ) -> None:
         """``file``: what it holds at first; written pages become its own. None: anything."""
         self.capacity, self.shape, self.dtype, self.place = capacity, shape, dtype, place
@@ -58,10 +58,10 @@ class Arena:
             self._memory = _map(total) if file is None else file.map(total)
         self.k: dict[int, torch.Tensor] = {}
         self.v: dict[int, torch.Tensor] = {}
-        place = iter(zip(starts, sizes))
+        room = iter(zip(starts, sizes))
         for layer, heads, k_dim, v_dim in shape:
             for role, width in ((self.k, k_dim), (self.v, v_dim)):
-                at, size = next(place)
+                at, size = next(room)
                 role[layer] = self._memory[at : at + size].view(dtype).view(1, heads, capacity, width)
 
     def populate(self) -> None:
@@ -149,7 +149,7 @@ class Pool:
     At most ``keep`` bytes stay; what goes beyond is given back to the system, the smallest arena first.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int = 256 << 20, place: Place = HOST) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int = 256 << 20, place: TorchDevice = HOST) -> None:
         self._shape, self._dtype, self._keep, self.place = shape, dtype, keep, place
         self._free: list[Arena] = []
         # Re-entrant: a finalizer may run put() on a thread that is inside lease().

@@ -19,19 +19,28 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["bits", "fill_block", "fill_layer", "seal_state"]
+__all__ = ["as_integers", "bits", "bits_of", "fill_block", "fill_layer", "seal_state"]
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def bits(plane: torch.Tensor) -> Bits:
-    """An arena plane [1, heads, capacity, dim] as whole numbers [heads, capacity, dim] over the same memory.
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as whole numbers over the same memory: what other libraries know of all types."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """A tensor in the host's memory as unsigned numbers over the same memory.
 
     Numbers are copied as bits: a copy through float types could quieten a NaN, and numpy has no bfloat16.
     """
-    size = plane.dtype.itemsize
-    array: Bits = plane[0].view(_INTEGERS[size]).numpy()
-    return array.view(UNSIGNED[size])
+    array: Bits = as_integers(tensor).numpy()
+    return array.view(UNSIGNED[array.itemsize])
+
+
+def bits(plane: torch.Tensor) -> Bits:
+    """An arena plane [1, heads, capacity, dim] as whole numbers [heads, capacity, dim] over the same memory."""
+    return bits_of(plane[0])
 
 
 def fill_layer(

@@ -19,7 +19,7 @@ from ctxreuse.engines.chunks import BlockRows, CompressedFormat, Relocation, Rol
 from ctxreuse.engines.torch_hf.attention import NAME
 from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
-from ctxreuse.engines.torch_hf.cache.transfer import relocate_rows
+from ctxreuse.engines.torch_hf.cache.upload import relocate_rows
 from ctxreuse.engines.torch_hf.chunks import rotary
 from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
 from ctxreuse.engines.torch_hf.chunks.insert import fill_rows

@@ -11,8 +11,8 @@ import torch
 from ctxreuse.cuda.quantised import expand_plane, quantise_plane
 from ctxreuse.engines.chunks import CompressedFormat, Role
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.devices import kernel_stream
 from ctxreuse.engines.torch_hf.inplace.device import DIMS
-from ctxreuse.engines.torch_hf.place import kernel_stream
 from ctxreuse.errors import EngineError
 from ctxreuse.kernels.attention import GROUP, Plane, quantise
 from ctxreuse.reuse.inplace import AttachedRun, PinnedRun, Slab
@@ -43,7 +43,7 @@ def compress(context: TorchContext, format: CompressedFormat, rotaries: Mapping[
     if start < context.n:
         positions = np.arange(start, context.n)
         slabs = {}
-        for index, layer in layers.items():
+        for index in layers:
             k, v = (_quantised(context, index, role, positions, format) for role in ("k", "v"))
             slabs[index] = (Slab(k, v, 0, len(positions)),)
         run = PinnedRun(context.tokens[start:].copy(), start, slabs, format)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ctxreuse.cuda import ChunkAttention, DevicePart, Launcher
-from ctxreuse.engines.torch_hf.place import kernel_stream
+from ctxreuse.engines.torch_hf.devices import kernel_stream
 from ctxreuse.reuse.inplace import CodedSlab, InPlaceRuns, ScoreOptions
 from ctxreuse.reuse.inplace.runs import SeenRows
 from ctxreuse.rope import Rotary
@@ -111,9 +111,9 @@ def _own(
     """Attention of q float32 [H, S, D] over the rows of own memory, and its log-sum-exp [H, S]."""
     k, v = (plane[:, : runs.rows].float() for plane in own)
     heads, (total, queries, dim) = k.shape[0], q.shape
-    asked = q.view(heads, total // heads * queries, dim)
+    grouped = q.view(heads, total // heads * queries, dim)
     scale = dim**-0.5 if scores.scale is None else scores.scale
-    found = torch.bmm(asked, k.transpose(1, 2)) * scale
+    found = torch.bmm(grouped, k.transpose(1, 2)) * scale
     if scores.softcap is not None:
         found = scores.softcap * torch.tanh(found / scores.softcap)
     seen: Any = runs.own_seen(positions, scores.window)

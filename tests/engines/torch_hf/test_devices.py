@@ -1,9 +1,9 @@
-"""Memory that numpy cannot see: the contracts through staged copies, and through the CUDA kernels as this CPU runs them."""
+"""Memory that numpy cannot see: contracts through staged copies, and the CUDA kernels as this CPU runs them."""
 
 import pytest
 import torch
 
-from ctxreuse.engines.torch_hf.place import Place
+from ctxreuse.engines.torch_hf.devices import TorchDevice
 from ctxreuse.testing.engine import EngineContract
 from ctxreuse.testing.engine.chunks import EngineChunksContract
 from ctxreuse.testing.engine.compressed import EngineCompressionContract
@@ -19,14 +19,14 @@ class TestStaged(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, request, engine_of):
-        return engine_of(request.param, place=Place(CPU, apart=True))
+        return engine_of(request.param, place=TorchDevice(CPU, apart=True))
 
 
 class TestStagedChunks(EngineChunksContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, engine_of):
-        return engine_of("llama", place=Place(CPU, apart=True))
+        return engine_of("llama", place=TorchDevice(CPU, apart=True))
 
 
 @pytest.mark.build("shim")
@@ -34,7 +34,7 @@ class TestDecodedByKernels(EngineLevelsContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, engine_of):
-        return engine_of("llama", place=Place(CPU, apart=True, launcher=Shim(native_builds.shim())))
+        return engine_of("llama", place=TorchDevice(CPU, apart=True, launcher=Shim(native_builds.shim())))
 
 
 @pytest.mark.build("shim")
@@ -42,4 +42,4 @@ class TestAttendedByKernels(EngineCompressionContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, engine_of):
-        return engine_of("llama64", place=Place(CPU, apart=True, launcher=Shim(native_builds.shim())))
+        return engine_of("llama64", place=TorchDevice(CPU, apart=True, launcher=Shim(native_builds.shim())))

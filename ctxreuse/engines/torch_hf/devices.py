@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,10 +13,10 @@ from ctxreuse.codec import CodecProfile
 from ctxreuse.cuda import DeviceProfile, Launcher, missing, open_device
 from ctxreuse.errors import ConfigError, EngineError
 
-__all__ = ["HOST", "Place", "device_errors", "device_of", "kernel_stream"]
+__all__ = ["HOST", "TorchDevice", "device_errors", "device_of", "kernel_stream"]
 
 
-class Place:
+class TorchDevice:
     """The memory in which weights, K and V of one model lie. Any thread may use it.
 
     Attributes:
@@ -30,7 +31,7 @@ class Place:
         self._streams = threading.local()
 
     @classmethod
-    def of(cls, device: torch.device) -> Place:
+    def of(cls, device: torch.device) -> TorchDevice:
         """The memory of a device of torch; its kernels where CuPy is installed."""
         if device.type == "cpu":
             return HOST
@@ -40,11 +41,16 @@ class Place:
     @property
     def pinned(self) -> bool:
         """True if copies are faster from memory that the system cannot move."""
-        return self.device.type == "cuda"
+        return bool(self.device.type == "cuda")
 
     def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for ``count`` numbers on their way; torch keeps and reuses it."""
         return torch.empty(count, dtype=dtype, pin_memory=self.pinned)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """A tensor of the device as the kernels' array module takes it, over the same memory."""
+        assert self.launcher is not None
+        return tensor.numpy() if tensor.is_cpu else self.launcher.xp.from_dlpack(tensor)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -78,7 +84,7 @@ class Place:
 #: What torch raises once a device does not answer any more; versions before 2.8 have no name for it.
 _LOST = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
-HOST = Place(torch.device("cpu"), apart=False)
+HOST = TorchDevice(torch.device("cpu"), apart=False)
 """The host's memory."""
 
 
@@ -119,7 +125,7 @@ def device_of(name: str) -> torch.device:
 
 
 @contextmanager
-def device_errors(place: Place) -> Iterator[None]:
+def device_errors(place: TorchDevice) -> Iterator[None]:
     """Device memory that runs out inside is an EngineError, and a device that is lost says so."""
     try:
         yield

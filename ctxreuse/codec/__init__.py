@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctxreuse.block.levels import LevelInfo, LevelName, parse_level
-from ctxreuse.codec.codec import Codec
+from ctxreuse.codec.codec import Codec, CodecDevice
 from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, PlaneProfile, ProfileLevel, model_digest
 from ctxreuse.codec.profile_bytes import profile_digest, read_profile, write_profile
 from ctxreuse.codec.profile_store import ProfileStore
@@ -11,6 +11,7 @@ from ctxreuse.codec.profile_store import ProfileStore
 __all__ = [
     "ChannelGroup",
     "Codec",
+    "CodecDevice",
     "CodecProfile",
     "Coding",
     "LevelInfo",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,19 @@ from ctxreuse.codec.profile_store import ProfileStore
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "CodecDevice"]
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class CodecDevice(Protocol):
+    """Encodes blocks elsewhere than on the CPU."""
+
+    def encode(
+        self, view: BlockView, profile: CodecProfile, level: str, dtype: str
+    ) -> dict[tuple[int, str], memoryview] | None:
+        """Return the coded planes of a raw block, those that the CPU gives; None if the CPU should encode it."""
+        ...
 
 
 class Codec:
@@ -54,6 +64,8 @@ class Codec:
         self.space, self.profiles = space, profiles
         self.digest = "" if profile is None else profile[0]
         self.profile = None if profile is None else profile[1]
+        #: Encodes blocks on a device where that is faster; None: the CPU encodes all.
+        self.device: CodecDevice | None = None
         self._coders: dict[str, _Coders] = {}
         self._packed = 0.75  # share of the raw bytes that "exact+rans" takes; follows what is encoded
         if profile is not None:
@@ -296,9 +308,13 @@ class Codec:
         return coders
 
     def _write(self, view: BlockView, name: LevelName, into: Bytes | None) -> Bytes:
-        streams: dict[tuple[int, str], memoryview] = {}
-        for block in self._coders[name.profile].blocks(name.name, view.layout, self.space.dtype):
+        coders, streams = self._coders[name.profile], dict[tuple[int, str], memoryview]()
+        found = None
+        if self.device is not None and not name.base:
+            found = self.device.encode(view, coders.profile, name.name, self.space.dtype)
+        for block in () if found is not None else coders.blocks(name.name, view.layout, self.space.dtype):
             streams |= block.encode(view, self.space.dtype, refinement=bool(name.base))
+        streams |= found or {}
         planes = [
             plane if data is None else Plane(plane.layer, plane.role, "uint8", (len(data),))
             for plane in view.layout.planes

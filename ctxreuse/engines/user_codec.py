@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctxreuse.codec import Codec
+from ctxreuse.codec import Codec, CodecDevice
 from ctxreuse.errors import ConfigError
 from ctxreuse.identity.model import ModelSpace
 
@@ -14,12 +14,15 @@ class UserCodec:
 
     space: ModelSpace
     _codec: Codec | None = None
+    #: Encodes for the codec on a device.
+    _encoder: CodecDevice | None = None
 
     @property
     def codec(self) -> Codec:
         """Decodes blocks; unless one is set, that of this user's newest calibration profile, opened when needed."""
         if self._codec is None:
             self._codec = Codec.open(self.space)
+            self._codec.device = self._encoder
         return self._codec
 
     @codec.setter
@@ -27,3 +30,4 @@ class UserCodec:
         if codec.space.digest != self.space.digest:
             raise ConfigError("the codec is for another model space", where=self.space.architecture)
         self._codec = codec
+        codec.device = codec.device or self._encoder

@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, block_layout
-from ctxreuse.codec import Codec
+from ctxreuse.codec import Codec, CodecDevice
 from ctxreuse.codec.profile_bytes import write_profile
 from ctxreuse.config import EngineConfig
+from ctxreuse.cuda import missing, open_device
+from ctxreuse.cuda.blocks import DeviceBlocks
 from ctxreuse.engines.base import Context, Logits
 from ctxreuse.engines.checks import check_export, check_kind
 from ctxreuse.engines.exits import ExitStep
@@ -54,6 +56,8 @@ class ChildEngine:
         self.space, self.batches, self.least_slice = opened.space, opened.batches, opened.least_slice
         self._supervisor = supervisor
         self._codec: Codec | None = None
+        #: Encodes blocks on the device that the engine computes on, in this process.
+        self.encoder: CodecDevice | None = None
         self._ramps: tuple[RampCost, ...] | None = None
         self._has_codec, self._codec_given = opened.codec, False
         self._lock = threading.Lock()
@@ -154,6 +158,7 @@ class ChildEngine:
         """See `Engine.codec`; unless one is set, that of this user's newest calibration profile."""
         if self._codec is None and self._has_codec:
             self._codec = Codec.open(self.space)
+            self._codec.device = self.encoder
         return self._codec
 
     @codec.setter
@@ -161,6 +166,7 @@ class ChildEngine:
         if codec.space.digest != self.space.digest:
             raise ConfigError("the codec is for another model space", where=self.space.architecture)
         with self._lock:
+            codec.device = codec.device or self.encoder
             self._codec, self._codec_given = codec, True
             if self._seen is not None and self._seen.died is None:
                 self._give_codec(self._seen)
@@ -404,6 +410,7 @@ class EngineStart:
     def __init__(self, opener: str, options: dict[str, Any]) -> None:
         self._supervisor = Supervisor(Opening(opener, options))
         self._supervisor.start()
+        self._device = str(options.get("config", {}).get("device", "cpu"))
 
     @classmethod
     def of(cls, config: EngineConfig, **options: Any) -> EngineStart:
@@ -414,7 +421,10 @@ class EngineStart:
         """Wait until the process is up, and return its engine. Raises what opening it raises there."""
         try:
             relocates = self._supervisor.connection().opened.chunks
-            return (ChildRelocatingEngine if relocates else ChildEngine)(self._supervisor)
+            engine = (ChildRelocatingEngine if relocates else ChildEngine)(self._supervisor)
+            if self._device.startswith("cuda") and not missing():
+                engine.encoder = DeviceBlocks(open_device())
+            return engine
         except BaseException:
             self.close()
             raise

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ctxreuse import models
 from ctxreuse.block.format import Layout, block_layout
+from ctxreuse.cuda.blocks import DeviceBlocks
 from ctxreuse.engines.base import Context, Logits, check_length, check_prompt, chunk_spans
 from ctxreuse.engines.checks import check_kind
 from ctxreuse.engines.torch_hf.attention import install
@@ -203,6 +204,8 @@ class TorchModel(UserCodec):
         self.module, self.chunk = module.eval(), chunk
         #: The memory that K and V are in.
         self.place = TorchDevice.of(self.forward.device) if place is None else place
+        if self.place.launcher is not None:
+            self._encoder = DeviceBlocks(self.place.launcher)
         self._full_windows = full_kv_for_windows
         self._packs: bool | None = None
         name = install(module, attention)

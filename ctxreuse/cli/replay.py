@@ -251,7 +251,7 @@ def _model_token_bytes(name: str, config: str | None) -> int:
         ) from None
     heads = shape.num_key_value_heads or shape.num_attention_heads
     wide = shape.head_dim or shape.hidden_size // max(shape.num_attention_heads, 1)
-    return 2 * shape.num_hidden_layers * heads * wide * ITEM_BYTES[load(config).settings.engine.dtype]
+    return 2 * shape.num_hidden_layers * heads * wide * ITEM_BYTES[load(config).settings.engine.torch_dtype]
 
 
 def _prefill_line(prefill: str | None, cost: Path | None, config: str | None) -> tuple[Line, str]:

@@ -125,13 +125,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "Memory for the KV of contexts that compute, llama_cpp; 0: a quarter of the machine's", ge=0, unit="bytes"
         ),
     ] = 0
-    device: Annotated[
-        str, _about("Where torch computes: cpu, or cuda (cuda:1 …), best with dtype bfloat16; other engines: their own")
-    ] = "cpu"
+    device: Annotated[str, _about("Where torch computes: cpu, or cuda (cuda:1 …); another than cpu asks for torch")] = (
+        "cpu"
+    )
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        _about("Numeric type of weights and KV in torch; llama_cpp: the file's, float16 KV; onnxruntime: the folder's"),
-    ] = "float32"
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _about(
+            "Numeric type of weights and KV in torch; auto: bfloat16 on a device, float32 on processors; llama_cpp: "
+            "the file's, float16 KV; onnxruntime: the folder's"
+        ),
+    ] = "auto"
     threads: Annotated[int, _about("CPU threads of the engine; 0: one per core", ge=0)] = 0
     chunk: Annotated[int, _about("Tokens per prefill step: more is faster and needs more memory", ge=1)] = 512
     full_kv_for_windows: Annotated[
@@ -168,6 +171,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute_budget: Annotated[
         str, _about("Recomputation of relocated KV at most: 10%, 64 (tokens) or 200ms; empty: as the level requires")
     ] = ""
+
+    @property
+    def torch_dtype(self) -> str:
+        """The numeric type that torch computes in: what `dtype` says, or what suits `device`."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

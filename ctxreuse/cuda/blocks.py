@@ -49,7 +49,7 @@ class DeviceBlocks:
             return None
         spans = view.spans[numbers]
         data = np.empty(int(spans[:, 1].sum()), np.uint8)
-        bad = kernels.gather_checked(data, view.buffer, spans, view.checksums[numbers])
+        bad = kernels.gather_checked(data, [view.buffer], spans[None], view.checksums[None, numbers])
         if bad >= 0:
             view.plane(planes[bad].layer, planes[bad].role)  # raises, naming it
         xp = self._launcher.xp

@@ -7,6 +7,7 @@ and their rows follow each other in one piece of memory. The host's part is then
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from ctxreuse.errors import FormatError
 __all__ = ["BlockRun", "RunDecoder"]
 
 _HEAD = 8
+#: Spans of positions whose angles are kept.
+_ANGLES = 8
 
 
 class BlockRun(NamedTuple):
@@ -30,7 +33,7 @@ class BlockRun(NamedTuple):
     Attributes:
         starts: where the plane's bytes of each block begin in the data, int64 [blocks].
         sizes: how many there are, int64 [blocks].
-        tokens: how many tokens each has.
+        tokens: how many tokens each has, int64 [blocks].
         memory: [1, heads, capacity, dim] on the device, of whole numbers of the type's size.
         row: the first row.
         start: the position of the first token.
@@ -40,14 +43,14 @@ class BlockRun(NamedTuple):
     role: str
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
-    tokens: Sequence[int]
+    tokens: npt.NDArray[np.int64]
     memory: Any
     row: int
     start: int
 
 
 class RunDecoder:
-    """Decodes runs at one level; the angles of the last positions stay on the device. One thread at a time."""
+    """Decodes runs at one level; the angles of the last positions stay on the device. Any thread may call."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile = profile
@@ -67,10 +70,10 @@ class RunDecoder:
         profile, xp = self.profile, self.profile.launcher.xp
         rows, planes, names = [np.zeros(0, CELL)], np.zeros(len(runs), PLANE), []
         kept: list[Any] = []
-        angles = dict(self._angles)
+        angles = dict(self._angles) if len(self._angles) < _ANGLES else {}
         for number, run in enumerate(runs):
             where = f"layer {run.layer} {run.role}"
-            plane, total = profile.number(run.layer, run.role), sum(run.tokens)
+            plane, total = profile.number(run.layer, run.role), int(run.tokens.sum())
             cells = _cells(profile, plane, run, data, where)
             cells["plane"] = number
             rows.append(cells)
@@ -95,14 +98,10 @@ def _cells(
     """The CELL records of all streams of a run."""
     if not len(run.sizes):
         return np.zeros(0, CELL)
-    firsts = np.cumsum([0, *run.tokens[:-1]])
-    return np.concatenate([_equal(profile, plane, run, data, part, firsts, where) for part in _alike(run.tokens)])
-
-
-def _alike(tokens: Sequence[int]) -> list[slice]:
-    """Runs of neighbours of one number of tokens."""
-    cuts = [i for i in range(len(tokens)) if i == 0 or tokens[i] != tokens[i - 1]]
-    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(tokens)])]
+    firsts = np.cumsum(run.tokens) - run.tokens
+    cuts = [0, *(np.flatnonzero(np.diff(run.tokens)) + 1).tolist(), len(run.tokens)]
+    alike = [slice(*pair) for pair in pairwise(cuts)]
+    return np.concatenate([_equal(profile, plane, run, data, part, firsts, where) for part in alike])
 
 
 def _equal(
@@ -115,7 +114,7 @@ def _equal(
     where: str,
 ) -> npt.NDArray[np.void]:
     """The cells of some streams that have the same number of tokens."""
-    tokens, group = run.tokens[part.start], profile.profile.first_group[plane]
+    tokens, group = int(run.tokens[part.start]), profile.profile.first_group[plane]
     groups = profile.book_groups[group : group + len(profile.profile.planes[plane].groups)]
     count = -(-tokens // 64) * len(groups)
     size = _HEAD + ENTRY.itemsize * count

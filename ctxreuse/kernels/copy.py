@@ -61,28 +61,41 @@ def scatter_checked(
     return -1
 
 
-def gather_checked(to: Memory, of: Memory, spans: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint64]) -> int:
-    """Copy spans of a buffer one behind another to another one, comparing their XXH3-64.
+def gather_checked(
+    to: Memory, buffers: Sequence[Memory], spans: npt.NDArray[np.int64], checksums: npt.NDArray[np.uint64]
+) -> int:
+    """Copy spans of buffers one behind another to another one, comparing their XXH3-64.
 
     Args:
         to: bytes, writable, at least as many as the spans have.
-        of: the bytes that they are spans of.
-        spans: byte offset and size of each, int64 [n, 2].
-        checksums: uint64 [n].
+        buffers: the bytes that they are spans of; each has as many.
+        spans: byte offset and size of each, int64 [buffers, n, 2].
+        checksums: uint64 [buffers, n].
 
     Returns the index of the first that differs, or -1; what was written before it stays. Memory is read once.
     """
     spans, checksums = np.ascontiguousarray(spans, np.int64), np.ascontiguousarray(checksums, np.uint64)
-    if not (spans[:, 1] < LONG_HASH).any():
-        return native.gather_checked(to, of, spans, checksums)
-    out, data, at = memoryview(to).cast("B"), memoryview(of).cast("B"), 0  # type: ignore[arg-type]
-    low, high = spans[:, 0].min(), (spans[:, 0] + spans[:, 1]).max()
-    if spans.min() < 0 or low < 0 or high > len(data) or spans[:, 1].sum() > len(out) or len(spans) != len(checksums):
-        raise ValueError(f"spans: do not fit {len(data)} bytes, {len(out)} there and {len(checksums)} checksums")
-    for i, ((first, size), checksum) in enumerate(zip(spans.tolist(), checksums.tolist(), strict=True)):
-        if not hash_matches(of, first, size, checksum):
+    sizes = spans[..., 1]
+    if not (sizes < LONG_HASH).any():
+        return native.gather_checked(to, buffers, spans, checksums)
+    out, at = memoryview(to).cast("B"), 0  # type: ignore[arg-type]
+    views = [memoryview(buffer).cast("B") for buffer in buffers]  # type: ignore[arg-type]
+    ends = (spans[..., 0] + sizes).max(1)
+    fits = (
+        spans.shape[:2] == checksums.shape
+        and len(spans) == len(views)
+        and all(map(int.__le__, ends.tolist(), map(len, views)))
+    )
+    if spans.min() < 0 or sizes.sum() > len(out) or not fits:
+        raise ValueError(
+            f"spans: do not fit {len(views)} buffers, {len(out)} bytes there and {checksums.size} checksums"
+        )
+    places = spans.reshape(-1, 2).tolist()
+    for i, ((first, size), checksum) in enumerate(zip(places, checksums.ravel().tolist(), strict=True)):
+        view = views[i // spans.shape[1]]
+        if not hash_matches(view, first, size, checksum):
             return i
-        out[at : at + size] = data[first : first + size]
+        out[at : at + size] = view[first : first + size]
         at += size
     return -1
 

@@ -143,12 +143,12 @@ size_t ctx_scatter_checked(const ctx_kernels *k, const ctx_view *tensor, uint8_t
     return blocks;
 }
 
-size_t ctx_gather_checked(const ctx_kernels *k, uint8_t *dst, const uint8_t *src, const int64_t (*spans)[2],
-                          const uint64_t *sums, size_t n) {
-    for (size_t i = 0; i < n; i++) {
+size_t ctx_gather_checked(const ctx_kernels *k, uint8_t *dst, const uint8_t *const *buffers, size_t count,
+                          const int64_t (*spans)[2], const uint64_t *sums, size_t each) {
+    for (size_t i = 0; i < count * each; i++) {
         const size_t bytes = (size_t)spans[i][1];
-        if (copy_checked(k, dst, bytes, src + spans[i][0], 1, bytes) != sums[i]) return i;
+        if (copy_checked(k, dst, bytes, buffers[i / each] + spans[i][0], 1, bytes) != sums[i]) return i;
         dst += bytes;
     }
-    return n;
+    return count * each;
 }

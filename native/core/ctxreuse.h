@@ -114,9 +114,10 @@ uint64_t ctx_xxh3(const ctx_kernels *k, const uint8_t *at, size_t bytes);
 /* Write the planes of consecutive blocks into the box [heads, sum(counts), dim] of `tensor` and compare each one's XXH3-64
  * with sums[i] meanwhile. Plane i is contiguous [heads, counts[i], dim] at planes[i], of 0 or more than 240 bytes.
  * Returns the first plane that differs (it and those before it may have been written), or `blocks`. */
-/* Copy spans (byte offset in src, size of at least 241) one behind another; returns the first whose XXH3-64 differs, or n. */
-size_t ctx_gather_checked(const ctx_kernels *k, uint8_t *dst, const uint8_t *src, const int64_t (*spans)[2],
-                          const uint64_t *sums, size_t n);
+/* Copy `each` spans (byte offset, size of at least 241) of each buffer one behind another; returns the first whose XXH3-64
+ * differs, or their number. */
+size_t ctx_gather_checked(const ctx_kernels *k, uint8_t *dst, const uint8_t *const *buffers, size_t count,
+                          const int64_t (*spans)[2], const uint64_t *sums, size_t each);
 
 size_t ctx_scatter_checked(const ctx_kernels *k, const ctx_view *tensor, uint8_t *const *planes, ctx_dtype plane_dtype,
                            const size_t *counts, const uint64_t *sums, size_t blocks, size_t heads, size_t dim);

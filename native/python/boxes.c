@@ -123,35 +123,47 @@ static PyObject *scatter_checked(PyObject *module, PyObject *const *args, Py_ssi
     return result;
 }
 
-/* (to, from, spans, checksums) -> index of the first span whose XXH3-64 differs, or -1 */
+/* (to, buffers, spans, checksums) -> index of the first span whose XXH3-64 differs, or -1; each buffer has as many spans */
 static PyObject *gather_checked(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_kernels *k = table();
     held h = {0};
-    const region *to, *from, *spans, *sums;
+    const region *to, *spans, *sums;
     PyObject *result = NULL;
     (void)module;
     if (!k || arity(nargs, 4, "gather_checked") < 0) return NULL;
-    if ((to = hold_numbers(&h, args[0], 1, 1, "to")) && (from = hold_numbers(&h, args[1], 0, 1, "from")) &&
+    PyObject *const buffers = tuple_of(args[1], "buffers");
+    const size_t count = buffers ? (size_t)PyTuple_Size(buffers) : 0;
+    const uint8_t **const at = PyMem_Calloc(count + 1, sizeof *at);
+    if (buffers && !at) PyErr_NoMemory();
+    if (buffers && at && held_room(&h, count + 3) == 0 && (to = hold_numbers(&h, args[0], 1, 1, "to")) &&
         (spans = hold_numbers(&h, args[2], 0, sizeof(int64_t), "spans")) &&
         (sums = hold_numbers(&h, args[3], 0, sizeof(uint64_t), "checksums"))) {
         const int64_t(*const span)[2] = spans->view.buf;
-        const size_t n = spans->bytes / sizeof *span;
-        size_t total = 0, bad = 0;
-        int fits = spans->bytes % sizeof *span == 0 && sums->bytes == n * sizeof(uint64_t);
-        for (size_t i = 0; fits && i < n; i++) {
-            const int64_t first = span[i][0], bytes = span[i][1];
-            fits = first >= 0 && bytes >= LONG_HASH && (size_t)first <= from->bytes && (size_t)bytes <= from->bytes - (size_t)first;
-            total += (size_t)bytes;
+        const size_t n = spans->bytes / sizeof *span, each = count ? n / count : 0;
+        size_t total = 0, bad = n;
+        int fits = spans->bytes % sizeof *span == 0 && sums->bytes == n * sizeof(uint64_t) && each * count == n;
+        for (size_t b = 0; fits && b < count; b++) {
+            const region *const from = hold_numbers(&h, PyTuple_GetItem(buffers, (Py_ssize_t)b), 0, 1, "buffer");
+            if (!from) goto done;
+            at[b] = from->view.buf;
+            for (size_t i = b * each; fits && i < (b + 1) * each; i++) {
+                const int64_t first = span[i][0], bytes = span[i][1];
+                fits = first >= 0 && bytes >= LONG_HASH && (size_t)first <= from->bytes && (size_t)bytes <= from->bytes - (size_t)first;
+                total += (size_t)bytes;
+            }
         }
         if (!fits || total > to->bytes) {
-            PyErr_Format(PyExc_ValueError, "spans: do not fit %zu bytes, %zu there and %zu checksums", from->bytes, to->bytes,
+            PyErr_Format(PyExc_ValueError, "spans: do not fit %zu buffers, %zu bytes there and %zu checksums", count, to->bytes,
                          sums->bytes / sizeof(uint64_t));
         } else {
-            MOVE(total, bad = ctx_gather_checked(k, to->view.buf, from->view.buf, span, sums->view.buf, n));
+            MOVE(total, bad = ctx_gather_checked(k, to->view.buf, at, count, span, sums->view.buf, each));
             result = PyLong_FromSsize_t(bad == n ? -1 : (Py_ssize_t)bad);
         }
     }
+done:
     release(&h);
+    PyMem_Free(at);
+    Py_XDECREF(buffers);
     return result;
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,15 @@ from ctxreuse.block.format import parse
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.devices import TorchDevice
 from ctxreuse.errors import EngineError
+from ctxreuse.exits import ExitPlan
+from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.store import BlockStore
 from ctxreuse.testing.engine import EngineContract, random_tokens, seal
 from ctxreuse.testing.engine.chunks import EngineChunksContract
 from ctxreuse.testing.engine.compressed import EngineCompressionContract
 from ctxreuse.testing.engine.in_place import EngineInPlaceContract
 from ctxreuse.testing.engine.levels import EngineLevelsContract
+from support.early import early_engine
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -111,3 +117,34 @@ def test_memory_that_runs_out_is_an_error_and_the_engine_goes_on() -> None:
 
 def test_the_kernels_are_there() -> None:
     assert TorchDevice.of(torch.device("cuda:0")).launcher is not None
+
+
+def test_tokens_leave_early_where_the_processor_lets_them() -> None:
+    here, there = early_engine(), early_engine(device="cuda")
+    ids = np.random.default_rng(1).integers(3, 250, 60).astype("<i4")
+    contexts = [engine.new_context() for engine in (here, there)]
+    for engine, context in zip((here, there), contexts):
+        engine.prefill(context, ids[:20])
+    for at in range(20, 60):
+        plan = ExitPlan((0, 1), {at % 2: -1e9} if at % 3 else {})
+        (ours,), (theirs,) = (
+            engine.exit_step([(context, ids[at : at + 1], plan)]) for engine, context in zip((here, there), contexts)
+        )
+        assert (theirs.token, theirs.left) == (ours.token, ours.left)
+        assert [row.right for row in theirs.rows] == [row.right for row in ours.rows]
+    assert there.complete_rows(contexts[1]) == here.complete_rows(contexts[0])
+
+
+def test_what_one_engine_stored_another_goes_on_from(tmp_path: Path) -> None:
+    found = []
+    ids = random_tokens(engine_on("cpu", "llama64"), 120)
+    for _ in range(2):
+        engine = engine_on("cuda", "llama64", torch.bfloat16)
+        with BlockStore.open(tmp_path, capacity=64 << 20) as store:
+            runtime = Runtime(engine, store, RuntimeOptions())
+            done = runtime.prefill(ids)
+            found.append((done.usage.tokens.cached, done.logits.copy()))
+            runtime.release(done)
+            store.flush()
+    assert [cached for cached, _ in found] == [0, 112]
+    assert np.abs(found[1][1] - found[0][1]).max() <= 0.02 * np.abs(found[0][1]).max()

@@ -29,7 +29,7 @@ def early_model(*, faint: float = 0.02, layers: int = 6) -> Any:
 
 def ramps_of(model: Any, space: ModelSpace, depths: tuple[int, ...] = (3, 5)) -> ExitProfile:
     """Ramps that are the model's own head, as if its other layers did nothing."""
-    weight = (model.lm_head.weight * model.model.norm.weight).detach().numpy().astype(np.float32)
+    weight = (model.lm_head.weight * model.model.norm.weight).detach().cpu().numpy().astype(np.float32)
     count, width = weight.shape
     head = quantise_weights(weight, np.zeros(count, np.float32))
     tokens = np.arange(count, dtype=np.int32)
@@ -37,11 +37,11 @@ def ramps_of(model: Any, space: ModelSpace, depths: tuple[int, ...] = (3, 5)) ->
     return ExitProfile(model_digest(space), width, len(space.layers), ramps, {"model": "tiny"})
 
 
-def early_engine(*, exits: bool = True, **options: Any) -> Any:
+def early_engine(*, exits: bool = True, device: str = "cpu", **options: Any) -> Any:
     """A torch engine over `early_model`, with its ramps."""
     from ctxreuse.engines.torch_hf import TorchEngine
 
-    model = early_model()
+    model = early_model().to(device)
     engine = TorchEngine(model, tiny_text(), block_tokens=16, **options)
     if exits:
         engine.use_exits(ramps_of(model, engine.space))

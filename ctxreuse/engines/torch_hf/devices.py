@@ -11,6 +11,7 @@ import torch
 
 from ctxreuse.codec import CodecProfile
 from ctxreuse.cuda import DeviceProfile, Launcher, missing, open_device
+from ctxreuse.cuda.runs import RunDecoder
 from ctxreuse.errors import ConfigError, EngineError
 
 __all__ = ["HOST", "TorchDevice", "device_errors", "device_of", "kernel_stream"]
@@ -27,7 +28,7 @@ class TorchDevice:
 
     def __init__(self, device: torch.device, *, apart: bool, launcher: Launcher | None = None) -> None:
         self.device, self.apart, self.launcher = device, apart, launcher
-        self._profiles: dict[tuple[int, str, str], tuple[CodecProfile, DeviceProfile | None]] = {}
+        self._decoders: dict[tuple[int, str, str], tuple[CodecProfile, RunDecoder | None]] = {}
         self._streams = threading.local()
 
     @classmethod
@@ -67,18 +68,18 @@ class TorchDevice:
             finally:
                 stream.synchronize()
 
-    def profile(self, profile: CodecProfile, level: str, dtype: str) -> DeviceProfile | None:
-        """One level of a codec profile on the device; None if its kernels cannot do that one."""
+    def decoder(self, profile: CodecProfile, level: str, dtype: str) -> RunDecoder | None:
+        """What decodes blocks of one level of a codec profile; None if the device's kernels cannot do that one."""
         if self.launcher is None:
             return None
         key = id(profile), level, dtype
-        if key not in self._profiles:
+        if key not in self._decoders:
             try:
-                made = DeviceProfile(self.launcher, profile, level, dtype)
+                made = RunDecoder(DeviceProfile(self.launcher, profile, level, dtype))
             except ValueError:
                 made = None
-            self._profiles[key] = profile, made  # which keeps the id
-        return self._profiles[key][1]
+            self._decoders[key] = profile, made  # which keeps the id
+        return self._decoders[key][1]
 
 
 #: What torch raises once a device does not answer any more; versions before 2.8 have no name for it.

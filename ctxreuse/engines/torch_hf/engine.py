@@ -108,7 +108,7 @@ class TorchEngine:
         config = msgspec.structs.replace(config, **settings)
         if config.threads:
             torch.set_num_threads(config.threads)
-        loaded, folder = open_model(config.model, config.dtype, config.device)
+        loaded, folder = open_model(config.model, config.torch_dtype, config.device)
         return cls(
             loaded,
             HFText.open(folder),

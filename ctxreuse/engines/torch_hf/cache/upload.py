@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ctxreuse import kernels
@@ -20,7 +21,7 @@ from ctxreuse.block.levels import is_raw, parse_level
 from ctxreuse.codec import Codec
 from ctxreuse.cuda.runs import BlockRun, RunDecoder
 from ctxreuse.engines.chunks import Relocation
-from ctxreuse.engines.rows import fill_rows
+from ctxreuse.engines.rows import Bits, fill_rows
 from ctxreuse.engines.torch_hf.cache.arena import Lease
 from ctxreuse.engines.torch_hf.cache.blocks import as_integers, bits_of
 from ctxreuse.engines.torch_hf.chunks.insert import fill_plane
@@ -36,6 +37,39 @@ _PIECE: Final = 8 << 20
 _CODED: Final = 16 << 20
 #: Threads that copy to pinned memory at most: so many are as fast as the bus.
 _THREADS: Final = 4
+
+
+class _Run(NamedTuple):
+    """Consecutive blocks of one level.
+
+    Attributes:
+        views: the blocks.
+        tokens: of each, int64 [blocks].
+        row: the row of the first token.
+        decoder: what decodes them; None: they are raw, or decoded on the host.
+        order: the number of each plane, by layer and role, in what follows.
+        spans, sums: as of a block, [blocks, planes, 2] and [blocks, planes]; of coded ones only.
+    """
+
+    views: list[BlockView]
+    tokens: npt.NDArray[np.int64]
+    row: int
+    decoder: RunDecoder | None
+    order: dict[tuple[int, str], int]
+    spans: npt.NDArray[np.int64]
+    sums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, views: list[BlockView], row: int, decoder: RunDecoder | None) -> _Run:
+        tokens = np.array([len(view.header.tokens) // 4 for view in views], np.int64)
+        order, some = views[0].layout.index, views if decoder is not None else []
+        picks = [None if view.layout.index == order else [view.layout.index[at] for at in order] for view in some]
+        spans = [view.spans if own is None else view.spans[own] for view, own in zip(some, picks)]
+        sums = [view.checksums if own is None else view.checksums[own] for view, own in zip(some, picks)]
+        whole = (
+            (np.stack(spans), np.stack(sums)) if some else (np.zeros((0, 0, 2), np.int64), np.zeros((0, 0), np.uint64))
+        )
+        return cls(views, tokens, row, decoder, order, *whole)
 
 
 class _Layers:
@@ -68,11 +102,16 @@ class Upload:
         ready: Callable[[int], None] | None,
         codec: Codec | None,
     ) -> None:
-        self._place, self._dtype, self._lease, self._start = place, dtype, lease, start
-        self._views, self._ready, self._codec = views, ready, codec
-        self._decoders = {level: self._decoder(level) for level in {view.header.level for view in views}}
+        self._place, self._dtype, self._lease = place, dtype, lease
+        self._ready, self._codec = ready, codec
+        self._runs: list[_Run] = []
+        coded, row = 0, start
+        for level, run in groupby(views, key=lambda view: view.header.level):
+            made = _Run.of(list(run), row, self._decoder(level))
+            self._runs.append(made)
+            row += int(made.tokens.sum())
+            coded += int(made.spans[..., 1].sum())
         layers = list(lease.arena.k)
-        coded = sum(view.layout.nbytes for view in views if self._decoders[view.header.level] is not None)
         together = 1 if ready is not None or not coded else max(1, _CODED * len(layers) // coded)
         self._groups: dict[int, _Layers] = {}
         for at in range(0, len(layers), together):
@@ -87,36 +126,33 @@ class Upload:
         with group.lock:
             if not group.done:
                 with device_errors(self._place), self._place.copying():
-                    self._load(group.layers)
+                    for run in self._runs:
+                        self._load(run, group.layers)
                 group.done = True
 
-    def _load(self, layers: Sequence[int]) -> None:
-        row = self._start
-        for level, run in groupby(self._views, key=lambda view: view.header.level):
-            views, decoder = list(run), self._decoders[level]
-            if decoder is None:
-                for layer in layers:
-                    self._copy(self._lease.arena.k[layer], row, views, layer, "k")
-                    self._copy(self._lease.arena.v[layer], row, views, layer, "v")
-            else:
-                self._decode(decoder, row, views, layers)
-            row += sum(len(view.tokens) for view in views)
+    def _load(self, run: _Run, layers: Sequence[int]) -> None:
+        if run.decoder is not None:
+            self._decode(run, run.decoder, layers)
+            return
+        for layer in layers:
+            self._copy(self._lease.arena.k[layer], run, layer, "k")
+            self._copy(self._lease.arena.v[layer], run, layer, "v")
 
-    def _copy(self, plane: torch.Tensor, row: int, views: list[BlockView], layer: int, role: str) -> None:
-        each = max(1, _PIECE // (plane.shape[1] * plane.shape[3] * plane.itemsize * len(views[0].tokens)))
-        pieces = [views[at : at + each] for at in range(0, len(views), each)]
-        threads = min(_THREADS, cores())
+    def _copy(self, plane: torch.Tensor, run: _Run, layer: int, role: str) -> None:
+        each = max(1, int(_PIECE // (plane.shape[1] * plane.shape[3] * plane.itemsize * run.tokens[0])))
+        pieces = [slice(at, at + each) for at in range(0, len(run.views), each)]
+        threads, row = min(_THREADS, cores()), run.row
         for some in (pieces[at : at + threads] for at in range(0, len(pieces), threads)):
-            targets, staged = [], []
+            targets = []
             for piece in some:
-                tokens = sum(len(view.tokens) for view in piece)
-                targets.append(plane[0, :, row : row + tokens])
-                staged.append(self._place.staging(targets[-1].numel(), plane.dtype).view(targets[-1].shape))
-                row += tokens
-            filled = [bits_of(one) for one in staged]
+                end = row + int(run.tokens[piece].sum())
+                targets.append(plane[0, :, row:end])
+                row = end
+            staged = [self._place.staging(target.numel(), plane.dtype).view(target.shape) for target in targets]
+            jobs = [(bits_of(to), run.views[piece]) for to, piece in zip(staged, some)]
 
-            def fill(i: int, some=some, filled=filled) -> None:  # type: ignore[no-untyped-def]
-                fill_rows(filled[i], 0, some[i], layer, role, self._codec)
+            def fill(i: int, jobs: list[tuple[Bits, list[BlockView]]] = jobs) -> None:
+                fill_rows(jobs[i][0], 0, jobs[i][1], layer, role, self._codec)
 
             spread(fill, len(some))
             for target, one in zip(targets, staged):
@@ -126,34 +162,32 @@ class Upload:
         name = parse_level(level)
         if is_raw(level) or self._codec is None or not name.profile or name.base:
             return None
-        profile = self._place.profile(self._codec.profile_of(level), name.name, self._dtype)
-        return None if profile is None else RunDecoder(profile)
+        return self._place.decoder(self._codec.profile_of(level), name.name, self._dtype)
 
-    def _decode(self, decoder: RunDecoder, row: int, views: list[BlockView], layers: Sequence[int]) -> None:
+    def _decode(self, run: _Run, decoder: RunDecoder, layers: Sequence[int]) -> None:
         names = [(layer, role) for layer in layers for role in ("k", "v")]
-        numbers = [[view.layout.index[name] for name in names] for view in views]
-        spans = [view.spans[own] for view, own in zip(views, numbers)]
-        sizes = np.stack([span[:, 1] for span in spans])
+        numbers = [run.order[name] for name in names]
+        spans, sums = run.spans[:, numbers], run.sums[:, numbers]
+        sizes = spans[..., 1]
         ends = np.cumsum(sizes).reshape(sizes.shape)
         staged = self._place.staging(int(ends[-1, -1]), torch.uint8)
         data, cuts = staged.numpy(), [0, *ends[:, -1].tolist()]
-        parts = min(_THREADS, cores(), len(views))
+        parts = min(_THREADS, cores(), len(run.views))
+        blocks = [len(run.views) * part // parts for part in range(parts + 1)]
 
         def gather(part: int) -> None:
-            for i in range(part, len(views), parts):
-                sums = views[i].checksums[numbers[i]]
-                bad = kernels.gather_checked(data[cuts[i] : cuts[i + 1]], views[i].buffer, spans[i], sums)
-                if bad >= 0:
-                    views[i].plane(*names[bad])  # raises, naming the plane
+            own, to = slice(*blocks[part : part + 2]), slice(cuts[blocks[part]], cuts[blocks[part + 1]])
+            bad = kernels.gather_checked(data[to], [view.buffer for view in run.views[own]], spans[own], sums[own])
+            if bad >= 0:
+                run.views[blocks[part] + bad // len(names)].plane(*names[bad % len(names)])  # raises, naming the plane
 
         spread(gather, parts)
         there = staged.to(self._place.device, non_blocking=True)
-        tokens, start = [len(view.tokens) for view in views], views[0].header.end - len(views[0].tokens)
-        runs = []
+        start, arena, runs = run.views[0].header.end - int(run.tokens[0]), self._lease.arena, []
         for at, (layer, role) in enumerate(names):
-            plane = (self._lease.arena.k if role == "k" else self._lease.arena.v)[layer]
-            memory = self._place.array(as_integers(plane))
-            runs.append(BlockRun(layer, role, ends[:, at] - sizes[:, at], sizes[:, at], tokens, memory, row, start))
+            memory = self._place.array(as_integers((arena.k if role == "k" else arena.v)[layer]))
+            begin = ends[:, at] - sizes[:, at]
+            runs.append(BlockRun(layer, role, begin, sizes[:, at], run.tokens, memory, run.row, start))
         decoder.decode(runs, data, self._place.array(there), self._dtype)
 
 

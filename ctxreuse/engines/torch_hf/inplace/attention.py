@@ -70,11 +70,10 @@ class InPlaceCall:
             if int((mask[0, 0, -1] == 0).sum()) != min(last, window or last):
                 raise EngineError("the model masks tokens in a way that attached runs cannot be read with")
         scores = ScoreOptions(scale, window, softcap)
-        if layer.launcher is not None and lies_on_device(
-            layer.launcher, layer.runs.seen_rows(layer.index, self._positions, window)
-        ):
+        rows = [] if layer.launcher is None else layer.runs.seen_rows(layer.index, self._positions, window)
+        if lies_on_device(layer.launcher, rows):
             there = self._k[0], self._v[0]
-            o = layer.on_device.attend(layer.runs, layer.index, query[0], self._positions, there, layer.rotary, scores)
+            o = layer.on_device.attend(rows, layer.runs, query[0], self._positions, there, layer.rotary, scores)
         else:
             q = np.ascontiguousarray(query[0].float().cpu().numpy())
             own = plane_of(self._k), plane_of(self._v)
@@ -126,12 +125,16 @@ class InPlaceLayer:
         self.check_attended()
         scatter, count = active(), keys.shape[-2]
         positions = np.arange(self.n, self.n + count) if scatter is None else scatter.rows.numpy()
-        rows = torch.from_numpy(self.runs.allocate(positions))
+        rows = self.runs.allocate(positions)
         if self.runs.rows > k.shape[2]:
             raise EngineError(f"no room for {count} more tokens", fix="Give new_context() a reserve for all of them")
-        rows = rows.to(k.device)
-        k.index_copy_(2, rows, keys)
-        v.index_copy_(2, rows, values)
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        if last - first == count and (np.diff(rows) == 1).all():
+            k[:, :, first:last], v[:, :, first:last] = keys, values
+        else:
+            there = torch.from_numpy(rows).to(k.device)
+            k.index_copy_(2, there, keys)
+            v.index_copy_(2, there, values)
         own.resize(self.runs.rows)
         self.n = max(self.n, int(positions[-1]) + 1)
         seen = own.keys[:]

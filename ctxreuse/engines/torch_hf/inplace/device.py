@@ -6,7 +6,7 @@ are merged by their log-sum-exp.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,32 +40,52 @@ class DeviceAttention:
 
     def attend(
         self,
+        rows: list[SeenRows],
         runs: InPlaceRuns,
-        layer: int,
         query: torch.Tensor,
         positions: npt.NDArray[np.int64],
         own: tuple[torch.Tensor, torch.Tensor],
         rotary: Rotary,
         scores: ScoreOptions,
     ) -> torch.Tensor:
-        """See `InPlaceRuns.attend`: float32 [H, S, D] for q [H, S, D]; ``own``: K and V [heads, capacity, dim]."""
+        """See `InPlaceRuns.attend`: float32 [H, S, D] for q [H, S, D].
+
+        Args:
+            rows: of the runs, those that the queries see; all `lies_on_device`.
+            runs: where each position lies.
+            query: the queries.
+            positions: theirs, ascending.
+            own: K and V [heads, capacity, dim] of the context's own memory.
+            rotary: how the layer rotates K.
+            scores: how scores are formed.
+        """
         q = query.float().contiguous()
-        rows = runs.seen_rows(layer, positions, scores.window)
-        o, lse = _own(runs, q, positions, own, scores)
+        k, v = (plane[:, : runs.rows].float() for plane in own)
+        heads, (total, queries, dim) = k.shape[0], q.shape
+        shape = heads, total // heads * queries
+        scale = dim**-0.5 if scores.scale is None else scores.scale
+        found = torch.bmm((q * scale).view(*shape, dim), k.transpose(1, 2))
+        if scores.softcap is not None:
+            found = scores.softcap * torch.tanh(found / scores.softcap)
+        seen = runs.own_seen(positions, scores.window)
+        if seen is not None:
+            unseen = ~torch.from_numpy(seen).to(q.device)
+            found.view(heads, -1, queries, k.shape[1]).masked_fill_(unseen, float("-inf"))
         if not rows:
-            return o
+            return torch.bmm(found.softmax(2), v).view(total, queries, -1)
         with kernel_stream(q.device, self._launcher):
             given = q.numpy() if q.is_cpu else self._launcher.xp.from_dlpack(q)
-            found = self._layout(rows, tuple(q.shape), positions, rotary, scores)(given)
-            other, ends = torch.from_dlpack(found.o), torch.from_dlpack(found.lse)
-        top = torch.maximum(lse, ends)
-        mine, theirs = (lse - top).exp(), (ends - top).exp()
-        return (o * mine[..., None] + other * theirs[..., None]) / (mine + theirs)[..., None]
+            there = self._layout(rows, (total, queries, dim), positions, rotary, scores)(given)
+            o, lse = torch.from_dlpack(there.o), torch.from_dlpack(there.lse)
+        # All rows of the runs together weigh as one row whose score is their log-sum-exp.
+        weights = torch.cat([found, lse.view(*shape, 1)], 2).softmax(2)
+        whole = torch.baddbmm(o.view(*shape, -1) * weights[:, :, -1:], weights[:, :, :-1], v)
+        return whole.view(total, queries, -1)
 
     def _layout(
         self,
         rows: list[SeenRows],
-        shape: tuple[int, ...],
+        shape: tuple[int, int, int],
         positions: npt.NDArray[np.int64],
         rotary: Rotary,
         scores: ScoreOptions,
@@ -81,7 +101,7 @@ class DeviceAttention:
             )
             for one in rows
         ]  # fmt: skip
-        made = ChunkAttention(self._launcher, parts, shape, positions=positions, **scores._asdict())  # type: ignore[arg-type]
+        made = ChunkAttention(self._launcher, parts, shape, positions=positions, **scores._asdict())
         if same:
             if len(self._kept) >= 4:
                 self._kept.clear()
@@ -99,27 +119,3 @@ def lies_on_device(launcher: Launcher | None, rows: list[SeenRows]) -> bool:
         for slab in slabs
         for plane in (slab.k, slab.v)
     )
-
-
-def _own(
-    runs: InPlaceRuns,
-    q: torch.Tensor,
-    positions: npt.NDArray[np.int64],
-    own: tuple[torch.Tensor, torch.Tensor],
-    scores: ScoreOptions,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q float32 [H, S, D] over the rows of own memory, and its log-sum-exp [H, S]."""
-    k, v = (plane[:, : runs.rows].float() for plane in own)
-    heads, (total, queries, dim) = k.shape[0], q.shape
-    grouped = q.view(heads, total // heads * queries, dim)
-    scale = dim**-0.5 if scores.scale is None else scores.scale
-    found = torch.bmm(grouped, k.transpose(1, 2)) * scale
-    if scores.softcap is not None:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
-    seen: Any = runs.own_seen(positions, scores.window)
-    if seen is not None:
-        unseen = ~torch.from_numpy(seen).to(q.device)
-        found.view(heads, -1, queries, k.shape[1]).masked_fill_(unseen, float("-inf"))
-    lse = torch.logsumexp(found, 2)
-    o = torch.bmm((found - lse.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp(), v)
-    return o.view(total, queries, -1), lse.view(total, queries)

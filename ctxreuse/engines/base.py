@@ -75,8 +75,8 @@ class Loading(Protocol):
     def wait(self) -> None:
         """Return when all planes are verified and copied; the views may be released then.
 
-        Raises FormatError if a plane was corrupt, LinkError if ``ready`` said that a layer will not come: the context
-        is unusable then and must be dropped. After wait(), raised or not, nothing reads the views any more. Any thread
+        Raises FormatError if a plane was corrupt, LinkError if ``ready`` said that a layer will not come, EngineError
+        if the engine's device has no memory for it: the context is unusable then and must be dropped. After wait(), raised or not, nothing reads the views any more. Any thread
         may call it, any number of times.
         """
         ...

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from ctxreuse.errors import FormatError, LinkError
+from ctxreuse.errors import EngineError, FormatError, LinkError
 
 __all__ = ["Import"]
 
@@ -22,15 +22,15 @@ class Import:
     """Copies layer by layer; a layer is done by the loader thread or by the prefill that comes to need it.
 
     ``jobs``: one a layer that has planes, in layer order. ``background``: start a thread at once. Any thread may call
-    `ensure` and `wait`. The first failure, FormatError (a corrupt plane) or LinkError (a layer that will not come), is
-    its end, and everybody gets it from then on.
+    `ensure` and `wait`. The first failure, FormatError (a corrupt plane), LinkError (a layer that will not come) or
+    EngineError (no memory on a device), is its end, and everybody gets it from then on.
     """
 
     def __init__(self, jobs: Sequence[tuple[int, Callable[[], None]]], *, background: bool) -> None:
         self._jobs = dict(jobs)
         self._state = dict.fromkeys(self._jobs, _TODO)
         self._change = threading.Condition()
-        self._error: FormatError | LinkError | None = None
+        self._error: FormatError | LinkError | EngineError | None = None
         self._thread: threading.Thread | None = None
         if background and self._jobs:
             self._thread = threading.Thread(target=self._run, name="ctxreuse-load", daemon=True)
@@ -81,10 +81,10 @@ class Import:
             self._copy(layer)
 
     def _copy(self, layer: int) -> None:
-        error: FormatError | LinkError | None = None
+        error: FormatError | LinkError | EngineError | None = None
         try:
             self._jobs[layer]()
-        except (FormatError, LinkError) as caught:
+        except (FormatError, LinkError, EngineError) as caught:
             error = caught
         except BaseException as caught:
             error = FormatError(f"layer {layer} could not be loaded: {caught}")

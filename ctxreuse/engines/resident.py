@@ -52,9 +52,9 @@ class ResidentContext:
             return
         try:
             self.loading.wait()
-        except (FormatError, LinkError) as error:
-            corrupt = isinstance(error, FormatError)
-            self.broken = f"a block that it was loaded from {'is corrupt' if corrupt else 'never came'}"
+        except (FormatError, LinkError, EngineError) as error:
+            how = "is corrupt" if isinstance(error, FormatError) else "never came"
+            self.broken = f"a block that it was loaded from {how}"
             raise
         finally:
             self.loading = None

@@ -292,7 +292,7 @@ class TorchContext:
 
     def abandon_load(self) -> None:
         """After a failure: return when no load reads its views any more; their owner may free them then."""
-        with suppress(FormatError, LinkError):
+        with suppress(FormatError, LinkError, EngineError):
             self.wait_load()
 
     def finish_load(self) -> None:

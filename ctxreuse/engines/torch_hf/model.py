@@ -419,6 +419,8 @@ class TorchModel(UserCodec):
             context.broken = "a block that it was loaded from is corrupt"
         elif isinstance(error, LinkError):
             context.broken = "a block that it was loaded from never came"
+        elif isinstance(error, EngineError) and context.loading is not None:
+            context.broken = "a block that it was loaded from found no memory"
         elif self.linear:
             context.broken = f"a forward was interrupted ({type(error).__name__}) and its recurrent states are lost"
         context.truncate(context.n)

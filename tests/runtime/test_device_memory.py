@@ -1,0 +1,59 @@
+"""A device whose memory runs out, or whose kernels fail, while a stored prefix is loaded: nothing stored is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.engines.torch_hf.devices import TorchDevice
+from ctxreuse.errors import EngineError
+from ctxreuse.runtime import Runtime, RuntimeOptions
+from ctxreuse.store import BlockStore
+from ctxreuse.testing.engine import random_tokens
+from support.tiny_models import engine_of
+
+BLOCKS = 6
+
+
+class Failing(TorchDevice):
+    """Memory of its own on this processor; of the next copies through pinned memory, number ``fails`` fails."""
+
+    def __init__(self, error: type[RuntimeError]) -> None:
+        super().__init__(torch.device("cpu"), apart=True)
+        self.error, self.fails = error, 0
+
+    def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.fails -= 1
+        if self.fails == 0:
+            raise self.error("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().staging(count, dtype)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("copy", range(1, 7))
+@pytest.mark.parametrize("rest", [3, 300])
+def test_the_request_fails_and_the_next_one_reuses_all(
+    store: BlockStore, background: bool, copy: int, rest: int
+) -> None:
+    place = Failing(torch.OutOfMemoryError)
+    engine: TorchEngine = engine_of("llama", place=place, background=background)
+    ids = random_tokens(engine, BLOCKS * 16 + rest)
+    whole = engine.prefill(engine.new_context(), ids)
+    runtime = Runtime(engine, store, RuntimeOptions())
+    runtime.release(runtime.prefill(ids[: BLOCKS * 16 + 1]))
+    store.flush()
+    kept = sorted(entry.key for entry in store.walk())
+
+    place.fails = copy
+    runtime = Runtime(engine, store, RuntimeOptions())
+    with pytest.raises(EngineError, match="no memory left on cpu"):
+        runtime.prefill(ids)
+    store.flush()
+    assert sorted(entry.key for entry in store.walk()) == kept
+
+    done = runtime.prefill(ids)
+    assert done.usage.tokens.cached >= BLOCKS * 16
+    assert np.abs(done.logits - whole).max() <= 1e-4 * np.abs(whole).max()
+    runtime.release(done)

@@ -76,8 +76,8 @@ class Loading(Protocol):
         """Return when all planes are verified and copied; the views may be released then.
 
         Raises FormatError if a plane was corrupt, LinkError if ``ready`` said that a layer will not come, EngineError
-        if the engine's device has no memory for it: the context is unusable then and must be dropped. After wait(), raised or not, nothing reads the views any more. Any thread
-        may call it, any number of times.
+        if the engine's device has no memory for it: the context is unusable then and must be dropped. After wait(),
+        raised or not, nothing reads the views any more. Any thread may call it, any number of times.
         """
         ...
 

@@ -1,10 +1,13 @@
 """Memory that numpy cannot see: contracts through staged copies, and the CUDA kernels as this CPU runs them."""
 
+import numpy as np
 import pytest
 import torch
 
-from ctxreuse.engines.torch_hf.devices import TorchDevice
-from ctxreuse.testing.engine import EngineContract
+from ctxreuse.config import EngineConfig
+from ctxreuse.engines.torch_hf.devices import TorchDevice, device_of
+from ctxreuse.errors import ConfigError, EngineError
+from ctxreuse.testing.engine import EngineContract, random_tokens
 from ctxreuse.testing.engine.chunks import EngineChunksContract
 from ctxreuse.testing.engine.compressed import EngineCompressionContract
 from ctxreuse.testing.engine.levels import EngineLevelsContract
@@ -43,3 +46,55 @@ class TestAttendedByKernels(EngineCompressionContract):
     @classmethod
     def engine(cls, engine_of):
         return engine_of("llama64", place=TorchDevice(CPU, apart=True, launcher=Shim(native_builds.shim())))
+
+
+@pytest.mark.parametrize("name", ["abacus", "meta:x", "cuda:77"])
+def test_a_device_that_torch_does_not_have_is_an_error(name):
+    with pytest.raises(ConfigError, match=r"torch cannot compute on") as raised:
+        device_of(name)
+    assert raised.value.where == "engine.device"
+
+
+def test_the_numeric_type_suits_the_device_unless_it_is_named():
+    assert EngineConfig().torch_dtype == "float32"
+    assert EngineConfig(device="cuda").torch_dtype == "bfloat16"
+    assert EngineConfig(device="cuda", dtype="float32").torch_dtype == "float32"
+    assert EngineConfig(dtype="float16").torch_dtype == "float16"
+
+
+def test_int8_weights_are_for_processors(engine_of):
+    with pytest.raises(ConfigError, match="int8 weights"):
+        engine_of("llama", int8_weights=True, place=TorchDevice(CPU, apart=True))
+
+
+def test_contexts_stay_as_they_are_where_no_kernel_could_read_them_quantised(engine_of):
+    for engine, why in (
+        (engine_of("llama64", place=TorchDevice(CPU, apart=True)), "need CuPy"),
+        (engine_of("llama", place=TorchDevice(CPU, apart=True)), "heads of 64, 128, 256"),
+    ):
+        context = engine.new_context()
+        engine.prefill(context, random_tokens(engine, 40))
+        with pytest.raises(EngineError, match=why):
+            engine.chunks.compress(context, "int8", "approx~kl-0.05")
+        assert [run.level for run in context.levels] == ["exact"]
+
+
+@pytest.mark.build("shim")
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_long_context_is_read_in_place_by_the_kernels(engine_of, format):
+    """Many tokens, then some in one pass and one by one: near the same context as the processor keeps it."""
+    shim = Shim(native_builds.shim())
+    there, here = engine_of("llama64", place=TorchDevice(CPU, apart=True, launcher=shim)), engine_of("llama64")
+    ids = random_tokens(there, 200)
+    contexts = []
+    for engine in (there, here):
+        context = engine.new_context()
+        engine.prefill(context, ids[:150])
+        engine.chunks.compress(context, format, "approx~kl-0.05")
+        contexts.append(context)
+    layers = [layer.in_place for _, layer in contexts[0].arena_layers]
+    assert all(type(slab.k.data) is np.ndarray for one in layers for run in one.runs.runs for slab in run.run.layers[0])
+    for part in (ids[150:180], *(ids[i : i + 1] for i in range(180, 190))):
+        ours, theirs = (engine.prefill(context, part) for engine, context in zip((there, here), contexts))
+        assert np.abs(ours - theirs).max() <= 3e-3 * np.abs(theirs).max()
+    assert all("on_device" in vars(one) for one in layers), "the kernels were not asked"

@@ -18,6 +18,7 @@ from ctxreuse.identity.model import ModelSpace
 
 __all__ = [
     "Context",
+    "DeviceMemoryEngine",
     "Engine",
     "Loading",
     "Logits",
@@ -238,6 +239,15 @@ class SlicingEngine(Protocol):
     @property
     def least_slice(self) -> int:
         """Tokens of a prefill that go together at least, however long those wait who only want one token each."""
+        ...
+
+
+@runtime_checkable
+class DeviceMemoryEngine(Protocol):
+    """An engine whose contexts may lie in another memory than the host's."""
+
+    def free_memory(self) -> int | None:
+        """Return the bytes that contexts could be given now where they lie; None: they lie in the host's memory."""
         ...
 
 

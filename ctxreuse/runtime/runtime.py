@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import numpy as np
 from ctxreuse.block.levels import allowed_by, check_limit
 from ctxreuse.constrain import GrammarCompiler
 from ctxreuse.cost import CostModel
+from ctxreuse.engines.base import DeviceMemoryEngine
 from ctxreuse.engines.chunks import ChunkEngine
 from ctxreuse.engines.prompt import rewrites_history
 from ctxreuse.engines.scoring import TokenScores, score_tokens
@@ -77,6 +79,12 @@ _PRICED = 32
 _SCORED = 64
 
 
+def _available(engine: Engine, host: Callable[[], int]) -> int:
+    """Bytes that contexts could be given now, where the engine keeps them."""
+    own = engine.free_memory() if isinstance(engine, DeviceMemoryEngine) else None
+    return host() if own is None else own
+
+
 class Runtime:
     """Prefills and answers prompts. Any thread may call; those who compute at the same time share the engine's passes.
 
@@ -114,7 +122,8 @@ class Runtime:
         self.context_cache = ContextCache(options.context_cache_bytes, compressor)
         self.admission: MemoryAdmission | None = None
         if options.available_memory is not None:
-            self.admission = MemoryAdmission(self.inflight, self.context_cache, options.available_memory, self.clock)
+            available = partial(_available, engine, options.available_memory)
+            self.admission = MemoryAdmission(self.inflight, self.context_cache, available, self.clock)
         self.paused = PausedContexts(self.context_cache, store, self.clock, self._record_pause)
         rewrites = engine.space.needs_state and self.text is not None and rewrites_history(self.text)
         self.checkpoints = StateCheckpoints(engine.space, options.states, rewrites_history=rewrites)

@@ -57,3 +57,31 @@ def test_the_request_fails_and_the_next_one_reuses_all(
     assert done.usage.tokens.cached >= BLOCKS * 16
     assert np.abs(done.logits - whole).max() <= 1e-4 * np.abs(whole).max()
     runtime.release(done)
+
+
+class Measured(TorchDevice):
+    """Memory of its own on this processor that says how much of it is free."""
+
+    free = 1 << 40
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), apart=True)
+
+    def free_memory(self) -> int:
+        return self.free
+
+
+def test_prompts_are_let_in_by_the_memory_of_the_device() -> None:
+    """The host says that nothing is free, the device that all is; and contexts that wait go if the device is full."""
+    place = Measured()
+    engine: TorchEngine = engine_of("llama", place=place)
+    options = RuntimeOptions(available_memory=lambda: 0, context_cache_bytes=1 << 30)
+    runtime, ids = Runtime(engine, None, options), random_tokens(engine, 100)
+    kept = [np.concatenate([random_tokens(engine, 50, seed=seed), ids]) for seed in range(3)]
+    for one in kept:
+        runtime.release(runtime.prefill(one))
+    assert len(runtime.context_cache) == 3
+    place.free = 0
+    done = runtime.prefill(np.concatenate([ids, ids]))
+    assert len(runtime.context_cache) < 3
+    runtime.release(done)

@@ -58,6 +58,7 @@ class ChildEngine:
         self._codec: Codec | None = None
         #: Encodes blocks on the device that the engine computes on, in this process.
         self.encoder: CodecDevice | None = None
+        self._free = -1
         self._ramps: tuple[RampCost, ...] | None = None
         self._has_codec, self._codec_given = opened.codec, False
         self._lock = threading.Lock()
@@ -148,10 +149,15 @@ class ChildEngine:
         numbers = [one.number for one in on]
         found = on[0].connection.call(verb, *args, contexts=numbers, arrays=arrays, room=room)
         for i, (context, facts) in enumerate(zip(on, found.facts)):
+            self._free = facts.free
             context.update(facts, appended[i] if appended else None)
         return found
 
     # The engine
+
+    def free_memory(self) -> int | None:
+        """See `DeviceMemoryEngine.free_memory`; as it was with the last call."""
+        return None if self._free < 0 else self._free
 
     @property
     def codec(self) -> Codec | None:

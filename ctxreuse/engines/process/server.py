@@ -20,7 +20,7 @@ from ctxreuse.codec import Codec, ProfileStore
 from ctxreuse.codec.profile_bytes import read_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
-from ctxreuse.engines.base import Context, Engine, Loading, SlicingEngine
+from ctxreuse.engines.base import Context, DeviceMemoryEngine, Engine, Loading, SlicingEngine
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, RelocatedContext, Relocation
 from ctxreuse.engines.exits import ExitEngine
 from ctxreuse.engines.fork import fork_context
@@ -161,7 +161,7 @@ class _Server:
             contexts = [self._contexts[number] for number in call.contexts]
             verb = getattr(self, f"do_{call.verb}")
             value, arrays = verb(*contexts, *call.args, *unpack_arrays(call.arrays, payload, self._memory), call=call)
-            facts = tuple(_facts(one) for one in contexts or self._made(call))
+            facts = tuple(_facts(one, self._engine) for one in contexts or self._made(call))
             specs, body = pack_arrays(arrays, self._memory, call.room)
             returned = Returned(call.number, value, specs, facts)
         except Exception as error:
@@ -183,7 +183,7 @@ class _Server:
         keys = [number.to_bytes(32, "little") for number in range(context.n // self._engine.space.block_tokens)]
         found = fork_context(self._engine, context, keys, len(numbers), reserve)
         self._contexts.update(zip(numbers, found))
-        return [_facts(one) for one in found], ()
+        return [_facts(one, self._engine) for one in found], ()
 
     def do_prefill(self, context: Context, ids: Array, *, call: Call) -> Outcome:
         return None, [self._engine.prefill(context, ids)]
@@ -343,7 +343,8 @@ def _bytes_of(text: str) -> Array:
     return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
 
 
-def _facts(context: Context) -> ContextFacts:
+def _facts(context: Context, engine: Engine) -> ContextFacts:
+    free = engine.free_memory() if isinstance(engine, DeviceMemoryEngine) else None
     relocated = context if isinstance(context, RelocatedContext) else None
     return ContextFacts(
         context.n,
@@ -352,6 +353,7 @@ def _facts(context: Context) -> ContextFacts:
         context.levels,
         relocated.relocated if relocated is not None else (),
         relocated.gaps if relocated is not None else (),
+        -1 if free is None else free,
     )
 
 

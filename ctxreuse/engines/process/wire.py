@@ -88,7 +88,10 @@ class WireError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What `ctxreuse.engines.base.Context` says of itself, but for its tokens."""
+    """What `ctxreuse.engines.base.Context` says of itself, but for its tokens.
+
+    ``free``: what `DeviceMemoryEngine.free_memory` says with it; -1: nothing.
+    """
 
     n: int
     nbytes: int
@@ -96,6 +99,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     levels: tuple[LevelRun, ...]
     relocated: tuple[tuple[int, int], ...] = ()
     gaps: tuple[tuple[int, int], ...] = ()
+    free: int = -1
 
 
 class TextFacts(msgspec.Struct, frozen=True):

@@ -36,13 +36,21 @@ class TorchDevice:
         """The memory of a device of torch; its kernels where CuPy is installed."""
         if device.type == "cpu":
             return HOST
-        launcher = open_device() if device.type == "cuda" and not missing() else None
+        first = device.type == "cuda" and device.index in (None, 0)  # the one that CuPy compiles the kernels for
+        launcher = open_device() if first and not missing() else None
         return cls(device, apart=True, launcher=launcher)
 
     @property
     def pinned(self) -> bool:
         """True if copies are faster from memory that the system cannot move."""
         return bool(self.device.type == "cuda")
+
+    def free_memory(self) -> int | None:
+        """Bytes that could be allocated there; None: in the host's memory, or unknown."""
+        if self.device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(torch.cuda.mem_get_info(self.device)[0] + kept)
 
     def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory for ``count`` numbers on their way; torch keeps and reuses it."""
@@ -130,7 +138,7 @@ def device_errors(place: TorchDevice) -> Iterator[None]:
     """Device memory that runs out inside is an EngineError, and a device that is lost says so."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:  # torch's, or CuPy's
         torch.cuda.empty_cache()
         raise EngineError(
             f"no memory left on {place.device}: {str(error).splitlines()[0]}",

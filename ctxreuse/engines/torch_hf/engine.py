@@ -139,6 +139,11 @@ class TorchEngine:
         """See `Engine.prefill`."""
         return self._model.prefill(self._model.own(context), tokens)
 
+    def free_memory(self) -> int | None:
+        """See `DeviceMemoryEngine.free_memory`: what the device, torch and the pool of arenas have left."""
+        left = self._model.place.free_memory()
+        return None if left is None else left + self._model.pool.nbytes
+
     @property
     def batches(self) -> bool:
         """See `Engine.batches`."""

@@ -25,6 +25,7 @@ from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
 from ctxreuse.engines.torch_hf.chunks.insert import fill_rows
 from ctxreuse.engines.torch_hf.chunks.scatter import AttentionScores, ComparedError, RowComparison, scattered
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.devices import device_errors
 from ctxreuse.engines.torch_hf.inplace.compress import compress, expand
 from ctxreuse.engines.torch_hf.inplace.pin import pin_rows
 from ctxreuse.engines.torch_hf.model import TorchModel
@@ -172,7 +173,8 @@ class TorchChunkOps:
         own.check_filled()
         own.wait_load()
         own.finish_load()
-        compress(own, format, self.rotaries(), level)
+        with device_errors(self._model.place):
+            compress(own, format, self.rotaries(), level)
 
     @inference
     def deviations(

@@ -10,8 +10,9 @@ import torch
 
 from ctxreuse.cuda.quantised import expand_plane, quantise_plane
 from ctxreuse.engines.chunks import CompressedFormat, Role
+from ctxreuse.engines.torch_hf.cache.arena import Lease
 from ctxreuse.engines.torch_hf.context import TorchContext
-from ctxreuse.engines.torch_hf.devices import kernel_stream
+from ctxreuse.engines.torch_hf.devices import device_errors, kernel_stream
 from ctxreuse.engines.torch_hf.inplace.device import DIMS
 from ctxreuse.errors import EngineError
 from ctxreuse.kernels.attention import GROUP, Plane, quantise
@@ -93,8 +94,14 @@ def expand(context: TorchContext) -> None:
     n = context.n
     lease = context.lease_rows()
     positions = np.arange(n)
+    with device_errors(context.place):
+        _fill(context, lease, positions)
+    context.become_plain(lease)
+
+
+def _fill(context: TorchContext, lease: Lease, positions: npt.NDArray[np.int64]) -> None:
+    n = len(positions)
     for index, _ in context.arena_layers:
         for role, planes in (("k", lease.arena.k), ("v", lease.arena.v)):
             rows = _expanded(context, index, "k" if role == "k" else "v", positions)
             planes[index][0, :, :n] = rows.to(planes[index].dtype)
-    context.become_plain(lease)

@@ -147,7 +147,7 @@ def fragments(
 ) -> tuple[npt.NDArray[np.int8], int]:
     """A basis int16 [components, channels] as the fragments of the matrix product, and which tiles are coarse.
 
-    Two signed bytes a number, 64 * high + low; bytes [blocks, tiles, 4, 32 threads, {low, high}, 2, 4], the channels
+    Two signed bytes a number, 64 * high + low; bytes [blocks, tiles, {low, high}, 2, 32 threads, 2, 2, 4], the channels
     ordered so that each thread gets its runs. Coarse: the tile's low bytes are all 0.
     """
     padded = np.zeros((tiles * TILE, basis.shape[1] + 1), np.int32)
@@ -164,7 +164,8 @@ def fragments(
     else:
         channel = np.where(e == 0, chosen["channel"][..., 0], chosen["channel"][..., 1]).astype(np.int64) + n
     channel = np.where(chosen["head"] == NONE, basis.shape[1], channel)
-    # [digit, tile, half, part, byte, block, n, column]: a thread is column * 4 + part.
-    picked = digits[:, :, channel].reshape(2, tiles, 2, 4, 4, len(channel), 4, 8)
+    # [digit, tile, half, part, byte, block, n / 2, n % 2, column]: a thread is column * 4 + part.
+    picked = digits[:, :, channel].reshape(2, tiles, 2, 4, 4, len(channel), 2, 2, 8)
     coarse = sum(1 << i for i in range(tiles) if not picked[0, i].any())
-    return np.ascontiguousarray(picked.transpose(5, 1, 6, 7, 3, 0, 2, 4)), coarse
+    ordered = picked.transpose(5, 1, 0, 6, 8, 3, 7, 2, 4)
+    return np.ascontiguousarray(ordered).reshape(len(channel), tiles, 2, 2, 32, 2, 2, 4), coarse

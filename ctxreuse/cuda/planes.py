@@ -104,11 +104,12 @@ class Decoding:
 
     def _lay_out(self, cells: npt.NDArray[np.void], planes: npt.NDArray[np.void], bodies: Any) -> None:
         profile, xp = self._profile, self._profile.launcher.xp
-        self._cells = cells
-        self._status = xp.zeros(len(cells), np.uint32)
+        # Warps that work at the same time take neighbours, and have a basis in common if these are of one group.
+        self._cells = cells[np.argsort(cells["group"], kind="stable")]
+        self._status, self._taken, self._before = xp.zeros(len(cells), np.uint32), xp.zeros(1, np.uint32), 0
         self._arguments = (
             xp.asarray(bodies),
-            xp.asarray(cells.view(np.uint8)),
+            xp.asarray(self._cells.view(np.uint8)),
             np.uint32(len(cells)),
             xp.asarray(planes.view(np.uint8)),
             profile.groups,
@@ -117,14 +118,18 @@ class Decoding:
             np.uint32(profile.known),
             np.uint32(profile.own),
             self._status,
+            self._taken,
         )
 
     def launch(self) -> None:
         """Queue the work on the current stream."""
         profile = self._profile
         shared = profile.known * TABLE.itemsize + profile.warps * profile.own
-        blocks = -(-len(self._cells) // profile.warps)
-        profile.launcher.launch("ctx_klt_decode", blocks, profile.warps * _WARP, shared, self._arguments)
+        blocks = min(profile.launcher.multiprocessors, -(-len(self._cells) // profile.warps))
+        arguments = (*self._arguments, np.uint32(self._before))
+        profile.launcher.launch("ctx_klt_decode", blocks, profile.warps * _WARP, shared, arguments)
+        # Each warp asks once more than there are cells for it.
+        self._before = self._before + len(self._cells) + blocks * profile.warps & 0xFFFFFFFF
 
     def finish(self) -> None:
         """Wait; raises for the first cell that was not decoded."""

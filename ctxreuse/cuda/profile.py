@@ -17,8 +17,10 @@ from ctxreuse.dtypes import CODES
 
 __all__ = ["DeviceProfile", "rotary"]
 
-#: Bytes of shared memory that a warp takes for itself.
+#: Bytes of shared memory that a warp takes for itself, beside a cell's numbers.
 _OWN = 1280
+#: Warps of a block, which has a multiprocessor to itself: as many as its registers let, or fewer if memory is short.
+_WARPS = 16
 
 
 class DeviceProfile:
@@ -47,8 +49,8 @@ class DeviceProfile:
         self.tables = xp.asarray(tables_of(profile.tables).view(np.uint8))
         self.codes = xp.asarray(codes_of(profile.tables).view(np.uint8))
         self.own = _OWN + 64 * 2 * (32 * int(self.book_groups["tiles"].max(initial=0)) + 16)
-        self.warps = _warps(launcher.shared_bytes, self.known * TABLE.itemsize, self.own)
-        if not self.warps:
+        self.warps = min(_WARPS, (launcher.shared_bytes - self.known * TABLE.itemsize) // self.own)
+        if self.warps < 1:
             raise ValueError(f"{self.known} tables and a cell's numbers do not fit into the device's shared memory")
 
     def _groups(self, book: Book, number: int) -> npt.NDArray[np.void]:
@@ -84,9 +86,3 @@ def rotary(profile: CodecProfile, plane: PlaneProfile) -> tuple[Any, int]:
         return "none", 0
     rope = profile.ropes[plane.rope]
     return rope.style, len(rope.inv_freq) if rope.style != "none" else 0
-
-
-def _warps(room: int, tables: int, own: int) -> int:
-    """Warps of a block, 1 to 8, so that most of them fit onto a multiprocessor; 0 if not even one fits."""
-    fits = [warps for warps in range(8, 0, -1) if tables + warps * own <= room]
-    return max(fits, key=lambda warps: room // (tables + warps * own) * warps, default=0)

@@ -19,21 +19,23 @@ from ctxreuse.kernels import RansTables
 __all__ = ["CODE", "STREAM", "TABLE", "as_device", "codes_of", "count", "decode", "encode", "tables_of"]
 
 STREAM: Final = np.dtype([("data", "<u8"), ("symbols", "<u8"), ("steps", "<u8"), ("bytes", "<u4"), ("n", "<u4")])
-TABLE: Final = np.dtype([("symbol", "u1", 256), ("span", "<u4", 32)])
+TABLE: Final = np.dtype([("slot", "<u4", 256)])
 CODE: Final = np.dtype([("span", "<u4", 32), ("reciprocal", "<u4", 32)])
 """struct RansStream, RansTable and RansCode of the kernels' text."""
 
 _WARPS, _WARP, _RING = 4, 32, 512
 _OK, _CORRUPT, _SYMBOL, _TABLE = range(4)
+_CENTRE = 15
 _LONGEST: Final = 0xFFFFFFFF - 512
 
 
 def tables_of(freqs: npt.NDArray[np.uint8]) -> npt.NDArray[np.void]:
     """Tables for decoding, TABLE [tables], of frequencies uint8 [tables, 32] that RansTables has checked."""
     out = np.zeros(len(freqs), TABLE)
-    out["span"] = _spans(freqs)
-    for row, freq in zip(out["symbol"], freqs, strict=True):
-        row[:] = np.repeat(np.arange(32, dtype=np.uint8), freq)
+    symbol = np.arange(32, dtype=np.uint32)
+    for row, freq, start in zip(out["slot"], freqs.astype(np.uint32), _spans(freqs) >> 8, strict=True):
+        rest = np.arange(256, dtype=np.uint32) - np.repeat(start, freq)
+        row[:] = np.repeat(freq | (symbol - _CENTRE & 255) << 16 | symbol << 24, freq) | rest << 8
     return out
 
 

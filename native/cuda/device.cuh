@@ -13,6 +13,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef signed char i8;
 typedef signed short i16;
 typedef int i32;
 typedef long long i64;
@@ -117,7 +118,33 @@ __device__ __forceinline__ Pair load_pair(const u8 *at) {
     asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(p.at[0]), "=r"(p.at[1]) : "l"(at));
     return p;
 }
+
+// The aligned fours of the first and the last of some bytes, of four at most, and from these the bytes.
+__device__ __forceinline__ Pair load_around(const u8 *at, u32 last) {
+    Pair p;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(p.at[0]) : "l"((u64)at & ~3ull));
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(p.at[1]) : "l"((u64)(at + last) & ~3ull));
+    return p;
+}
+__device__ __forceinline__ u32 four_of(const Pair &around, const u8 *at) {
+    return __funnelshift_r(around.at[0], around.at[1], 8 * ((u32)(u64)at & 3));
+}
+
+// Four bytes of 16 rows of 32, for each thread those of a matrix product's first factor. Rows are aligned to 16 bytes.
+__device__ __forceinline__ void load_rows(u32 (&a)[4], const u8 *rows, u32 stride) {
+    const u32 from = (u32)__cvta_generic_to_shared(rows + lane_number() % 16 * stride + lane_number() / 16 * 16);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
 #else
+__device__ __forceinline__ Pair load_around(const u8 *at, u32 last) { return {{last == 3 ? load32(at) : load16(at), 0}}; }
+__device__ __forceinline__ u32 four_of(const Pair &around, const u8 *) { return around.at[0]; }
+__device__ __forceinline__ void load_rows(u32 (&a)[4], const u8 *rows, u32 stride) {
+    const u8 *const own = rows + lane_number() / 4 * stride + lane_number() % 4 * 4;
+    for (u32 i = 0; i < 4; i++) a[i] = *(const u32 *)(own + i % 2 * 8 * stride + i / 2 * 16);
+}
 __device__ __forceinline__ Pair load_pair(const u8 *at) { return *(const Pair *)at; }
 __device__ __forceinline__ Quad load_quad(const u8 *at) { return *(const Quad *)at; }
 #endif

@@ -23,7 +23,7 @@ struct alignas(16) Run {
 
 // One channel group at one level.
 struct KltGroup {
-    u64 basis;    // Quad [blocks][tiles][4][32]: digits of 64 as fragments of a matrix product: low, low, high, high
+    u64 basis;    // Quad [blocks][tiles][low, high][2][32]: digits of 64 as fragments of a matrix product
     u64 runs;     // Run [blocks][4]
     u64 mean;     // float [channels]
     u64 gain;     // float [channels]

@@ -8,7 +8,7 @@ struct RansStream {
     u32 bytes, n;
 };
 
-// shared: tables * 384 + 512 bytes a warp. A table's number that is none ends its stream: nothing is written after.
+// shared: tables * 1024 + 512 bytes a warp. A table's number that is none ends its stream: nothing is written after.
 extern "C" __global__ void ctx_rans_decode(const u8 *data, const RansStream *streams, u32 count, const RansTable *tables,
                                            u32 known, const u16 *steps, u8 *symbols, u16 *seeds, u32 *status) {
     CTX_SHARED(memory);
@@ -33,10 +33,13 @@ extern "C" __global__ void ctx_rans_decode(const u8 *data, const RansStream *str
         // The next step's table is asked for before this step, which does not wait for it.
         const u32 next = active < stream.n - i ? table[i / 64 + 1] : 0;
         u32 s[2];
-        reader.step(own[now], active, s);
+        if (active == 64)
+            reader.step<true>(own[now], active, s);
+        else
+            reader.step<false>(own[now], active, s);
         now = next;
-        if (lane < active) out[i + lane] = (u8)s[0];
-        if (lane + WARP < active) out[i + lane + WARP] = (u8)s[1];
+        if (lane < active) out[i + lane] = (u8)(s[0] >> 24);
+        if (lane + WARP < active) out[i + lane + WARP] = (u8)(s[1] >> 24);
     }
     if (how == OK) {
         seeds[64 * (u64)number + lane] = (u16)reader.x[0];

@@ -1,20 +1,18 @@
 // rans.cuh - the entropy coder of ../rans/rans.h, one warp a stream: thread t holds the states of lanes t and t + 32.
 //
 // A ballot says who reads or writes a word in a step, and the count of those below says where: lanes ascend. Tables lie
-// in shared memory: the symbol of a slot (256 bytes: at most two threads in four bytes meet in a bank), then frequency
-// and start of the symbol (32 words, one a bank).
+// in shared memory; a decoder finds all of a slot in one word, for each step waits for the one before.
 #ifndef CTX_RANS_CUH
 #define CTX_RANS_CUH
 
 #include "device.cuh"
 
 struct RansTable {
-    u8 symbol[256];
-    u32 span[32]; // frequency | start << 8; 0 for a symbol without frequency
+    u32 slot[256]; // frequency | slot - start << 8 | symbol - 15 in eight bits << 16 | symbol << 24
 };
 
 struct RansCode {
-    u32 span[32];
+    u32 span[32]; // frequency | start << 8; 0 for a symbol without frequency
     u32 reciprocal[32]; // (2^32 - 1) / frequency
 };
 
@@ -30,21 +28,19 @@ __device__ __forceinline__ void copy_words(void *to, const void *from, u32 bytes
 struct RansReader {
     u32 x[2];
     const u8 *words;
-    u32 count, at, loaded, next;
+    u32 count, at, loaded;
+    Pair next; // aligned fours that hold this thread's two words after those that are loaded
     u16 *ring;
 
-    __device__ u32 pair() const {
+    __device__ __forceinline__ void ask() {
         const u32 w = loaded + 2 * lane_number();
-        u32 two = 0;
-        if (w < count) two = load16(words + 2 * (u64)w);
-        if (w + 1 < count) two |= load16(words + 2 * (u64)w + 2) << 16;
-        return two;
+        if (w < count) next = load_around(words + 2 * (u64)w, w + 1 < count ? 3 : 1);
     }
 
-    __device__ void refill() {
-        *(u32 *)(ring + (loaded + 2 * lane_number()) % RING) = next;
+    __device__ __forceinline__ void refill() {
+        *(u32 *)(ring + (loaded + 2 * lane_number()) % RING) = four_of(next, words);
         loaded += AHEAD;
-        next = pair();
+        ask();
         __syncwarp();
     }
 
@@ -55,25 +51,26 @@ struct RansReader {
         x[1] = load32(data + 4 * lane_number() + 128);
         words = data + 256, count = (bytes - 256) / 2, at = 0, loaded = 0, ring = own;
         if (__any_sync(EVERYONE, x[0] < 0x10000 || x[1] < 0x10000)) return false;
-        next = pair();
+        next = {};
+        ask();
         refill();
         return true;
     }
 
-    // One step, of `active` lanes. Words beyond the last are 0: end() tells.
-    __device__ __forceinline__ void step(const RansTable &table, u32 active, u32 (&symbols)[2]) {
+    // One step, of `active` lanes, or ALL: what the table says of their slots. Words beyond the last may be any: end() tells.
+    template <bool ALL> __device__ __forceinline__ void step(const RansTable &table, u32 active, u32 (&found)[2]) {
         if (loaded - at < AHEAD) refill();
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
-            const bool on = lane_number() + WARP * h < active;
-            const u32 slot = x[h] & 255, s = table.symbol[slot], span = table.span[s];
-            const u32 after = (span & 255) * (x[h] >> 8) + slot - (span >> 8);
+            const bool on = ALL || lane_number() + WARP * h < active;
+            const u32 of = table.slot[x[h] & 255];
+            const u32 after = (of & 255) * (x[h] >> 8) + (of >> 8 & 255);
             const bool low = on && after < 0x10000;
             const u32 readers = __ballot_sync(EVERYONE, low);
             const u32 word = ring[(at + __popc(readers & lanes_below())) % RING];
             if (on) x[h] = low ? after << 16 | word : after;
             at += __popc(readers);
-            symbols[h] = s;
+            found[h] = of;
         }
     }
 

@@ -109,7 +109,7 @@ def test_tiles_of_coarse_rows_are_known() -> None:
     basis[0, 0] = 8191
     bytes_, coarse = fragments(basis, runs_of(0, 1, 64, ("none", 0)), False, 3)
     assert coarse == 0b110
-    assert bytes_.shape == (2, 3, 4, 8, 4, 2, 2, 4)
+    assert bytes_.shape == (2, 3, 2, 2, 32, 2, 2, 4)
 
 
 def spoil(data: bytes, random: np.random.Generator) -> bytes:
@@ -202,6 +202,7 @@ def test_pages_that_cannot_be_are_refused(shim: Shim) -> None:
 def test_blocks_hold_as_many_warps_as_shared_memory_lets(shim: Shim) -> None:
     wide = Sample("float16", 64, dim=64, spread=(300.0, 0.98))
     assert wide.device(shim, "kl-0.005").warps == 8
+    assert Sample("float16", 64).device(shim, "kl-0.005").warps == 16
     small = Shim.__new__(Shim)
     small.__dict__ = {**vars(shim), "shared_bytes": 100 * 1024}
     assert wide.device(small, "kl-0.005").warps == 3

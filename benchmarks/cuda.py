@@ -166,7 +166,7 @@ def one_layer_profile() -> CodecProfile:
     planes = (PlaneProfile(0, "k", _HEADS, _DIM, 0, groups), PlaneProfile(0, "v", _HEADS, _DIM, -1, groups))
     rope = Rotary("half", tuple(5e5 ** (-i / (_DIM // 2)) for i in range(_DIM // 2)))
     level = ProfileLevel(LevelInfo(_LEVEL, True, 2.0, 0.01), _STEP, (coding,) * (2 * len(groups)))
-    return CodecProfile(b"", (rope,), planes, _tables(), (level,))
+    return CodecProfile(b"", (rope,), planes, _tables(), (level,), version=2)
 
 
 def _filled(launcher: Launcher, card: CodecProfile, plane: PlaneProfile, tokens: int) -> Pages:

@@ -13,11 +13,11 @@ from ctxreuse.cuda.cells import ENTRY
 from ctxreuse.cuda.layout import CELL, PLANE
 from ctxreuse.cuda.planes import Pages, angles_on, paged
 from ctxreuse.cuda.profile import DeviceProfile
-from ctxreuse.cuda.rans import CODE, on_host
+from ctxreuse.cuda.rans import CODE, on_host, to_device, to_host
 
 __all__ = ["PagedPlane", "encode_planes"]
 
-_WARPS, _WARP, _THREADS = 4, 32, 128
+_WARPS, _WARP, _THREADS = 4, 32, 256
 _HEAD = 8
 
 
@@ -51,8 +51,9 @@ def encode_planes(profile: DeviceProfile, planes: Sequence[PagedPlane]) -> list[
     cells["data"], cells["more"] = np.cumsum(amounts) - amounts, np.cumsum(rooms) - rooms
     numbers, words = xp.empty(max(1, int(amounts.sum())), np.int16), xp.empty(int(rooms.sum()), np.uint16)
     seeds, status = xp.empty(64 * len(cells), np.uint16), xp.zeros(len(cells), np.uint32)
-    listed, given, count = xp.asarray(cells.view(np.uint8)), xp.asarray(records.view(np.uint8)), np.uint32(len(cells))
-    shared = 1024 + 256 * int(of["channels"].max())
+    listed, given, count = to_device(launcher, [cells]), to_device(launcher, [records]), np.uint32(len(cells))
+    channels = -(-of["channels"].astype(np.int64) // 32) * 32
+    shared = int((1024 + 272 * channels + (of["unit"] > 0) * (128 * channels + 2048)).max())
     if shared > launcher.shared_bytes:
         raise ValueError(
             f"a group of {int(of['channels'].max())} channels does not fit into the device's shared memory"
@@ -73,19 +74,19 @@ def encode_planes(profile: DeviceProfile, planes: Sequence[PagedPlane]) -> list[
         profile.known * CODE.itemsize,
         (listed, count, profile.groups, profile.book, profile.codes, known, numbers, seeds, words),
     )
+    coded = to_host(launcher, listed).view(CELL)
     if on_host(status).any():
         raise ValueError("the page table has no page for a token")
-    coded = on_host(listed).view(CELL)
     places, heads, size = _laid_out(profile, coded, planes)
-    out = xp.empty(size, np.uint8)
+    out, there = xp.empty(size, np.uint8), to_device(launcher, [places])
     launcher.launch(
         "ctx_klt_pack",
         blocks,
         _WARPS * _WARP,
-        0,
-        (listed, count, given, profile.groups, profile.book, profile.codes, numbers, words, xp.asarray(places), out),
+        profile.known * CODE.itemsize,
+        (listed, count, given, profile.groups, profile.book, profile.codes, known, numbers, words, there, out),
     )
-    data = np.array(on_host(out))
+    data = to_host(launcher, out)
     streams = []
     for at, end, head in heads:
         data[at : at + len(head)] = np.frombuffer(head, np.uint8)

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from ctxreuse.errors import ConfigError
 
@@ -52,6 +55,9 @@ class Launcher(Protocol):
     @property
     def multiprocessors(self) -> int:
         """How many the device has."""
+
+    def host(self, size: int) -> npt.NDArray[np.uint8]:
+        """Bytes of the host's memory that the device copies from and to at full speed. Uninitialised."""
 
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         """Queue ``grid`` blocks of ``block`` threads with ``shared`` bytes of shared memory each. 0 blocks: nothing."""
@@ -109,6 +115,11 @@ class _Cupy:
             for name in FILES
         }
         self._kernels: dict[str, Any] = {}
+
+    def host(self, size: int) -> npt.NDArray[np.uint8]:
+        import cupyx
+
+        return cast("npt.NDArray[np.uint8]", cupyx.empty_pinned(size, np.uint8))
 
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         kernel = self._kernels.get(name)

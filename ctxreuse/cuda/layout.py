@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ctxreuse.codec.profile import ChannelGroup, Coding
 from ctxreuse.kernels import WholeNumbers
 
-__all__ = ["CELL", "GROUP", "NONE", "PLANE", "RUN", "Book", "fragments", "runs_of"]
+__all__ = ["CELL", "GROUP", "NONE", "PLANE", "RUN", "Book", "forward_fragments", "fragments", "runs_of"]
 
 TILE: Final = 32
 NONE: Final = 0xFFFF
@@ -86,8 +86,11 @@ class Book:
         runs = runs_of(group.first, group.heads, dim, rotary)
         tiles = -(-components // TILE)
         basis, coarse = fragments(group.basis[:components], runs, rotary[0] == "pairs", tiles)
-        forward = np.zeros((channels, tiles * TILE), _F4)
-        forward[:, :components] = np.asarray(group.forward if whole is None else whole.rows)[:components].T
+        if whole is None:
+            forward: npt.NDArray[np.generic] = np.zeros((channels, tiles * TILE), _F4)
+            forward[:, :components] = group.forward[:components].T
+        else:
+            forward = forward_fragments(whole.rows[:components], tiles)
         fine = np.float32(step) / np.float32(3) if nested else np.float32(step)
         quanta = np.full(tiles * TILE, np.float32(1) / fine, _F4)
         if whole is not None:
@@ -169,3 +172,18 @@ def fragments(
     coarse = sum(1 << i for i in range(tiles) if not picked[0, i].any())
     ordered = picked.transpose(5, 1, 0, 6, 8, 3, 7, 2, 4)
     return np.ascontiguousarray(ordered).reshape(len(channel), tiles, 2, 2, 32, 2, 2, 4), coarse
+
+
+def forward_fragments(rows: npt.NDArray[np.int16], tiles: int) -> npt.NDArray[np.uint8]:
+    """A forward map int16 [components, channels] as the fragments of the matrix product that encodes.
+
+    Two bytes a number, 256 * high + low, the high one signed; bytes [4 * tiles, channels / 32, 32 threads, {low, high},
+    2, 4].
+    """
+    steps = -(-rows.shape[1] // TILE)
+    padded = np.zeros((tiles * TILE, steps * TILE), np.int16)
+    padded[: len(rows), : rows.shape[1]] = rows
+    digits = np.stack([padded & 255, padded >> 8]).astype(np.uint8)
+    # [digit, eight components, column, step, half, part, byte]: a thread is column * 4 + part.
+    picked = digits.reshape(2, 4 * tiles, 8, steps, 2, 4, 4).transpose(1, 3, 2, 5, 0, 4, 6)
+    return np.ascontiguousarray(picked).reshape(4 * tiles, steps, 32, 2, 2, 4)

@@ -20,7 +20,7 @@ from ctxreuse.codec.profile import PlaneProfile
 from ctxreuse.cuda.cells import Parsed, parse, parse_refinement
 from ctxreuse.cuda.layout import CELL, PLANE
 from ctxreuse.cuda.profile import DeviceProfile, rotary
-from ctxreuse.cuda.rans import TABLE, on_host
+from ctxreuse.cuda.rans import TABLE, on_host, to_device
 from ctxreuse.dtypes import CODES, FLOATS
 from ctxreuse.errors import FormatError
 
@@ -84,7 +84,7 @@ class Decoding:
             rows.append(cells)
             planes[number] = _plane(profile, plane, one, parsed[0].tokens, angles, self._kept, where)
         self._kept += angles.values()
-        self._lay_out(np.concatenate(rows), planes, np.concatenate(bodies))
+        self._lay_out(np.concatenate(rows), planes, to_device(profile.launcher, bodies))
 
     @classmethod
     def of(
@@ -108,9 +108,9 @@ class Decoding:
         self._cells = cells[np.argsort(cells["group"], kind="stable")]
         self._status, self._taken, self._before = xp.zeros(len(cells), np.uint32), xp.zeros(1, np.uint32), 0
         self._arguments = (
-            xp.asarray(bodies),
-            xp.asarray(self._cells.view(np.uint8)),
-            np.uint32(len(cells)),
+            bodies,
+            to_device(profile.launcher, [self._cells]),
+            np.uint32(len(self._cells)),
             xp.asarray(planes.view(np.uint8)),
             profile.groups,
             profile.book,

@@ -7,6 +7,7 @@ and wait for it, because the streams' status must be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -192,6 +193,28 @@ def count(launcher: Launcher, symbols: Any, table_of_step: Any, tables: int) -> 
 def on_host(array: Any) -> npt.NDArray[Any]:
     """A copy in the host's memory, waiting for what is queued."""
     return np.asarray(array if isinstance(array, np.ndarray) else array.get())
+
+
+def to_host(launcher: Launcher, array: Any) -> npt.NDArray[Any]:
+    """As `on_host`, into memory that the device writes at full speed, for what is large."""
+    out = launcher.host(array.nbytes).view(array.dtype).reshape(array.shape)
+    if isinstance(array, np.ndarray):
+        out[...] = array
+    else:
+        array.get(out=out)
+    return out
+
+
+def to_device(launcher: Launcher, arrays: Sequence[npt.NDArray[Any]]) -> Any:
+    """The bytes of arrays one after the other, uint8 in the device's memory."""
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    staged = launcher.host(sum(part.size for part in parts))
+    np.concatenate(parts, out=staged)
+    out = launcher.xp.empty(staged.size, np.uint8)
+    if isinstance(out, np.ndarray):
+        return staged
+    out.set(staged)
+    return out
 
 
 def _fits(launcher: Launcher, shared: int, tables: RansTables) -> None:

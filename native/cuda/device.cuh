@@ -59,6 +59,17 @@ __device__ __forceinline__ void multiply_add(u32 (&d)[4], const u32 (&a)[4], u32
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same where a, b or both are unsigned.
+#define CTX_MULTIPLY_ADD(name, A, B)                                                                                    \
+    __device__ __forceinline__ void name(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {                             \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." #A "." #B ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                                   \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                   \
+    }
+CTX_MULTIPLY_ADD(multiply_add_us, u8, s8)
+CTX_MULTIPLY_ADD(multiply_add_su, s8, u8)
+CTX_MULTIPLY_ADD(multiply_add_uu, u8, u8)
+
 // The same of halves, or of bfloats: a [16][16], b [16][8], sums in fp32.
 __device__ __forceinline__ void multiply_add_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

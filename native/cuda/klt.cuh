@@ -29,7 +29,7 @@ struct KltGroup {
     u64 gain;     // float [channels]
     u64 coding;   // u32 [components + 1]: table | shift << 8 | shifts of all components before << 16
     u64 refining; // the same, of a refinement's symbols
-    u64 forward;  // float [channels][32 * tiles]; whole numbers of 16 bits if `unit`
+    u64 forward;  // float [channels][32 * tiles]; if `unit`, Quad [4 * tiles][channels / 32][32]: digits as fragments
     u64 quanta;   // float [32 * tiles]: what sums are multiplied by
     u32 channels, components, tiles, blocks;
     u32 coarse; // bit i: all low digits of tile i are 0

@@ -1,7 +1,7 @@
 // klt_encode.cu - an engine's cache pages to coded planes, in three launches: numbers, streams, bodies.
 //
-// The sums are those of the CPU: fp32, channel after channel, product and sum rounded apart. Between the launches the host
-// only adds up sizes.
+// The sums are those of the CPU: of whole numbers on the tensor cores, in digits of 8 bits; of profiles that have none in
+// fp32, channel after channel, product and sum rounded apart. Between the launches the host only adds up sizes.
 #include "klt.cuh"
 
 namespace {
@@ -30,6 +30,11 @@ __device__ __forceinline__ i32 third(i32 q) { // floor((q + 1) / 3)
     return up / 3 - 32768;
 }
 
+// Sums of |numbers|, with a top bit that stays.
+__device__ __forceinline__ u32 add_sizes(u32 a, u32 b) {
+    return ((a | b) & 0x80000000) | ((a & 0x7fffffff) + (b & 0x7fffffff));
+}
+
 // The symbol of a number, and the low bits that it leaves.
 __device__ __forceinline__ u32 symbol_of(i32 q, u32 coding, const RansCode &code, u32 &low) {
     const u32 shift = coding >> 8 & 255, half = (1u << shift) >> 1;
@@ -40,52 +45,31 @@ __device__ __forceinline__ u32 symbol_of(i32 q, u32 coding, const RansCode &code
     return known ? symbol : (u32)ESCAPE;
 }
 
-// Walks a cell's symbols in steps of 64, in either direction: component and token of this thread's two, and of the first.
-struct Walk {
-    u32 tokens, head, c[2], t[2];
-
-    __device__ void seek(u32 step) {
-        const u32 i = CELL * step, lane = lane_number();
-        head = i / tokens;
-        c[0] = (i + lane) / tokens, t[0] = (i + lane) % tokens;
-        c[1] = (i + lane + WARP) / tokens, t[1] = (i + lane + WARP) % tokens;
-    }
+// What a block's threads have in common. z: a cell's vectors; later [components][64] numbers.
+struct Desk {
+    float inverse[CELL];
+    u32 bad[CELL];   // 1: the token must stand raw; 2: it is not there
+    u32 sizes[CELL]; // sums of |numbers|
+    u32 spare[CELL];
 };
+static const u32 ACROSS = 68; // floats from channel to channel in shared memory
 
-} // namespace
-
-// One block of 128 threads a cell. numbers: i16 [components][64] at cell.data; codes: u16 [cells][64]; cell.raw: in, tokens
-// that must stand raw; out, those that do. book: 16 doubles at byte 128. shared: channels * 256 + 1024 bytes.
-extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cells, const KltPlane *planes,
-                                                                   const KltGroup *groups, const u8 *book, i16 *numbers,
-                                                                   u16 *codes, u32 *status) {
-    CTX_SHARED(memory);
-    KltCell &cell = cells[blockIdx.x];
-    const KltGroup &group = groups[cell.group];
-    const KltPlane &plane = planes[cell.plane];
-    float *const inverse = (float *)memory;      // [64]
-    u32 *const bad = (u32 *)(memory + 256);      // [64]
-    u32 *const sizes = (u32 *)(memory + 512);    // [64]
-    float *const z = (float *)(memory + 1024);   // [channels][64]
+// 256 threads: vectors of 64 tokens, turned back, less the mean: z[channel][ACROSS].
+__device__ __forceinline__ void gather(const KltCell &cell, const KltGroup &group, const KltPlane &plane, const u8 *book, Desk &desk, float *z) {
     const Run *const runs = (const Run *)(book + group.runs);
     const float *const mean = (const float *)(book + group.mean);
-    const u32 tokens = cell.tokens;
-
-    if (threadIdx.x < CELL) {
-        const u32 t = threadIdx.x;
-        sizes[t] = 0;
-        bad[t] = t < tokens && place_of(plane, cell.first + t) < 0 ? 2 : (u32)(cell.raw >> t & 1);
+    const u32 t = threadIdx.x / 4, item = item_bytes(plane.type);
+    const i64 place = t < cell.tokens ? place_of(plane, cell.first + t) : -1;
+    if (threadIdx.x % 4 == 0) {
+        desk.sizes[t] = 0;
+        desk.bad[t] = t < cell.tokens && place < 0 ? 2 : (u32)(cell.raw >> t & 1);
     }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < 4 * group.blocks * CELL; i += blockDim.x) {
-        const Run run = runs[i / CELL];
-        const u32 t = i % CELL;
+    for (u32 block = 0; block < group.blocks; block++) {
+        const Run run = runs[4 * block + threadIdx.x % 4];
         if (run.head == NONE) continue;
         float x[2][4] = {};
-        if (t < tokens && bad[t] != 2) {
-            const u32 item = item_bytes(plane.type);
-            const u8 *const row = (const u8 *)plane.memory
-                                  + (place_of(plane, cell.first + t) + run.head * plane.head_stride) * item;
+        if (place >= 0) {
+            const u8 *const row = (const u8 *)plane.memory + (place + run.head * plane.head_stride) * item;
 #pragma unroll
             for (u32 e = 0; e < 2; e++) {
                 u32 bits[4];
@@ -110,50 +94,60 @@ extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cell
 #pragma unroll
             for (u32 n = 0; n < 4; n++) {
                 const u32 channel = run.channel[e] + n;
-                z[channel * CELL + t] = t < tokens ? __fsub_rn(x[e][n], mean[channel]) : 0.0f;
+                z[channel * ACROSS + t] = t < cell.tokens ? __fsub_rn(x[e][n], mean[channel]) : 0.0f;
             }
     }
-    __syncthreads();
-    if (threadIdx.x < CELL) {
-        const u32 t = threadIdx.x;
-        float sums[16] = {};
-        const u32 ways = group.unit != 0 ? 16 : 1; // whole numbers: 16 sums, then by halves
-        for (u32 c = 0; c < group.channels; c++)
-            sums[c % ways] = __fadd_rn(sums[c % ways], __fmul_rn(z[c * CELL + t], z[c * CELL + t]));
-        for (u32 half = ways / 2; half; half /= 2)
-            for (u32 i = 0; i < half; i++) sums[i] = __fadd_rn(sums[i], sums[i + half]);
-        const float energy = sums[0];
-        i32 code = 0x8000;
-        if (!(energy <= 3.4028234663852886e38f)) bad[t] |= 1;
-        if (!bad[t]) code = code_of(energy, group.energy, (const double *)(book + 128));
-        if (code < 0x8000 - (i32)CODES || code > 0x8000 + (i32)CODES) bad[t] |= 1;
-        if (bad[t]) code = 0x8000;
-        inverse[t] = scale_of(0x10000 - code, (const float *)book);
-        codes[CELL * (u64)blockIdx.x + t] = (u16)(t < tokens ? code : 0);
-    }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < group.channels * CELL; i += blockDim.x)
-        z[i] = group.unit != 0 ? whole_of(z[i], __fmul_rn(inverse[i % CELL], group.unit)) : __fmul_rn(z[i], inverse[i % CELL]);
-    __syncthreads();
+}
 
-    // Four tokens and four components a thread.
+// The scale of each token: thread t's sums are every fourth channel of token t / 4, in the order that the CPU has.
+__device__ __forceinline__ void scale(const KltCell &cell, const KltGroup &group, const u8 *book, Desk &desk, const float *z, u16 *codes) {
+    const u32 t = threadIdx.x / 4, part = threadIdx.x % 4;
+    float sums[4] = {};
+    if (group.unit != 0) { // 16 sums, then by halves
+#pragma unroll
+        for (u32 i = 0; i < 4; i++)
+            for (u32 c = part + 4 * i; c < group.channels; c += 16)
+                sums[i] = __fadd_rn(sums[i], __fmul_rn(z[c * ACROSS + t], z[c * ACROSS + t]));
+        sums[0] = __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
+        sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(EVERYONE, sums[0], 2));
+        sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(EVERYONE, sums[0], 1));
+    } else if (part == 0) {
+        for (u32 c = 0; c < group.channels; c++) sums[0] = __fadd_rn(sums[0], __fmul_rn(z[c * ACROSS + t], z[c * ACROSS + t]));
+    }
+    if (part) return;
+    const float energy = sums[0];
+    u32 &bad = desk.bad[t];
+    i32 code = 0x8000;
+    if (!(energy <= 3.4028234663852886e38f)) bad |= 1;
+    if (!bad) code = code_of(energy, group.energy, (const double *)(book + 128));
+    if (code < 0x8000 - (i32)CODES || code > 0x8000 + (i32)CODES) bad |= 1;
+    if (bad) code = 0x8000;
+    desk.inverse[t] = scale_of(0x10000 - code, (const float *)book);
+    codes[t] = (u16)(t < cell.tokens ? code : 0);
+}
+
+// A sum to a number; 0 where the token cannot be coded.
+__device__ __forceinline__ i32 number_of(float sum, float quantum, u32 &size, u32 &bad) {
+    const float scaled = rintf(__fmul_rn(sum, quantum));
+    const bool fits = scaled >= -(float)LIMIT && scaled <= (float)LIMIT;
+    const i32 q = fits ? (i32)scaled : 0;
+    bad |= !fits, size += (u32)(q < 0 ? -q : q);
+    return q;
+}
+
+// Sums of floats, in the order of the channels: four tokens and four components a thread.
+__device__ __forceinline__ void multiply_floats(const KltGroup &group, const u8 *book, Desk &desk, const float *z, i16 *out) {
     const u32 quad = threadIdx.x % 16, wide = TILE * group.tiles;
     const float *const forward = (const float *)(book + group.forward);
-    i16 *const out = numbers + cell.data;
-    for (u32 c = threadIdx.x / 16 * 4; c < group.components; c += 32) {
+    for (u32 c = threadIdx.x / 16 * 4; c < group.components; c += 64) {
         float y[4][4] = {};
-        i32 sums[4][4] = {};
         for (u32 d = 0; d < group.channels; d++) {
             const Floats f = *(const Floats *)(forward + (u64)d * wide + c);
-            const Floats of = *(const Floats *)(z + d * CELL + 4 * quad);
+            const Floats of = *(const Floats *)(z + d * ACROSS + 4 * quad);
 #pragma unroll
             for (u32 i = 0; i < 4; i++)
 #pragma unroll
-                for (u32 k = 0; k < 4; k++)
-                    if (group.unit != 0)
-                        sums[i][k] = (i32)((u32)sums[i][k] + (u32)((i32)f.at[i] * (i32)of.at[k]));
-                    else
-                        y[i][k] = __fadd_rn(y[i][k], __fmul_rn(f.at[i], of.at[k]));
+                for (u32 k = 0; k < 4; k++) y[i][k] = __fadd_rn(y[i][k], __fmul_rn(f.at[i], of.at[k]));
         }
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
@@ -162,33 +156,178 @@ extern "C" __global__ void __launch_bounds__(128) ctx_klt_quantise(KltCell *cell
             const float quantum = ((const float *)(book + group.quanta))[c + i];
 #pragma unroll
             for (u32 k = 0; k < 4; k++) {
-                const float scaled = rintf(__fmul_rn(group.unit != 0 ? (float)sums[i][k] : y[i][k], quantum));
-                const bool fits = scaled >= -(float)LIMIT && scaled <= (float)LIMIT;
-                const i32 q = fits ? (i32)scaled : 0;
-                if (!fits) atomicOr(&bad[4 * quad + k], 1u);
-                atomicAdd(&sizes[4 * quad + k], (u32)(q < 0 ? -q : q));
-                item[k] = (u32)q & 0xffff;
+                u32 size = 0, bad = 0;
+                item[k] = (u32)number_of(y[i][k], quantum, size, bad) & 0xffff;
+                if (bad) atomicOr(&desk.bad[4 * quad + k], 1u);
+                atomicAdd(&desk.sizes[4 * quad + k], size);
             }
             *(Pair *)(out + (c + i) * CELL + 4 * quad) = {{item[0] | item[1] << 16, item[2] | item[3] << 16}};
         }
     }
+}
+
+// Vectors as whole numbers in two digits, 256 * high + low, low without a sign: bytes [low, high][64 tokens][stride].
+__device__ __forceinline__ void part(const KltGroup &group, const Desk &desk, const float *z, u8 *digits, u32 stride) {
+    for (u32 i = threadIdx.x; i < CELL * 8 * ((group.channels + TILE - 1) / TILE); i += 256) {
+        const u32 quad = i / 8 / CELL * 8 + i % 8, t = i / 8 % CELL;
+        if (4 * quad >= group.channels) continue;
+        const float factor = __fmul_rn(desk.inverse[t], group.unit);
+        u32 whole[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) whole[k] = (u32)(i32)whole_of(z[(4 * quad + k) * ACROSS + t], factor);
+#pragma unroll
+        for (u32 d = 0; d < 2; d++)
+            *(u32 *)(digits + (CELL * d + t) * stride + 4 * quad) =
+                __byte_perm(__byte_perm(whole[0], whole[1], d ? 0x0051 : 0x0040), __byte_perm(whole[2], whole[3], d ? 0x0051 : 0x0040), 0x5410);
+    }
+}
+
+// Sums of whole numbers, exact but for what 32 bits lose: a warp has 32 tokens and every fourth eight components.
+__device__ __forceinline__ void multiply_wholes(const KltGroup &group, const u8 *book, Desk &desk, const u8 *digits, u32 stride, i16 *out) {
+    const u32 lane = lane_number(), from = warp_in_block() % 2 * 32, steps = (group.channels + TILE - 1) / TILE;
+    const u8 *const low = digits + from * stride, *const high = low + CELL * stride;
+    u32 size[2][2] = {}, bad[2][2] = {};
+    for (u32 c = warp_in_block() / 2 * 8; c < group.components; c += 32) {
+        u32 sums[3][2][4] = {}; // by weight: 1, 2^8, 2^16
+        const u8 *const basis = book + group.forward + (u64)(c / 8 * steps) * WARP * sizeof(Quad) + lane * sizeof(Quad);
+        for (u32 step = 0; step < steps; step++) {
+            const Quad b = load_quad(basis + step * WARP * sizeof(Quad));
+#pragma unroll
+            for (u32 m = 0; m < 2; m++) {
+                u32 a[2][4];
+                load_rows(a[0], low + 16 * m * stride + TILE * step, stride);
+                load_rows(a[1], high + 16 * m * stride + TILE * step, stride);
+                multiply_add_uu(sums[0][m], a[0], b.at[0], b.at[1]);
+                multiply_add_us(sums[1][m], a[0], b.at[2], b.at[3]);
+                multiply_add_su(sums[1][m], a[1], b.at[0], b.at[1]);
+                multiply_add(sums[2][m], a[1], b.at[2], b.at[3]);
+            }
+        }
+        const u32 own = c + lane % 4 * 2;
+#pragma unroll
+        for (u32 e = 0; e < 2; e++) {
+            if (own + e >= group.components) break;
+            const float quantum = ((const float *)(book + group.quanta))[own + e];
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const u32 m = i / 2, r = i % 2, at = 2 * r + e;
+                const i32 sum = (i32)(sums[0][m][at] + (sums[1][m][at] << 8) + (sums[2][m][at] << 16));
+                const i32 q = number_of(__int2float_rn(sum), quantum, size[m][r], bad[m][r]);
+                out[(own + e) * CELL + from + 16 * m + 8 * r + lane / 4] = (i16)q;
+            }
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        u32 all = size[i / 2][i % 2] | bad[i / 2][i % 2] << 31;
+        all = add_sizes(all, __shfl_xor_sync(EVERYONE, all, 1)), all = add_sizes(all, __shfl_xor_sync(EVERYONE, all, 2));
+        const u32 t = from + 16 * (i / 2) + 8 * (i % 2) + lane / 4;
+        if (lane % 4 == 0) atomicAdd(&desk.sizes[t], all & 0x7fffffff);
+        if (lane % 4 == 0 && all >> 31) atomicOr(&desk.bad[t], 1u);
+    }
+}
+
+// Numbers to memory, those of tokens that cannot be coded as 0; nested ones become a base.
+__device__ __forceinline__ void hand_over(const KltCell &cell, const KltGroup &group, Desk &desk, const i16 *from, i16 *out) {
+    const u32 t = threadIdx.x % 16 * 4;
+    bool none[4];
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) none[k] = desk.bad[t + k] || t + k >= cell.tokens;
+    for (u32 c = threadIdx.x / 16; c < group.components; c += 16) {
+        const Pair two = *(const Pair *)(from + c * CELL + t);
+        u32 item[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            const i32 q = (i16)(two.at[k / 2] >> 16 * (k % 2));
+            item[k] = none[k] ? 0 : (u32)(group.nested ? third(q) : q) & 0xffff;
+        }
+        *(Pair *)(out + c * CELL + t) = {{item[0] | item[1] << 16, item[2] | item[3] << 16}};
+    }
+}
+
+// Numbers of a step of 64 symbols: this thread's two, how each is coded, and the table of the step.
+struct Step {
+    i32 q[2];
+    u32 coding[2], table;
+};
+
+__device__ __forceinline__ Step step_of(const i16 *numbers, const u32 *coding, u32 tokens, u32 components, u32 step) {
+    const u32 lane = lane_number();
+    Step out;
+    if (tokens == CELL) {
+        out.coding[0] = out.coding[1] = coding[step];
+        out.q[0] = numbers[step * CELL + lane], out.q[1] = numbers[step * CELL + lane + WARP];
+        out.table = out.coding[0] & 255;
+        return out;
+    }
+    out.table = coding[step * CELL / tokens] & 255;
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+        const u32 i = step * CELL + lane + WARP * h, c = i / tokens;
+        const bool on = c < components;
+        out.coding[h] = on ? coding[c] : 0, out.q[h] = on ? numbers[c * CELL + i % tokens] : 0;
+    }
+    return out;
+}
+
+// All threads of a warp: bytes from a stream to any byte.
+__device__ __forceinline__ void copy_bytes(u8 *to, const u8 *from, u32 bytes) {
+    const u32 lane = lane_number(), first = (u32)(0 - (u64)to) & 3, head = first < bytes ? first : bytes, fours = (bytes - head) / 4;
+    if (lane < head) to[lane] = from[lane];
+    to += head, from += head;
+#pragma unroll 4
+    for (u32 i = lane; i < fours; i += WARP) *(u32 *)(to + 4 * i) = four_of(load_around(from + 4 * i, 3), from);
+    const u32 rest = 4 * fours + lane;
+    if (rest < bytes - head) to[rest] = from[rest];
+}
+
+} // namespace
+
+// One block of 256 threads a cell. numbers: i16 [components][64] at cell.data; codes: u16 [cells][64]; cell.raw: in, tokens
+// that must stand raw; out, those that do. book: 16 doubles at byte 128. shared: 1024 bytes, 272 a channel, and of whole
+// numbers 128 more a channel and 2048 (channels to multiples of 32).
+extern "C" __global__ void __launch_bounds__(256, 2) ctx_klt_quantise(KltCell *cells, const KltPlane *planes,
+                                                                   const KltGroup *groups, const u8 *book, i16 *numbers,
+                                                                   u16 *codes, u32 *status) {
+    CTX_SHARED(memory);
+    KltCell &cell = cells[blockIdx.x];
+    const KltGroup &group = groups[cell.group];
+    const u32 channels = (group.channels + TILE - 1) / TILE * TILE, stride = channels + 16;
+    Desk &desk = *(Desk *)memory;
+    float *const z = (float *)(memory + sizeof(Desk));
+    u8 *const digits = (u8 *)(z + channels * ACROSS);
+    i16 *const out = numbers + cell.data, *const made = group.unit != 0 ? (i16 *)z : out;
+    u16 *const own = codes + CELL * (u64)blockIdx.x;
+    gather(cell, group, planes[cell.plane], book, desk, z);
+    __syncthreads();
+    scale(cell, group, book, desk, z, own);
+    __syncthreads();
+    if (group.unit != 0) {
+        part(group, desk, z, digits, stride);
+        __syncthreads();
+        multiply_wholes(group, book, desk, digits, stride, made);
+    } else {
+        for (u32 i = threadIdx.x; i < group.channels * CELL; i += 256) {
+            float &x = z[i / CELL * ACROSS + i % CELL];
+            x = __fmul_rn(x, desk.inverse[i % CELL]);
+        }
+        __syncthreads();
+        multiply_floats(group, book, desk, z, made);
+    }
     __syncthreads();
     if (threadIdx.x < CELL) {
         const u32 t = threadIdx.x;
-        if (sizes[t] >= MOST) bad[t] |= 1;
-        if (bad[t] && t < tokens) codes[CELL * (u64)blockIdx.x + t] = 0x8000;
+        if (desk.sizes[t] >= MOST) desk.bad[t] |= 1;
+        if (desk.bad[t] && t < cell.tokens) own[t] = 0x8000;
+        const bool here = t < cell.tokens;
+        const u32 raw = __ballot_sync(EVERYONE, here && desk.bad[t]), lost = __ballot_sync(EVERYONE, here && desk.bad[t] & 2);
+        if (t % WARP == 0) desk.spare[t / WARP] = raw, desk.spare[2 + t / WARP] = lost;
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < group.components * CELL; i += blockDim.x) {
-        const bool out_of = bad[i % CELL] || i % CELL >= tokens;
-        if (out_of || group.nested) out[i] = (i16)(out_of ? 0 : third(out[i]));
-    }
+    hand_over(cell, group, desk, made, out);
     if (threadIdx.x == 0) {
-        u64 raw = 0;
-        u32 lost = 0;
-        for (u32 t = 0; t < tokens; t++) raw |= (u64)(bad[t] != 0) << t, lost |= bad[t] & 2;
-        cell.raw = raw;
-        status[blockIdx.x] = lost ? BAD_PAGE : OK;
+        cell.raw = desk.spare[0] | (u64)desk.spare[1] << 32;
+        status[blockIdx.x] = desk.spare[2] | desk.spare[3] ? BAD_PAGE : OK;
     }
 }
 
@@ -209,17 +348,19 @@ extern "C" __global__ void ctx_klt_code(KltCell *cells, u32 count, const KltGrou
     const u32 words = 128 + 32 * group.components, total = group.components * cell.tokens;
     RansWriter writer;
     writer.begin(rooms + cell.more, words, seeds[CELL * (u64)number + lane], seeds[CELL * (u64)number + lane + WARP]);
-    Walk walk = {cell.tokens, 0, {}, {}};
-    u32 escapes = 0;
-    for (u32 step = (total + CELL - 1) / CELL; step-- > 0;) {
+    u32 escapes = 0, step = (total + CELL - 1) / CELL;
+    Step next = {};
+    if (step) next = step_of(of, coding, cell.tokens, group.components, step - 1);
+    while (step-- > 0) {
         const u32 active = total - step * CELL < CELL ? total - step * CELL : CELL;
-        walk.seek(step);
-        const RansCode &code = own[coding[walk.head] & 255];
+        const Step now = next;
+        if (step) next = step_of(of, coding, cell.tokens, group.components, step - 1); // which no step waits for
+        const RansCode &code = own[now.table];
         u32 symbols[2] = {0, 0}, low;
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
             const bool on = lane + WARP * h < active;
-            if (on) symbols[h] = symbol_of(of[walk.c[h] * CELL + walk.t[h]], coding[walk.c[h]], code, low);
+            if (on) symbols[h] = symbol_of(now.q[h], now.coding[h], code, low);
             escapes += __popc(__ballot_sync(EVERYONE, on && symbols[h] == (u32)ESCAPE));
         }
         writer.step(code, active, symbols);
@@ -228,10 +369,14 @@ extern "C" __global__ void ctx_klt_code(KltCell *cells, u32 count, const KltGrou
     if (lane == 0) cell.bytes = total ? 2 * (words - first) : 0, cell.escapes = escapes;
 }
 
-// One warp a cell: its body to `out` at places[cell].
+// One warp a cell: its body to `out` at places[cell]. shared: known * 256 bytes.
 extern "C" __global__ void ctx_klt_pack(const KltCell *cells, u32 count, const KltPlane *planes, const KltGroup *groups,
-                                        const u8 *book, const RansCode *codes, const i16 *numbers, const u16 *rooms,
+                                        const u8 *book, const RansCode *codes, u32 known, const i16 *numbers, const u16 *rooms,
                                         const u64 *places, u8 *out) {
+    CTX_SHARED(memory);
+    RansCode *const own = (RansCode *)memory;
+    copy_words(own, codes, known * (u32)sizeof(RansCode));
+    __syncthreads();
     const u32 number = blockIdx.x * (blockDim.x / WARP) + warp_in_block(), lane = lane_number();
     if (number >= count) return;
     const KltCell &cell = cells[number];
@@ -239,31 +384,25 @@ extern "C" __global__ void ctx_klt_pack(const KltCell *cells, u32 count, const K
     const KltPlane &plane = planes[cell.plane];
     const u32 *const coding = (const u32 *)(book + group.coding);
     const i16 *const of = numbers + cell.data;
-    const u8 *const stream = (const u8 *)(rooms + cell.more + 128 + 32 * group.components) - cell.bytes;
     u8 *body = out + places[number];
-    for (u32 i = lane; i < cell.bytes; i += WARP) body[i] = stream[i];
+    copy_bytes(body, (const u8 *)(rooms + cell.more + 128 + 32 * group.components) - cell.bytes, cell.bytes);
     body += cell.bytes;
 
-    const u32 row = (cell.tokens + 7) / 8, total = group.components * cell.tokens;
+    const u32 tokens = cell.tokens, escapes = cell.escapes, row = (tokens + 7) / 8, total = group.components * tokens;
     u8 *const listed = body + row * (coding[group.components] >> 16);
-    Walk walk = {cell.tokens, 0, {}, {}};
-    u32 escaped = 0;
-    for (u32 step = 0; step * CELL < total; step++) {
-        const u32 active = total - step * CELL < CELL ? total - step * CELL : CELL;
-        walk.seek(step);
-        const RansCode &code = codes[coding[walk.head] & 255];
+    for (u32 step = 0, escaped = 0; step * CELL < total && escaped < escapes; step++) {
+        const Step now = step_of(of, coding, tokens, group.components, step);
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
-            const bool on = lane + WARP * h < active;
-            const i32 q = on ? of[walk.c[h] * CELL + walk.t[h]] : 0;
             u32 low;
-            const bool escape = on && symbol_of(q, coding[walk.c[h]], code, low) == (u32)ESCAPE;
-            const u32 escapes = __ballot_sync(EVERYONE, escape);
+            const bool on = step * CELL + lane + WARP * h < total;
+            const bool escape = on && symbol_of(now.q[h], now.coding[h], own[now.table], low) == (u32)ESCAPE;
+            const u32 all = __ballot_sync(EVERYONE, escape);
             if (escape) {
-                u8 *const at = listed + 2 * (escaped + __popc(escapes & lanes_below()));
-                at[0] = (u8)q, at[1] = (u8)(q >> 8);
+                u8 *const at = listed + 2 * (escaped + __popc(all & lanes_below()));
+                at[0] = (u8)now.q[h], at[1] = (u8)(now.q[h] >> 8);
             }
-            escaped += __popc(escapes);
+            escaped += __popc(all);
         }
     }
     // Low bits, component by component: the table in force may be that of the component before.
@@ -273,9 +412,8 @@ extern "C" __global__ void ctx_klt_pack(const KltCell *cells, u32 count, const K
         if (!shift) continue;
 #pragma unroll
         for (u32 h = 0; h < 2; h++) {
-            const u32 t = lane + WARP * h, step = (c * cell.tokens + t) / CELL;
-            if (t < cell.tokens)
-                symbol_of(of[c * CELL + t], coding[c], codes[coding[step * CELL / cell.tokens] & 255], low[h]);
+            const u32 t = lane + WARP * h, at = tokens == CELL ? c : (c * tokens + t) / CELL * CELL / tokens;
+            if (t < tokens) symbol_of(of[c * CELL + t], coding[c], own[coding[at] & 255], low[h]);
         }
         for (u32 bit = 0; bit < shift; bit++) {
             const u32 first = __ballot_sync(EVERYONE, low[0] >> bit & 1), second = __ballot_sync(EVERYONE, low[1] >> bit & 1);

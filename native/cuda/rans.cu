@@ -65,16 +65,22 @@ extern "C" __global__ void ctx_rans_encode(u8 *data, RansStream *streams, u32 co
     RansWriter writer;
     writer.begin((u16 *)(data + stream.data), words, seeds[64 * (u64)number + lane], seeds[64 * (u64)number + lane + WARP]);
     u32 how = OK;
-    for (u32 step = stream.n / 64 + (stream.n % 64 != 0); step-- > 0;) {
-        const u32 i = 64 * step, active = stream.n - i < 64 ? stream.n - i : 64;
-        if (table[step] >= known) {
+    u32 step = stream.n / 64 + (stream.n % 64 != 0), now = 0, s[2] = {0, 0};
+    if (step) now = table[step - 1];
+#pragma unroll
+    for (u32 h = 0; h < 2; h++)
+        if (step && 64 * (step - 1) + WARP * h + lane < stream.n) s[h] = of[64 * (step - 1) + WARP * h + lane];
+    while (step-- > 0) {
+        const u32 active = stream.n - 64 * step < 64 ? stream.n - 64 * step : 64;
+        if (now >= known) {
             how = BAD_TABLE;
             break;
         }
-        u32 s[2] = {0, 0};
-        if (lane < active) s[0] = of[i + lane];
-        if (lane + WARP < active) s[1] = of[i + lane + WARP];
-        writer.step(own[table[step]], active, s);
+        // What the next step needs is asked for before this one, which does not wait for it.
+        u32 next = 0, ahead[2] = {};
+        if (step) next = table[step - 1], ahead[0] = of[64 * step - 64 + lane], ahead[1] = of[64 * step - 32 + lane];
+        writer.step(own[now], active, s);
+        now = next, s[0] = ahead[0], s[1] = ahead[1];
     }
     const u32 first = writer.end();
     if (lane == 0) {

@@ -29,6 +29,9 @@ class Shim:
         self._launch.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p]
         self._library.ctx_shim_size.restype = ctypes.c_size_t
 
+    def host(self, size: int) -> np.ndarray:
+        return np.full(size, 0xA5, np.uint8)
+
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         values = [np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
         held = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in values]

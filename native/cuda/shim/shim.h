@@ -131,13 +131,14 @@ inline float of_half(unsigned half) {
 
 // mma.m16n8k32 of int8 with the fragments of the PTX manual: group = lane / 4, part = lane % 4. a: rows group, group + 8
 // and columns 4 part .., 16 + 4 part ..; b: rows as a's columns, column group; d: rows as a's, columns 2 part, 2 part + 1.
-inline void multiply_add(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+template <class A, class B> void multiply_add_8(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
     struct Fragments {
         unsigned a[4], b[2];
     };
     const shim::Slot *all = shim::meet(~0u, shim::MULTIPLY, shim::pack(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}));
     const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-    int8_t left[2][32], right[2][32];
+    A left[2][32];
+    B right[2][32];
     for (unsigned part = 0; part < 4; part++) {
         const Fragments rows = shim::unpack<Fragments>(all[4 * row + part]);
         for (unsigned i = 0; i < 4; i++) std::memcpy(&left[i % 2][16 * (i / 2) + 4 * part], &rows.a[i], 4);
@@ -152,6 +153,12 @@ inline void multiply_add(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, 
         d[i] += static_cast<unsigned>(sum);
     }
 }
+#define CTX_MULTIPLY_ADD(name, A, B)                                                                                   \
+    inline void name(unsigned (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) { multiply_add_8<A, B>(d, a, b0, b1); }
+CTX_MULTIPLY_ADD(multiply_add, int8_t, int8_t)
+CTX_MULTIPLY_ADD(multiply_add_us, uint8_t, int8_t)
+CTX_MULTIPLY_ADD(multiply_add_su, int8_t, uint8_t)
+CTX_MULTIPLY_ADD(multiply_add_uu, uint8_t, uint8_t)
 
 // mma.m16n8k16 of 16-bit floats: a: rows group, group + 8 and columns 2 part .., 8 + 2 part ..; b and d as above.
 inline void multiply_add_16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, float (*widened)(unsigned)) {

@@ -51,7 +51,8 @@ def encode_planes(profile: DeviceProfile, planes: Sequence[PagedPlane]) -> list[
     cells["data"], cells["more"] = np.cumsum(amounts) - amounts, np.cumsum(rooms) - rooms
     numbers, words = xp.empty(max(1, int(amounts.sum())), np.int16), xp.empty(int(rooms.sum()), np.uint16)
     seeds, status = xp.empty(64 * len(cells), np.uint16), xp.zeros(len(cells), np.uint32)
-    listed, given, count = to_device(launcher, [cells]), to_device(launcher, [records]), np.uint32(len(cells))
+    listed, given = to_device(launcher, [cells], kept), to_device(launcher, [records], kept)
+    count = np.uint32(len(cells))
     channels = -(-of["channels"].astype(np.int64) // 32) * 32
     shared = int((1024 + 272 * channels + (of["unit"] > 0) * (128 * channels + 2048)).max())
     if shared > launcher.shared_bytes:
@@ -78,7 +79,7 @@ def encode_planes(profile: DeviceProfile, planes: Sequence[PagedPlane]) -> list[
     if on_host(status).any():
         raise ValueError("the page table has no page for a token")
     places, heads, size = _laid_out(profile, coded, planes)
-    out, there = xp.empty(size, np.uint8), to_device(launcher, [places])
+    out, there = xp.empty(size, np.uint8), to_device(launcher, [places], kept)
     launcher.launch(
         "ctx_klt_pack",
         blocks,

@@ -67,7 +67,7 @@ class Decoding:
 
     def __init__(self, profile: DeviceProfile, coded: Sequence[CodedPlane]) -> None:
         self._profile, self._coded = profile, coded
-        self._kept: list[Any] = []  # device arrays that only addresses in structures name
+        self._kept: list[Any] = []  # arrays that only addresses in structures, or copies that are queued, name
         planes = np.zeros(len(coded), PLANE)
         rows, bodies = [np.zeros(0, CELL)], [np.zeros(0, np.uint8)]
         angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
@@ -84,7 +84,7 @@ class Decoding:
             rows.append(cells)
             planes[number] = _plane(profile, plane, one, parsed[0].tokens, angles, self._kept, where)
         self._kept += angles.values()
-        self._lay_out(np.concatenate(rows), planes, to_device(profile.launcher, bodies))
+        self._lay_out(np.concatenate(rows), planes, to_device(profile.launcher, bodies, self._kept))
 
     @classmethod
     def of(
@@ -109,9 +109,9 @@ class Decoding:
         self._status, self._taken, self._before = xp.zeros(len(cells), np.uint32), xp.zeros(1, np.uint32), 0
         self._arguments = (
             bodies,
-            to_device(profile.launcher, [self._cells]),
+            to_device(profile.launcher, [self._cells], self._kept),
             np.uint32(len(self._cells)),
-            xp.asarray(planes.view(np.uint8)),
+            to_device(profile.launcher, [planes], self._kept),
             profile.groups,
             profile.book,
             profile.tables,

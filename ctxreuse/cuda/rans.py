@@ -205,15 +205,20 @@ def to_host(launcher: Launcher, array: Any) -> npt.NDArray[Any]:
     return out
 
 
-def to_device(launcher: Launcher, arrays: Sequence[npt.NDArray[Any]]) -> Any:
-    """The bytes of arrays one after the other, uint8 in the device's memory."""
+def to_device(launcher: Launcher, arrays: Sequence[npt.NDArray[Any]], kept: list[Any]) -> Any:
+    """The bytes of arrays one after the other, uint8 in the device's memory.
+
+    The copy is queued: ``kept`` gets what must live until it is done.
+    """
     parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     staged = launcher.host(sum(part.size for part in parts))
     np.concatenate(parts, out=staged)
     out = launcher.xp.empty(staged.size, np.uint8)
+    kept += [staged, out]
     if isinstance(out, np.ndarray):
-        return staged
-    out.set(staged)
+        out[...] = staged
+    else:
+        out.set(staged)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -65,8 +66,7 @@ class Launcher(Protocol):
 
 def text_folder() -> Path:
     """The folder of the kernels' text, as installed. ConfigError where the build left it out."""
-    spec = find_spec("ctxreuse")
-    for base in spec.submodule_search_locations or () if spec is not None else ():
+    for base in sys.modules["ctxreuse"].__path__:
         folder = Path(base) / "cuda" / "text"
         if folder.is_dir():
             return folder

@@ -90,7 +90,7 @@ class Book:
             forward: npt.NDArray[np.generic] = np.zeros((channels, tiles * TILE), _F4)
             forward[:, :components] = group.forward[:components].T
         else:
-            forward = forward_fragments(whole.rows[:components], tiles)
+            forward = forward_fragments(np.asarray(whole.rows)[:components], tiles)
         fine = np.float32(step) / np.float32(3) if nested else np.float32(step)
         quanta = np.full(tiles * TILE, np.float32(1) / fine, _F4)
         if whole is not None:

@@ -197,7 +197,7 @@ def on_host(array: Any) -> npt.NDArray[Any]:
 
 def to_host(launcher: Launcher, array: Any) -> npt.NDArray[Any]:
     """As `on_host`, into memory that the device writes at full speed, for what is large."""
-    out = launcher.host(array.nbytes).view(array.dtype).reshape(array.shape)
+    out: npt.NDArray[Any] = launcher.host(array.nbytes).view(array.dtype).reshape(array.shape)
     if isinstance(array, np.ndarray):
         out[...] = array
     else:

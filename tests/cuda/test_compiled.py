@@ -16,7 +16,7 @@ from ctxreuse.errors import ConfigError
 
 # Registers a thread: what was seen, with some room. Beyond, fewer warps fit onto a multiprocessor.
 MOST = {
-    "ctx_rans_decode": 40, "ctx_rans_encode": 40, "ctx_rans_count": 40, "ctx_klt_decode": 160, "ctx_klt_quantise": 72,
+    "ctx_rans_decode": 40, "ctx_rans_encode": 40, "ctx_rans_count": 40, "ctx_klt_decode": 128, "ctx_klt_quantise": 128,
     "ctx_klt_code": 48, "ctx_klt_pack": 48, "ctx_attend_64": 128, "ctx_attend_128": 128, "ctx_attend_256": 240,
     "ctx_attend_64_wide": 240, "ctx_attend_128_wide": 255, "ctx_attend_merge": 40,
 }  # fmt: skip

@@ -17,8 +17,12 @@ DATA = Path(__file__).with_name("data") / "settings"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "expected.json").read_text("utf-8"))
 DEPLOYED: dict[str, dict[str, Any]] = json.loads((DATA / "deployed.json").read_text("utf-8"))
 
-#: Defaults that have another name now.
-NEW_VALUES = {("edge.max_waiting", "32"): 128, ("store.policy", "duel"): "adaptive"}
+#: Defaults that have another name now. A type that suits the device is float32 where there was no other device.
+NEW_VALUES = {
+    ("edge.max_waiting", "32"): 128,
+    ("store.policy", "duel"): "adaptive",
+    ("engine.dtype", "float32"): "auto",
+}
 
 
 def flat(settings: Settings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ctxreuse.codec.profile import CodecProfile
 from ctxreuse.cuda.encoding import PagedPlane, encode_planes
 from ctxreuse.cuda.launch import Launcher
 from ctxreuse.cuda.planes import Pages
-from ctxreuse.cuda.profile import DeviceProfile
+from ctxreuse.cuda.profile import DeviceProfiles
 from ctxreuse.dtypes import VALUES
 
 __all__ = ["DeviceBlocks"]
@@ -29,7 +29,7 @@ class DeviceBlocks:
     def __init__(self, launcher: Launcher, *, least: int = _LEAST) -> None:
         """``least``: bytes of raw planes of the smallest block that goes there."""
         self._launcher, self._least = launcher, least
-        self._profiles: dict[tuple[int, str, str], tuple[CodecProfile, DeviceProfile | None]] = {}
+        self._profiles = DeviceProfiles(launcher)
 
     def encode(
         self, view: BlockView, profile: CodecProfile, level: str, dtype: str
@@ -44,7 +44,7 @@ class DeviceBlocks:
         planes = [view.layout.planes[i] for i in numbers]
         if any(plane.dtype != dtype or len(plane.shape) != 3 for plane in planes):
             return None
-        there = self._profile(profile, level, dtype)
+        there = self._profiles.get(profile, level, dtype)
         if there is None:
             return None
         spans = view.spans[numbers]
@@ -66,16 +66,6 @@ class DeviceBlocks:
             except ValueError:
                 return None
         return {(p.layer, p.role): memoryview(data.data) for p, data in zip(planes, coded, strict=True)}
-
-    def _profile(self, profile: CodecProfile, level: str, dtype: str) -> DeviceProfile | None:
-        key = id(profile), level, dtype
-        if key not in self._profiles:
-            try:
-                made = DeviceProfile(self._launcher, profile, level, dtype)
-            except ValueError:
-                made = None
-            self._profiles[key] = profile, made  # which keeps the id
-        return self._profiles[key][1]
 
     @contextmanager
     def _stream(self) -> Iterator[None]:

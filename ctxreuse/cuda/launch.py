@@ -60,6 +60,9 @@ class Launcher(Protocol):
     def host(self, size: int) -> npt.NDArray[np.uint8]:
         """Bytes of the host's memory that the device copies from and to at full speed. Uninitialised."""
 
+    def wait(self) -> None:
+        """Return when all that is queued on the current stream is done."""
+
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         """Queue ``grid`` blocks of ``block`` threads with ``shared`` bytes of shared memory each. 0 blocks: nothing."""
 
@@ -120,6 +123,9 @@ class _Cupy:
         import cupyx
 
         return cast("npt.NDArray[np.uint8]", cupyx.empty_pinned(size, np.uint8))
+
+    def wait(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
 
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         kernel = self._kernels.get(name)

@@ -24,7 +24,7 @@ from ctxreuse.cuda.rans import TABLE, on_host, to_device
 from ctxreuse.dtypes import CODES, FLOATS
 from ctxreuse.errors import FormatError
 
-__all__ = ["CodedPlane", "Decoding", "Pages", "decode_planes", "decode_to_pages"]
+__all__ = ["CodedPlane", "Decoding", "Pages", "decode_planes", "decode_to_pages", "plane_record"]
 
 _WARP = 32
 _PAGE = 4
@@ -82,7 +82,7 @@ class Decoding:
                 bodies.append(part.data)
             cells["plane"] = number
             rows.append(cells)
-            planes[number] = _plane(profile, plane, one, parsed[0].tokens, angles, self._kept, where)
+            planes[number] = plane_record(profile, plane, one, parsed[0].tokens, angles, self._kept, where)
         self._kept += angles.values()
         self._lay_out(np.concatenate(rows), planes, to_device(profile.launcher, bodies, self._kept))
 
@@ -194,7 +194,7 @@ def _cells(
     return cells, parts
 
 
-def _plane(
+def plane_record(
     profile: DeviceProfile,
     number: int,
     one: CodedPlane,
@@ -203,6 +203,7 @@ def _plane(
     kept: list[Any],
     where: str,
 ) -> np.void:
+    """Return the launch's PLANE record of a coded plane of so many tokens; raises ValueError for its memory."""
     plane = profile.profile.planes[number]
     out = paged(profile, plane, one.pages, one.row, tokens, kept, where)
     out["raw_type"] = profile.raw_type

@@ -15,7 +15,7 @@ from ctxreuse.cuda.layout import GROUP, Book
 from ctxreuse.cuda.rans import TABLE, codes_of, tables_of
 from ctxreuse.dtypes import CODES
 
-__all__ = ["DeviceProfile", "rotary"]
+__all__ = ["DeviceProfile", "DeviceProfiles", "rotary"]
 
 #: Bytes of shared memory that a warp takes for itself, beside a cell's numbers.
 _OWN = 1280
@@ -24,7 +24,9 @@ _WARPS = 16
 
 
 class DeviceProfile:
-    """One level of a profile in device memory (``book``, ``groups``, ``tables``, ``codes``); immutable.
+    """One level of a profile in device memory (``book``, ``groups``, ``tables``, ``codes``); immutable but for angles.
+
+    ``angles``: by rotation, first position and number of tokens, the last tables that were used.
 
     ``dtype``: that of the model space, "float32", "float16" or "bfloat16". ValueError if the device cannot
     do a plane's heads (multiples of 8 channels) or the tables do not fit into shared memory.
@@ -48,6 +50,7 @@ class DeviceProfile:
         self.known = len(profile.tables)
         self.tables = xp.asarray(tables_of(profile.tables).view(np.uint8))
         self.codes = xp.asarray(codes_of(profile.tables).view(np.uint8))
+        self.angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
         self.own = _OWN + 64 * 2 * (32 * int(self.book_groups["tiles"].max(initial=0)) + 16)
         self.warps = min(_WARPS, (launcher.shared_bytes - self.known * TABLE.itemsize) // self.own)
         if self.warps < 1:
@@ -78,6 +81,26 @@ class DeviceProfile:
             return self.profile.index[layer, role]
         except KeyError:
             raise ValueError(f"the profile has no plane {role} of layer {layer}") from None
+
+
+class DeviceProfiles:
+    """Levels of codec profiles on one device, made when they are asked for. Any thread may call."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._made: dict[tuple[int, str, str], tuple[CodecProfile, DeviceProfile | None]] = {}
+
+    def get(self, profile: CodecProfile, level: str, dtype: str) -> DeviceProfile | None:
+        """Return one level of a profile; None if the device's kernels cannot do that one."""
+        key = id(profile), level, dtype
+        if key not in self._made:
+            try:
+                made = DeviceProfile(self._launcher, profile, level, dtype)
+            except ValueError:
+                made = None
+            self._launcher.wait()  # other threads use it on other streams
+            self._made[key] = profile, made  # which keeps the id
+        return self._made[key][1]
 
 
 def rotary(profile: CodecProfile, plane: PlaneProfile) -> tuple[Any, int]:

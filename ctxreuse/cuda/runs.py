@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from ctxreuse.cuda.cells import ENTRY
 from ctxreuse.cuda.layout import CELL, PLANE
-from ctxreuse.cuda.planes import CodedPlane, Decoding, Pages, angles_on, paged
+from ctxreuse.cuda.planes import CodedPlane, Decoding, Pages, plane_record
 from ctxreuse.cuda.profile import DeviceProfile
 from ctxreuse.dtypes import VALUES
 from ctxreuse.errors import FormatError
 
-__all__ = ["BlockRun", "RunDecoder"]
+__all__ = ["BlockRun", "decode_runs"]
 
 _HEAD = 8
 #: Spans of positions whose angles are kept.
@@ -49,47 +49,37 @@ class BlockRun(NamedTuple):
     start: int
 
 
-class RunDecoder:
-    """Decodes runs at one level; the angles of the last positions stay on the device. Any thread may call."""
+def decode_runs(
+    profile: DeviceProfile, runs: Sequence[BlockRun], data: npt.NDArray[np.uint8], there: Any, dtype: str
+) -> None:
+    """Decode runs in one launch, and wait. Any thread may call.
 
-    def __init__(self, profile: DeviceProfile) -> None:
-        self.profile = profile
-        self._angles: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+    Args:
+        profile: the level that all have.
+        runs: what to decode.
+        data: the bytes of all their streams, on the host.
+        there: the same on the device.
+        dtype: the type of the model space.
 
-    def decode(self, runs: Sequence[BlockRun], data: npt.NDArray[np.uint8], there: Any, dtype: str) -> None:
-        """Decode them in one launch, and wait.
-
-        Args:
-            runs: what to decode.
-            data: the bytes of all their streams, on the host.
-            there: the same on the device.
-            dtype: the type of the model space.
-
-        Raises FormatError for bytes, ValueError for memory.
-        """
-        profile, xp = self.profile, self.profile.launcher.xp
-        rows, planes, names = [np.zeros(0, CELL)], np.zeros(len(runs), PLANE), []
-        kept: list[Any] = []
-        angles = dict(self._angles) if len(self._angles) < _ANGLES else {}
-        for number, run in enumerate(runs):
-            where = f"layer {run.layer} {run.role}"
-            plane, total = profile.number(run.layer, run.role), int(run.tokens.sum())
-            cells = _cells(profile, plane, run, data, where)
-            cells["plane"] = number
-            rows.append(cells)
-            memory = run.memory.view(VALUES[dtype])
-            pages = Pages(memory, dtype, xp.zeros(1, np.int32))
-            kept += [memory, pages.table]
-            planes[number] = paged(profile, profile.profile.planes[plane], pages, run.row, total, kept, where)
-            planes["raw_type"][number] = profile.raw_type
-            found = angles_on(profile, profile.profile.planes[plane], run.start, total, angles, undo=False)
-            for field, value in zip(("interleaved", "angles", "cosine", "sine"), found):
-                planes[field][number] = value
-            names.append(CodedPlane(run.layer, run.role, b"", pages))
-        self._angles = angles
-        decoding = Decoding.of(profile, names, np.concatenate(rows), planes, there, [*kept, *angles.values()])
-        decoding.launch()
-        decoding.finish()
+    Raises FormatError for bytes, ValueError for memory.
+    """
+    table = profile.launcher.xp.zeros(1, np.int32)
+    cells, planes, names, kept = [np.zeros(0, CELL)], np.zeros(len(runs), PLANE), list[CodedPlane](), list[Any]()
+    angles = dict(profile.angles) if len(profile.angles) < _ANGLES else {}
+    for number, run in enumerate(runs):
+        where = f"layer {run.layer} {run.role}"
+        plane = profile.number(run.layer, run.role)
+        cells.append(_cells(profile, plane, run, data, where))
+        cells[-1]["plane"] = number
+        one = CodedPlane(
+            run.layer, run.role, b"", Pages(run.memory.view(VALUES[dtype]), dtype, table), run.row, run.start
+        )
+        planes[number] = plane_record(profile, plane, one, int(run.tokens.sum()), angles, kept, where)
+        names.append(one)
+    decoding = Decoding.of(profile, names, np.concatenate(cells), planes, there, [*kept, *angles.values()])
+    decoding.launch()
+    decoding.finish()
+    profile.angles = angles  # they are there now, for other streams too
 
 
 def _cells(

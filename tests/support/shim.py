@@ -32,6 +32,9 @@ class Shim:
     def host(self, size: int) -> np.ndarray:
         return np.full(size, 0xA5, np.uint8)
 
+    def wait(self) -> None:
+        """Kernels have run when `launch` returns."""
+
     def launch(self, name: str, grid: int, block: int, shared: int, arguments: Sequence[Any]) -> None:
         values = [np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in arguments]
         held = [ctypes.create_string_buffer(value.tobytes(), value.nbytes) for value in values]

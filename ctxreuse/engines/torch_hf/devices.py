@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ctxreuse.codec import CodecProfile
-from ctxreuse.cuda import DeviceProfile, Launcher, missing, open_device
-from ctxreuse.cuda.runs import RunDecoder
+from ctxreuse.cuda import Launcher, missing, open_device
+from ctxreuse.cuda.profile import DeviceProfiles
 from ctxreuse.errors import ConfigError, EngineError
 
 __all__ = ["HOST", "TorchDevice", "device_errors", "device_of", "kernel_stream"]
@@ -28,7 +27,8 @@ class TorchDevice:
 
     def __init__(self, device: torch.device, *, apart: bool, launcher: Launcher | None = None) -> None:
         self.device, self.apart, self.launcher = device, apart, launcher
-        self._decoders: dict[tuple[int, str, str], tuple[CodecProfile, RunDecoder | None]] = {}
+        #: Of codecs, as the kernels need them.
+        self.profiles = None if launcher is None else DeviceProfiles(launcher)
         self._streams = threading.local()
 
     @classmethod
@@ -75,19 +75,6 @@ class TorchDevice:
                 yield
             finally:
                 stream.synchronize()
-
-    def decoder(self, profile: CodecProfile, level: str, dtype: str) -> RunDecoder | None:
-        """What decodes blocks of one level of a codec profile; None if the device's kernels cannot do that one."""
-        if self.launcher is None:
-            return None
-        key = id(profile), level, dtype
-        if key not in self._decoders:
-            try:
-                made = RunDecoder(DeviceProfile(self.launcher, profile, level, dtype))
-            except ValueError:
-                made = None
-            self._decoders[key] = profile, made  # which keeps the id
-        return self._decoders[key][1]
 
 
 #: What torch raises once a device does not answer any more; versions before 2.8 have no name for it.

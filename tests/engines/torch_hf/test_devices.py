@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from ctxreuse.block.format import BlockView, parse
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines.torch_hf.devices import TorchDevice, device_of
 from ctxreuse.errors import ConfigError, EngineError
@@ -98,3 +99,46 @@ def test_a_long_context_is_read_in_place_by_the_kernels(engine_of, format):
         ours, theirs = (engine.prefill(context, part) for engine, context in zip((there, here), contexts))
         assert np.abs(ours - theirs).max() <= 3e-3 * np.abs(theirs).max()
     assert all("on_device" in vars(one) for one in layers), "the kernels were not asked"
+
+
+class Arriving(BlockView):
+    """A block whose planes came one by one, to places of their own, as from another node."""
+
+    __slots__ = ("places",)
+
+    def __init__(self, whole: BlockView) -> None:
+        super().__init__(whole.header, whole.layout, 0, memoryview(b""))
+        self.places: dict[tuple[int, str], int] = {}
+
+    def offset(self, layer, role):
+        return self.places[layer, role]
+
+
+@pytest.mark.build("shim")
+@pytest.mark.parametrize("background", [True, False])
+def test_coded_layers_that_arrive_one_by_one_are_read_where_they_lie(engine_of, background):
+    shim = Shim(native_builds.shim())
+    engine = engine_of("llama", place=TorchDevice(CPU, apart=True, launcher=shim), background=background)
+    sealed, codec = TestDecodedByKernels().sealed(engine)
+    whole = [parse(codec.encode(parse(data), "kl-0.05")) for data in sealed.blocks]
+    views = [Arriving(view) for view in whole]
+
+    memory, places = bytearray(7), []
+    for given in whole:
+        places.append({})
+        for at in reversed(given.layout.index):
+            places[-1][at] = len(memory)
+            memory += given.plane(*at)
+
+    def ready(layer: int) -> None:
+        for view, its in zip(views, places):
+            view.buffer = memoryview(bytes(memory))
+            view.places |= {at: place for at, place in its.items() if at[0] == layer}
+
+    suffix, logits = random_tokens(engine, 9, seed=1), []
+    for blocks, arrives in ((whole, None), (views, ready)):
+        context = engine.new_context()
+        loading = engine.load(context, blocks, ready=arrives)
+        logits.append(engine.prefill(context, suffix))
+        loading.wait()
+    assert np.array_equal(*logits)

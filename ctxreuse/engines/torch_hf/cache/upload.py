@@ -19,7 +19,8 @@ from ctxreuse import kernels
 from ctxreuse.block.format import BlockView
 from ctxreuse.block.levels import is_raw, parse_level
 from ctxreuse.codec import Codec
-from ctxreuse.cuda.runs import BlockRun, RunDecoder
+from ctxreuse.cuda import DeviceProfile
+from ctxreuse.cuda.runs import BlockRun, decode_runs
 from ctxreuse.engines.chunks import Relocation
 from ctxreuse.engines.rows import Bits, fill_rows
 from ctxreuse.engines.torch_hf.cache.arena import Lease
@@ -46,30 +47,37 @@ class _Run(NamedTuple):
         views: the blocks.
         tokens: of each, int64 [blocks].
         row: the row of the first token.
-        decoder: what decodes them; None: they are raw, or decoded on the host.
+        profile: what the device decodes them by; None: they are raw, or decoded on the host.
         order: the number of each plane, by layer and role, in what follows.
-        spans, sums: as of a block, [blocks, planes, 2] and [blocks, planes]; of coded ones only.
+        spans, sums: of whole blocks, [blocks, planes, 2] and [blocks, planes]; of coded ones only.
     """
 
     views: list[BlockView]
     tokens: npt.NDArray[np.int64]
     row: int
-    decoder: RunDecoder | None
+    profile: DeviceProfile | None
     order: dict[tuple[int, str], int]
     spans: npt.NDArray[np.int64]
     sums: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, views: list[BlockView], row: int, decoder: RunDecoder | None) -> _Run:
+    def of(cls, views: list[BlockView], row: int, profile: DeviceProfile | None) -> _Run:
         tokens = np.array([len(view.header.tokens) // 4 for view in views], np.int64)
-        order, some = views[0].layout.index, views if decoder is not None else []
-        picks = [None if view.layout.index == order else [view.layout.index[at] for at in order] for view in some]
-        spans = [view.spans if own is None else view.spans[own] for view, own in zip(some, picks)]
-        sums = [view.checksums if own is None else view.checksums[own] for view, own in zip(some, picks)]
-        whole = (
-            (np.stack(spans), np.stack(sums)) if some else (np.zeros((0, 0, 2), np.int64), np.zeros((0, 0), np.uint64))
-        )
-        return cls(views, tokens, row, decoder, order, *whole)
+        order, some = views[0].layout.index, views if profile is not None else []
+        # All blocks of a space have their planes in one order: `check_blocks` has compared them.
+        spans = np.stack([view.spans for view in some]) if some else np.zeros((0, 0, 2), np.int64)
+        sums = np.stack([view.checksums for view in some]) if some else np.zeros((0, 0), np.uint64)
+        return cls(views, tokens, row, profile, order, spans, sums)
+
+    def planes(
+        self, names: Sequence[tuple[int, str]], *, arriving: bool
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Spans [blocks, names, 2] and checksums of some planes; ``arriving``: each lies where it came to."""
+        numbers = [self.order[name] for name in names]
+        spans = self.spans[:, numbers]
+        if arriving:
+            spans[..., 0] = [[view.offset(*name) for name in names] for view in self.views]
+        return spans, self.sums[:, numbers]
 
 
 class _Layers:
@@ -107,7 +115,7 @@ class Upload:
         self._runs: list[_Run] = []
         coded, row = 0, start
         for level, run in groupby(views, key=lambda view: view.header.level):
-            made = _Run.of(list(run), row, self._decoder(level))
+            made = _Run.of(list(run), row, self._profile(level))
             self._runs.append(made)
             row += int(made.tokens.sum())
             coded += int(made.spans[..., 1].sum())
@@ -131,8 +139,8 @@ class Upload:
                 group.done = True
 
     def _load(self, run: _Run, layers: Sequence[int]) -> None:
-        if run.decoder is not None:
-            self._decode(run, run.decoder, layers)
+        if run.profile is not None:
+            self._decode(run, run.profile, layers)
             return
         for layer in layers:
             self._copy(self._lease.arena.k[layer], run, layer, "k")
@@ -158,16 +166,15 @@ class Upload:
             for target, one in zip(targets, staged):
                 target.copy_(one, non_blocking=True)
 
-    def _decoder(self, level: str) -> RunDecoder | None:
-        name = parse_level(level)
-        if is_raw(level) or self._codec is None or not name.profile or name.base:
+    def _profile(self, level: str) -> DeviceProfile | None:
+        name, profiles = parse_level(level), self._place.profiles
+        if is_raw(level) or self._codec is None or profiles is None or not name.profile or name.base:
             return None
-        return self._place.decoder(self._codec.profile_of(level), name.name, self._dtype)
+        return profiles.get(self._codec.profile_of(level), name.name, self._dtype)
 
-    def _decode(self, run: _Run, decoder: RunDecoder, layers: Sequence[int]) -> None:
+    def _decode(self, run: _Run, profile: DeviceProfile, layers: Sequence[int]) -> None:
         names = [(layer, role) for layer in layers for role in ("k", "v")]
-        numbers = [run.order[name] for name in names]
-        spans, sums = run.spans[:, numbers], run.sums[:, numbers]
+        spans, sums = run.planes(names, arriving=self._ready is not None)
         sizes = spans[..., 1]
         ends = np.cumsum(sizes).reshape(sizes.shape)
         staged = self._place.staging(int(ends[-1, -1]), torch.uint8)
@@ -188,7 +195,7 @@ class Upload:
             memory = self._place.array(as_integers((arena.k if role == "k" else arena.v)[layer]))
             begin = ends[:, at] - sizes[:, at]
             runs.append(BlockRun(layer, role, begin, sizes[:, at], run.tokens, memory, run.row, start))
-        decoder.decode(runs, data, self._place.array(there), self._dtype)
+        decode_runs(profile, runs, data, self._place.array(there), self._dtype)
 
 
 def relocate_rows(

@@ -1,8 +1,7 @@
-"""The CUDA kernels against what must move through memory, cuBLAS and nvCOMP.
+"""The CUDA kernels against what must move through memory, and cuBLAS.
 
 Bound: the bytes that a kernel must read and write, at the speed of this device's own copy. Baseline of decoding: the
-same linear map as CuPy does it (cuBLAS in fp32, then elementwise passes) from integers that are decoded already. Peer
-of the entropy coder: nvCOMP's ANS on the same symbols, where nvCOMP is installed.
+same linear map as CuPy does it (cuBLAS in fp32, then elementwise passes) from integers that are decoded already.
 
 Data: keys and values of a layer of an 8B model, 8 heads of 128 in groups of two, Gaussian with falling spreads; about
 90 of 256 components are coded. Before anything is timed, the first streams are compared with the CPU's.
@@ -10,15 +9,12 @@ Data: keys and values of a layer of an 8B model, 8 heads of 128 in groups of two
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.util import find_spec
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks import cuda_attend
-from ctxreuse import kernels
 from ctxreuse.bench.measure import Options, paired
 from ctxreuse.bench.report import Figure
 from ctxreuse.codec import ChannelGroup, CodecProfile, Coding, LevelInfo, PlaneProfile, ProfileLevel
@@ -31,7 +27,6 @@ from ctxreuse.cuda import (
     Pages,
     encode_planes,
     open_device,
-    rans,
 )
 from ctxreuse.rope import Rotary
 
@@ -47,8 +42,8 @@ def run(options: Options) -> list[Figure]:
     """Figures of the current device; ConfigError, which says what is missing, without one."""
     launcher = open_device()
     options.step("CUDA")
-    streams, tokens = options.pick(4_000, 40_000), options.pick(4_096, 32_768)
-    figures = measure(launcher, streams=streams, tokens=tokens, copied=options.pick(1 << 28, 1 << 30), rounds=9)
+    tokens = options.pick(4_096, 32_768)
+    figures = measure(launcher, tokens=tokens, copied=options.pick(1 << 28, 1 << 30), rounds=9)
     lengths = options.pick((4_096, 32_768), (4_096, 16_384, 32_768, 131_072))
     cases = [cuda_attend.Case(n, group, kind) for kind in ("int8", "int4") for group in (1, 4, 8) for n in lengths]
     for i, case in enumerate(cases):
@@ -57,11 +52,11 @@ def run(options: Options) -> list[Figure]:
     return figures
 
 
-def measure(launcher: Launcher, *, streams: int, tokens: int, copied: int, rounds: int) -> list[Figure]:
-    """Figures in 10^9 symbols, or 10^9 bytes of 16-bit K and V, a second; medians of paired rounds."""
+def measure(launcher: Launcher, *, tokens: int, copied: int, rounds: int) -> list[Figure]:
+    """Figures in 10^9 bytes of 16-bit K and V a second; medians of paired rounds."""
     speed = _copy_speed(launcher, copied, rounds)
     figures = [Figure(metric="copy, read and written", value=speed / 1e9, unit="GB/s")]
-    return figures + _coder(launcher, streams, speed, rounds) + _planes(launcher, tokens, speed, rounds)
+    return figures + _planes(launcher, tokens, speed, rounds)
 
 
 def _copy_speed(launcher: Launcher, size: int, rounds: int) -> float:
@@ -83,68 +78,6 @@ def _tables() -> npt.NDArray[np.uint8]:
         row[15] += 256 - row.sum()
         rows.append(row)
     return np.array(rows, np.uint8)
-
-
-def _coder(launcher: Launcher, streams: int, speed: float, rounds: int) -> list[Figure]:
-    xp, n, random = launcher.xp, 100 * 64, np.random.default_rng(0)
-    tables = kernels.RansTables(_tables())
-    steps = np.sort(random.integers(0, len(tables), n // 64)).astype(np.uint16)
-    slots = np.stack([np.repeat(np.arange(32, dtype=np.uint8), row) for row in tables.freqs])
-    distinct = min(streams, 64)
-    some = slots[np.tile(np.repeat(steps, 64), distinct), random.integers(0, 256, distinct * n)]
-    symbols = np.tile(some, -(-streams // distinct))[: streams * n]
-    counts = np.full(streams, n)
-    data, offsets = kernels.rans_encode_many(symbols, counts, tables, steps)
-    here, coded, order = xp.asarray(symbols), xp.asarray(data), xp.asarray(steps)
-    back, _ = rans.decode(launcher, coded, offsets, counts, tables, order)
-    assert bool((back == here).all())
-    made, starts, sizes = rans.encode(launcher, here, counts, tables, order)
-    assert (sizes == np.diff(offsets)).all()
-    first = rans.on_host(made[int(starts[0]) : int(starts[0] + sizes[0])])
-    assert (first == data[: int(sizes[0])]).all()
-    every = xp.asarray(np.tile(steps, streams))
-    calls: dict[str, Callable[[], object]] = {
-        "rANS decode": lambda: rans.decode(launcher, coded, offsets, counts, tables, order),
-        "rANS encode": lambda: rans.encode(launcher, here, counts, tables, order),
-        "count symbols": lambda: rans.count(launcher, here, every, len(tables)),
-    }
-    spent = paired(calls, rounds=rounds)
-    peers = _nvcomp(here, rounds)
-    bits = data.size / symbols.size
-    floors = {"rANS decode": 1 + bits, "rANS encode": 1 + bits, "count symbols": 1 + 2 / 64}
-    note = f"peer: {'nvCOMP ANS' if peers else 'nvCOMP is not installed'}; bound: bytes at the speed of a copy"
-    return [
-        Figure(
-            metric=name,
-            value=symbols.size / spent[name] / 1e9,
-            unit="G/s",
-            peer=peers.get(name),
-            bound=speed / floors[name] / 1e9,
-            note=note if name == "rANS decode" else "",
-        )
-        for name in calls
-    ]
-
-
-def _nvcomp(symbols: Any, rounds: int) -> dict[str, float]:
-    if find_spec("nvidia") is None or find_spec("nvidia.nvcomp") is None or isinstance(symbols, np.ndarray):
-        return {}
-    from nvidia import nvcomp
-
-    codec = nvcomp.Codec(algorithm="ANS")
-    given = nvcomp.as_array(symbols)
-    coded = codec.encode(given)
-
-    def waited(call: Callable[[], object]) -> Callable[[], object]:
-        import cupy
-
-        return lambda: (call(), cupy.cuda.runtime.deviceSynchronize())
-
-    calls = {
-        "rANS decode": waited(lambda: codec.decode(coded)),
-        "rANS encode": waited(lambda: codec.encode(given)),
-    }
-    return {name: symbols.size / spent / 1e9 for name, spent in paired(calls, rounds=rounds).items()}
 
 
 def one_layer_profile() -> CodecProfile:

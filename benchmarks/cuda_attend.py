@@ -21,7 +21,7 @@ import numpy as np
 from ctxreuse.bench.report import Figure
 from ctxreuse.cuda import Launcher
 from ctxreuse.cuda.attention import ChunkAttention, DevicePart, plane_on
-from ctxreuse.cuda.rans import on_host
+from ctxreuse.cuda.copies import on_host
 from ctxreuse.kernels.attention import Part, Plane, attend, quantise
 
 __all__ = ["Case", "measure"]

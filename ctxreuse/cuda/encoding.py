@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from ctxreuse.codec.profile import SINKS
 from ctxreuse.cuda.cells import ENTRY
+from ctxreuse.cuda.copies import on_host, to_device, to_host
 from ctxreuse.cuda.layout import CELL, PLANE
 from ctxreuse.cuda.planes import Pages, angles_on, paged
 from ctxreuse.cuda.profile import DeviceProfile
-from ctxreuse.cuda.rans import CODE, on_host, to_device, to_host
+from ctxreuse.cuda.rans import CODE
 
 __all__ = ["PagedPlane", "encode_planes"]
 

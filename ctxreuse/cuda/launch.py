@@ -25,7 +25,6 @@ FILES: Final[Mapping[str, tuple[str, ...]]] = {
         "ctx_attend_128_wide",
         "ctx_attend_merge",
     ),
-    "rans.cu": ("ctx_rans_decode", "ctx_rans_encode", "ctx_rans_count"),
     "klt_decode.cu": ("ctx_klt_decode",),
     "klt_encode.cu": ("ctx_klt_quantise", "ctx_klt_code", "ctx_klt_pack"),
 }

@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from ctxreuse.codec.profile import PlaneProfile
 from ctxreuse.cuda.cells import Parsed, parse, parse_refinement
+from ctxreuse.cuda.copies import on_host, to_device
 from ctxreuse.cuda.layout import CELL, PLANE
 from ctxreuse.cuda.profile import DeviceProfile, rotary
-from ctxreuse.cuda.rans import TABLE, on_host, to_device
+from ctxreuse.cuda.rans import TABLE
 from ctxreuse.dtypes import CODES, FLOATS
 from ctxreuse.errors import FormatError
 
-__all__ = ["CodedPlane", "Decoding", "Pages", "decode_planes", "decode_to_pages", "plane_record"]
+__all__ = ["CodedPlane", "Decoding", "Pages", "decode_to_pages", "plane_record"]
 
 _WARP = 32
 _PAGE = 4
@@ -147,26 +148,6 @@ def decode_to_pages(profile: DeviceProfile, coded: Sequence[CodedPlane]) -> None
     decoding = Decoding(profile, coded)
     decoding.launch()
     decoding.finish()
-
-
-def decode_planes(
-    profile: DeviceProfile, coded: Sequence[tuple[int, str, Any]], dtype: str, start: int = 0
-) -> list[Any]:
-    """Decode streams (layer, role, bytes) to arrays [heads, tokens, dim] on the device; row 0 has position ``start``.
-
-    ``dtype`` bfloat16 gives uint16 arrays.
-    """
-    xp = profile.launcher.xp
-    items = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-    outs, jobs = [], []
-    for layer, role, data in coded:
-        plane = profile.profile.planes[profile.number(layer, role)]
-        tokens = parse(data, profile, profile.number(layer, role), f"layer {layer} {role}").tokens
-        out = xp.empty((1, plane.heads, tokens, plane.dim), items[dtype])
-        outs.append(out[0])
-        jobs.append(CodedPlane(layer, role, data, Pages(out, dtype, xp.zeros(1, np.int32)), 0, start))
-    decode_to_pages(profile, jobs)
-    return outs
 
 
 def _cells(

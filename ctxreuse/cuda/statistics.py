@@ -1,6 +1,6 @@
-"""Sums over tokens and logits on a device, through numba.cuda: the figures of calibration and exit gates.
+"""Scores of logits on a device, through numba.cuda: what an exit's gate looks at.
 
-Kernels without warp intrinsics, so that numba's simulator runs the same code on a CPU (``NUMBA_ENABLE_CUDASIM=1``
+A kernel without warp intrinsics, so that numba's simulator runs the same code on a CPU (``NUMBA_ENABLE_CUDASIM=1``
 before the first import). Arrays are anything with ``__cuda_array_interface__`` (cupy, torch), or numpy's, which are
 copied to the device and back; results are numpy arrays. Without numba or a device the functions compute in numpy: the
 same values but for the order of the sums.
@@ -11,16 +11,14 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["channel_mean", "exit_scores", "on_device", "token_rms"]
+__all__ = ["exit_scores", "on_device"]
 
 Floats = npt.NDArray[np.float32]
-
-_SLAB: Final = 512  # tokens that one thread adds up for its channel
 
 
 @cache
@@ -33,42 +31,6 @@ def on_device() -> bool:
     from numba import cuda
 
     return bool(cuda.is_available())
-
-
-def channel_mean(x: Any) -> Floats:
-    """Mean over tokens of x float32 [tokens, channels]: float32 [channels], summed in float64. tokens > 0."""
-    tokens, channels = _shape(x, "x")
-    if not tokens:
-        raise ValueError("x: no token to take a mean of")
-    if not on_device():
-        return np.asarray(np.asarray(x, np.float32).mean(0, dtype=np.float64), np.float32)
-    from ctxreuse.cuda import numba_kernels as kernels
-
-    slabs = -(-tokens // _SLAB)
-    partial = kernels.cuda.device_array((slabs, channels), np.float64)
-    kernels.channel_sums[(-(-channels // kernels.THREADS), slabs), kernels.THREADS](
-        kernels.cuda.to_device(x), partial, _SLAB
-    )
-    sums = partial.copy_to_host().sum(0)
-    return np.asarray(sums / tokens, np.float32)
-
-
-def token_rms(x: Any, mean: npt.ArrayLike) -> Floats:
-    """Root mean square over channels of x - mean: float32 [tokens] of x float32 [tokens, channels]."""
-    tokens, channels = _shape(x, "x")
-    centre = np.ascontiguousarray(mean, np.float32)
-    if centre.shape != (channels,) or not channels:
-        raise ValueError(f"mean: needs float32 [{channels}], got {list(centre.shape)}")
-    if not on_device():
-        energy = np.square(np.asarray(x, np.float32) - centre).mean(1, dtype=np.float64)
-        return np.asarray(np.sqrt(energy), np.float32)
-    if not tokens:
-        return np.zeros(0, np.float32)
-    from ctxreuse.cuda import numba_kernels as kernels
-
-    out = kernels.cuda.device_array(tokens, np.float32)
-    kernels.token_energy[tokens, kernels.THREADS](kernels.cuda.to_device(x), kernels.cuda.to_device(centre), out)
-    return np.asarray(np.sqrt(out.copy_to_host()), np.float32)
 
 
 def exit_scores(logits: Any) -> Floats:

@@ -11,13 +11,12 @@ pytestmark = pytest.mark.build("shim")
 
 
 def test_every_figure_has_its_bound(shim: Shim) -> None:
-    figures = cuda.measure(shim, streams=2, tokens=70, copied=1 << 16, rounds=1)
+    figures = cuda.measure(shim, tokens=70, copied=1 << 16, rounds=1)
     assert [figure.metric for figure in figures] == [
-        "copy, read and written", "rANS decode", "rANS encode", "count symbols", "coded planes to pages",
-        "pages to coded planes",
+        "copy, read and written", "coded planes to pages", "pages to coded planes",
     ]  # fmt: skip
     assert all(figure.value > 0 and (figure.bound or 0) > 0 for figure in figures[1:])
-    assert "2." in figures[4].note.split()[0]
+    assert "2." in figures[1].note.split()[0]
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

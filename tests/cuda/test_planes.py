@@ -5,13 +5,13 @@ import pytest
 
 from ctxreuse.block.format import parse
 from ctxreuse.codec.planes import plane_coder
-from ctxreuse.cuda import CodedPlane, DeviceProfile, PagedPlane, Pages, decode_planes, decode_to_pages, encode_planes
+from ctxreuse.cuda import CodedPlane, DeviceProfile, PagedPlane, Pages, decode_to_pages, encode_planes
 from ctxreuse.cuda.layout import CELL, GROUP, PLANE, RUN, fragments, runs_of
-from ctxreuse.cuda.rans import CODE, STREAM, TABLE
+from ctxreuse.cuda.rans import CODE, TABLE
 from ctxreuse.errors import FormatError
 from ctxreuse.kernels import RansTables
 from oracle.codec import planes as oracle
-from support.device import Sample, compare_planes
+from support.device import Sample, compare_planes, decode_planes
 from support.shim import Shim
 
 pytestmark = pytest.mark.build("shim")
@@ -84,7 +84,7 @@ def test_the_engine_may_keep_another_type_than_the_block(shim: Shim, dtype: str)
 
 
 def test_structures_are_those_of_the_kernels(shim: Shim) -> None:
-    known = {"RansStream": STREAM, "RansTable": TABLE, "RansCode": CODE, "Run": RUN, "KltGroup": GROUP}
+    known = {"RansTable": TABLE, "RansCode": CODE, "Run": RUN, "KltGroup": GROUP}
     known |= {"KltPlane": PLANE, "KltCell": CELL}
     assert {name: shim.size_of(name) for name in known} == {name: dtype.itemsize for name, dtype in known.items()}
 

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 
 from ctxreuse.cuda import CodedPlane, Launcher, Pages, decode_to_pages, statistics
-from ctxreuse.cuda.rans import on_host
+from ctxreuse.cuda.copies import on_host
 from ctxreuse.errors import FormatError
-from support.device import Sample, compare_planes, compare_streams
+from support.device import Sample, compare_planes
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.mark.parametrize("counts", [[6400], [1, 63, 64, 65, 0, 128, 1000], [16_384] * 300 + [7] * 50], ids=len)
-def test_streams_equal_the_cpu(device: Launcher, counts: list[int]) -> None:
-    compare_streams(device, len(counts), counts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -71,11 +66,6 @@ def test_torch_memory_is_written_in_place(device: Launcher) -> None:
 def test_statistics_equal_numpy(device: Launcher) -> None:
     assert statistics.on_device()
     random = np.random.default_rng(0)
-    x = random.standard_normal((3000, 192)).astype(np.float32)
-    mean = x.mean(0, dtype=np.float64)
-    np.testing.assert_allclose(statistics.channel_mean(x), mean, rtol=1e-4, atol=1e-7)
-    rms = np.sqrt(np.square(x - mean.astype(np.float32)).mean(1, dtype=np.float64))
-    np.testing.assert_allclose(statistics.token_rms(x, mean), rms, rtol=1e-6)
     logits = (random.standard_normal((7, 49_152)) * 5).astype(np.float32)
     ordered = np.sort(logits, 1)
     total = np.log(np.exp(logits.astype(np.float64)).sum(1))

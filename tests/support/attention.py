@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ctxreuse.cuda import Launcher
 from ctxreuse.cuda.attention import ChunkAttention, DevicePart, plane_on
-from ctxreuse.cuda.rans import on_host
+from ctxreuse.cuda.copies import on_host
 from ctxreuse.kernels.attention import Attended, Part, quantise
 from ctxreuse.rope import Rotary, RotaryStyle, Rotation, inverse_frequencies
 from oracle.kernels.attention import attend as reference

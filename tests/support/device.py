@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse import kernels
 from ctxreuse.block.format import BlockView, parse
 from ctxreuse.codec import Codec, CodecProfile, profile_digest, read_profile, write_profile
-from ctxreuse.cuda import CodedPlane, DeviceProfile, Launcher, PagedPlane, Pages, decode_to_pages, encode_planes, rans
+from ctxreuse.cuda import CodedPlane, DeviceProfile, Launcher, PagedPlane, Pages, decode_to_pages, encode_planes
+from ctxreuse.cuda.cells import parse as parse_stream
+from ctxreuse.cuda.copies import on_host
 from ctxreuse.dtypes import BITS
 from ctxreuse.identity.model import ModelSpace
 from support.profiles import make_block, make_profile, make_space
 
-__all__ = ["Sample", "compare_planes", "compare_streams", "paged", "sample_streams"]
-
-
-def sample_streams(
-    seed: int, counts: list[int]
-) -> tuple[npt.NDArray[np.uint8], kernels.RansTables, npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-    """Symbols drawn from the tables of their steps, the tables (extreme ones among them), steps, and random seeds."""
-    random = np.random.default_rng(seed)
-    rows = [[255, 1], [1, 255], [1] * 31 + [225], [8] * 32, [128, 128]]
-    for scale in (0.3, 1, 3, 9):
-        weights = np.exp(-(((np.arange(32) - 15) / scale) ** 2) / 2)
-        row = np.maximum(1, np.floor(weights / weights.sum() * 200)).astype(int)
-        row[15] += 256 - row.sum()
-        rows.append(row.tolist())
-    tables = kernels.RansTables([row + [0] * (32 - len(row)) for row in rows])
-    slots = np.stack([np.repeat(np.arange(32, dtype=np.uint8), row) for row in tables.freqs])
-    steps, symbols = [], []
-    for n in counts:
-        mine = random.integers(0, len(tables), -(-n // 64), dtype=np.uint16)
-        steps.append(mine)
-        symbols.append(slots[np.repeat(mine, 64)[:n], random.integers(0, 256, n)])
-    seeds = random.integers(0, 65536, (len(counts), 64), dtype=np.uint16)
-    return np.concatenate(symbols), tables, np.concatenate(steps), seeds
-
-
-def compare_streams(launcher: Launcher, seed: int, counts: list[int]) -> None:
-    """Encode, decode and count on the device and on the CPU; AssertionError where they differ."""
-    symbols, tables, steps, seeds = sample_streams(seed, counts)
-    wanted, offsets = kernels.rans_encode_many(symbols, counts, tables, steps, seeds)
-    data, starts, sizes = rans.encode(launcher, symbols, counts, tables, steps, seeds)
-    made = rans.on_host(data)
-    assert sizes.tolist() == np.diff(offsets).tolist()
-    for i, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        assert (made[start : start + size] == wanted[offsets[i] : offsets[i + 1]]).all(), f"bytes of stream {i}"
-    back, ends = rans.decode(launcher, wanted, offsets, counts, tables, steps)
-    assert (rans.on_host(back) == symbols).all()
-    assert (rans.on_host(ends) == seeds).all()
-    first, steps_of = symbols[: counts[0]], steps[: -(-counts[0] // 64)]
-    counted = rans.on_host(rans.count(launcher, first, steps_of, len(tables)))
-    assert (counted == kernels.rans_count(first, steps_of, len(tables))).all()
+__all__ = ["Sample", "compare_planes", "decode_planes", "paged"]
 
 
 class Sample:
@@ -92,7 +55,7 @@ def paged(
 
 
 def _rows(pages: Pages, row: int, tokens: int) -> npt.NDArray[Any]:
-    memory, table = rans.on_host(pages.memory), rans.on_host(pages.table)
+    memory, table = on_host(pages.memory), on_host(pages.table)
     size = memory.shape[2]
     slots = np.arange(row, row + tokens)
     return np.ascontiguousarray(memory[table[slots // size], :, slots % size].transpose(1, 0, 2))
@@ -123,16 +86,36 @@ def compare_planes(
     for job, array in zip(jobs, wanted, strict=True):
         where = f"layer {job.layer} {job.role}"
         assert (_rows(job.pages, row, array.shape[1]) == array).all(), where
-        touched = rans.on_host(job.pages.memory) != np.array(0xA5A5A5A5, np.uint64).astype(array.dtype)
+        touched = on_host(job.pages.memory) != np.array(0xA5A5A5A5, np.uint64).astype(array.dtype)
         assert touched.sum() <= array.size, f"{where}: more than its own rows"
     sources = []
     for layer, role in sample.planes:
         array = sample.block.array(layer, role).view(BITS[sample.dtype])
         pages = paged(launcher, array, sample.dtype, page_tokens, heads_first=heads_first, row=row)
-        memory, table = rans.on_host(pages.memory).copy(), rans.on_host(pages.table)
+        memory, table = on_host(pages.memory).copy(), on_host(pages.table)
         slots = np.arange(row, row + array.shape[1])
         memory[table[slots // page_tokens], :, slots % page_tokens] = array.transpose(1, 0, 2)
         filled = Pages(launcher.xp.asarray(memory), sample.dtype, pages.table)
         sources.append(PagedPlane(layer, role, filled, array.shape[1], row, sample.start))
     for stream, source in zip(encode_planes(device, sources), sources, strict=True):
         assert stream.tobytes() == bytes(coded.plane(source.layer, source.role)), f"layer {source.layer} {source.role}"
+
+
+def decode_planes(
+    profile: DeviceProfile, coded: Sequence[tuple[int, str, Any]], dtype: str, start: int = 0
+) -> list[Any]:
+    """Decode streams (layer, role, bytes) to arrays [heads, tokens, dim] on the device; row 0 has position ``start``.
+
+    ``dtype`` bfloat16 gives uint16 arrays.
+    """
+    xp = profile.launcher.xp
+    items = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+    outs, jobs = [], []
+    for layer, role, data in coded:
+        plane = profile.profile.planes[profile.number(layer, role)]
+        tokens = parse_stream(data, profile, profile.number(layer, role), f"layer {layer} {role}").tokens
+        out = xp.empty((1, plane.heads, tokens, plane.dim), items[dtype])
+        outs.append(out[0])
+        jobs.append(CodedPlane(layer, role, data, Pages(out, dtype, xp.zeros(1, np.int32)), 0, start))
+    decode_to_pages(profile, jobs)
+    return outs

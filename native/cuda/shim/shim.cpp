@@ -131,15 +131,11 @@ void run(unsigned grid, unsigned block, size_t bytes, void (*thread)(const void 
 #include "../attend.cu"
 #include "../klt_decode.cu"
 #include "../klt_encode.cu"
-#include "../rans.cu"
 
 // Runs a kernel to its end. Returns 0, or -1 for a name that is none. One thread at a time.
 extern "C" int ctx_shim_launch(const char *name, unsigned grid, unsigned block, size_t bytes, void *const *arguments) {
 #define KERNEL(kernel)                                                                                                 \
     if (std::strcmp(name, #kernel) == 0) return shim::launch(kernel, grid, block, bytes, arguments), 0;
-    KERNEL(ctx_rans_decode)
-    KERNEL(ctx_rans_encode)
-    KERNEL(ctx_rans_count)
     KERNEL(ctx_klt_decode)
     KERNEL(ctx_klt_quantise)
     KERNEL(ctx_klt_code)
@@ -158,7 +154,6 @@ extern "C" int ctx_shim_launch(const char *name, unsigned grid, unsigned block, 
 extern "C" size_t ctx_shim_size(const char *name) {
 #define STRUCTURE(type)                                                                                                \
     if (std::strcmp(name, #type) == 0) return sizeof(type);
-    STRUCTURE(RansStream)
     STRUCTURE(RansTable)
     STRUCTURE(RansCode)
     STRUCTURE(Run)

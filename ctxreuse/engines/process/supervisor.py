@@ -51,7 +51,7 @@ class Supervisor:
         self._pipe: FramePipe[EngineMessage] | None = None
         self._wanted = self._closed = False
         self._refused: tuple[int, CtxReuseError] = 0, EngineError("")
-        self._attempt = 0
+        self._attempt, self._opening_now = 0, False
         self._error = EngineDiedError("the engine's process has not been started")
         self.state: EngineState = "unloaded"
         self.pid = self.restarts = 0
@@ -81,7 +81,8 @@ class Supervisor:
         if current is not None and current.died is None:
             return current
         with self._change:
-            attempt = self._attempt
+            # One that runs already is this call's, too: its refusal must not be waited past.
+            attempt = self._attempt - self._opening_now
             self._wanted = True
             self._change.notify_all()
             while True:
@@ -138,7 +139,7 @@ class Supervisor:
                     self.state = "closed"
                     self._change.notify_all()
                     return
-                self._attempt += 1
+                self._attempt, self._opening_now = self._attempt + 1, True
                 if self.state != "failing":
                     self.state = "starting"
             pause = self._run_once()
@@ -184,7 +185,7 @@ class Supervisor:
 
     def _up(self, connection: Connection, pid: int) -> None:
         with self._change:
-            self._connection, self.pid, self.state = connection, pid, "up"
+            self._connection, self.pid, self.state, self._opening_now = connection, pid, "up", False
             self._change.notify_all()
         log.info("the engine's process is ready", extra={"pid": pid})
 
@@ -192,12 +193,13 @@ class Supervisor:
         """The engine cannot be opened: that is for the callers, and trying again is for the next one."""
         with self._change:
             self._refused, self._wanted, self.state = (self._attempt, error), False, "unloaded"
+            self._opening_now = False
             self._change.notify_all()
 
     def _ended(self, connection: Connection | None, how: str) -> float:
         """Note that the process has ended; return the seconds to wait before the next."""
         with self._change:
-            crashed = self._wanted and not self._closed
+            crashed, self._opening_now = self._wanted and not self._closed, False
             fix = "What is stored is kept: ask again, it is started again"
             what = f"the engine's process has died: {how}" if crashed else "the engine's process was ended"
             self._error = EngineDiedError(what, where=f"process {self.pid}" if self.pid else "", fix=fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.testing.sealed import random_tokens, seal, views
 from support.tiny_gguf import write_tiny_gguf
-from support.waiting import until
+from support.waiting import patient, until
 
 IDS = np.arange(1, 40, dtype="<i4")
 
@@ -48,6 +49,28 @@ def of_version(folder: str) -> Any:
 
     LlamaLibrary.open("").version = (Path(folder) / "version").read_text()
     return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
+
+
+def slowly_refused(folder: str) -> Any:
+    """Opened in a child: says that it began, and refuses when it is told to."""
+    (Path(folder) / "began").touch()
+    until((Path(folder) / "go").exists)
+    raise ConfigError("no such model")
+
+
+def test_a_caller_who_comes_while_it_is_opened_hears_that_it_is_refused(python_path: None, tmp_path: Path) -> None:
+    start = EngineStart(f"{__name__}:slowly_refused", {"folder": str(tmp_path)})
+    until((tmp_path / "began").exists)
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(start.opened)
+        try:
+            with pytest.raises(TimeoutError):
+                opened.result(0.2)
+            (tmp_path / "go").touch()
+            with pytest.raises(ConfigError, match="no such model"):
+                opened.result(patient(3))
+        finally:
+            start.close()  # a call that still waits ends
 
 
 def test_a_model_that_is_not_there_is_for_the_caller(python_path: None, tmp_path: Path) -> None:

@@ -46,10 +46,13 @@ class LlamaCells:
         library = self._library = model.library
         calls = self._calls = library.calls
         self._model, self.cells, self.streams = model, rounded(cells), streams
-        self.handle = calls.llama_init_from_model(model.handle, library.params(self.cells, streams, batch))
+        #: Where the cache lies, after the first pass; kept as long as the library may write there.
+        self.places = library.places()
+        params = library.params(self.cells, streams, batch, self.places)
+        self.handle = calls.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise EngineError(f"no {streams} contexts of {self.cells} tokens: {library.last_error()}")
-        self.close = weakref.finalize(self, _free, calls, self.handle, model)
+        self.close = weakref.finalize(self, _free, calls, self.handle, model, self.places)
         numbers = ("n_ctx", "n_ctx_seq", "n_batch", "n_ubatch", "n_seq_max")
         found = tuple(getattr(calls, f"llama_{name}")(self.handle) for name in numbers)
         #: Most tokens at once.
@@ -85,6 +88,8 @@ class LlamaCells:
         code = self._calls.llama_decode(self.handle, Batch(n, *addresses))
         if code:
             raise EngineError(f"llama.cpp could not compute {n} tokens: code {code}, {self._library.last_error()}")
+        if self.places is not None:
+            self.places.done = True
         shape, row = (self._model.vocab_size,), self._calls.llama_get_logits_ith
         found = list[Logits]()
         for run, end in zip(runs, ends):
@@ -112,5 +117,5 @@ class LlamaCells:
         return bool(self._calls.llama_memory_seq_rm(self._memory, slot, n, -1))
 
 
-def _free(calls: Any, handle: int, model: LlamaModel) -> None:
-    calls.llama_free(handle)  # the model is kept until here
+def _free(calls: Any, handle: int, *kept: object) -> None:
+    calls.llama_free(handle)  # the model and the places are kept until here

@@ -30,6 +30,7 @@ from ctxreuse.engines.checks import (
 )
 from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
+from ctxreuse.engines.llama_cpp.cell_rows import CellRows, Rows
 from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.engines.llama_cpp.library import LlamaLibrary, LlamaModel
@@ -81,16 +82,19 @@ class LlamaEngine(UserCodec):
         self._batch = config.chunk + config.chunk // 2  # the longest of `chunk_spans`
         self._chunk, self._threads = config.chunk, config.threads or _threads()
         self.model = LlamaModel(LlamaLibrary.open(config.library), file)
-        self._state = self._learn()
+        self._state, rows = self._learn()
         self.space = self._measure(block_tokens)
         self._layout = block_layout(self.space)
         most = (config.kv_bytes or _memory() // 4) // self.space.token_nbytes
-        self._pool = LlamaPool(self.model, self._state, most, self._batch, self._threads)
+        self._pool = LlamaPool(self.model, self._state, rows, most, self._batch, self._threads)
         self.text = open_text(self.model)
         check_length(self.space, reserve)
 
-    def _learn(self) -> StateLayout:
-        """How the library writes states, proved by a round trip with the same bits; raises EngineError otherwise."""
+    def _learn(self) -> tuple[StateLayout, CellRows | None]:
+        """How the library writes states, proved by a round trip with the same bits; raises EngineError otherwise.
+
+        And how the same rows are read where they lie, unless that gives others or cannot be done.
+        """
         where = str(self.model.library.path)
         fix = "Models with recurrent layers need engine = torch; for others, try ctxreuse[llamacpp]"
         one, two = (LlamaCells(self.model, 1, streams, _TOKENS, self._threads) for streams in (1, 2))
@@ -110,7 +114,13 @@ class LlamaEngine(UserCodec):
         expected = one.decode([SlotRun(0, _LOADED, ids[_LOADED:])])
         if not np.array_equal(two.decode([SlotRun(1, _LOADED, ids[_LOADED:])]), expected):
             raise EngineError("a context that was loaded back continues with other numbers", where=where, fix=fix)
-        return layout
+        rows = CellRows.learn(layout, one, LlamaState(layout, _TOKENS, one.state(0)))
+        if rows is not None and not layout.window:  # after a crop as well
+            two.crop(1, _LOADED)
+            two.decode([SlotRun(1, _LOADED, ids[: _TOKENS - _LOADED])])
+        if rows is not None and not rows.match(two, 1, LlamaState(layout, _TOKENS, two.state(1), slot=1, streams=2)):
+            rows = None
+        return layout, rows
 
     def _measure(self, block_tokens: int) -> ModelSpace:
         model, width = self.model, np.dtype(self._state.bits).itemsize
@@ -330,15 +340,18 @@ class LlamaEngine(UserCodec):
     def _export(
         self, context: LlamaContext, keys: Sequence[bytes], parent: bytes, first: int, last_partial: bool
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        fill = partial(self._fill, self._pool.read(context))
+        size = self.space.block_tokens
+        start, end = first * size, min((first + len(keys)) * size, context.n)
+        fill = partial(self._fill, self._pool.read_rows(context, start, end), start)
         yield from export_blocks(
             self.space, self._layout, context, keys, parent, first, fill, last_partial=last_partial
         )
 
-    def _fill(self, state: LlamaState, writer: BlockWriter, start: int, end: int) -> None:
+    def _fill(self, found: Rows, first: int, writer: BlockWriter, start: int, end: int) -> None:
         for layer, spec in enumerate(self.space.layers):
             for role in ("k", "v") if spec.blocked else ():
-                rows = state.rows(layer, role)[start:end].reshape(end - start, spec.kv_heads, -1).transpose(1, 0, 2)
+                rows = found[layer, role][start - first : end - first]
+                rows = rows.reshape(end - start, spec.kv_heads, -1).transpose(1, 0, 2)
                 writer.plane(layer, role).view(rows.dtype).reshape(rows.shape)[:] = rows
 
     def export_state(self, context: Context, key: bytes, parent: bytes, position: int) -> npt.NDArray[np.uint8]:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ctxreuse.engines.llama_cpp.places import CachePlaces
 from ctxreuse.errors import ConfigError, EngineError
 
 __all__ = ["FIX", "Batch", "LlamaLibrary", "LlamaModel", "find_library"]
@@ -162,8 +163,18 @@ class LlamaLibrary:
         """The newest message of severity error, or nothing."""
         return self.errors[-1] if self.errors else "no reason given"
 
-    def params(self, cells: int, streams: int, n_batch: int) -> _Params:
-        """Parameters of a context for ``streams`` sequences, each with room for ``cells`` tokens of its own."""
+    def places(self) -> CachePlaces | None:
+        """A record for where a context's cache lies; None for a library that cannot say."""
+        try:
+            return CachePlaces.of(self.calls.ggml_get_name, self.calls.ggml_get_data)
+        except AttributeError:
+            return None
+
+    def params(self, cells: int, streams: int, n_batch: int, places: CachePlaces | None = None) -> _Params:
+        """Parameters of a context for ``streams`` sequences, each with room for ``cells`` tokens of its own.
+
+        ``places`` learns where the cache lies while the context computes; it must live as long.
+        """
         made: _Params = self.calls.llama_context_default_params()
         struct.pack_into("<4I", made.raw, 0, streams * cells, n_batch, n_batch, streams)
         # embeddings, offload_kqv, no_perf, op_offload, swa_full, kv_unified: their place differs between builds, their
@@ -171,6 +182,10 @@ class LlamaLibrary:
         at = bytes(made.raw).find(b"\0\1\1\1\1\0", 64)
         if at >= 0:
             made.raw[at + 4], made.raw[at + 5] = 0, 0
+            # A callback and what it is given, no one by default, before the types of K and V: float16.
+            types = bytes(made.raw).rfind(struct.pack("<2I", 1, 1), 0, at)
+            if places is not None and types >= 16 and not any(made.raw[types - 16 : types]):
+                struct.pack_into("<2Q", made.raw, types - 16, *places.callback())
         return made
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from ctxreuse.engines.base import Logits
+from ctxreuse.engines.llama_cpp.cell_rows import CellRows, Rows
 from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun, rounded
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.engines.llama_cpp.library import LlamaModel
@@ -44,10 +46,13 @@ class _Copied(NamedTuple):
 class LlamaPool:
     """The cells of one model and the contexts in them. Any thread may call."""
 
-    def __init__(self, model: LlamaModel, layout: StateLayout, tokens: int, batch: int, threads: int) -> None:
-        """``tokens``: most that the cells hold together; ``batch``: most that are computed at once."""
+    def __init__(
+        self, model: LlamaModel, layout: StateLayout, rows: CellRows | None, tokens: int, batch: int, threads: int
+    ) -> None:
+        """``rows`` reads single rows of the cells (None: the library writes them all); ``tokens``: most that the cells
+        hold together; ``batch``: most that are computed at once."""
         self._model, self._layout, self._tokens = model, layout, tokens
-        self._batch, self._threads = batch, threads
+        self._batch, self._threads, self._cell_rows = batch, threads, rows
         self._most = rounded(min(model.number("n_ctx_train"), tokens))
         self._lock = threading.Condition(threading.RLock())
         #: Callers of `read` that wait. They go before the next pass: passes that follow each other would take the lock
@@ -108,12 +113,7 @@ class LlamaPool:
         copied = self._copied
         if copied is not None and copied.context() is context and copied.n == context.n:
             return copied.rows
-        with self._counting:
-            self._readers += 1
-        with self._lock:
-            with self._counting:
-                self._readers -= 1
-            self._lock.notify_all()
+        with self._before_next_pass():
             rows = self._rows(context)
             if context.rows is not None:
                 return rows
@@ -122,6 +122,31 @@ class LlamaPool:
         drop.daemon = True
         drop.start()
         return rows
+
+    def read_rows(self, context: LlamaContext, start: int, end: int) -> Rows:
+        """K and V of layers without windows between two positions; not to be changed. Waits as `read` does.
+
+        A context's last rows take as long whatever is before them, if the library's memory can be read.
+        """
+        if self._cell_rows is not None:
+            with self._before_next_pass():
+                if context.rows is None:
+                    assert self._cells is not None
+                    return self._cell_rows.read(self._cells, context.slot, start, end)
+        state = self.read(context)
+        layers = range(len(self._layout.caches[0].k))
+        return {(layer, role): state.rows(layer, role)[start:end] for layer in layers for role in ("k", "v")}
+
+    @contextmanager
+    def _before_next_pass(self) -> Iterator[None]:
+        """Hold the lock, which is had when the pass that runs has ended."""
+        with self._counting:
+            self._readers += 1
+        with self._lock:
+            with self._counting:
+                self._readers -= 1
+            self._lock.notify_all()
+            yield
 
     def _rows(self, context: LlamaContext) -> LlamaState:
         if context.rows is not None:

@@ -16,9 +16,11 @@ from ctxreuse.engines.base import Logits
 from ctxreuse.engines.llama_cpp import LlamaEngine
 from ctxreuse.engines.llama_cpp.cells import SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
+from ctxreuse.engines.llama_cpp.library import LlamaLibrary
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.testing.engine import random_tokens, resume, seal
+from support.tiny_gguf import write_tiny_gguf
 from support.waiting import patient, until
 
 #: Bytes of K and V of a token of the tiny model.
@@ -178,7 +180,72 @@ def test_rows_are_read_before_the_next_pass(gguf_file: Path, monkeypatch: pytest
     assert pool._readers == 0
 
 
-def test_rows_of_an_export_in_several_calls_are_copied_once(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def exported(engine: LlamaEngine, context: LlamaContext, first: int, count: int) -> list[bytes]:
+    keys = [bytes([1 + first + i]) * 32 for i in range(count)]
+    return [data.tobytes() for data in engine.export(context, keys, bytes([first]) * 32, first)]
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_rows_that_are_read_in_place_are_those_of_the_state(tmp_path: Path, window: int) -> None:
+    file = write_tiny_gguf(tmp_path / "tiny.gguf", window=window)
+    engine = open_engine(
+        file, threads=1, block_tokens=16, chunk=64, kv_bytes=2 * 512 * (TOKEN // 3 if window else TOKEN)
+    )
+    assert isinstance(engine, LlamaEngine)
+    pool, chance = engine._pool, np.random.default_rng(window)
+    contexts = started(engine, [random_tokens(engine, 30, seed=i) for i in range(3)])
+    in_cells, layers = 0, engine._state.caches[0].k
+    for step in range(150):
+        one = contexts[chance.integers(3)]
+        if one.n > 300 or (not window and chance.random() < 0.3):
+            assert engine.crop(one, 0 if window else int(chance.integers(one.n)))
+        if one.n == 0 or chance.random() < 0.7:
+            engine.prefill(one, random_tokens(engine, int(chance.integers(1, 60)), seed=step))
+        start, end = sorted(chance.integers(0, one.n + 1, 2).tolist())
+        found, state = pool.read_rows(one, start, end), pool.read(one)
+        assert len(found) == 2 * len(layers)
+        for at, rows in found.items():
+            assert np.array_equal(rows, state.by_position(*at)[start:end])
+        in_cells += one.rows is None
+    assert pool._cell_rows is not None
+    assert in_cells > 50
+
+
+def test_the_end_of_a_context_is_exported_without_the_rows_before_it(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with(gguf_file, 2)
+    (context,) = started(engine, [random_tokens(engine, 80)])
+    expected, cells = exported(engine, context, 0, 5), engine._pool._cells
+    assert cells is not None
+
+    def whole(slot: int, **how: Any) -> Any:
+        raise AssertionError("the whole context is copied")
+
+    monkeypatch.setattr(cells, "state", whole)
+    assert exported(engine, context, 4, 1) == expected[4:]
+
+
+@pytest.fixture
+def silent_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that does not say where the cache is."""
+    monkeypatch.setattr(LlamaLibrary, "places", lambda self: None)
+
+
+def test_the_callback_changes_no_numbers(alone: LlamaEngine, gguf_file: Path, silent_library: None) -> None:
+    silent, ids = engine_with(gguf_file, 32), random_tokens(alone, 80)
+    assert silent._pool._cell_rows is None
+    assert alone._pool._cell_rows is not None
+    (one,), (two,) = started(alone, [ids]), started(silent, [ids])
+    assert exported(alone, one, 0, 5) == exported(silent, two, 0, 5)
+    for token in range(5):
+        ids = np.array([token], np.int32)
+        assert np.array_equal(alone.prefill(one, ids), silent.prefill(two, ids))
+
+
+def test_where_rows_cannot_be_read_an_export_in_several_calls_copies_them_once(
+    gguf_file: Path, silent_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_with(gguf_file, 2)
     pool, copies = engine._pool, list[int]()
     (context,) = started(engine, [random_tokens(engine, 80)])
@@ -186,18 +253,13 @@ def test_rows_of_an_export_in_several_calls_are_copied_once(gguf_file: Path, mon
     assert cells is not None
     state = cells.state
     monkeypatch.setattr(cells, "state", lambda slot, **how: copies.append(slot) or state(slot, **how))
-
-    def exported(first: int, count: int) -> list[bytes]:
-        keys = [bytes([1 + first + i]) * 32 for i in range(count)]
-        return [data.tobytes() for data in engine.export(context, keys, bytes([first]) * 32, first)]
-
-    whole = exported(0, 5)
-    assert exported(0, 2) + exported(2, 3) == whole
+    whole = exported(engine, context, 0, 5)
+    assert exported(engine, context, 0, 2) + exported(engine, context, 2, 3) == whole
     assert len(copies) == 1
     # Other tokens at the same length: nothing of the copy is taken for theirs.
     engine.crop(context, 64)
     engine.prefill(context, random_tokens(engine, 16, seed=1))
-    assert exported(0, 4) == whole[:4]
-    assert exported(4, 1) != whole[4:]
+    assert exported(engine, context, 0, 4) == whole[:4]
+    assert exported(engine, context, 4, 1) != whole[4:]
     assert len(copies) == 2
     until(lambda: pool._copied is None)  # it takes memory for a second

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.samples import Sample
 
 from ctxreuse.block.levels import EXACT, PACKED
+from ctxreuse.kernels.dispatch import native as _native
 from ctxreuse.metrics.table import METRICS, RENAMED
 from ctxreuse.usage import Usage
 
@@ -89,6 +91,7 @@ class Metrics:
                 self._child(row.name, values)
         self.registry.register(_OldNames(self._series))
         ProcessCollector(registry=self.registry)
+        self.watch(self._heap)
         about = {"version": version("ctxreuse"), "python": platform.python_version()}
         build = Gauge("ctxreuse_build_info", "1, with what this daemon is.", list(about), registry=self.registry)
         build.labels(**about).set(1)
@@ -165,6 +168,11 @@ class Metrics:
     def watch(self, update: Callable[[], None]) -> None:
         """Call ``update`` before each `render`, to set figures that are counted elsewhere."""
         self._watchers.append(update)
+
+    def _heap(self) -> None:
+        for state, nbytes in zip(("used", "kept"), _native.heap_bytes()):
+            self.set("ctxreuse_heap_bytes", nbytes, state)
+        self.set("ctxreuse_python_blocks", sys.getallocatedblocks())
 
     def read(self, name: str, *values: str) -> float:
         """Return the value of a counter or gauge, or the sum of a histogram."""

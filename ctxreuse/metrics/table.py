@@ -78,6 +78,7 @@ _REFUSALS = Label(
 _LEVELS = ("exact", "packed", "lossy", "approx")
 _LEVEL = Label("level", _LEVELS)
 _FROM, _TO = Label("from", _LEVELS), Label("to", _LEVELS)
+_HEAP = Label("state", ("used", "kept"))
 _POLICY = Label("policy", ("lru", "lfu", "s3fifo", "arc", "gdsf", "hazard", "pauses", "swift", "real"))
 _TIER = Label("tier", ("device", "host", "disk"))
 _SOURCE = Label("source", SOURCES)
@@ -270,6 +271,13 @@ _CURRENT = (
     Metric("ctxreuse_http_requests_total", "counter", "HTTP requests, by route and status class.", (_ROUTE, _CLASS)),
     Metric("ctxreuse_http_waiting_requests", "gauge", "Requests queued or running."),
     Metric("ctxreuse_first_token_seconds", "histogram", "Seconds from a request's arrival to its first token."),
+    Metric(
+        "ctxreuse_heap_bytes",
+        "gauge",
+        "Bytes of native memory that are in use, and freed ones that the C library keeps for later.",
+        (_HEAP,),
+    ),
+    Metric("ctxreuse_python_blocks", "gauge", "Pieces of memory that Python's objects are in."),
     # pauses
     Metric("ctxreuse_paused_contexts", "gauge", "Contexts between two requests."),
     Metric("ctxreuse_demoted_bytes_total", "counter", "Bytes of KV of paused contexts dropped from memory."),

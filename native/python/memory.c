@@ -17,6 +17,18 @@ static PyObject *trim_memory(PyObject *module, PyObject *none) {
     Py_RETURN_NONE;
 }
 
+/* Bytes that the C library has handed out, and that it keeps of what was freed; (0, 0) where it does not say. */
+static PyObject *heap_bytes(PyObject *module, PyObject *none) {
+    (void)module;
+    (void)none;
+    size_t used = 0, kept = 0;
+#if defined(__GLIBC__) && (__GLIBC__ > 2 || (__GLIBC__ == 2 && __GLIBC_MINOR__ >= 33))
+    struct mallinfo2 found = mallinfo2();
+    used = found.uordblks + found.hblkhd, kept = found.fordblks;
+#endif
+    return Py_BuildValue("nn", (Py_ssize_t)used, (Py_ssize_t)kept);
+}
+
 /* Let all threads allocate from so many arenas of the C library, where it has some (glibc: eight times the processors). */
 static PyObject *limit_arenas(PyObject *module, PyObject *count) {
     (void)module;
@@ -43,6 +55,7 @@ static PyObject *map_from(PyObject *module, PyObject *size) {
 }
 
 PyMethodDef memory_methods[] = {
+    {"heap_bytes", heap_bytes, METH_NOARGS, NULL},
     {"limit_arenas", limit_arenas, METH_O, NULL},
     {"map_from", map_from, METH_O, NULL},
     {"trim_memory", trim_memory, METH_NOARGS, NULL},

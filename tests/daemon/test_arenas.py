@@ -60,3 +60,42 @@ def test_a_size_that_cannot_be_mapped_from_is_refused(nbytes: int) -> None:
 
     with pytest.raises(ValueError, match="65536 to 33554432"):
         _native.map_from(nbytes)
+
+
+_HELD = """
+import ctypes
+from ctxreuse.metrics import Metrics
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+metrics = Metrics()
+
+def show():
+    metrics.render()
+    print(*(int(metrics.read("ctxreuse_heap_bytes", state)) for state in ("used", "kept")))
+
+show()
+pieces = [libc.malloc(60_000) for _ in range(1000)]
+show()
+for piece in pieces[::2]:
+    libc.free(piece)
+show()
+libc.malloc(64 << 20)  # a mapping of its own
+show()
+objects = [object() for _ in range(100_000)]
+before = metrics.read("ctxreuse_python_blocks")
+metrics.render()
+print(int(metrics.read("ctxreuse_python_blocks") - before), 0)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not say")
+def test_metrics_tell_used_memory_from_freed_memory_that_is_kept() -> None:
+    done = subprocess.run([sys.executable, "-c", _HELD], capture_output=True, check=True, text=True)
+    start, full, half, mapped, python = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    allowed = 2 * 10**6
+    assert abs(full[0] - start[0] - 60 * 10**6) < allowed
+    assert abs(half[0] - full[0] + 30 * 10**6) < allowed
+    assert abs(half[1] - full[1] - 30 * 10**6) < allowed
+    assert abs(mapped[0] - half[0] - (64 << 20)) < allowed
+    assert python[0] >= 100_000

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import psutil
 
@@ -39,26 +40,35 @@ _ROOTS = ["".join(chr(97 + (i * i + k * i * 7 + k) % 26) for i in range(400)) fo
 
 
 class Held(NamedTuple):
-    """What one process holds after ``requests``; bytes without files that are mapped, whose pages the kernel owns."""
+    """What one process holds after ``requests``; bytes without files that are mapped, whose pages the kernel owns.
+
+    ``used``: bytes of native memory in use, and ``blocks``: pieces of memory of Python's objects, as a daemon says.
+    What was freed and is kept by the C library for later is in ``anonymous`` too, and comes and goes.
+    """
 
     requests: int
     anonymous: int
     resident: int
     descriptors: int
     threads: int
+    used: int = 0
+    blocks: int = 0
 
     @classmethod
-    def of(cls, pid: int, requests: int) -> Held:
+    def of(cls, pid: int, requests: int, url: str = "") -> Held:
         lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         found = {words[0]: words[1] for words in lines if len(words) > 1}
         held = (int(found["RssAnon:"]) << 10, int(found["VmRSS:"]) << 10, len(list(Path(f"/proc/{pid}/fd").iterdir())))
-        return cls(requests, *held, int(found["Threads:"]))
+        said = httpx.get(f"{url}/metrics", timeout=patient(60)).text.splitlines() if url else []
+        values = dict(line.rsplit(" ", 1) for line in said if not line.startswith("#"))
+        own = (values.get(name, 0) for name in ('ctxreuse_heap_bytes{state="used"}', "ctxreuse_python_blocks"))
+        return cls(requests, *held, int(found["Threads:"]), *(int(float(value)) for value in own))
 
 
-def growth(held: Sequence[Held]) -> float:
-    """Growth of anonymous memory: the median of the last fifth of ``held`` over that of the first, less one."""
+def growth(held: Sequence[Held], what: str = "anonymous") -> float:
+    """Growth of a figure: the median of the last fifth of ``held`` over that of the first, less one."""
     fifth = max(1, len(held) // 5)
-    early, late = (float(np.median([one.anonymous for one in part])) for part in (held[:fifth], held[-fifth:]))
+    early, late = (float(np.median([getattr(one, what) for one in part])) for part in (held[:fifth], held[-fifth:]))
     return late / early - 1
 
 
@@ -130,8 +140,9 @@ class Soak:
     def measure(self) -> None:
         """Note what the processes hold, at rest."""
         time.sleep(0.05)
+        urls = {"edge": self.edge.url, "cloud": self.cloud.url}
         for name, pid in self._pids.items():
-            self.held[name].append(Held.of(pid, self.done))
+            self.held[name].append(Held.of(pid, self.done, urls.get(name, "")))
 
     def began(self, kind: str, end: int) -> bool:
         with self._lock:
@@ -322,7 +333,9 @@ def main() -> int:
             soak.run(given.requests, given.samples, lambda line: print(line, flush=True))
             print(dict(soak.kinds), f"{soak.busy} refused as busy", *soak.wrong, sep="\n")
             for name, held in soak.held.items():
-                print(f"{name}: {growth(held[len(held) // 3 :]):+.2%} after the first third")
+                figures = ("anonymous",) if name == "its engine" else ("anonymous", "used", "blocks")
+                for what in figures:
+                    print(f"{name}, {what}: {growth(held[len(held) // 3 :], what):+.2%} after the first third")
         finally:
             soak.close()
     return 1 if soak.wrong else 0

@@ -97,10 +97,12 @@ class LlamaCells:
             found.append(np.stack(places) if run.rows > 1 else places[0].astype(np.float32))
         return found
 
-    def state(self, slot: int, *, windows: bool = False) -> npt.NDArray[np.uint8]:
+    def state(
+        self, slot: int, *, windows: bool = False, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
         """The state of a sequence, or of its sliding windows only, as the library writes it; see `LlamaState`."""
         size = self._calls.llama_state_seq_get_size_ext(self.handle, slot, windows)
-        data = np.empty(size, np.uint8)
+        data = into if into is not None and into.nbytes == size else np.empty(size, np.uint8)
         written = self._calls.llama_state_seq_get_data_ext(self.handle, data.ctypes.data, size, slot, windows)
         if written != size:
             raise EngineError(f"llama.cpp wrote {written} bytes of a state of {size}")

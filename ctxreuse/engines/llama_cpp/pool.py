@@ -19,7 +19,7 @@ from ctxreuse.engines.llama_cpp.cell_rows import CellRows, Rows
 from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun, rounded
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.engines.llama_cpp.library import LlamaModel
-from ctxreuse.engines.llama_cpp.state import LlamaState, StateLayout
+from ctxreuse.engines.llama_cpp.state import MOST_STREAMS, LlamaState, StateLayout
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
 
@@ -27,8 +27,6 @@ __all__ = ["LlamaPool"]
 
 #: The first cells: contexts, and tokens of each.
 _STREAMS, _CELLS = 4, 1024
-#: Most contexts in the cells.
-_MOST = 32
 #: Who missed so many passes may be moved, so that the others are neighbours.
 _IDLE = 16
 #: Seconds that rows which were copied out are kept for the next call: an export comes in several.
@@ -152,8 +150,9 @@ class LlamaPool:
         if context.rows is not None:
             return context.rows
         assert self._cells is not None
-        data = self._cells.state(context.slot)
-        return LlamaState(self._layout, context.n, data, slot=context.slot, streams=self._cells.streams)
+        slot, streams = context.slot, self._cells.streams
+        data = self._cells.state(slot, into=self._layout.room(context.n, slot, streams))
+        return LlamaState(self._layout, context.n, data, slot=slot, streams=streams)
 
     def _drop(self, copied: _Copied) -> None:
         with self._lock:
@@ -179,10 +178,10 @@ class LlamaPool:
             if context.rows is not None:
                 return context.rows.windows()
             assert self._cells is not None
-            place = {"slot": context.slot, "streams": self._cells.streams}
-            data = self._cells.state(context.slot, windows=True)
-            found = LlamaState(self._layout.windows, context.n, data, **place).windows()
-            self._cells.restore(context.slot, found.copy(context.n, **place).data, windows=True)
+            slot, streams = context.slot, self._cells.streams
+            data = self._cells.state(slot, windows=True)
+            found = LlamaState(self._layout.windows, context.n, data, slot=slot, streams=streams).windows()
+            self._cells.restore(slot, found.copy(context.n, slot=slot, streams=streams).data, windows=True)
             return found
 
     def crop(self, context: LlamaContext, n: int, windows: LlamaState | None = None) -> bool:
@@ -220,7 +219,7 @@ class LlamaPool:
         wanted = len({*contexts, *filter(None, map(self._at, range(len(self._slots))))})
         while streams < wanted:
             streams *= 2
-        streams = max(min(streams, self._tokens // each, _MOST), 1)
+        streams = max(min(streams, self._tokens // each, MOST_STREAMS), 1)
         if cells is None or (cells.cells, cells.streams) != (each, streams):
             cells = self._rebuild(each, streams)
         return cells
@@ -280,7 +279,7 @@ class LlamaPool:
         if context.rows is None:
             cells.crop(slot, 0)
         else:
-            cells.restore(slot, context.rows.copy(context.n, slot=slot, streams=cells.streams).data)
+            cells.restore(slot, context.rows.as_sequence(slot, cells.streams).data)
         self._slots[slot] = weakref.ref(context)
         context.slot, context.rows = slot, None
 

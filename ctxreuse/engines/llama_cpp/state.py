@@ -24,7 +24,12 @@ import numpy.typing as npt
 
 from ctxreuse.errors import FormatError
 
-__all__ = ["LlamaState", "StateLayout"]
+__all__ = ["MOST_STREAMS", "LlamaState", "StateLayout"]
+
+#: Streams of a context, at most.
+MOST_STREAMS = 32
+#: Around a state of one cache: where its sequence's number says how much is before the rows, and how much behind.
+_SPARE = 4 * (MOST_STREAMS - 1)
 
 _CELL = np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")])
 _ROWS = struct.Struct("<iQ")
@@ -109,6 +114,16 @@ class StateLayout:
         """Bytes of a state of so many tokens in a context of so many streams."""
         return 8 + sum(cache.nbytes(self.count(i, cells), streams) for i, cache in enumerate(self.caches))
 
+    @property
+    def fixed_places(self) -> bool:
+        """True if rows have the same distances from each other in all sequences' states."""
+        return len(self.caches) == 1
+
+    def room(self, cells: int, slot: int, streams: int) -> npt.NDArray[np.uint8]:
+        """Memory for a state of so many tokens, which `LlamaState.as_sequence` can make another sequence's."""
+        start, size = _SPARE - 4 * slot, self.nbytes(cells, streams)
+        return np.empty(self.nbytes(cells, MOST_STREAMS) + _SPARE, np.uint8)[start : start + size]
+
 
 def _read_caches(raw: bytes, cells: int, window: int, words: int) -> Iterator[_CacheLayout]:
     """The layouts of the caches in a state; raises ValueError or struct.error where it is not one."""
@@ -140,6 +155,7 @@ class LlamaState:
     Layers are counted through the caches; those with windows come last, and have the rows of the last positions.
     ``slot``: the sequence, which is the number of its stream as well, of ``streams``. ``data``: a state that the
     library wrote; None: a new one whose rows are to be filled. Raises FormatError if ``data`` has other positions.
+    ``heads``: what is around the rows is written into ``data`` as well.
     """
 
     def __init__(
@@ -150,11 +166,12 @@ class LlamaState:
         *,
         slot: int = 0,
         streams: int = 1,
+        heads: bool = False,
     ) -> None:
         self._layout, self._bits, self.cells = layout, layout.bits, cells
         size = layout.nbytes(cells, streams)
-        new = data is None
-        self.data = np.empty(size, np.uint8) if data is None else data
+        new = heads or data is None
+        self.data = layout.room(cells, slot, streams) if data is None else data
         if self.data.nbytes != size:
             raise FormatError(f"llama.cpp's state of {cells} tokens has {self.data.nbytes} bytes, not {size}")
         #: Where the rows of (layer, role) begin, and the bytes of one.
@@ -195,6 +212,18 @@ class LlamaState:
             elif layer < len(self._layout.caches[0].k):
                 made.rows(layer, role)[:common] = self.by_position(layer, role)[:common]
         return made
+
+    def as_sequence(self, slot: int, streams: int) -> LlamaState:
+        """The same as a state of another sequence. This one's rows may still be read, but it is no state any more.
+
+        Nothing is copied where there is one cache: the rows stay where they are.
+        """
+        room = self.data.base
+        if self._orders != [None] * len(self._orders) or room is None or not self._layout.fixed_places:
+            return self.copy(self.cells, slot=slot, streams=streams)
+        start = _SPARE - 4 * slot
+        data = room[start : start + self._layout.nbytes(self.cells, streams)]
+        return LlamaState(self._layout, self.cells, data, slot=slot, streams=streams, heads=True)
 
     def windows(self) -> LlamaState:
         """A copy of the sliding windows, as they are loaded back: without the position that nothing sees any more."""

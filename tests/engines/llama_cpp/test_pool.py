@@ -161,9 +161,9 @@ def test_rows_are_read_before_the_next_pass(gguf_file: Path, monkeypatch: pytest
         assert go_on.wait(patient(60))
         return decode(runs)
 
-    def noted(slot: int) -> Any:
+    def noted(slot: int, **how: Any) -> Any:
         events.append("read")
-        return state(slot)
+        return state(slot, **how)
 
     monkeypatch.setattr(cells, "decode", slow)
     monkeypatch.setattr(cells, "state", noted)

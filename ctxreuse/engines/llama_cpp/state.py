@@ -219,7 +219,8 @@ class LlamaState:
         Nothing is copied where there is one cache: the rows stay where they are.
         """
         room = self.data.base
-        if self._orders != [None] * len(self._orders) or room is None or not self._layout.fixed_places:
+        sorted_rows = all(order is None for order in self._orders)
+        if not self._layout.fixed_places or not sorted_rows or room is None:
             return self.copy(self.cells, slot=slot, streams=streams)
         start = _SPARE - 4 * slot
         data = room[start : start + self._layout.nbytes(self.cells, streams)]

@@ -17,6 +17,7 @@ from ctxreuse.engines.llama_cpp import LlamaEngine
 from ctxreuse.engines.llama_cpp.cells import SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.engines.llama_cpp.library import LlamaLibrary
+from ctxreuse.engines.llama_cpp.state import LlamaState
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.testing.engine import random_tokens, resume, seal
@@ -178,6 +179,33 @@ def test_rows_are_read_before_the_next_pass(gguf_file: Path, monkeypatch: pytest
         thread.join(patient(60))
     assert events == ["pass", "read", *["pass"] * 19]
     assert pool._readers == 0
+
+
+def test_windows_that_leave_the_cells_in_mid_prompt_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps the rows of a window in a ring: they are not by position when it has gone round."""
+    file, entered = write_tiny_gguf(tmp_path / "tiny.gguf", window=100), list[bool]()
+    engine, alone = (open_engine(file, threads=1, block_tokens=16, chunk=64, kv_bytes=n * 1024 * 128) for n in (2, 32))
+    as_sequence = LlamaState.as_sequence
+
+    def noted(rows: LlamaState, *place: int) -> LlamaState:
+        entered.append(any(order is not None for order in rows._orders))
+        return as_sequence(rows, *place)
+
+    monkeypatch.setattr(LlamaState, "as_sequence", noted)
+    prompts = [random_tokens(alone, 700, seed=seed) for seed in range(3)]
+    twins, got = ([which.new_context() for _ in prompts] for which in (alone, engine))
+    expected = [alone.prefill(twin, prompt) for twin, prompt in zip(twins, prompts)]
+    found = dict[int, Any]()
+    while len(found) < len(prompts):
+        for i, (one, prompt) in enumerate(zip(got, prompts)):
+            for _ in range(3):  # slices, so that the ring goes round between leaving and leaving
+                if i not in found:
+                    (logits,) = engine.step([(one, prompt[one.n :])], limit=64)
+                    found |= {i: logits} if logits is not None else {}
+    assert any(entered)
+    assert not all(entered)
+    for i, logits in found.items():
+        assert np.abs(logits - expected[i]).max() <= 5e-3 * np.abs(expected[i]).max()
 
 
 def exported(engine: LlamaEngine, context: LlamaContext, first: int, count: int) -> list[bytes]:

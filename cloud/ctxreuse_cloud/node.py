@@ -213,7 +213,7 @@ class CloudNode:
             trimmed = time.monotonic()
             while not end.wait(_IDLE):
                 compaction.round()
-                if not busy() and time.monotonic() - trimmed >= _TRIM:
+                if time.monotonic() - trimmed >= _TRIM:  # busy or not, it takes some milliseconds
                     _native.trim_memory()
                     trimmed = time.monotonic()
 

@@ -25,8 +25,8 @@ _INTERVAL = 0.5
 _SETTLED = 5.0
 #: Seconds between two writings of what answers are drafted from.
 _DRAFTS = 300.0
-#: Seconds between two times that freed memory is given back: each thread's arena keeps some, 36 of 181 MB after long
-#: prompts.
+#: Seconds between two times that freed memory is given back: arenas keep some, 36 of 181 MB after long prompts, and
+#: more and more of a daemon that is never idle (37 of 147 MB after 180,000 requests).
 _TRIM = 60.0
 
 
@@ -70,9 +70,9 @@ class IdleTasks:
                     self._save()
                     self._save_drafts(_DRAFTS)
                     self._paused.work(lambda: self._busy() or self._end.is_set())
-                    if time.monotonic() - trimmed >= _TRIM:
-                        _native.trim_memory()
-                        trimmed = time.monotonic()
+                if time.monotonic() - trimmed >= _TRIM:  # busy or not, it takes some milliseconds
+                    _native.trim_memory()
+                    trimmed = time.monotonic()
             except Exception:
                 # One failing round must not end the thread.
                 log.exception("a round of idle work failed")

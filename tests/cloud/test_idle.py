@@ -13,7 +13,9 @@ from support.freed_memory import freed_memory
 from support.waiting import until
 
 
-def test_freed_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("running", [0, 1])
+def test_freed_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: int) -> None:
+    monkeypatch.setattr("ctxreuse_cloud.proxy.proxy.Proxy.running", running)
     monkeypatch.setattr("ctxreuse_cloud.node._IDLE", 0.05)
     monkeypatch.setattr("ctxreuse_cloud.node._TRIM", 0.0)
     cloud = CloudConfig(store=str(tmp_path / "store"), prefill_workers=0)

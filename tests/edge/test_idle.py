@@ -60,8 +60,10 @@ def test_the_vocabulary_is_read_before_the_first_tool(
     assert edge.node.runtime.constrain(Grammar.json_object())
 
 
-def test_freed_memory_is_given_back(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_freed_memory_is_given_back(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
     monkeypatch.setattr("ctxreuse_edge.idle._TRIM", 0.0)
+    monkeypatch.setattr("ctxreuse_edge.node.EdgeNode._busy", lambda node: busy)
     serve()
     with freed_memory() as returned:
         until(lambda: returned() > 60 << 20)

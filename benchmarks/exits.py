@@ -25,7 +25,6 @@ from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
 from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.exits import ExitStates
 from ctxreuse.errors import ConfigError
 from ctxreuse.exits import WINDOW, ExitController, ExitGate, ExitRow, RampCost
 from ctxreuse.exits.profile import ExitProfile, ExitProfileStore
@@ -102,7 +101,7 @@ def _texts(engine: TorchEngine, each: int) -> list[Tokens]:
 
 def _scored(engine: TorchEngine, profile: ExitProfile, texts: Sequence[Tokens], options: Options) -> Scored:
     """What each ramp says of each token, by the model's own hidden states."""
-    states, depths = ExitStates(engine.space, engine.model), [ramp.depth for ramp in profile.ramps]
+    states, depths = engine.exit_states(), [ramp.depth for ramp in profile.ramps]
     scores, right = list[npt.NDArray[np.float64]](), list[npt.NDArray[np.bool_]]()
     parts = [ids[start : start + _AT_ONCE] for ids in texts for start in range(0, len(ids), _AT_ONCE)]
     for number, ids in enumerate(parts):

@@ -12,8 +12,7 @@ from ctxreuse.calibrate.gather import Progress
 from ctxreuse.calibrate.ramp_training import targets_of, train_head
 from ctxreuse.calibrate.texts import KindWindow, Texts, windows_by_kind
 from ctxreuse.codec import model_digest
-from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.engines.torch_hf.exits import ExitStates, HiddenStates
+from ctxreuse.engines.exits import ExitCalibration, ExitStates, HiddenStates
 from ctxreuse.errors import ConfigError
 from ctxreuse.exits.profile import ExitProfile, Ramp
 from ctxreuse.kernels.linear import linear_top, quantise_weights
@@ -40,7 +39,7 @@ class ExitSettings(NamedTuple):
     candidates: int = _CANDIDATES
 
 
-def exit_settings(engine: TorchEngine, *, quick: bool = False) -> ExitSettings:
+def exit_settings(engine: ExitCalibration, *, quick: bool = False) -> ExitSettings:
     """The usual amounts for a model."""
     layers = len(engine.space.layers)
     depths = sorted({round(share * layers) for share in _DEPTHS} | {layers - 1})
@@ -49,7 +48,7 @@ def exit_settings(engine: TorchEngine, *, quick: bool = False) -> ExitSettings:
 
 
 def calibrate_exits(
-    engine: TorchEngine, texts: Texts, settings: ExitSettings, progress: Progress, notes: Mapping[str, str]
+    engine: ExitCalibration, texts: Texts, settings: ExitSettings, progress: Progress, notes: Mapping[str, str]
 ) -> ExitProfile:
     """Make the ramps of a model. Each maps the hidden states behind its layer to the last ones, as well as a linear map
     can, and those to the logits of the tokens that the model says most; then that is trained, see `train_head`.
@@ -58,7 +57,7 @@ def calibrate_exits(
     """
     if engine.text is None:
         raise ConfigError("the folder holds no tokenizer.json, so no text can be read", fix="Add the file")
-    states = ExitStates(engine.space, engine.model)
+    states = engine.exit_states()
     windows = windows_by_kind(texts["calibration"], engine.text, settings.windows, settings.length)
     unseen = windows_by_kind(texts["held-out"], engine.text, max(settings.windows // 6, 1), settings.length)
     if not windows or not unseen or not settings.depths:

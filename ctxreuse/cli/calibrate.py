@@ -32,6 +32,8 @@ ctxreuse calibrate smollm2 --chunks              error of documents reused at ot
 
 ctxreuse calibrate smollm2 --exits               ramps at which tokens can leave the model early
 
+ctxreuse calibrate smollm2 --exits --engine onnxruntime   the same of what was built of it for onnxruntime
+
 ctxreuse calibrate smollm2 --judge               how far it is trusted to judge steps that devices write
 
 ctxreuse calibrate smollm2 --judge --text steps.jsonl   on your own labelled steps
@@ -65,6 +67,9 @@ def calibrate(
     exits: Annotated[
         bool, typer.Option("--exits", help="Make ramps at which tokens can leave the model early.")
     ] = False,
+    engine_name: Annotated[
+        str, typer.Option("--engine", help="With --exits: whose ramps they are, torch or onnxruntime.")
+    ] = "torch",
     judge: Annotated[bool, typer.Option("--judge", help="Measure how well the model judges steps of answers.")] = False,
     quick: Annotated[
         bool,
@@ -78,11 +83,12 @@ def calibrate(
 ) -> None:
     """Measure how a model's K and V can be coded, and store the result as a calibration profile."""
     output = _Output(out, plot, quiet, time.monotonic())
+    _check_engine(engine_name, exits=exits and not judge)
     if judge:
         _judge(model, text or [], threads or 0, output, quick=quick)
         return
     if exits:
-        _exits(model, text or [], threads or 0, output, quick=quick)
+        _exits(model, engine_name, text or [], threads or 0, output, quick=quick)
         return
     if chunks:
         _chunks(model, text or [], threads or 0, output, quick=quick, whole=whole)
@@ -164,18 +170,29 @@ def _chunks(model: str, text: list[Path], threads: int, output: _Output, *, quic
     )
 
 
-def _exits(model: str, text: list[Path], threads: int, output: _Output, *, quick: bool) -> None:
+def _check_engine(name: str, *, exits: bool) -> None:
+    from ctxreuse.errors import ConfigError
+
+    if name not in (("torch", "onnxruntime") if exits else ("torch",)):
+        raise ConfigError(
+            f"that is not made on the engine {name!r}", fix="Leave --engine out, or use onnxruntime with --exits"
+        )
+
+
+def _exits(model: str, engine_name: str, text: list[Path], threads: int, output: _Output, *, quick: bool) -> None:
     """Make ramps and store the profile."""
     from ctxreuse import calibrate as work
     from ctxreuse.calibrate.exits import calibrate_exits, exit_settings
-    from ctxreuse.engines.torch_hf import TorchEngine
+    from ctxreuse.engines import open_engine
+    from ctxreuse.engines.exits import ExitCalibration
     from ctxreuse.errors import ConfigError
     from ctxreuse.exits.profile import ExitProfileStore, write_exit_profile
 
     if output.plot is not None:
         raise ConfigError("ramps have no plot", fix="Leave --plot out")
     given = work.read_texts(text) if text else None
-    engine = TorchEngine.open(model, threads=threads)
+    engine = open_engine(model, engine=engine_name, threads=threads)
+    assert isinstance(engine, ExitCalibration)
     with ProgressBars(quiet=output.quiet, lines=True) as bars:
         profile = calibrate_exits(
             engine, given or work.default_texts(), exit_settings(engine, quick=quick), bars.advance, _notes(model, text)

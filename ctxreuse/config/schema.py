@@ -163,7 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         _about(
             "Share of an answer's tokens that may differ from the model's own, such as 0.01, so that tokens leave the "
-            "model early (torch, after `ctxreuse calibrate NAME --exits`); 0: none",
+            "model early (torch and onnxruntime, after `ctxreuse calibrate NAME --exits`); 0: none",
             ge=0,
             le=0.2,
         ),

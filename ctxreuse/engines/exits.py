@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from ctxreuse.engines.base import Context, Logits
+from ctxreuse.engines.text import TextModel
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.exits import ExitPlan, ExitRow, RampCost
 from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["ExitEngine", "ExitStep"]
+__all__ = ["ExitCalibration", "ExitEngine", "ExitStates", "ExitStep", "HiddenStates"]
 
 
 class ExitStep(NamedTuple):
@@ -47,4 +52,47 @@ class ExitEngine(Protocol):
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
         """Compute what the last tokens miss; returns those that were completed since the last step."""
+        ...
+
+
+class HiddenStates(NamedTuple):
+    """Of each token of a text: ``hidden``, by depth, as a ramp's head takes it, float32 [n, width]; ``last``: behind
+    all layers, as the model's own head takes it; ``said``: what the model says next, int64 [n]."""
+
+    hidden: list[npt.NDArray[np.float32]]
+    last: npt.NDArray[np.float32]
+    said: npt.NDArray[np.int64]
+
+
+class ExitStates(Protocol):
+    """Reads hidden states of a model, to make ramps from."""
+
+    #: Of hidden states.
+    width: int
+
+    def read(self, ids: Tokens, depths: Sequence[int]) -> HiddenStates:
+        """Run a text from position 0 on; depths, layers before ramps, ascend."""
+        ...
+
+    def head_rows(self, tokens: Tokens) -> npt.NDArray[np.float32]:
+        """Return the rows of the model's own head, float32 [n, width], of some tokens."""
+        ...
+
+
+@runtime_checkable
+class ExitCalibration(Protocol):
+    """An engine that ramps can be made for."""
+
+    @property
+    def space(self) -> ModelSpace:
+        """See `Engine.space`."""
+        ...
+
+    @property
+    def text(self) -> TextModel | None:
+        """See `Engine.text`."""
+        ...
+
+    def exit_states(self) -> ExitStates:
+        """What reads its hidden states. Raises EngineError, with the reason, for a model that tokens cannot leave."""
         ...

@@ -46,6 +46,10 @@ class ResidentContext:
         self._ids = np.asarray(ids, "<i4")
         self._ids.flags.writeable = False
 
+    def append(self, ids: Tokens) -> None:
+        """Count more tokens as processed."""
+        self.set_tokens(np.concatenate([self._ids, ids]))
+
     def finish_load(self) -> None:
         """Return when no load is in flight; raises what `Loading.wait` raises."""
         if self.loading is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,16 @@ from ctxreuse.codec import model_digest
 from ctxreuse.exits.profile import ExitProfile, Ramp
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.linear import quantise_weights
-from support.tiny_text import tiny_model, tiny_text
+from support.tiny_text import save_model, tiny_model, tiny_text
 
-__all__ = ["early_engine", "early_model", "ramps_of"]
+__all__ = ["early_engine", "early_folder", "early_model", "ramps_of"]
 
 
-def early_model(*, faint: float = 0.02, layers: int = 6) -> Any:
+def early_model(*, faint: float = 0.02, layers: int = 6, **other: Any) -> Any:
     """Of some layers, the last half of which adds little to what the others give."""
     import torch
 
-    model = tiny_model(num_hidden_layers=layers)
+    model = tiny_model(num_hidden_layers=layers, **other)
     with torch.no_grad():
         for layer in model.model.layers[layers // 2 :]:
             layer.self_attn.o_proj.weight *= faint
@@ -46,3 +47,12 @@ def early_engine(*, exits: bool = True, device: str = "cpu", **options: Any) -> 
     if exits:
         engine.use_exits(ramps_of(model, engine.space))
     return engine
+
+
+def early_folder(folder: Path) -> Any:
+    """Write `early_model` as a Hugging Face folder that onnxruntime-genai's builder takes; returns the model."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    save_model(folder, **sizes)
+    model = early_model(**{name: size for name, size in sizes.items() if name != "num_hidden_layers"})
+    model.save_pretrained(folder)
+    return model

@@ -7,7 +7,9 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -15,13 +17,11 @@ import onnxruntime as ort
 from ctxreuse import kernels
 from ctxreuse.dtypes import BITS
 from ctxreuse.engines.base import Logits
+from ctxreuse.engines.onnx_rt.model import GraphPart, OnnxModel
 from ctxreuse.engines.rows import Bits
 from ctxreuse.identity.keys import Tokens
 
-if TYPE_CHECKING:
-    from ctxreuse.engines.onnx_rt.model import OnnxModel
-
-__all__ = ["DeviceArena", "HostArena", "KvPool", "KvSlot"]
+__all__ = ["DeviceArena", "HostArena", "KvPool", "KvSlot", "neighbours"]
 
 #: Least tokens that a slot has room for; larger ones double.
 _LEAST = 256
@@ -50,8 +50,8 @@ class _Arena(Protocol):
         """Take back what `rows` gave and the caller changed."""
         ...
 
-    def binding(self, slot: int, count: int) -> ort.IOBinding:
-        """Past and present of ``count`` slots from ``slot`` on."""
+    def binding(self, slot: int, count: int, part: GraphPart) -> ort.IOBinding:
+        """Past and present of a part's layers in ``count`` slots from ``slot`` on."""
         ...
 
     def release(self, slot: int) -> None:
@@ -64,7 +64,7 @@ class HostArena:
 
     def __init__(self, model: OnnxModel, capacity: int, slots: int) -> None:
         self._model, self.capacity, self.slots, self.free = model, capacity, slots, list(range(slots))
-        self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
+        self._bindings = weakref.WeakKeyDictionary[GraphPart, dict[tuple[int, int], ort.IOBinding]]()
         size, bits = model.slot_bytes(capacity), BITS[model.dtype]
         starts, total = {}, 0
         for at, nbytes in size.items():
@@ -90,12 +90,13 @@ class HostArena:
     def put(self, slot: int, at: tuple[int, str], rows: Bits) -> None:
         """See `_Arena.put`: nothing is to be done."""
 
-    def binding(self, slot: int, count: int) -> ort.IOBinding:
+    def binding(self, slot: int, count: int, part: GraphPart) -> ort.IOBinding:
         """See `_Arena.binding`."""
-        found = self._bindings.get((slot, count))
+        bindings = self._bindings.setdefault(part, {})
+        found = bindings.get((slot, count))
         if found is None:
-            found = self._bindings[slot, count] = self._model.session.io_binding()
-            for at, (past, present) in self._model.names.items():
+            found = bindings[slot, count] = part.session.io_binding()
+            for at, (past, present) in self._model.names_of(part):
                 planes = self._planes[at][slot : slot + count]
                 where = "cpu", 0, self._model.number, planes.shape, planes.ctypes.data
                 found.bind_input(past, *where)
@@ -113,14 +114,13 @@ class DeviceArena:
 
     def __init__(self, model: OnnxModel, capacity: int) -> None:
         self._model, self.capacity, self.slots, self.free = model, capacity, 1, [0]
-        self._binding = model.session.io_binding()
-        self._values = {}
-        for at, (past, present) in model.names.items():
-            shape = (1, model.heads[at], capacity, model.dim)
-            value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.number, model.device, 0)
-            self._values[at] = value
-            self._binding.bind_ortvalue_input(past, value)
-            self._binding.bind_ortvalue_output(present, value)
+        self._bindings = weakref.WeakKeyDictionary[GraphPart, ort.IOBinding]()
+        self._values = {
+            at: ort.OrtValue.ortvalue_from_shape_and_type(
+                (1, model.heads[at], capacity, model.dim), model.number, model.device, 0
+            )
+            for at in model.names
+        }
 
     def rows(self, slot: int, at: tuple[int, str]) -> Bits:
         """See `_Arena.rows`: a copy."""
@@ -131,9 +131,15 @@ class DeviceArena:
         """See `_Arena.put`."""
         self._values[at].update_inplace(rows[None].view(self._values[at].numpy().dtype))
 
-    def binding(self, slot: int, count: int) -> ort.IOBinding:
+    def binding(self, slot: int, count: int, part: GraphPart) -> ort.IOBinding:
         """See `_Arena.binding`."""
-        return self._binding
+        found = self._bindings.get(part)
+        if found is None:
+            found = self._bindings[part] = part.session.io_binding()
+            for at, (past, present) in self._model.names_of(part):
+                found.bind_ortvalue_input(past, self._values[at])
+                found.bind_ortvalue_output(present, self._values[at])
+        return found
 
     def release(self, slot: int) -> None:
         """See `_Arena.release`: it goes with the arena."""
@@ -164,8 +170,12 @@ class KvSlot:
 
     def compute(self, ids: Tokens, at: int, rows: int = 1) -> Logits:
         """Append tokens from position ``at`` on; the logits after the last ``rows``. Raises EngineError."""
-        logits: Logits = self._model.run(self.arena.binding(self.index, 1), ids[None], [at], rows)[0]
+        logits: Logits = self._model.run(self.bind(), ids[None], [at], rows)[0]
         return logits
+
+    def bind(self, count: int = 1) -> Callable[[GraphPart], ort.IOBinding]:
+        """What binds past and present of a part's layers in this slot and those behind it, ``count`` in all."""
+        return partial(self.arena.binding, self.index, count)
 
 
 class KvPool:
@@ -225,3 +235,19 @@ class KvPool:
     def nbytes(self, capacity: int) -> int:
         """Bytes of one context with room for ``capacity`` tokens."""
         return sum(self._model.slot_bytes(capacity).values())
+
+
+T = TypeVar("T")
+
+
+def neighbours(batch: Sequence[T], slot_of: Callable[[T], KvSlot]) -> Iterator[list[T]]:
+    """Cut what is to decode into runs of neighbouring slots."""
+    run: list[T] = []
+    for one in sorted(batch, key=lambda one: (id(slot_of(one).arena), slot_of(one).index)):
+        slot = slot_of(one)
+        if run and (slot.arena is not slot_of(run[-1]).arena or slot.index != slot_of(run[-1]).index + 1):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ctxreuse.engines.early import PendingRow
 from ctxreuse.engines.onnx_rt.arena import KvSlot
 from ctxreuse.engines.resident import ResidentContext
+from ctxreuse.exits import ExitRow
 
 __all__ = ["OnnxContext"]
 
@@ -20,6 +22,8 @@ class OnnxContext(ResidentContext):
         """``room`` leases a slot for so many tokens."""
         super().__init__()
         self._room = room
+        #: See `EarlyContext`.
+        self.pending, self.completed = list[PendingRow](), list[ExitRow]()
         self.slot = room(reserve)
 
     @property

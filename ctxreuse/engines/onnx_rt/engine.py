@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,10 +24,12 @@ from ctxreuse.engines.checks import (
     check_kind,
     check_state,
 )
+from ctxreuse.engines.exits import ExitStep
 from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
-from ctxreuse.engines.onnx_rt.arena import KvPool, KvSlot
+from ctxreuse.engines.onnx_rt.arena import KvPool, KvSlot, neighbours
 from ctxreuse.engines.onnx_rt.context import OnnxContext
+from ctxreuse.engines.onnx_rt.exits import OnnxExits, OnnxExitStates
 from ctxreuse.engines.onnx_rt.folder import DecoderFolder
 from ctxreuse.engines.onnx_rt.model import OnnxModel
 from ctxreuse.engines.onnx_rt.space import measure_space
@@ -34,6 +38,8 @@ from ctxreuse.engines.stepping import step_one_by_one
 from ctxreuse.engines.text import HFText
 from ctxreuse.engines.user_codec import UserCodec
 from ctxreuse.errors import CtxReuseError, EngineError
+from ctxreuse.exits import ExitPlan, ExitRow, RampCost
+from ctxreuse.exits.profile import ExitProfile, ExitProfileStore
 from ctxreuse.identity.keys import Tokens
 
 __all__ = ["OnnxEngine"]
@@ -56,11 +62,13 @@ class OnnxEngine(UserCodec):
         graph that the engine cannot keep contexts of).
         """
         folder = DecoderFolder(Path(config.model).expanduser().absolute())
-        self._chunk = config.chunk
+        self._chunk, self._threads = config.chunk, config.threads or len(os.sched_getaffinity(0))
         self._model = OnnxModel(folder, config.provider, config.threads)
         self._pool = KvPool(self._model)
         self.space = measure_space(self._model, self._pool, block_tokens)
         self._layout = block_layout(self.space)
+        self._exits: OnnxExits | str = ""  # or why no token can leave
+        self._opening = threading.Lock()
         self.text = HFText.open(folder.path, stop_ids=folder.stop_ids)
         check_length(self.space, reserve)
 
@@ -76,7 +84,7 @@ class OnnxEngine(UserCodec):
         logits = np.empty(0, np.float32)
         for at, stop in chunk_spans(start, end, self._chunk):
             logits = own.slot.compute(ids[at - start : stop - start], at)
-        own.set_tokens(np.concatenate([own.tokens, ids]))
+        own.append(ids)
         return logits
 
     @property
@@ -102,18 +110,16 @@ class OnnxEngine(UserCodec):
                 decoding.append((*self._ready(context, tokens), number))
             except CtxReuseError as error:
                 found[number] = error
-        for run in _neighbours(decoding):
+        for run in neighbours(decoding, lambda one: one[0].slot):
             contexts, ids, numbers = zip(*run)
-            slot = contexts[0].slot
+            bind = contexts[0].slot.bind(len(run))
             try:
-                logits = self._model.run(
-                    slot.arena.binding(slot.index, len(run)), np.stack(ids), [context.n for context in contexts]
-                )
+                logits = self._model.run(bind, np.stack(ids), [context.n for context in contexts])
             except EngineError as error:
                 found |= dict.fromkeys(numbers, error)
                 continue
             for context, own, number, row in zip(contexts, ids, numbers, logits):
-                context.set_tokens(np.concatenate([context.tokens, own]))
+                context.append(own)
                 found[number] = row.copy()
         return [found[number] for number in range(len(batch))]
 
@@ -124,16 +130,62 @@ class OnnxEngine(UserCodec):
         if self._model.last_only:
             return np.stack([self.prefill(own, one[None]) for one in ids][-rows:])
         logits = own.slot.compute(ids, own.n, rows)
-        own.set_tokens(np.concatenate([own.tokens, ids]))
+        own.append(ids)
         return logits
 
     def _ready(self, context: Context, tokens: Tokens) -> tuple[OnnxContext, Tokens]:
-        """The context, all loaded and with room for the tokens, and these as ids; raises what `prefill` promises."""
-        own = self._own(context)
+        """The context, whole and loaded, with room for the tokens, and these as ids; raises what `prefill` promises."""
+        return self._room(self._own(context), tokens)
+
+    def _room(self, own: OnnxContext, tokens: Tokens) -> tuple[OnnxContext, Tokens]:
         ids = check_prompt(self.space, own.n, tokens)
         own.finish_load()
         own.reserve(own.n + len(ids))
         return own, ids
+
+    @property
+    def ramps(self) -> Sequence[RampCost] | str:
+        """See `ExitEngine.ramps`; of this user's exit profile, opened when needed, unless `use_exits` gave another."""
+        with self._opening:
+            if not self._exits:
+                profile = ExitProfileStore().find(self.space)
+                if profile is None:
+                    return "the model has no exit profile: run `ctxreuse calibrate NAME --exits --engine onnxruntime`"
+                try:
+                    self.use_exits(profile)
+                except EngineError as error:
+                    self._exits = error.what
+            return self._exits if isinstance(self._exits, str) else self._exits.costs
+
+    def use_exits(self, profile: ExitProfile) -> None:
+        """Let tokens leave at these ramps, before any has left: the graph runs in parts from now on. Raises EngineError
+        if none can."""
+        self._exits = OnnxExits(self._model, profile, self._threads)
+
+    def exit_states(self) -> OnnxExitStates:
+        """See `ExitCalibration.exit_states`; the graph runs in parts then."""
+        return OnnxExitStates(self._model, self._pool)
+
+    def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
+        """See `ExitEngine.exit_step`. Rows that wait are computed context by context."""
+        ramps = self.ramps
+        if not isinstance(self._exits, OnnxExits):
+            raise EngineError(f"no token can leave early: {ramps}")
+        return self._exits.exit_step(batch, self._ready_to_leave, together=self.batches)
+
+    def _ready_to_leave(self, context: Context, tokens: Tokens) -> tuple[OnnxContext, Tokens] | Logits:
+        """See `EarlyPasses.exit_step`."""
+        if len(tokens) != 1:
+            return self.prefill(context, tokens)
+        own = check_kind(context, OnnxContext)
+        own.check_usable()
+        return self._room(own, tokens)
+
+    def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
+        """See `ExitEngine.complete_rows`."""
+        own = self._own(context)
+        found, own.completed = tuple(own.completed), []
+        return found
 
     def load(
         self,
@@ -200,24 +252,13 @@ class OnnxEngine(UserCodec):
         return None
 
     def _own(self, context: Context) -> OnnxContext:
+        """The context, if it is a usable one of this engine, with all rows whole; raises EngineError."""
         own = check_kind(context, OnnxContext)
         own.check_usable()
+        if own.pending:
+            assert isinstance(self._exits, OnnxExits)
+            self._exits.complete(own)
         return own
-
-
-def _neighbours(
-    decoding: Sequence[tuple[OnnxContext, Tokens, int]],
-) -> Iterator[list[tuple[OnnxContext, Tokens, int]]]:
-    """Cut what is to decode into runs of neighbouring slots."""
-    run: list[tuple[OnnxContext, Tokens, int]] = []
-    for one in sorted(decoding, key=lambda one: (id(one[0].slot.arena), one[0].slot.index)):
-        slot = one[0].slot
-        if run and (slot.arena is not run[-1][0].slot.arena or slot.index != run[-1][0].slot.index + 1):
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
 
 
 def _fill_layer(

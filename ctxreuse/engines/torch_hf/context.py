@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from ctxreuse.engines.chunks import Role
+from ctxreuse.engines.early import PendingRow
 from ctxreuse.engines.imports import Import
 from ctxreuse.engines.provenance import LevelRun, Provenance
 from ctxreuse.engines.torch_hf.cache import states
@@ -21,7 +22,6 @@ from ctxreuse.engines.torch_hf.cache.arena import Lease, Pool
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer, WindowLayer
 from ctxreuse.engines.torch_hf.cache.states import Snapshot
 from ctxreuse.engines.torch_hf.inplace.attention import InPlaceLayer
-from ctxreuse.engines.torch_hf.pending import PendingRow
 from ctxreuse.errors import EngineError, FormatError, LinkError
 from ctxreuse.exits import ExitRow
 from ctxreuse.identity.keys import Tokens

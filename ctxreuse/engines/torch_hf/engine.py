@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -39,7 +38,7 @@ from ctxreuse.engines.torch_hf.cache.download import StagedRows
 from ctxreuse.engines.torch_hf.cache.upload import Upload
 from ctxreuse.engines.torch_hf.chunks.ops import TorchChunkOps
 from ctxreuse.engines.torch_hf.context import TorchContext
-from ctxreuse.engines.torch_hf.exits import TorchExits, check_exits
+from ctxreuse.engines.torch_hf.exits import TorchExits, TorchExitStates, check_exits
 from ctxreuse.engines.torch_hf.inplace.compress import expand
 from ctxreuse.engines.torch_hf.model import ModelOptions, TorchModel, first_keys, open_model
 from ctxreuse.engines.torch_hf.modes import inference
@@ -174,37 +173,26 @@ class TorchEngine:
         """Let tokens leave at these ramps, before any has left. Raises EngineError if none can."""
         self._exits = TorchExits(self._model, profile)
 
+    def exit_states(self) -> TorchExitStates:
+        """See `ExitCalibration.exit_states`."""
+        return TorchExitStates(self.space, self.model)
+
     def exit_step(self, batch: Sequence[tuple[Context, Tokens, ExitPlan]]) -> list[ExitStep | CtxReuseError]:
         """See `ExitEngine.exit_step`. A context with attached runs runs through all layers, alone."""
-        ramps, found = self.ramps, dict[int, ExitStep | CtxReuseError]()
+        ramps = self.ramps
         if self._exits is None:
             raise EngineError(f"no token can leave early: {ramps}")
-        early = dict[int, tuple[TorchContext, Tokens, ExitPlan]]()
-        for i, (context, tokens, plan) in enumerate(batch):
-            try:
-                own = check_kind(context, TorchContext)
-                own.check_usable()
-                ids = check_prompt(self.space, own.n, tokens)
-                if len(ids) != 1 or own.in_place is not None or own.loading is not None or own.gaps:
-                    found[i] = ExitStep(self.prefill(own, ids), -1, -1, (ExitRow(),))
-                else:
-                    early[i] = own, ids, plan
-            except CtxReuseError as error:
-                found[i] = error
-        if len(early) > 1 and self._model.packs:
-            with suppress(CtxReuseError):  # each finds its own below
-                found |= zip(early, self._exits.step(list(early.values())))
-        for i in early.keys() - found.keys():
-            try:
-                (found[i],) = self._exits.step([early[i]])
-            except CtxReuseError as error:
-                found[i] = error
-        for i, step in found.items():
-            if isinstance(step, ExitStep):
-                own = check_kind(batch[i][0], TorchContext)
-                before, own.completed = tuple(own.completed), []
-                found[i] = step._replace(rows=before + step.rows)
-        return [found[i] for i in range(len(batch))]
+        return self._exits.exit_step(batch, self._ready_to_leave, together=self._model.packs)
+
+    def _ready_to_leave(self, context: Context, tokens: Tokens) -> tuple[TorchContext, Tokens] | Logits:
+        """See `EarlyPasses.exit_step`."""
+        own = check_kind(context, TorchContext)
+        own.check_usable()
+        ids = check_prompt(self.space, own.n, tokens)
+        if len(ids) != 1 or own.in_place is not None or own.loading is not None or own.gaps:
+            return self.prefill(own, ids)
+        own.reserve(own.n + 1)
+        return own, ids
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:
         """See `ExitEngine.complete_rows`."""

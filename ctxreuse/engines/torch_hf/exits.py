@@ -1,12 +1,12 @@
-"""Tokens that leave a torch model early: its layers in parts, its ramps, and rows that wait for the rest."""
+"""Tokens that leave a torch model early: its layers in parts, and how passes that end early run on them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,24 +14,23 @@ import torch
 from transformers import DynamicCache
 
 from ctxreuse.cuda import exit_scores
-from ctxreuse.engines.base import check_prompt
-from ctxreuse.engines.exits import ExitStep
+from ctxreuse.engines.base import Logits
+from ctxreuse.engines.early import EarlyPasses, Lane, ramp_tops
+from ctxreuse.engines.exits import ExitStep, HiddenStates
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.linears import few_rows
 from ctxreuse.engines.torch_hf.model import TorchModel, plain_cache
 from ctxreuse.engines.torch_hf.modes import inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
-from ctxreuse.engines.torch_hf.pending import PendingRow
 from ctxreuse.engines.torch_hf.space import new_cache
 from ctxreuse.errors import EngineError
-from ctxreuse.exits import ExitPlan, RampCost
-from ctxreuse.exits.profile import ExitProfile, Ramp
+from ctxreuse.exits import ExitPlan
+from ctxreuse.exits.profile import ExitProfile
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
-from ctxreuse.kernels.linear import linear_top
 
-__all__ = ["ExitStates", "HiddenStates", "LayerParts", "TorchExits", "check_exits"]
+__all__ = ["LayerParts", "TorchExitStates", "TorchExits", "check_exits"]
 
 #: A row of several costs so much of a pass of one: what a token that left costs later.
 _ROW = 0.11
@@ -119,86 +118,42 @@ def root_mean_square(hidden: torch.Tensor) -> torch.Tensor:
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
 
 
-class TorchExits:
-    """The exits of one model. Different contexts from different threads."""
+class TorchExits(EarlyPasses[TorchContext]):
+    """See `EarlyPasses`: contexts have no load in flight and no attached runs, and the model packs several."""
 
     def __init__(self, model: TorchModel, profile: ExitProfile) -> None:
         """Raises EngineError, with the reason, for a model that tokens cannot leave early."""
         check_exits(model.space, model.module)
-        self._model, self._ramps = model, profile.ramps
-        self._parts = LayerParts(model.module)
-        if not profile.ramps or (profile.width, profile.layers) != (self._parts.width, self._parts.count):
+        self._model, self._parts = model, LayerParts(model.module)
+        if profile.width != self._parts.width:
             raise EngineError("the exit profile has no ramps of this model", where=model.space.architecture)
-        #: See `ExitEngine.ramps`.
-        self.costs = tuple(self._cost(ramp) for ramp in profile.ramps)
+        super().__init__(profile, self._parts.layer_bytes, self._parts.head_bytes, _ROW)
         #: Heads of ramps on the device, as float32: codes, scales, bias.
         self._heads: dict[int, list[torch.Tensor]] = {}
-        model.complete = self._complete
-
-    def _cost(self, ramp: Ramp) -> RampCost:
-        """By the bytes of weights that a token reads, which is what it costs."""
-        layers, head = self._parts.layer_bytes, self._parts.head_bytes
-        whole = sum(layers) + head
-        return RampCost((1 - _ROW) * (sum(layers[ramp.depth :]) + head) / whole, ramp.head.data.nbytes / whole)
+        model.complete = self.complete
 
     @inference
-    def step(self, batch: Sequence[tuple[TorchContext, Tokens, ExitPlan]]) -> list[ExitStep]:
-        """See `ExitEngine.exit_step`; the contexts have no load in flight and no attached runs, and the model packs
-        several. All are as they were if it raises."""
-        with ExitStack() as opened:
-            lanes = []
-            for context, tokens, plan in batch:
-                ids = check_prompt(self._model.space, context.n, tokens)
-                context.reserve(context.n + len(ids))
-                opened.enter_context(_undone(context))
-                given = torch.from_numpy(ids.astype(np.int64))
-                lanes.append(_Lane(context, given, [PendingRow(plan.ramps)], context.n, plan))
-            self._run(lanes, 0)
-            for context, tokens, _ in batch:
-                context.append(tokens)
-        return [lane.found for lane in lanes]
+    def _step(self, batch: Sequence[tuple[TorchContext, Tokens, ExitPlan]]) -> list[ExitStep]:
+        return super()._step(batch)
 
     @inference
-    def _complete(self, context: TorchContext) -> None:
-        """Compute what the last rows of a context miss."""
-        depth = context.pending[-1].depth
-        rows = [row for row in context.pending if row.depth == depth]
-        lane = _Lane(context, _stacked(rows), rows, context.n - 1, ExitPlan())
-        with _undone(context):
-            self._run([lane], depth)
-        context.completed += lane.found.rows
+    def complete(self, context: TorchContext) -> None:
+        """See `EarlyPasses.complete`."""
+        super().complete(context)
 
-    def _run(self, lanes: Sequence[_Lane], at: int) -> None:
-        """Run the rows of several contexts from layer ``at`` on, and from where they wait those before them, up to the
-        ramp at which all leave.
+    def _begun(self, ids: Tokens) -> torch.Tensor:
+        return torch.from_numpy(ids.astype(np.int64))
 
-        If some left alone, the pass would save their rows and a later one have them: nothing, and their tokens would
-        be less sure.
-        """
-        waiting = [row for lane in lanes for row in lane.context.pending]
-        wanted = {number for row in (*waiting, *(lane.rows[-1] for lane in lanes)) for number in row.ramps}
-        depths = {self._ramps[number].depth: number for number in wanted}
-        stops = {stop for stop in (*depths, *(row.depth for row in waiting)) if stop > at}
-        for stop in sorted(stops | {self._parts.count}):
-            self._advance(lanes, at, stop)
-            at, number = stop, depths.get(stop, -1)
-            if number >= 0:
-                self._score(number, lanes)
-                if all(lane.may_leave(number) for lane in lanes):
-                    for lane in lanes:
-                        lane.leave(number, stop)
-                    return
-            for lane in lanes:
-                lane.join(stop)
-        with few_rows(sum(len(lane.rows) for lane in lanes)):
-            logits = self._parts.logits(torch.cat([lane.hidden for lane in lanes]))
-        for lane, own in zip(lanes, logits.split([len(lane.rows) for lane in lanes])):
-            lane.end(own)
+    def _stacked(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(hidden))
 
-    def _advance(self, lanes: Sequence[_Lane], at: int, stop: int) -> None:
+    def _joined(self, before: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([before, hidden])
+
+    def _advance(self, lanes: Sequence[Lane[TorchContext]], at: int, stop: int) -> None:
         counts = [len(lane.rows) for lane in lanes]
         given = torch.cat([lane.hidden for lane in lanes])
-        positions = torch.cat([torch.arange(lane.last + 1 - len(lane.rows), lane.last + 1) for lane in lanes])
+        positions = torch.cat([torch.arange(lane.first, lane.last + 1) for lane in lanes])
         if len(lanes) == 1:
             with few_rows(len(given)):
                 given = self._parts.run(given, positions, lanes[0].context.cache, at, stop)
@@ -210,25 +165,22 @@ class TorchExits:
         for lane, hidden in zip(lanes, given.split(counts)):
             lane.hidden = hidden
 
-    def _score(self, number: int, lanes: Sequence[_Lane]) -> None:
-        """Compute a ramp for those rows that it is wanted for."""
-        rows = [row for lane in lanes for row in lane.rows]
-        chosen = [at for at, row in enumerate(rows) if number in row.ramps]
-        if not chosen:
-            return
-        ramp, hidden = self._ramps[number], torch.cat([lane.hidden for lane in lanes])[chosen]
-        given = root_mean_square(hidden)
+    def _logits(self, lanes: Sequence[Lane[TorchContext]]) -> list[Logits]:
+        counts = [len(lane.rows) for lane in lanes]
+        with few_rows(sum(counts)):
+            logits = self._parts.logits(torch.cat([lane.hidden for lane in lanes]))
+        return [own.numpy() for own in logits.split(counts)]
+
+    def _tops(
+        self, number: int, lanes: Sequence[Lane[TorchContext]], chosen: Sequence[int]
+    ) -> tuple[list[float], list[int]]:
+        given = root_mean_square(torch.cat([lane.hidden for lane in lanes])[list(chosen)])
         if given.is_cpu:
-            tops = linear_top(given.numpy(), ramp.head, torch.get_num_threads())
-            found = zip((tops["best"] - tops["total"]).tolist(), tops["index"].tolist())
-        else:
-            found = zip(*self._on_device(number, given))
-        for at, (sure, index) in zip(chosen, found):
-            rows[at].scores[number] = sure  # the log of its probability
-            rows[at].tokens[number] = int(ramp.candidates[index])
+            return ramp_tops(self._ramps[number], given.numpy(), torch.get_num_threads())
+        return self._on_device(number, given)
 
     def _on_device(self, number: int, given: torch.Tensor) -> tuple[list[float], list[int]]:
-        """As `linear_top`, where the states lie: how sure each row is, and of which candidate."""
+        """As `ramp_tops`, where the states lie."""
         head = self._heads.get(number)
         if head is None:
             weights = self._ramps[number].head
@@ -240,64 +192,20 @@ class TorchExits:
         scores = exit_scores(logits)
         return (scores[:, 0] - scores[:, 2]).tolist(), logits.argmax(-1).tolist()
 
-
-class _Lane:
-    """One context in a pass with exits.
-
-    Attributes:
-        hidden: of its rows, the ids int64 [n] or hidden states [n, width] behind the layers so far.
-        rows: its tokens in the pass, of which the last has position ``last``.
-        found: what the pass came to.
-    """
-
-    __slots__ = ("context", "found", "hidden", "last", "plan", "rows")
-
-    def __init__(
-        self, context: TorchContext, hidden: torch.Tensor, rows: list[PendingRow], last: int, plan: ExitPlan
-    ) -> None:
-        self.context, self.hidden, self.rows, self.last, self.plan = context, hidden, rows, last, plan
-        self.found = ExitStep(None, -1, -1, ())
-
-    def may_leave(self, number: int) -> bool:
-        """True if a ramp is sure enough of its last row."""
-        least = self.plan.least.get(number)
-        return least is not None and self.rows[-1].scores[number] >= least
-
-    def leave(self, number: int, depth: int) -> None:
-        """Let its last row leave at a ramp, behind ``depth`` layers; all its rows wait there."""
-        row = self.rows[-1]
-        for one, hidden in zip(self.rows, self.hidden):
-            one.depth, one.hidden = depth, hidden
-        row.left = number
-        self.context.pending.append(row)
-        self.found = ExitStep(None, row.tokens[number], number, ())
-
-    def join(self, depth: int) -> None:
-        """Take along the rows that wait at a depth."""
-        joining = [row for row in self.context.pending if row.depth == depth]
-        if joining:
-            self.hidden = torch.cat([_stacked(joining), self.hidden])
-            self.rows = [*joining, *self.rows]
-
-    def end(self, logits: torch.Tensor) -> None:
-        """Note that its rows ran through all layers, with the logits [n, vocab]."""
-        self.context.pending = []
-        said = logits.argmax(-1).tolist()
-        rows = tuple(one.completed(token) for one, token in zip(self.rows, said))
-        self.found = ExitStep(logits[-1].numpy().copy(), said[-1], -1, rows)
+    @contextmanager
+    def _undone(self, context: TorchContext) -> Iterator[None]:
+        lengths = [layer.length for _, layer in context.arena_layers]
+        try:
+            with super()._undone(context):
+                yield
+        except BaseException:
+            for (_, layer), length in zip(context.arena_layers, lengths):
+                layer.resize(length)
+            raise
 
 
-class HiddenStates(NamedTuple):
-    """Of each token of a text: ``hidden``, by depth, as a ramp's head takes it, float32 [n, width]; ``last``: behind
-    all layers, as the model's own head takes it; ``said``: what the model says next, int64 [n]."""
-
-    hidden: list[npt.NDArray[np.float32]]
-    last: npt.NDArray[np.float32]
-    said: npt.NDArray[np.int64]
-
-
-class ExitStates:
-    """Reads hidden states of a model, to make ramps from."""
+class TorchExitStates:
+    """See `ExitStates`."""
 
     def __init__(self, space: ModelSpace, module: Any) -> None:
         """Raises EngineError, with the reason, for a model that tokens cannot leave early."""
@@ -307,7 +215,7 @@ class ExitStates:
 
     @inference
     def read(self, ids: Tokens, depths: Sequence[int]) -> HiddenStates:
-        """Run a text from position 0 on; depths ascend."""
+        """See `ExitStates.read`."""
         given, at = torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids))
         cache, hidden = plain_cache(self._module), []
         for start, stop in pairwise((0, *depths, self._parts.count)):
@@ -318,7 +226,7 @@ class ExitStates:
 
     @inference
     def head_rows(self, tokens: Tokens) -> npt.NDArray[np.float32]:
-        """Return the rows of the model's own head, float32 [n, width], of some tokens."""
+        """See `ExitStates.head_rows`."""
         weight = self._module.get_output_embeddings().weight
         if not weight.numel():
             raise EngineError("the model's weights are int8", fix="Calibrate it without int8_weights")
@@ -333,23 +241,3 @@ def check_exits(space: ModelSpace, module: Any) -> None:
             "it has recurrent states or sliding windows, in which a token that leaves early would be missing",
             where=space.architecture,
         )
-
-
-def _stacked(rows: Sequence[PendingRow]) -> torch.Tensor:
-    return torch.stack([row.hidden for row in rows if row.hidden is not None])
-
-
-@contextmanager
-def _undone(context: TorchContext) -> Iterator[None]:
-    """After a failure inside: let each layer have what it had."""
-    lengths = [layer.length for _, layer in context.arena_layers]
-    before = [(row, row.depth, row.hidden) for row in context.pending]
-    try:
-        yield
-    except BaseException:
-        for (_, layer), length in zip(context.arena_layers, lengths):
-            layer.resize(length)
-        for row, depth, hidden in before:
-            row.depth, row.hidden = depth, hidden
-        context.pending = [row for row, _, _ in before]
-        raise

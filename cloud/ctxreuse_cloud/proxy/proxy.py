@@ -57,8 +57,6 @@ limited = LimitedLog(logging.getLogger(__name__))
 Scope: TypeAlias = MutableMapping[str, Any]
 
 _JSON = (b"content-type", b"application/json")
-#: Seconds after which it is noticed that a caller has gone: answers that come sooner need no task for it.
-_WATCHED = 0.02
 #: Requests that may be sent a hint of ours.
 _CHAT = "/v1/chat/completions"
 #: Paths that are passed on: all below ``/v1``, and those of other APIs that are for callers, not for the operator. With
@@ -312,21 +310,12 @@ class Proxy:
             call.hints = call.hints._replace(pause=self.observers.pauses.tool_seconds(tenant))
         task = asyncio.current_task()
         assert task is not None
-        watcher: asyncio.Task[bool] | None = None
-
-        def watch() -> None:
-            nonlocal watcher
-            watcher = asyncio.create_task(cancel_on_disconnect(receive, task, lambda: answer.over))
-
-        soon = asyncio.get_running_loop().call_later(_WATCHED, watch)
+        watcher = asyncio.create_task(cancel_on_disconnect(receive, task, lambda: answer.over))
         try:
             await self._forward.send(call, answer)
         except asyncio.CancelledError:
-            left = watcher is not None and watcher.done() and not watcher.cancelled() and watcher.result()
-            if left and not task.uncancel():
+            if watcher.done() and not watcher.cancelled() and watcher.result() and not task.uncancel():
                 raise DisconnectedError from None
             raise  # the server is being stopped
         finally:
-            soon.cancel()
-            if watcher is not None:
-                watcher.cancel()
+            watcher.cancel()

@@ -148,7 +148,7 @@ class Estimator:
         found = [self._counts.get(name) for name in pause.types()]
         changes = tuple(counts.changes if counts is not None else 0 for counts in found)
         made = self._made.get(pause)
-        if made is not None and all(_close(old, new) for old, new in zip(made.changes, changes)):
+        if made is not None and (made.changes == changes or all(map(_close, made.changes, changes))):
             return made
         rates = prior()
         for counts in found:

@@ -208,7 +208,7 @@ class _Joined:
             self._transport.write(data)
 
     def flush(self) -> None:
-        if self._head:
+        if self._head and not self.is_closing():
             self.write(b"")
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ LAST = b"connection: close\r\n"
 GET = b"GET /v1/names HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 
 gone: list[bool] = []
+late = threading.Event()
 
 
 async def echo(request: Request) -> Response:
@@ -56,7 +59,16 @@ async def pieces(request: Request) -> Response:
     return StreamingResponse(each())
 
 
+async def waited_for(request: Request) -> Response:
+    async def each() -> AsyncIterator[bytes]:
+        await asyncio.to_thread(late.wait, patient(10))
+        yield b"after all"
+
+    return StreamingResponse(each())
+
+
 ROUTES = [
+    Route("/v1/late", waited_for),
     Route("/v1/echo", echo, methods=["POST"]),
     Route("/v1/trailing", trailing, methods=["POST"]),
     Route("/v1/names", names),
@@ -224,6 +236,20 @@ def test_an_older_client_gets_no_chunks(client: Client) -> None:
     assert body == b"one two three"
     assert b"transfer-encoding" not in head.lower()
     assert said(client, b"POST /v1/echo HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length: 3\r\n\r\none") == [(200, b"one")]
+
+
+def test_heads_of_answers_come_without_a_body_and_before_one_that_is_late(client: Client) -> None:
+    head = b"HEAD /v1/names HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    with link(client) as made:
+        made.sendall(head + head + b"\0")
+        found = rest(made)
+    assert [found.count(b"HTTP/1.1 %d" % status) for status in (200, 400)] == [2, 1]
+    assert found.endswith(b"Invalid HTTP request received.")
+    with link(client) as made:
+        made.sendall(b"GET /v1/late HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert made.recv(1 << 16).endswith(b"\r\n\r\n")
+        late.set()
+        assert b"after all" in made.recv(1 << 16)
 
 
 def test_a_client_that_waits_for_a_word_before_the_body_gets_it(client: Client) -> None:

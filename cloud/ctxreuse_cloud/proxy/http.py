@@ -32,7 +32,6 @@ _HOP = frozenset(
 # The caller's key is for this node; bodies may be rewritten; compressed answers cannot be passed on in pieces.
 _MINE = frozenset(b"host content-length expect authorization cookie accept-encoding api-key x-api-key".split())
 _THEIRS = frozenset(b"server date set-cookie".split()) | {REQUEST_ID, KV_HINTS.encode()}
-_NOT_SENT, _NOT_PASSED = _HOP | _MINE | {REQUEST_ID}, _HOP | _THEIRS
 
 
 def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
@@ -46,12 +45,8 @@ def request_headers(raw: Iterable[tuple[bytes, bytes]], identity: str, key: str)
     Names in ``raw`` are lower case, as in ASGI. ``traceparent`` and ``tracestate`` pass like any other.
     """
     raw = list(raw)
-    named = _named_by_connection(raw)
-    out = [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in raw
-        if name not in _NOT_SENT and name not in named
-    ]
+    drop = _HOP | _MINE | _named_by_connection(raw) | {REQUEST_ID}
+    out = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw if name not in drop]
     out += [("accept-encoding", "identity"), ("x-request-id", identity)]
     if key:
         out.append(("authorization", f"Bearer {key}"))
@@ -61,9 +56,8 @@ def request_headers(raw: Iterable[tuple[bytes, bytes]], identity: str, key: str)
 def answer_headers(raw: Iterable[tuple[bytes, bytes]], identity: str) -> RawHeaders:
     """Return the headers for the caller: the backend's, with the request id."""
     lower = [(name.lower(), value) for name, value in raw]
-    named = _named_by_connection(lower)
-    kept = [(name, value) for name, value in lower if name not in _NOT_PASSED and name not in named]
-    return [*kept, (REQUEST_ID, identity.encode())]
+    drop = _HOP | _THEIRS | _named_by_connection(lower)
+    return [(name, value) for name, value in lower if name not in drop] + [(REQUEST_ID, identity.encode())]
 
 
 class DisconnectedError(Exception):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 __all__ = ["is_loopback"]
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Return True for ``localhost`` and loopback addresses, IPv6 ones with or without brackets."""
     if host == "localhost":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,7 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     return np.ascontiguousarray(wide, dtype="<i4")
 
 
+@lru_cache(1024)
 def tenant_salt(tenant: str, secret: bytes = b"") -> bytes:
     """Return the 16-byte salt of a tenant. Without a ``secret`` tenants are apart but their keys can be guessed."""
     # The secret's length stands first, so no pair of secret and tenant has the encoding of another pair.

@@ -102,7 +102,13 @@ class Estimator:
         """Count a pause while its age went from ``since`` to ``until`` seconds."""
         if not (math.isfinite(since) and math.isfinite(until)) or until <= since:
             return
-        seconds = exposure(max(since, 0.0), until)
+        since = max(since, 0.0)
+        first, last = bucket(since), bucket(until)
+        if first == last:  # most are short: one number is quicker than an array
+            for name in pause.types():
+                self._of(name).seconds[first] += until - since
+            return
+        seconds = exposure(since, until)
         for name in pause.types():
             self._of(name).seconds += seconds
 
@@ -142,7 +148,7 @@ class Estimator:
         found = [self._counts.get(name) for name in pause.types()]
         changes = tuple(counts.changes if counts is not None else 0 for counts in found)
         made = self._made.get(pause)
-        if made is not None and all(_close(old, new) for old, new in zip(made.changes, changes)):
+        if made is not None and (made.changes == changes or all(map(_close, made.changes, changes))):
             return made
         rates = prior()
         for counts in found:

@@ -35,23 +35,24 @@ class KnownPrefixes:
 
     def match(self, path: Sequence[PrefixRun]) -> int:
         """Return the leading tokens of a prompt that are known. Pure."""
-        found = 0
-        for run in path:
-            if run.key not in self._runs:
+        found, runs = 0, self._runs
+        for key, tokens in path:
+            if key not in runs:
                 break
-            found += run.tokens
+            found += tokens
         return found
 
     def missing(self, path: Sequence[PrefixRun]) -> list[Hashable]:
         """Return the keys of a prompt's runs that are not known. Pure."""
-        return [run.key for run in path if run.key not in self._runs]
+        runs = self._runs
+        return [key for key, _ in path if key not in runs]
 
     def note(self, path: Sequence[PrefixRun]) -> None:
         """Note that the node computes a prompt."""
-        for run in reversed(path):  # so that the beginning of a prompt is newer than its end
-            before = self._runs.pop(run.key, 0)
-            self._runs[run.key] = run.tokens
-            self.tokens += run.tokens - before
+        runs = self._runs
+        for key, tokens in reversed(path):  # so that the beginning of a prompt is newer than its end
+            self.tokens += tokens - runs.pop(key, 0)
+            runs[key] = tokens
         while self._runs and (self.tokens > self._most or len(self._runs) > self._entries):
             self.tokens -= self._runs.popitem(last=False)[1]
 

@@ -10,7 +10,6 @@ again, which also copies what is popular; nodes near their limit cannot.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -93,7 +92,7 @@ class Router:
         self._known: dict[str, KnownPrefixes] = {}
         self._loads: dict[str, NodeLoad] = {}
         #: By node, how many requests without a first token have each run: it will have these before it says so.
-        self._coming: dict[str, Counter[Hashable]] = {}
+        self._coming: dict[str, dict[Hashable, int]] = {}
         #: Requests without a first token.
         self._sent: dict[int, _Sent] = {}
         self._number = 0
@@ -130,14 +129,14 @@ class Router:
             tokens: of the prompt, where they were counted; 0: the runs say it.
             reported: what nodes say that they have of it, in the same tokens.
         """
-        total = tokens or sum(run.tokens for run in path)
-        options = self._options(path, nodes, now, total, reported or {})
+        sent = sum(tokens for _, tokens in path)
+        options = self._options(path, nodes, now, (tokens or sent, sent), reported or {})
         least = min(option.price for option in options)
         near = [o for o in options if o.price <= least + max(_EQUAL * least, _EQUAL_SECONDS)]
         seed = xxhash.xxh3_64_intdigest(home)
         chosen = max(near, key=lambda option: xxhash.xxh3_64_intdigest(option.node.encode(), seed))
         others = sorted((option for option in options if option is not chosen), key=lambda option: option.price)
-        return Route(total, chosen, tuple(others))
+        return Route(tokens or sent, chosen, tuple(others))
 
     def begin(self, route: Route, path: Sequence[PrefixRun], now: float, *, silent: bool = False) -> int:
         """Note that a prompt is sent as chosen, ``silent``: for an answer that comes whole; returns its number for
@@ -149,7 +148,9 @@ class Router:
         known = self.known(chosen.node)
         self._sent[self._number] = _Sent(chosen.node, now, alone, chosen.cached, known.missing(path), path)
         known.note(path)
-        self._coming.setdefault(chosen.node, Counter()).update(run.key for run in path)
+        coming = self._coming.setdefault(chosen.node, {})
+        for key, _ in path:
+            coming[key] = coming.get(key, 0) + 1
         return self._number
 
     def _options(
@@ -157,14 +158,15 @@ class Router:
         path: Sequence[PrefixRun],
         nodes: Sequence[str],
         now: float,
-        total: int,
+        counted: tuple[int, int],
         reported: Mapping[str, Reported],
     ) -> list[RouteOption]:
+        """``counted``: tokens of the prompt, and of its runs."""
         price = wasted_price(sum(self.load(node).busy(now) for node in nodes) / len(nodes))
         found = []
         for node in nodes:
-            cached, load = self._cached(path, node, total, reported.get(node)), self.load(node)
-            found.append((node, cached, load.queue(now), load.seconds(total - cached, cached, now)))
+            cached, load = self._cached(path, node, counted, reported.get(node)), self.load(node)
+            found.append((node, cached, load.queue(now), load.seconds(counted[0] - cached, cached, now)))
         least = min(prefill for *_, prefill in found)
         whole = {node for node, each in reported.items() if each.whole}
         return [
@@ -172,14 +174,14 @@ class Router:
             for node, cached, queue, prefill in found
         ]
 
-    def _cached(self, path: Sequence[PrefixRun], node: str, total: int, reported: Reported | None) -> int:
+    def _cached(self, path: Sequence[PrefixRun], node: str, counted: tuple[int, int], reported: Reported | None) -> int:
         """Return the leading tokens that a node has, or will have when it has computed what it was sent."""
-        sent = sum(run.tokens for run in path)
+        total, sent = counted
         scale = total / sent if sent else 0.0
         if reported is None or not reported.whole:
             known = self.known(node).match(path)
         else:
-            coming = self._coming.get(node) or Counter[Hashable]()
+            coming = self._coming.get(node, {})
             known = 0
             for run in path:
                 if run.key not in coming:
@@ -209,15 +211,14 @@ class Router:
 
     def _came(self, sent: _Sent) -> None:
         coming = self._coming[sent.node]
-        for run in sent.path:
-            coming[run.key] -= 1
-            if coming[run.key] <= 0:
-                del coming[run.key]
+        for key, _ in sent.path:
+            if (left := coming.pop(key) - 1) > 0:
+                coming[key] = left
 
     def check(self) -> None:
         """Raise AssertionError if a bound or a count is wrong."""
         coming = sum(len(sent.path) for sent in self._sent.values())
-        assert sum(count.total() for count in self._coming.values()) == coming, "runs under way counted wrong"
+        assert sum(sum(counts.values()) for counts in self._coming.values()) == coming, "runs under way counted wrong"
         for known in self._known.values():
             known.check()
         assert sum(load.waiting for load in self._loads.values()) == len(self._sent), "a request waits nowhere"

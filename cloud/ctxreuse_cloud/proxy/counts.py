@@ -61,8 +61,8 @@ class ProxyCounts:
         self._requests = Counter(
             "ctxreuse_proxy_requests", "Requests to the proxy that ended.", ["outcome"], registry=registry
         )
-        self._tried = Counter("ctxreuse_proxy_attempts", "Requests sent to backends.", ["backend"], registry=registry)
-        self._failed = Counter("ctxreuse_proxy_failures", "Attempts that failed.", ["backend"], registry=registry)
+        tried = Counter("ctxreuse_proxy_attempts", "Requests sent to backends.", ["backend"], registry=registry)
+        failed = Counter("ctxreuse_proxy_failures", "Attempts that failed.", ["backend"], registry=registry)
         self._retries = Counter("ctxreuse_proxy_retries", "Attempts after the first of a request.", registry=registry)
         self._bytes = Counter("ctxreuse_proxy_answer_bytes", "Bytes of answers passed on.", registry=registry)
         self._tokens = Counter("ctxreuse_proxy_tokens", "Tokens as reported by backends.", ["kind"], registry=registry)
@@ -103,23 +103,23 @@ class ProxyCounts:
             if backend.events is not None:
                 blocks.labels(backend.name).set_function(partial(_blocks, backend.events))
                 lost.labels(backend.name).set_function(partial(_lost, backend.events))
-        self._hints = Counter(
+        hints = Counter(
             "ctxreuse_proxy_kv_hints",
             "Actions of callers' KV hints: passed on (accepted), or ignored and why; made here.",
             ["outcome"],
             registry=registry,
         )
-        self._start(self._hints, (*HINT_OUTCOMES, "made"))
-        self._start(self._requests, OUTCOMES)
-        self._start(self._tried, names)
-        self._start(self._failed, names)
-        self._start(self._tokens, (*ReportedUsage().counts(), *_OLD.values()))
+        self._hints = self._start(hints, (*HINT_OUTCOMES, "made"))
+        self._outcome = self._start(self._requests, OUTCOMES)
+        self._tried = self._start(tried, names)
+        self._failed = self._start(failed, names)
+        self._kind = self._start(self._tokens, (*ReportedUsage().counts(), *_OLD.values()))
 
     @staticmethod
-    def _start(counter: Counter, values: Iterable[str]) -> None:
-        # A series must read 0 from the start, not be absent, for rates and alerts to work.
-        for value in values:
-            counter.labels(value)
+    def _start(counter: Counter, values: Iterable[str]) -> dict[str, Counter]:
+        # A series must read 0 from the start, not be absent, for rates and alerts to work. Looking one up takes longer
+        # than counting in it.
+        return {value: counter.labels(value) for value in values}
 
     def totals(self) -> tuple[dict[str, int], dict[str, int]]:
         """Return tokens by kind, and requests that ended by outcome."""
@@ -127,31 +127,32 @@ class ProxyCounts:
 
     def tried(self, backend: str, *, again: bool) -> None:
         """Count an attempt; ``again``: not the first of its request."""
-        self._tried.labels(backend).inc()
+        self._tried[backend].inc()
         if again:
             self._retries.inc()
 
     def hinted(self, outcomes: Iterable[str], *, made: bool) -> None:
         """Count a request's KV hints, and whether one was ``made`` here."""
         for outcome in (*outcomes, *(["made"] if made else [])):
-            self._hints.labels(outcome).inc()
+            self._hints[outcome].inc()
 
     def failed(self, backend: str) -> None:
         """Count a backend that did not answer, or broke off."""
-        self._failed.labels(backend).inc()
+        self._failed[backend].inc()
 
     def passed(self, nbytes: int, usage: ReportedUsage | None) -> None:
         """Count an answer that was passed on."""
         self._bytes.inc(nbytes)
         if usage is not None:
             for kind, tokens in usage.counts().items():
-                self._tokens.labels(kind).inc(tokens)
-                if kind in _OLD:
-                    self._tokens.labels(_OLD[kind]).inc(tokens)
+                if tokens:
+                    self._kind[kind].inc(tokens)
+                    if kind in _OLD:
+                        self._kind[_OLD[kind]].inc(tokens)
 
     def ended(self, outcome: str, first: float | None, whole: float) -> None:
         """Count a request that ended after ``whole`` seconds, with its first byte after ``first``."""
-        self._requests.labels(outcome).inc()
+        self._outcome[outcome].inc()
         self._whole.observe(whole)
         if first is not None:
             self._first.observe(first)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import xxhash
 from prometheus_client import CollectorRegistry, Histogram
 
 from ctxreuse.pauses import Pause, PauseKind, Sessions, infer
@@ -62,23 +63,24 @@ class PauseTracker:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.sessions: Sessions[bytes] = Sessions(most=_MAX, personal=False)
         self._waits: dict[bytes, _Waits] = {}
-        self._seconds = Histogram(
+        self._seed = int.from_bytes(os.urandom(8), "little")
+        seconds = Histogram(
             "ctxreuse_proxy_pause_seconds",
             "From an answer to its conversation's next request, by what it waited for.",
             ["kind"],
             registry=registry,
             buckets=_SECONDS,
         )
-        for kind in KINDS:
-            self._seconds.labels(kind)
+        self._seconds = {kind: seconds.labels(kind) for kind in KINDS}
 
     def on_request(self, tenant: str, model: str, messages: Sequence[tuple[str, bytes]], now: float) -> bytes:
         """Note a request, by `ProxyRequest.messages`; returns its key for `on_pause`."""
-        digest = hashlib.blake2b(f"{tenant}\0{model}".encode("utf-8", "surrogatepass"), digest_size=16)
+        digest = xxhash.xxh3_128(f"{tenant}\0{model}".encode("utf-8", "surrogatepass"), self._seed)
         chain: list[bytes] = []
         for _, part in messages:
-            digest.update(len(part).to_bytes(8, "little") + part)
-            chain.append(digest.copy().digest())
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+            chain.append(digest.digest())
         if not chain:
             return b""
         before = next((key for key in reversed(chain) if key in self._waits), None)
@@ -87,7 +89,7 @@ class PauseTracker:
         if before is not None:
             waits = self._waits.pop(before)
             kind = was if was is not None and waits.kind.stop != "tool" else waits.kind
-            self._seconds.labels(kind.stop if kind.stop in KINDS else "unknown").observe(max(now - waits.since, 0.0))
+            self._seconds[kind.stop if kind.stop in KINDS else "unknown"].observe(max(now - waits.since, 0.0))
             self.sessions.begin(before, now, tenant=tenant, was=was)
             if before == key:
                 return key

@@ -40,7 +40,8 @@ class ReportedUsage(msgspec.Struct):
     @property
     def cached(self) -> int:
         """Prompt tokens that were not computed."""
-        return self.counts()["cached"]
+        details = self.prompt_tokens_details
+        return details.cached_tokens or 0 if details is not None else 0
 
     def valid(self) -> bool:
         """Return True if no count is negative."""

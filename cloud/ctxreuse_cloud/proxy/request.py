@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import re
 from collections.abc import Sequence
 
 import msgspec
+import xxhash
 
 from ctxreuse.errors import FormatError
 
@@ -21,6 +22,9 @@ _READ = ("tools", "functions", "instructions", "system", "messages", "prompt", "
 _REPLACED = frozenset(("cache_salt", "kv_hints"))
 
 _NULL = msgspec.Raw(b"null")
+
+#: A message that is a text, as most clients write it: reading no further than this saves as much as parsing it took.
+_PLAIN = re.compile(rb'\{\s*"role"\s*:\s*"([a-z]+)"\s*,\s*"content"\s*:\s*"')
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.json.Decoder(str | None)
@@ -50,10 +54,18 @@ _items = msgspec.json.Decoder(list[msgspec.Raw] | None)
 class ProxyRequest:
     """One request body; ``model`` and ``context`` are empty where the body has none."""
 
-    __slots__ = ("_body", "_fields", "_messages", "context", "model")
+    __slots__ = ("_body", "_fields", "_items", "_messages", "context", "model")
 
-    def __init__(self, body: bytes, fields: dict[str, msgspec.Raw] | None, model: str, context: bytes) -> None:
-        self._body, self._fields = body, fields
+    def __init__(
+        self,
+        body: bytes,
+        fields: dict[str, msgspec.Raw] | None,
+        model: str,
+        context: bytes,
+        items: Sequence[msgspec.Raw] | None = None,
+    ) -> None:
+        """``items``: those of ``messages`` if they have been read."""
+        self._body, self._fields, self._items = body, fields, items
         self.model, self.context = model, context
         self._messages: list[tuple[str, bytes]] | None = None
 
@@ -70,13 +82,13 @@ class ProxyRequest:
             if name in fields:
                 found.append((name, bytes(fields[name])))
         try:
-            for raw in _items.decode(fields.get("messages", _NULL)) or ():
+            for raw in self._items or _items.decode(fields.get("messages", _NULL)) or ():
                 found.append((_name(raw), bytes(raw)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return []
         for name in ("prompt", "input"):
             raw = fields.get(name, _NULL)
-            if bytes(memoryview(raw)[:1]) == b"[" and name == "input":
+            if name == "input" and _starts(raw, b"["):
                 try:
                     found += [(_name(item), bytes(item)) for item in _items.decode(raw) or ()]
                     continue
@@ -111,9 +123,11 @@ class ProxyRequest:
         """Return the stored objects that the request builds on, as collections and ids."""
         found = []
         for name, collection in (("previous_response_id", "responses"), ("conversation", "conversations")):
-            raw = (self._fields or {}).get(name, _NULL)
+            raw = (self._fields or {}).get(name)
+            if raw is None:
+                continue
             try:
-                identity = _text.decode(raw) if bytes(memoryview(raw)[:1]) != b"{" else _conversation.decode(raw).id
+                identity = _conversation.decode(raw).id if _starts(raw, b"{") else _text.decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 identity = None
             if identity:
@@ -160,35 +174,46 @@ def parse_request(body: bytes, tenant: str, *, opaque: bool = False, lenient: bo
     try:
         fields = _object.decode(body)
         model = _text.decode(fields["model"]) or "" if "model" in fields else ""
-        start = _beginning(fields)
+        start, items = _beginning(fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if lenient:
             return ProxyRequest(body, None, "", b"")
         raise FormatError(f"not a request of the API: {error}") from None
     if not start:
-        return ProxyRequest(body, fields, model, b"")
+        return ProxyRequest(body, fields, model, b"", items)
     named = b"\0".join((tenant.encode(), model.encode("utf-8", "surrogatepass"), start))
-    return ProxyRequest(body, fields, model, hashlib.blake2b(named, digest_size=16).digest())
+    return ProxyRequest(body, fields, model, xxhash.xxh3_128_digest(named), items)
 
 
 def _name(raw: msgspec.Raw) -> str:
     """Return the role of a message; results of tools are of the role ``tool``, whatever their API calls them."""
+    if (plain := _PLAIN.match(raw)) is not None:
+        return plain[1].decode()
     found = _role.decode(raw)
-    try:
-        parts = _parts.decode(found.content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        parts = []  # a text
+    parts: list[_Part] = []
+    if _starts(found.content, b"["):
+        try:
+            parts = _parts.decode(found.content)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            pass  # of another form
     if found.type.endswith("_call_output") or any(part.type == "tool_result" for part in parts):
         return "tool"
     return found.role or found.type
 
 
-def _beginning(fields: dict[str, msgspec.Raw]) -> bytes:
+def _starts(raw: msgspec.Raw, with_: bytes) -> bool:
+    return bytes(memoryview(raw)[:1]) == with_
+
+
+def _beginning(fields: dict[str, msgspec.Raw]) -> tuple[bytes, Sequence[msgspec.Raw] | None]:
+    """Return the beginning of what names the context, and the messages if they were read for it."""
+    items: Sequence[msgspec.Raw] | None = None
     for name in ("prompt_cache_key", "instructions", "system", "messages", "prompt", "input"):
         raw = fields.get(name, _NULL)
         if name == "messages":
-            raw = next(iter(_items.decode(raw) or ()), _NULL)
+            items = _items.decode(raw)
+            raw = next(iter(items or ()), _NULL)
         beginning = bytes(memoryview(raw)[:_PREFIX])
         if beginning not in (b"null", b"[]", b'""'):
-            return beginning
-    return b""
+            return beginning, items
+    return b"", items

@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from ctxreuse.errors import FormatError
+from ctxreuse.recent import keep_newest
 from ctxreuse.store.journal import Journal
 from ctxreuse.why import PromptPart
 
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 FILE = "asked.journal"
 
 _UNIT, _SHORT = 256, 8
+#: Bytes of which the hashes are kept for requests that begin alike.
+_SPAN = 4096
 _MAX, _LIMIT = 2048, 16 << 20
 #: Bytes of a request that are hashed, after its answer has ended: 0.04 ms for 8 KB, 1.2 ms for these.
 _MAX_HASHED = 256 << 10
@@ -89,6 +93,8 @@ class ProxyRequestLog:
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._secret = clock, os.urandom(32)
         self._seen: deque[Seen] = deque(maxlen=_MAX)
+        self._spans: dict[bytes, bytes] = {}
+        self._seed = int.from_bytes(os.urandom(8), "little")
         self._journal = Journal(file, _LIMIT, lambda: [self._secret]) if file is not None else None
         if self._journal is not None:
             self._journal.open(self._recall)
@@ -115,16 +121,30 @@ class ProxyRequestLog:
         owner = self._owner(tenant)
         secret, keys = self._secret + owner, []
         parent = hashlib.blake2b(model.encode("utf-8", "surrogatepass"), digest_size=_SHORT, key=secret).digest()
-        for at in range(0, len(body) - _UNIT + 1, _UNIT):
-            chunk = parent + body[at : at + _UNIT]
-            parent = hashlib.blake2b(chunk, digest_size=_SHORT).digest()  # the first parent is secret
-            keys.append(parent)
+        for at in range(0, len(body) - _UNIT + 1, _SPAN):
+            keys.append(self._keys(parent, body[at : at + _SPAN]))
+            parent = keys[-1][-_SHORT:]
         seen = Seen(
             request, self._clock(), owner, model[:200], backend, *tokens, len(body), tuple(ends), b"".join(keys), route
         )  # fmt: skip
         self._seen.append(seen)
         if self._journal is not None:
             self._journal.append(msgspec.msgpack.encode(seen))
+
+    def _keys(self, parent: bytes, span: bytes) -> bytes:
+        """Return the keys of all whole units of a span; requests begin with spans that others had before."""
+        name = xxhash.xxh3_128_digest(parent + span, self._seed)
+        keys = self._spans.get(name)
+        if keys is None:
+            keys = b""
+            for at in range(0, len(span) - _UNIT + 1, _UNIT):
+                # The first parent is secret.
+                parent = hashlib.blake2b(parent + span[at : at + _UNIT], digest_size=_SHORT).digest()
+                keys += parent
+            if len(span) == _SPAN:
+                self._spans[name] = keys
+                self._spans = keep_newest(self._spans, _MAX)
+        return keys
 
     def newest(self, most: int) -> list[Seen]:
         """Return the last requests, oldest first. Any thread."""

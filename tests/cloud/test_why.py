@@ -55,6 +55,23 @@ def test_the_first_message_that_differs() -> None:
     assert (same.reason, same.advice) == ("", "")
 
 
+def test_hashes_that_were_kept_of_a_common_beginning_are_those_of_the_request(tmp_path: Path) -> None:
+    text = "".join(f"{n} " for n in range(6000))
+    changed = text[:9_000] + "!" + text[9_001:]
+    with_both, alone = ProxyRequestLog(tmp_path / FILE), ProxyRequestLog(tmp_path / FILE)  # with one secret
+    for name, asked in (("r1", text), ("r2", text), ("r3", changed)):
+        ask(with_both, name, asked)
+    ask(alone, "r3", changed)
+    first, second, third = (seen.keys for seen in with_both.newest(3))
+    assert first == second
+    assert third == alone.newest(1)[0].keys
+    equal = next(n for n in range(len(third)) if third[n] != first[n]) // 8
+    head = len('{"role": "system", "content": "')
+    assert equal == (head + 9_000) // 256
+    for book in (with_both, alone):
+        book.close()
+
+
 def test_another_backend_or_one_that_forgot() -> None:
     book = ProxyRequestLog()
     ask(book, "r1", SYSTEM, TEXT)

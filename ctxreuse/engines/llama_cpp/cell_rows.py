@@ -40,15 +40,16 @@ class CellRows:
 
         Memory of a device, or another order of rows, shows by this: nothing is read where that could fail.
         """
-        seen = list(cells.places.seen()) if cells.places is not None else []
-        layers, wanted = list[int](), range(len(layout.caches[0].k))
+        places, layers, wanted = cells.places, list[int](), range(len(layout.caches[0].k))
+        if places is None:
+            return None
         with suppress(OSError):
             memory = os.open("/proc/self/mem", os.O_RDONLY)
             try:
-                for number, *addresses in seen:
+                for number in places.seen():
                     if (layer := len(layers)) in wanted:
                         rows = [state.by_position(layer, role).tobytes() for role in ("k", "v")]
-                        if rows == [os.pread(memory, len(row), at) for row, at in zip(rows, addresses)]:
+                        if rows == [os.pread(memory, len(row), at) for row, at in zip(rows, places.of_layer(number))]:
                             layers.append(number)
             finally:
                 os.close(memory)
@@ -56,23 +57,24 @@ class CellRows:
 
     def match(self, cells: LlamaCells, slot: int, state: LlamaState) -> bool:
         """True if all rows of a sequence are those of its ``state``."""
-        return all(
-            np.array_equal(rows, state.by_position(*at)) for at, rows in self.read(cells, slot, 0, state.cells).items()
-        )
+        found = self.read(cells, slot, 0, state.cells)
+        return bool(found) and all(np.array_equal(rows, state.by_position(*at)) for at, rows in found.items())
 
     def read(self, cells: LlamaCells, slot: int, start: int, end: int) -> Rows:
-        """Copies of the rows of a sequence in the cells between two positions. Nothing may be computed meanwhile.
+        """Copies of the rows of a sequence in the cells between two positions; none before the cells' first pass.
+
+        Nothing may be computed meanwhile.
 
         A sequence alone in its stream is in the cells with its positions' numbers: they are filled from the first on,
         and the library goes on behind the last one that was not removed.
         """
         found, places = Rows(), cells.places
-        assert places is not None
-        addresses = {number: {"k": k, "v": v} for number, k, v in places.seen()}
+        if places is None or not places.done:
+            return found
         for layer, number in enumerate(self._layers):
-            for role, widths in self._widths.items():
+            for (role, widths), place in zip(self._widths.items(), places.of_layer(number)):
                 width = widths[layer]
-                at = addresses[number][role] + (slot * cells.cells + start) * width
+                at = place + (slot * cells.cells + start) * width
                 raw = np.ctypeslib.as_array((ctypes.c_uint8 * ((end - start) * width)).from_address(at))
                 found[layer, role] = raw.reshape(end - start, width).view(self._bits).copy()
         return found

@@ -41,13 +41,16 @@ class LlamaCells:
     each, and what one computes has other bits when others are there.
     """
 
-    def __init__(self, model: LlamaModel, cells: int, streams: int, batch: int, threads: int) -> None:
-        """Raises EngineError if there is no memory, or the library took the parameters for something else."""
+    def __init__(
+        self, model: LlamaModel, cells: int, streams: int, batch: int, threads: int, *, watched: bool = True
+    ) -> None:
+        """``watched``: see `places`. Raises EngineError if there is no memory, or the library took the parameters for
+        something else."""
         library = self._library = model.library
         calls = self._calls = library.calls
         self._model, self.cells, self.streams = model, rounded(cells), streams
-        #: Where the cache lies, after the first pass; kept as long as the library may write there.
-        self.places = library.places()
+        #: Where the cache lies, after the first pass, if that is watched; kept as long as the library may write there.
+        self.places = library.places() if watched else None
         params = library.params(self.cells, streams, batch, self.places)
         self.handle = calls.llama_init_from_model(model.handle, params)
         if not self.handle:

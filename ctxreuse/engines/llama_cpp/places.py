@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from ctypes import c_bool, c_size_t, c_uint32, c_void_p
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ _LAYERS: Final = 1024
 class CachePlaces(ctypes.Structure):
     """What the callback of native/python/places.c fills: where K and V of each layer begin, by its number in the model.
 
-    Set ``done`` after a pass, and the callback takes no more time.
+    It has all of them after a pass. Then set ``done``, and the callback takes no more time.
     """
 
     _fields_ = (
@@ -37,9 +36,10 @@ class CachePlaces(ctypes.Structure):
         """The addresses of the callback and of this record."""
         return _native.cache_places_callback(), ctypes.addressof(self)
 
-    def seen(self) -> Iterator[tuple[int, int, int]]:
-        """Each layer's number, and the addresses of its K and V."""
-        for layer in range(_LAYERS):
-            k, v = self._places[layer], self._places[_LAYERS + layer]
-            if k and v:
-                yield layer, k, v
+    def of_layer(self, number: int) -> tuple[int, int]:
+        """The addresses of a layer's K and V."""
+        return self._places[number], self._places[_LAYERS + number]
+
+    def seen(self) -> list[int]:
+        """The numbers of layers, ascending."""
+        return [number for number in range(_LAYERS) if all(self.of_layer(number))]

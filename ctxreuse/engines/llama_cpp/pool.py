@@ -128,9 +128,10 @@ class LlamaPool:
         """
         if self._cell_rows is not None:
             with self._before_next_pass():
-                if context.rows is None:
-                    assert self._cells is not None
-                    return self._cell_rows.read(self._cells, context.slot, start, end)
+                if context.rows is None and self._cells is not None:
+                    found = self._cell_rows.read(self._cells, context.slot, start, end)
+                    if found:
+                        return found
         state = self.read(context)
         layers = range(len(self._layout.caches[0].k))
         return {(layer, role): state.rows(layer, role)[start:end] for layer in layers for role in ("k", "v")}
@@ -233,7 +234,8 @@ class LlamaPool:
             self._cells = None
         while self._cells is None:
             try:
-                self._cells = LlamaCells(self._model, each, streams, self._batch, self._threads)
+                watched = self._cell_rows is not None
+                self._cells = LlamaCells(self._model, each, streams, self._batch, self._threads, watched=watched)
             except EngineError:
                 if streams == 1:
                     raise

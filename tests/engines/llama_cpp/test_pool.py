@@ -14,7 +14,7 @@ import pytest
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.base import Logits
 from ctxreuse.engines.llama_cpp import LlamaEngine
-from ctxreuse.engines.llama_cpp.cells import SlotRun
+from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
 from ctxreuse.engines.llama_cpp.library import LlamaLibrary
 from ctxreuse.engines.llama_cpp.state import LlamaState
@@ -252,6 +252,25 @@ def test_the_end_of_a_context_is_exported_without_the_rows_before_it(
 
     monkeypatch.setattr(cells, "state", whole)
     assert exported(engine, context, 4, 1) == expected[4:]
+
+
+def test_a_context_is_exported_after_the_first_pass_of_larger_cells_failed(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with(gguf_file, 2, 2048)
+    (context,) = started(engine, [random_tokens(engine, 1000)])
+    expected, cells = exported(engine, context, 58, 4), engine._pool._cells
+
+    def failing(cells: LlamaCells, runs: Sequence[SlotRun]) -> list[Logits]:
+        raise EngineError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaCells, "decode", failing)
+        with pytest.raises(EngineError, match="no memory"):
+            engine.prefill(context, random_tokens(engine, 60, seed=1))
+    assert engine._pool._cells is not cells
+    assert context.slot >= 0
+    assert exported(engine, context, 58, 4) == expected
 
 
 @pytest.fixture

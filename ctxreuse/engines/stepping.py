@@ -20,8 +20,12 @@ def first_slice(space: ModelSpace, start: int, count: int, limit: int | None, ch
     """How many of ``count`` tokens from position ``start`` on go into a pass that takes at most ``limit``.
 
     It ends where a block does, if one does, as a context that is loaded begins there: what follows has the same passes.
+    A short continuation from inside a block goes on over its end: what it follows had passes of its own, and one more
+    would read all weights for a few tokens.
     """
     size = space.block_tokens
+    if start % size and count < size and not space.needs_state:
+        return min(count, limit or count)
     _, stop = next(chunk_spans(start, start + count, chunk))
     taken = min(stop - start, limit or count)
     beyond = (start + taken) % size

@@ -57,6 +57,8 @@ def test_all_who_decode_go_with_a_slice_of_the_first_prefill(llama: TorchEngine)
     chosen, limit = planner.plan(all_of_them, now, batches=True)
     assert chosen == [all_of_them[1], all_of_them[3], all_of_them[2]]
     assert limit == FIRST_SLICE
+    short = waiting(llama, (1, 1), (40, 2))
+    assert PassPlanner().plan(short, now, batches=True) == (short, FIRST_SLICE), "a question need not wait for that"
     assert planner.plan(all_of_them[:1], now + 1, batches=True) == (all_of_them[:1], PATIENT)
     assert planner.plan(all_of_them[:1], now + 31, batches=True) == (all_of_them[:1], None)
     assert planner.plan(all_of_them, now, batches=False) == ([all_of_them[2]], FIRST_SLICE)
@@ -229,7 +231,7 @@ def test_who_asks_what_cannot_be_computed_fails_alone(llama: TorchEngine) -> Non
     for thread in threads:
         thread.join(patient(60))
     assert isinstance(ended[1], TokenRangeError)
-    assert engine.passes[0] in ([0, 1], [1, 0])
+    assert sorted(engine.passes[0])[:2] == [0, 1]
     for i in (0, 2):
         np.testing.assert_allclose(ended[i], llama.prefill(llama.new_context(), prompts[i]), atol=1e-4)
 

@@ -270,6 +270,7 @@ class LlamaEngine(UserCodec):
         views, start = list(views), own.n
         end = start + sum(len(view.header.tokens) // 4 for view in views)
         check_length(self.space, end)
+        self._pool.expect(own, end)
         coded = any(not is_raw(view.header.level) for view in (*views, *((state,) if state is not None else ())))
         codec = self.codec if coded else None
         check_blocks(views, self.space, self._layout, start, codec)

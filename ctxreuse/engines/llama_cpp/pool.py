@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ class LlamaPool:
         self._cells: LlamaCells | None = None
         self._slots: list[weakref.ref[LlamaContext] | None] = []
         self._used: list[int] = []  # the pass that each slot was in last
-        self._passes = 0
+        self._passes, self._preparing = 0, False
         self._copied: _Copied | None = None
 
     def check_room(self, tokens: int) -> None:
@@ -70,6 +70,31 @@ class LlamaPool:
                 fix="Set engine.kv_bytes higher, or shorten the prompt",
             )
 
+    def expect(self, context: LlamaContext, tokens: int) -> None:
+        """Let the first cells be made while the rows of a context of so many ``tokens`` are loaded.
+
+        Both touch new memory, which takes longer than to fill it.
+        """
+        wanted = min(max(context.room, tokens + 1), 2 * (tokens + self._batch), self._most)
+        with self._lock:
+            if self._cells is None and not self._preparing:
+                self._preparing = True
+                size = self._size((), wanted)
+                threading.Thread(target=self._prepare, args=size, name="ctxreuse-cells").start()
+
+    def _prepare(self, each: int, streams: int) -> None:
+        """Make the first cells; nobody else does meanwhile."""
+        made = None
+        try:
+            with suppress(EngineError):  # the next pass tries again, and says so
+                made = self._made(each, streams)
+        finally:
+            with self._lock:
+                self._preparing = False
+                if made is not None:
+                    self._take(made)
+                self._lock.notify_all()
+
     def compute(self, runs: Sequence[tuple[LlamaContext, Tokens, int]]) -> list[Logits]:
         """Append tokens to different contexts in one pass; the logits after so many of the last of each: [vocab], or
         [rows, vocab] of more than one.
@@ -78,7 +103,7 @@ class LlamaPool:
         most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not self._readers)
+            self._lock.wait_for(lambda: not self._readers and not self._preparing)
             least = max(one.n + len(ids) for one, ids, _ in runs)
             # What an answer may have at most is seldom needed, and the cells of all would be as large.
             wanted = min(max(one.room for one, *_ in runs), 2 * least, self._most)
@@ -211,6 +236,11 @@ class LlamaPool:
 
     def _reserve(self, contexts: Sequence[LlamaContext], tokens: int) -> LlamaCells:
         """The cells, with room for ``tokens`` of each context, and for these and those that are there if possible."""
+        cells, size = self._cells, self._size(contexts, tokens)
+        return cells if cells is not None and (cells.cells, cells.streams) == size else self._rebuild(*size)
+
+    def _size(self, contexts: Sequence[LlamaContext], tokens: int) -> tuple[int, int]:
+        """Tokens of each context and contexts that the cells are to have; see `_reserve`."""
         cells = self._cells
         each = cells.cells if cells is not None else _CELLS
         if tokens > each:
@@ -220,28 +250,33 @@ class LlamaPool:
         wanted = len({*contexts, *filter(None, map(self._at, range(len(self._slots))))})
         while streams < wanted:
             streams *= 2
-        streams = max(min(streams, self._tokens // each, MOST_STREAMS), 1)
-        if cells is None or (cells.cells, cells.streams) != (each, streams):
-            cells = self._rebuild(each, streams)
-        return cells
+        return each, max(min(streams, self._tokens // each, MOST_STREAMS), 1)
 
     def _rebuild(self, each: int, streams: int) -> LlamaCells:
-        """Cells of another size; everybody leaves. Where there is no memory for so many contexts, for fewer."""
+        """Cells of another size; everybody leaves."""
         for slot in range(len(self._slots)):
             self._leave(slot)
         if self._cells is not None:
             self._cells.close()
             self._cells = None
-        while self._cells is None:
+        return self._take(self._made(each, streams))
+
+    def _made(self, each: int, streams: int) -> LlamaCells:
+        """New cells; where there is no memory for so many contexts, for fewer."""
+        watched = self._cell_rows is not None
+        while True:
             try:
-                watched = self._cell_rows is not None
-                self._cells = LlamaCells(self._model, each, streams, self._batch, self._threads, watched=watched)
+                return LlamaCells(self._model, each, streams, self._batch, self._threads, watched=watched)
             except EngineError:
                 if streams == 1:
                     raise
                 streams //= 2
-        self._slots, self._used = [None] * streams, [0] * streams
-        return self._cells
+
+    def _take(self, cells: LlamaCells) -> LlamaCells:
+        """Let these be the cells; nobody is there."""
+        self._cells = cells
+        self._slots, self._used = [None] * cells.streams, [0] * cells.streams
+        return cells
 
     def _seat(self, cells: LlamaCells, contexts: Sequence[LlamaContext]) -> None:
         """Let contexts enter the cells, as neighbours unless others between them compute as well."""

@@ -125,7 +125,7 @@ class PassPlanner:
             limit = min(self._slices.tokens(len(decoding)), limit or LARGEST)
         prefills = self._prefills(prefills, now, limit or 0)
         if batches:
-            if decoding and not self._slices.measured:
+            if decoding and not self._slices.measured and any(len(one.tokens) > _SHORT for one in prefills):
                 prefills = []  # a few passes that only decode, to know how long others may make them
             return [*decoding[: MOST - len(prefills)], *prefills], limit
         return list(waiting[:1]) if waiting[0].decodes else prefills[:1], limit

@@ -20,7 +20,7 @@ from ctxreuse.engines.llama_cpp.library import LlamaLibrary
 from ctxreuse.engines.llama_cpp.state import LlamaState
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
-from ctxreuse.testing.engine import random_tokens, resume, seal
+from ctxreuse.testing.engine import random_tokens, resume, seal, views
 from support.tiny_gguf import write_tiny_gguf
 from support.waiting import patient, until
 
@@ -271,6 +271,32 @@ def test_a_context_is_exported_after_the_first_pass_of_larger_cells_failed(
     assert engine._pool._cells is not cells
     assert context.slot >= 0
     assert exported(engine, context, 58, 4) == expected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_cells_are_made_while_a_context_is_loaded(
+    gguf_file: Path, alone: LlamaEngine, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    ids, make, loaded, makers = random_tokens(alone, 70), LlamaCells.__init__, threading.Event(), list[bool]()
+    sealed, engine = seal(alone, ids), engine_with(gguf_file, 4)
+    _, expected = resume(alone, sealed, 64, ids[64:])
+
+    def recorded(cells: LlamaCells, *args: Any, **options: Any) -> None:
+        makers.append(threading.current_thread() is threading.main_thread())
+        if not makers[-1]:
+            assert loaded.wait(patient(60)), "loads wait for the cells"
+            if fails:
+                raise EngineError("no memory")
+        make(cells, *args, **options)
+
+    monkeypatch.setattr(LlamaCells, "__init__", recorded)
+    contexts = [engine.new_context(), engine.new_context()]
+    for context in contexts:
+        engine.load(context, *views(engine, sealed, 64)).wait()
+    loaded.set()
+    for context in contexts:
+        assert np.array_equal(engine.prefill(context, ids[64:]), expected)
+    assert makers == ([False] * 3 + [True] if fails else [False])  # of 4, 2 and 1 streams, before the pass tries again
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ class LlamaPool:
                 threading.Thread(target=self._prepare, args=size, name="ctxreuse-cells").start()
 
     def _prepare(self, each: int, streams: int) -> None:
-        """Make the first cells; nobody else does meanwhile."""
+        """Make the first cells, which no other thread does meanwhile."""
         made = None
         try:
             with suppress(EngineError):  # the next pass tries again, and says so
@@ -273,7 +273,7 @@ class LlamaPool:
                 streams //= 2
 
     def _take(self, cells: LlamaCells) -> LlamaCells:
-        """Let these be the cells; nobody is there."""
+        """Let these be the cells, without contexts."""
         self._cells = cells
         self._slots, self._used = [None] * cells.streams, [0] * cells.streams
         return cells

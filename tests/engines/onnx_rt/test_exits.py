@@ -62,7 +62,8 @@ class TestExits(ExitContract):
 
 class TestExitsOfInt4(ExitContract):
     #: A product of int4 weights and several rows rounds what goes in as one of a single row does, and sums otherwise.
-    tolerance = 2e-2
+    #: The most that was seen is 0.034, on a processor with AVX2 only; half of all logits differ by less than 1e-6.
+    tolerance = 5e-2
 
     @pytest.fixture(scope="class")
     @classmethod

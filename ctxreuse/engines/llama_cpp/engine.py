@@ -197,7 +197,8 @@ class LlamaEngine(UserCodec):
     def _compute(self, parts: Sequence[_Part]) -> list[Logits]:
         """Append tokens to as many of the contexts as fit into one pass; raises what `LlamaPool.compute` raises."""
         try:
-            found = self._pool.compute([(part.context, part.ids, part.rows) for part in parts])
+            runs = [(part.context, part.ids, part.rows) for part in parts]
+            found = self._pool.compute(runs, [part.left for part in parts])
         except BaseException:
             for part in parts:
                 part.context.run_start = None

@@ -75,11 +75,10 @@ class LlamaPool:
 
         Both touch new memory, which takes longer than to fill it.
         """
-        wanted = min(max(context.room, tokens + 1), 2 * (tokens + self._batch), self._most)
         with self._lock:
             if self._cells is None and not self._preparing:
                 self._preparing = True
-                size = self._size((), wanted)
+                size = self._size((), tokens + 1, context.room)
                 threading.Thread(target=self._prepare, args=size, name="ctxreuse-cells").start()
 
     def _prepare(self, each: int, streams: int) -> None:
@@ -95,19 +94,19 @@ class LlamaPool:
                     self._take(made)
                 self._lock.notify_all()
 
-    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens, int]]) -> list[Logits]:
+    def compute(self, runs: Sequence[tuple[LlamaContext, Tokens, int]], left: Sequence[int] = ()) -> list[Logits]:
         """Append tokens to different contexts in one pass; the logits after so many of the last of each: [vocab], or
         [rows, vocab] of more than one.
 
         As many of the first contexts as fit into one pass, one at least, and none of the others. A context takes at
-        most ``batch`` tokens, and has room for them. Raises EngineError if the library fails: no context has changed.
+        most ``batch`` tokens, and has room for them and the ``left`` ones, which later passes compute. Raises
+        EngineError if the library fails: no context has changed.
         """
         with self._lock:
             self._lock.wait_for(lambda: not self._readers and not self._preparing)
-            least = max(one.n + len(ids) for one, ids, _ in runs)
-            # What an answer may have at most is seldom needed, and the cells of all would be as large.
-            wanted = min(max(one.room for one, *_ in runs), 2 * least, self._most)
-            cells = self._reserve([one for one, *_ in runs], max(least, wanted))
+            ends = [one.n + len(ids) + (left[i] if left else 0) for i, (one, ids, _) in enumerate(runs)]
+            room = max(one.room for one, *_ in runs)
+            cells = self._reserve([one for one, *_ in runs], max(ends), room)
             count, tokens = 0, 0
             while count < min(len(runs), cells.streams) and tokens + len(runs[count][1]) <= cells.batch:
                 tokens += len(runs[count][1])
@@ -234,22 +233,27 @@ class LlamaPool:
             return rows.data.nbytes
         return self._layout.nbytes(cells.cells) if cells is not None and context.slot >= 0 else 0
 
-    def _reserve(self, contexts: Sequence[LlamaContext], tokens: int) -> LlamaCells:
-        """The cells, with room for ``tokens`` of each context, and for these and those that are there if possible."""
-        cells, size = self._cells, self._size(contexts, tokens)
+    def _reserve(self, contexts: Sequence[LlamaContext], tokens: int, room: int) -> LlamaCells:
+        """The cells, with room for ``tokens`` of each context, and for these and those that are there if possible.
+
+        Larger ones are made for what the contexts grow to, ``room`` if that is not much more: each time that they are
+        made anew, all rows are copied.
+        """
+        cells, size = self._cells, self._size(contexts, tokens, room)
         return cells if cells is not None and (cells.cells, cells.streams) == size else self._rebuild(*size)
 
-    def _size(self, contexts: Sequence[LlamaContext], tokens: int) -> tuple[int, int]:
+    def _size(self, contexts: Sequence[LlamaContext], tokens: int, room: int) -> tuple[int, int]:
         """Tokens of each context and contexts that the cells are to have; see `_reserve`."""
         cells = self._cells
-        each = cells.cells if cells is not None else _CELLS
-        if tokens > each:
-            each = max(tokens, 2 * each if cells is not None else 0)
-        each = min(rounded(each), self._most)
-        streams = cells.streams if cells is not None else _STREAMS
+        each, streams = (cells.cells, cells.streams) if cells is not None else (_CELLS, _STREAMS)
         wanted = len({*contexts, *filter(None, map(self._at, range(len(self._slots))))})
         while streams < wanted:
             streams *= 2
+        if tokens > each:
+            # What an answer may have at most is seldom needed, and the cells of all would be as large.
+            grown = max(tokens + min(max(room - tokens, _CELLS), tokens), 2 * each if cells is not None else 0)
+            each = max(tokens, min(grown, self._tokens // streams))
+        each = min(rounded(each), self._most)
         return each, max(min(streams, self._tokens // each, MOST_STREAMS), 1)
 
     def _rebuild(self, each: int, streams: int) -> LlamaCells:

@@ -299,6 +299,25 @@ def test_the_first_cells_are_made_while_a_context_is_loaded(
     assert makers == ([False] * 3 + [True] if fails else [False])  # of 4, 2 and 1 streams, before the pass tries again
 
 
+@pytest.mark.parametrize(("contexts", "made"), [(16, [(2304, 4)]), (8, [(2048, 4)]), (4, [(1280, 3), (1536, 2)])])
+def test_cells_have_room_for_a_prompt_and_what_follows_it(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, contexts: int, made: list[tuple[int, int]]
+) -> None:
+    sizes, make = list[tuple[int, int]](), LlamaCells.__init__
+    engine = engine_with(gguf_file, contexts)
+
+    def recorded(cells: LlamaCells, model: Any, each: int, streams: int, *args: Any, **options: Any) -> None:
+        sizes.append((each, streams))
+        make(cells, model, each, streams, *args, **options)
+
+    monkeypatch.setattr(LlamaCells, "__init__", recorded)
+    context = engine.new_context(1200)
+    engine.prefill(context, random_tokens(engine, 1100))
+    for turn in range(4):
+        engine.prefill(context, random_tokens(engine, 60, seed=turn))
+    assert sizes == made
+
+
 @pytest.fixture
 def silent_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that does not say where the cache is."""

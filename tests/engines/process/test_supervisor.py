@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -16,6 +18,8 @@ import pytest
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.process.engine import ChildEngine, EngineStart
+from ctxreuse.engines.prompt import encode_prompt
+from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.testing.sealed import random_tokens, seal, views
@@ -182,6 +186,35 @@ def test_texts_of_few_tokens_are_asked_for_once(
     assert verbs == ["decode"] * 4
     assert found[:2] == found[2:4]
     assert found[4] == found[5]
+    child.close()
+
+
+@pytest.mark.parametrize("clock", [False, True])
+def test_the_turns_of_a_chat_are_encoded_once(
+    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: bool
+) -> None:
+    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
+    assert isinstance(child, ChildEngine)
+    assert child.text is not None
+    if clock:
+        facts = msgspec.structs.replace(child.text._facts, template="{{ strftime_now('%H') }}")
+        monkeypatch.setattr(child.text, "_facts", facts)
+    verbs, call = Counter[str](), child.text._call
+
+    def counted(verb: str, *args: Any, **more: Any) -> Any:
+        verbs[verb] += 1
+        return call(verb, *args, **more)
+
+    monkeypatch.setattr(child.text, "_call", counted)
+    chat, asked = list[Message](), list[tuple[int, int]]()
+    for turn in range(4):
+        chat += [Message("user", f"number {turn}"), Message("assistant", f"it is {turn}")]
+        verbs.clear()
+        encode_prompt(child.text, chat)
+        asked.append((verbs["render"], verbs["encode"]))
+    # What came before is known, but for a template that writes the time.
+    assert [encodes for _, encodes in asked] == [3, 2, 2, 2]
+    assert [renders for renders, _ in asked] == ([3, 5, 7, 9] if clock else [3] * 4)
     child.close()
 
 

@@ -237,7 +237,7 @@ class LlamaPool:
         """The cells, with room for ``tokens`` of each context, and for these and those that are there if possible.
 
         Larger ones are made for what the contexts grow to, ``room`` if that is not much more: each time that they are
-        made anew, all rows are copied.
+        made, all rows are copied.
         """
         cells, size = self._cells, self._size(contexts, tokens, room)
         return cells if cells is not None and (cells.cells, cells.streams) == size else self._rebuild(*size)

@@ -344,8 +344,8 @@ def _bytes_of(text: str) -> Array:
 
 
 def _facts(context: Context, engine: Engine) -> ContextFacts:
-    free = engine.free_memory() if isinstance(engine, DeviceMemoryEngine) else None
-    relocated = context if isinstance(context, RelocatedContext) else None
+    free = engine.free_memory() if _is(engine, DeviceMemoryEngine) else None  # type: ignore[attr-defined]
+    relocated: Any = context if _is(context, RelocatedContext) else None
     return ContextFacts(
         context.n,
         context.nbytes,
@@ -355,6 +355,19 @@ def _facts(context: Context, engine: Engine) -> ContextFacts:
         relocated.gaps if relocated is not None else (),
         -1 if free is None else free,
     )
+
+
+#: Whether objects of a class are as a protocol says. Python finds out attribute by attribute, which takes longer than
+#: all else that an answer's token costs here.
+_known: dict[tuple[type, type], bool] = {}
+
+
+def _is(one: object, protocol: type) -> bool:
+    key = type(one), protocol
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = isinstance(one, protocol)
+    return found
 
 
 def _opened(opening: Opening) -> Engine:

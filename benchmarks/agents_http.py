@@ -88,6 +88,11 @@ class Daemon:
             time.sleep(0.05)
         self.url = json.loads(ready.read_text("utf-8"))["url"]
 
+    @property
+    def pid(self) -> int:
+        """The daemon's process."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End it by SIGKILL."""
         self._process.send_signal(signal.SIGKILL)

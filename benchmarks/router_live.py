@@ -1,12 +1,14 @@
 """Time to the first token of chats that share beginnings, by which of three real workers gets each request.
 
-Three daemons on SmolLM2, a thread each, which on two cores also take time from each other. Some chats at once, each of
-several turns, begin with one of a few system prompts, some far more often than others. Every rule gets fresh workers
-and the same chats, in turns. Ours is the sidecar with its router (``price``); its other one (``affinity``) always sends
-one beginning to one worker. The simple rules are the bench's own and ask the workers directly, so they save what a
-proxy takes; they know which requests run where, and the last one what every worker was sent. Where ``CTXREUSE_PEERS``
-names a Python with vllm-router, that is a rule too (its ``cache_aware``). Baseline: one after another. Peer: the best
-of all others in that figure. ``--model``: a GGUF file, or a known name, instead of SmolLM2.
+Three daemons on SmolLM2, a thread each. They stand for three machines: where control groups can be made (Linux, as
+root), each has a processor of its own, a part of what there is; elsewhere they take time from each other, and a worker
+without requests is no free one. Some chats at once, each of several turns, begin with one of a few system prompts, some
+far more often than others. Every rule gets fresh workers and the same chats, in turns. Ours is the sidecar with its
+router (``price``); its other one (``affinity``) always sends one beginning to one worker. The simple rules are the
+bench's own and ask the workers directly, so they save what a proxy takes; they know which requests run where, and the
+last one what every worker was sent. Where ``CTXREUSE_PEERS`` names a Python with vllm-router, that is a rule too (its
+``cache_aware``). Baseline: one after another. Peer: the best of all others in that figure. ``--model``: a GGUF file, or
+a known name, instead of SmolLM2.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import httpx
 from ctxreuse_cloud.proxy.routes import request_runs
 
 from benchmarks.agents_http import Daemon, ninety_fifth, prose
+from benchmarks.quotas import quota
 from benchmarks.sidecars import Sidecar, VllmRouter
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
@@ -38,6 +41,8 @@ __all__ = ["OPTIONS", "Seen", "Workers", "chats", "figures", "run"]
 OPTIONS = ("model",)
 _WORKERS, _PROMPTS, _TOGETHER = 3, 5, 6
 _SYSTEM, _QUESTION, _TOKENS, _PAUSE, _WAIT = (150, 240), (12, 30), 8, 1.0, 600.0
+#: Of all cores, what the workers have together; the rest is for what is in front of them.
+_SHARE = 0.75
 OURS, AFFINITY, ROUTER = "price", "affinity", "vllm-router"
 #: Rules of the bench, the plain one first.
 SIMPLE = ("round robin", "random", "least load", "longest prefix")
@@ -160,9 +165,12 @@ def run(options: Options) -> list[Figure]:
                 folder = Path(place)
                 urls = list[str]()
                 for worker in range(_WORKERS):
+                    group = stack.enter_context(quota(_SHARE * (os.cpu_count() or 1) / _WORKERS))
                     daemon = Daemon(str(path), folder / f"worker{worker}", 1)
                     stack.callback(daemon.close)
                     urls.append(daemon.url)
+                    if group is not None:
+                        group.take(daemon.pid)
                 workers = Workers(urls, rule)
                 if rule in (OURS, AFFINITY):
                     settings = {"CTXREUSE_CLOUD__ROUTER": rule}

@@ -10,6 +10,8 @@ __all__ = ["NodeLoad"]
 
 #: Seconds over which the busy share of a node is averaged, and after which what was measured of its speed is doubted.
 _BUSY_SECONDS = 600.0
+#: Seconds before which nothing is known of that share: what was seen counts as a part of so many.
+_BEGINNING = 60.0
 #: Weight of a new measurement of a node's speed, and how much slower or faster than others it may be.
 _NEW, _MOST = 0.2, math.log(8)
 #: Seconds of a token and of a token with one before it, before anything was measured: only ratios matter then.
@@ -30,7 +32,8 @@ class NodeLoad:
         #: Those that say nothing before they have ended: they cannot be late.
         self._silent: set[int] = set()
         self._since = 0.0
-        self._busy, self._noted = 0.0, 0.0
+        #: Seconds in which requests waited, older ones for less; until when that is; when the first one came.
+        self._busy, self._noted, self._first = 0.0, 0.0, math.inf
         #: Logarithm of how much slower than the line it is, and when that was measured.
         self._slower, self._measured = 0.0, 0.0
 
@@ -68,23 +71,33 @@ class NodeLoad:
 
     def begin(self, request: int, seconds: float, now: float, *, silent: bool = False) -> None:
         """Note a request that was sent, and what computing its prompt will take; ``silent``: its answer comes whole."""
+        self._note(now)
         if not self._waiting:
             self._since = now
         self._waiting[request] = seconds
         if silent:
             self._silent.add(request)
-        self._busy = self._decayed(now) + seconds
-        self._noted = now
 
     def end(self, request: int, now: float) -> None:
         """Note a first token, or that none comes."""
+        self._note(now)
         self._silent.discard(request)
         if self._waiting.pop(request, None) is not None:
             self._since = now
 
     def busy(self, now: float) -> float:
-        """Return the share of the last minutes that prompts took, from 0; above 1: more came than can be computed."""
-        return self._decayed(now) / _BUSY_SECONDS
+        """Return the share of the last minutes, 0 to 1, in which requests waited for their first token."""
+        known = max(_remembered(now - self._first), _remembered(_BEGINNING))
+        return min(self._waited(now) / known, 1.0)
 
-    def _decayed(self, now: float) -> float:
-        return self._busy * math.exp(-max(now - self._noted, 0.0) / _BUSY_SECONDS)
+    def _waited(self, now: float) -> float:
+        passed = max(now - self._noted, 0.0)
+        return self._busy * math.exp(-passed / _BUSY_SECONDS) + (_remembered(passed) if self._waiting else 0.0)
+
+    def _note(self, now: float) -> None:
+        self._busy, self._noted, self._first = self._waited(now), max(now, self._noted), min(now, self._first)
+
+
+def _remembered(seconds: float) -> float:
+    """What the last ``seconds`` count for, of all that ever was."""
+    return -_BUSY_SECONDS * math.expm1(-max(seconds, 0.0) / _BUSY_SECONDS)

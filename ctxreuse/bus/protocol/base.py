@@ -314,7 +314,7 @@ class Link(Protocol):
         Args:
             request: The blocks.
             keys: Keys of the context on this link, from its start to the last block.
-            payload: Bytes per message (0: the most allowed).
+            payload: Bytes per message (0: 1 MiB, if that is allowed).
             window: Payloads on their way; ``payload * window`` should exceed bandwidth times round trip.
             compute: The cloud computes blocks that it does not store, and sends them as they are made.
             on_done: Called with the seconds until the first bytes and until the end, once all is here. Any thread.

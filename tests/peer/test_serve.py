@@ -178,6 +178,7 @@ def test_small_blocks_are_copied_with_their_heads_as_they_were(tmp_path: Path, l
         mine = Given(salt(node), 6)
         mine.put(node)
         source = node.open_fetch("a", mine.space, mine.keys, state=False)
+        source.prepare(1 << 20, lambda n: memoryview(bytearray(n)))
         order = [5, 4, 3, 2, 1, 0] if last_first else [0, 1, 2, 3, 4, 5]
         source.parts(order[0])
         for item in order[1:]:

@@ -17,9 +17,8 @@ from ctxreuse.store.base import Reader, Store
 
 __all__ = ["StoreSource", "proven"]
 
-#: Items of up to so many bytes are copied whole when their heads are read, of a source up to so many bytes: opening a
-#: read takes as long as copying 200 KiB. Heads are read for so many items at once.
-_SMALL, _COPIED, _AHEAD = 128 << 10, 1 << 20, 4
+#: Heads are read for so many items at once, as long as less than so many bytes were copied with them.
+_AHEAD, _COPIED = 4, 256 << 10
 
 
 def proven(view: BlockView, namespace: Namespace, salt: bytes) -> bool:
@@ -29,10 +28,11 @@ def proven(view: BlockView, namespace: Namespace, salt: bytes) -> bool:
 
 
 class StoreSource(EncodableSource):
-    """Stored blocks; keeps their heads in memory, and small ones that are about to be sent.
+    """Stored blocks; keeps their heads in memory.
 
-    Raises LookupError for a block that is evicted or re-encoded meanwhile. A payload of larger ones is one short read
-    of the store, out of which its pieces are copied once, to where they are sent from.
+    Raises LookupError for a block that is evicted or re-encoded meanwhile. What goes in one payload is copied when its
+    head is read, which saves another read; any other payload is one short read of the store, out of which its pieces
+    are copied once, to where they are sent from.
     """
 
     def __init__(
@@ -52,12 +52,16 @@ class StoreSource(EncodableSource):
         self.count = len(self._items)
         self._offsets: dict[int, tuple[int, ...]] = {}
         self._heads: dict[int, bytes] = {}
-        self._whole: dict[int, bytes] = {}
-        self._copied = 0
+        self._whole: dict[int, memoryview] = {}
+        self._copied = self._most = 0
         self._on_close = on_close
         self._levels: Container[str] = (EXACT,)
         self._coded = False
         self._closed = False
+
+    def prepare(self, whole: int, allocate: Callable[[int], memoryview]) -> None:
+        """See `BlockSource.prepare`."""
+        self._most, self._allocate = whole, allocate
 
     def allow(self, levels: Container[str]) -> None:
         """See `EncodableSource.allow`."""
@@ -112,9 +116,11 @@ class StoreSource(EncodableSource):
 
     def _known(self, item: int, start: int, stop: int) -> memoryview | None:
         """Return bytes of an item that are in memory; a copy of the whole is good for its first payload."""
-        head, whole = self._heads.get(item, b""), self._whole.pop(item, b"")
-        self._copied -= len(whole)
-        return memoryview(whole or head)[start:stop] if stop <= max(len(whole), len(head)) else None
+        head, whole = self._heads.get(item, b""), self._whole.pop(item, None)
+        if whole is not None:
+            self._copied -= len(whole)
+            return whole[start:stop]
+        return memoryview(head)[start:stop] if stop <= len(head) else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Reader]:
@@ -137,8 +143,9 @@ class StoreSource(EncodableSource):
                 raise LookupError(f"stored at {view.header.level}")
             self._offsets[item] = part_offsets(view)
             self._heads[item] = bytes(view.buffer[: view.start])
-            if (size := len(view.buffer)) <= min(_SMALL, _COPIED - self._copied):
-                self._whole[item] = bytes(view.buffer)
+            if (size := len(view.buffer)) <= self._most:
+                self._whole[item] = self._allocate(size)
+                self._whole[item][:] = view.buffer
                 self._copied += size
         elif bytes(view.buffer[: view.start]) != head:
             raise LookupError(self._items[item][0].hex()[:16])

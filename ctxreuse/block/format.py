@@ -153,7 +153,7 @@ class Layout:
 
     @cached_property
     def part_of(self) -> dict[int, int]:
-        """Numbers of the parts in which layers are sent, from 1: the head is part 0."""
+        """Numbers of the parts that layers are sent in, from 1: the head is part 0."""
         return {layer: 1 + i for i, (layer, _) in enumerate(groupby(plane.layer for plane in self.planes))}
 
     @cached_property

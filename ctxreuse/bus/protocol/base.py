@@ -88,8 +88,8 @@ class BlockSource(ABC):
     count: int
 
     def prepare(self, whole: int, allocate: Callable[[int], memoryview]) -> None:  # noqa: B027
-        """Told before anything is asked: an item of up to ``whole`` bytes will be gathered at once, so that it may be
-        read with its head, into memory of ``allocate(nbytes)``."""
+        """Take note, before anything is requested, that an item of up to ``whole`` bytes will be gathered at once: it
+        may be read with its head, into memory of ``allocate(nbytes)``."""
 
     @abstractmethod
     def parts(self, item: int) -> tuple[int, ...] | None:

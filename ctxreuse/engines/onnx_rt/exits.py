@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from ctxreuse.engines.early import EarlyPasses, Lane, ramp_tops
 from ctxreuse.engines.exits import HiddenStates
 from ctxreuse.engines.onnx_rt.arena import KvPool, neighbours
 from ctxreuse.engines.onnx_rt.context import OnnxContext
-from ctxreuse.engines.onnx_rt.model import OnnxModel, floats
+from ctxreuse.engines.onnx_rt.model import GraphPart, OnnxModel, floats
 from ctxreuse.engines.rows import Bits
 from ctxreuse.errors import EngineError
 from ctxreuse.exits.profile import ExitProfile
@@ -26,6 +28,8 @@ __all__ = ["OnnxExitStates", "OnnxExits"]
 _ROW = 0.17
 #: Rows that the head computes at a time, as logits are large.
 _HEAD_ROWS = 64
+#: Passes by which it is known what running in parts adds.
+_TIMED = 9
 
 
 class OnnxExits(EarlyPasses[OnnxContext]):
@@ -36,12 +40,12 @@ class OnnxExits(EarlyPasses[OnnxContext]):
         _check_device(model)
         if profile.layers != model.folder.decoder.num_hidden_layers:
             raise EngineError("the exit profile has no ramps of this model", where=str(model.folder.path))
-        cuts = model.split([ramp.depth for ramp in profile.ramps])
+        whole, cuts = model.parts, model.split([ramp.depth for ramp in profile.ramps])
         self._model, self._threads = model, threads
         if profile.width != model.parts[0].width:
             raise EngineError("the exit profile has no ramps of this model", where=str(model.folder.path))
         *layers, head = (size for cut in cuts for size in cut.nbytes)
-        super().__init__(profile, layers, head, _ROW)
+        super().__init__(profile, layers, head, _ROW, _parted(model, whole))
 
     def _begun(self, ids: Tokens) -> npt.NDArray[np.int64]:
         return ids.astype(np.int64)
@@ -75,6 +79,21 @@ class OnnxExits(EarlyPasses[OnnxContext]):
         hidden = np.concatenate([lane.hidden[:, -1] for lane in lanes])[list(chosen)]
         given = _root_mean_square(floats(hidden, self._model.parts[0].dtype, copy=False))
         return ramp_tops(self._ramps[number], given, self._threads)
+
+
+def _parted(model: OnnxModel, whole: Sequence[GraphPart]) -> float:
+    """What a pass of one token takes more in parts than in ``whole``, which is still open, as a share of that.
+
+    The least times of each, in turns: others may use the processor meanwhile.
+    """
+    slot, token = KvPool(model).lease(1), np.zeros((1, 1), "<i4")
+    least = [inf, inf]
+    for _ in range(_TIMED):
+        for at, parts in enumerate((whole, model.parts)):
+            began = time.perf_counter()
+            model.run(slot.bind(), token, [0], parts=parts)
+            least[at] = min(least[at], time.perf_counter() - began)
+    return max(least[1] / least[0] - 1, 0.0)
 
 
 class OnnxExitStates:

@@ -208,7 +208,9 @@ class _Server:
         parts = np.split(ids, np.cumsum(counts)[:-1])
         found = self._engine.exit_step(list(zip(contexts, parts, msgspec.convert(plans, list[ExitPlan]))))
         value: list[Any] = [
-            (None, WireError.of(one)) if isinstance(one, Exception) else ((one.token, one.left, one.rows), None)
+            (None, WireError.of(one))
+            if isinstance(one, Exception)
+            else ((one.token, one.left, one.rows, one.spent), None)
             for one in found
         ]
         return value, [one.logits for one in found if not isinstance(one, Exception) and one.logits is not None]

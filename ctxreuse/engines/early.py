@@ -110,18 +110,17 @@ class Lane(Generic[C]):
 class EarlyPasses(ABC, Generic[C]):
     """The exits of one model. Different contexts from different threads."""
 
-    def __init__(self, profile: ExitProfile, layers: Sequence[int], head: int, row: float, parted: float = 0.0) -> None:
+    def __init__(self, profile: ExitProfile, layers: Sequence[int], head: int, row: float) -> None:
         """
         Args:
             profile: its ramps; EngineError if it has none.
             layers, head: bytes of weights of each layer, and of what gives logits: by these a token costs.
             row: what a row of several costs of a pass of one: what a token that left costs later.
-            parted: what running in parts adds to a pass, as a share of it.
         """
         if not profile.ramps or profile.layers != len(layers):
             raise EngineError("the exit profile has no ramps of this model")
-        self._ramps, self._count, self._parted = profile.ramps, len(layers), parted
-        self._clock = time.perf_counter
+        self._ramps, self._count, self._clock = profile.ramps, len(layers), time.perf_counter
+        self._parted = 0.0  # what running in parts adds to a pass, as a share of it
         whole = sum(layers) + head
         #: See `ExitEngine.ramps`.
         self.costs = tuple(

@@ -39,7 +39,7 @@ class AnswerExits:
     """The exits of one answer. Not thread-safe.
 
     Attributes:
-        saved: seconds that they saved, less what ramps, parts of the model and completing their tokens took.
+        saved: seconds that they saved, less what ramps, parts of the model, deciding and completing tokens took.
     """
 
     def __init__(self, gate: ExitGate, costs: PassCosts, clock: Callable[[], float]) -> None:
@@ -58,7 +58,9 @@ class AnswerExits:
 
     def plan(self) -> ExitPlan:
         """Return what is to be done for the next token; `stepped` or `passed` follows."""
+        began = self._clock()
         self._plan = self._gate.plan()
+        self.saved -= self._clock() - began  # thresholds are chosen again now and then
         return self._plan
 
     def stepped(self, step: ExitStep, seconds: float, load: PassLoad) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
-from math import inf
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ctxreuse.engines.onnx_rt.context import OnnxContext
 from ctxreuse.engines.onnx_rt.model import GraphPart, OnnxModel, floats
 from ctxreuse.engines.rows import Bits
 from ctxreuse.errors import EngineError
+from ctxreuse.exits import ExitPlan
 from ctxreuse.exits.profile import ExitProfile
 from ctxreuse.identity.keys import Tokens
 
@@ -28,8 +28,8 @@ __all__ = ["OnnxExitStates", "OnnxExits"]
 _ROW = 0.17
 #: Rows that the head computes at a time, as logits are large.
 _HEAD_ROWS = 64
-#: Passes by which it is known what running in parts adds.
-_TIMED = 9
+#: Seconds in which it is measured what running in parts adds, and passes at least and at most.
+_MEASURED, _LEAST, _MOST = 1.5, 5, 50
 
 
 class OnnxExits(EarlyPasses[OnnxContext]):
@@ -45,7 +45,24 @@ class OnnxExits(EarlyPasses[OnnxContext]):
         if profile.width != model.parts[0].width:
             raise EngineError("the exit profile has no ramps of this model", where=str(model.folder.path))
         *layers, head = (size for cut in cuts for size in cut.nbytes)
-        super().__init__(profile, layers, head, _ROW, _parted(model, whole))
+        super().__init__(profile, layers, head, _ROW)
+        self._measure(whole)
+
+    def _measure(self, whole: Sequence[GraphPart]) -> None:
+        """Find out what a pass of one token takes more in parts than in ``whole``, which is still open."""
+        context, token = OnnxContext(KvPool(self._model).lease, _MOST), np.zeros(1, "<i4")
+        plan, seconds, started = ExitPlan(range(len(self._ramps))), (list[float](), list[float]()), self._clock()
+        for count in range(_MOST):
+            if count >= _LEAST and self._clock() - started > _MEASURED:
+                break
+            for parts in (True, False) if count % 2 else (False, True):
+                began, ramps = self._clock(), 0.0
+                if parts:
+                    ramps = self._step([(context, token, plan)])[0].spent
+                else:
+                    self._model.run(context.slot.bind(), token[None], [context.n], parts=whole)
+                seconds[parts].append(self._clock() - began - ramps)
+        self._parted = max(median(seconds[True]) / median(seconds[False]) - 1, 0.0)
 
     def _begun(self, ids: Tokens) -> npt.NDArray[np.int64]:
         return ids.astype(np.int64)
@@ -79,21 +96,6 @@ class OnnxExits(EarlyPasses[OnnxContext]):
         hidden = np.concatenate([lane.hidden[:, -1] for lane in lanes])[list(chosen)]
         given = _root_mean_square(floats(hidden, self._model.parts[0].dtype, copy=False))
         return ramp_tops(self._ramps[number], given, self._threads)
-
-
-def _parted(model: OnnxModel, whole: Sequence[GraphPart]) -> float:
-    """What a pass of one token takes more in parts than in ``whole``, which is still open, as a share of that.
-
-    The least times of each, in turns: others may use the processor meanwhile.
-    """
-    slot, token = KvPool(model).lease(1), np.zeros((1, 1), "<i4")
-    least = [inf, inf]
-    for _ in range(_TIMED):
-        for at, parts in enumerate((whole, model.parts)):
-            began = time.perf_counter()
-            model.run(slot.bind(), token, [0], parts=parts)
-            least[at] = min(least[at], time.perf_counter() - began)
-    return max(least[1] / least[0] - 1, 0.0)
 
 
 class OnnxExitStates:

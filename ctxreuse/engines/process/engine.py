@@ -287,6 +287,10 @@ class ChildEngine:
                 failed[i] = error
         return running, failed
 
+    def use_drafts(self) -> str:
+        """See `DraftEngine.use_drafts`."""
+        return str(self._call("use_drafts").value)
+
     @property
     def ramps(self) -> Sequence[RampCost] | str:
         """See `ExitEngine.ramps`; looked up once."""

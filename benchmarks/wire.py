@@ -41,7 +41,7 @@ from ctxreuse.store import TieredStore, open_store
 
 __all__ = ["SIZES", "Ours", "PlainSocket", "figures_of", "nbytes_of", "run"]
 
-_TOKENS, _HEAD, _WAIT = 64, 64, 60.0
+_TOKENS, _HEAD, _WAIT, _PAYLOAD = 64, 64, 60.0, 4 << 20
 #: Heads and layers whose keys and values of 64 tokens, in 16 bits, have so many bytes.
 SIZES: Final = {"64 KiB": (1, 4), "1 MiB": (2, 32), "3 MiB": (6, 32)}
 
@@ -112,7 +112,7 @@ class Ours:
         """Fetch blocks into fresh memory."""
         stop = first + count
         request = FetchRequest(self._space, self._tokens[: stop * _TOKENS], first=first, order="tail")
-        fetch = self._client.fetch(request, self._keys[:stop])
+        fetch = self._client.fetch(request, self._keys[:stop], payload=_PAYLOAD)  # as `Clouds` asks for on a fast link
         if fetch.tail(count, _WAIT) != count:
             raise EngineError(f"a fetch of the bench ended: {fetch.ended}")
 

@@ -152,6 +152,11 @@ class Layout:
         return tuple(next(run)[0] for _, run in runs)
 
     @cached_property
+    def part_of(self) -> dict[int, int]:
+        """Numbers of the parts that layers are sent in, from 1: the head is part 0."""
+        return {layer: 1 + i for i, (layer, _) in enumerate(groupby(plane.layer for plane in self.planes))}
+
+    @cached_property
     def encoded(self) -> bytes:
         """The canonical bytes that stand in the header."""
         return _encode(self.planes)

@@ -209,7 +209,7 @@ class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure: Annotated[bool, _about("Allow unencrypted TCP beyond loopback")] = False
     heartbeat: Annotated[float, _about("Silence after which a peer is pinged", gt=0, unit="seconds")] = 2.0
     max_payload: Annotated[int, _about("Largest payload of one message", ge=1 << 12, le=16 << 20, unit="bytes")] = (
-        1 << 20
+        4 << 20
     )
 
 

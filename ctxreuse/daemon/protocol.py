@@ -39,6 +39,33 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
         self._limited.write("", logging.WARNING, str(msg), *args, **options)
 
 
+class _Joined:
+    """A transport that joins the writes of one turn of the loop: uvicorn writes the head and the body of an answer by
+    themselves, and each wakes the caller."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._parts = transport, loop, list[bytes]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """See `asyncio.WriteTransport.write`; it is written when the running callback has ended."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        """See `asyncio.BaseTransport.close`."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            data, self._parts = b"".join(self._parts), []
+            self._transport.write(data)
+
+
 class _Connection(H11Protocol):
     seconds: ClassVar[float]
     limited: ClassVar[_Logger]
@@ -49,7 +76,7 @@ class _Connection(H11Protocol):
         self.logger = self.limited  # type: ignore[assignment]
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Joined(transport, self.loop))  # type: ignore[arg-type]
         self._wait()
 
     def data_received(self, data: bytes) -> None:

@@ -19,6 +19,7 @@ from ctxreuse.identity.model import ModelSpace
 __all__ = [
     "Context",
     "DeviceMemoryEngine",
+    "DraftEngine",
     "Engine",
     "Loading",
     "Logits",
@@ -239,6 +240,15 @@ class SlicingEngine(Protocol):
     @property
     def least_slice(self) -> int:
         """Tokens of a prefill that go together at least, however long those wait who only want one token each."""
+        ...
+
+
+@runtime_checkable
+class DraftEngine(Protocol):
+    """An engine that is made ready before it checks several tokens of a draft in one pass."""
+
+    def use_drafts(self) -> str:
+        """Make it ready. Returns why each token of a draft takes a pass of its own all the same; "": none does."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -118,7 +119,8 @@ class EarlyPasses(ABC, Generic[C]):
         """
         if not profile.ramps or profile.layers != len(layers):
             raise EngineError("the exit profile has no ramps of this model")
-        self._ramps, self._count = profile.ramps, len(layers)
+        self._ramps, self._count, self._clock = profile.ramps, len(layers), time.perf_counter
+        self._parted = 0.0  # what running in parts adds to a pass, as a share of it
         whole = sum(layers) + head
         #: See `ExitEngine.ramps`.
         self.costs = tuple(
@@ -201,10 +203,12 @@ class EarlyPasses(ABC, Generic[C]):
             for context, ids, plan in batch:
                 opened.enter_context(self._undone(context))
                 lanes.append(Lane(context, self._begun(ids), [PendingRow(plan.ramps)], context.n, plan))
-            self._run(lanes, 0)
+            began = self._clock()
+            ramps = self._run(lanes, 0)
+            spent = ramps + (self._clock() - began - ramps) * self._parted / (1 + self._parted)
             for context, ids, _ in batch:
                 context.append(ids)
-        return [lane.found for lane in lanes]
+        return [lane.found._replace(spent=spent) for lane in lanes]
 
     def complete(self, context: C) -> None:
         """Compute what the last rows of a context miss."""
@@ -215,9 +219,9 @@ class EarlyPasses(ABC, Generic[C]):
             self._run([lane], depth)
         context.completed += lane.found.rows
 
-    def _run(self, lanes: Sequence[Lane[C]], at: int) -> None:
+    def _run(self, lanes: Sequence[Lane[C]], at: int) -> float:
         """Run the rows of several contexts from layer ``at`` on, and from where they wait those before them, up to the
-        ramp at which all leave.
+        ramp at which all leave. Returns the seconds of ramps.
 
         If some left alone, the pass would save their rows and a later one have them: nothing, and their tokens would
         be less sure.
@@ -226,19 +230,23 @@ class EarlyPasses(ABC, Generic[C]):
         wanted = {number for row in (*waiting, *(lane.rows[-1] for lane in lanes)) for number in row.ramps}
         depths = {self._ramps[number].depth: number for number in wanted}
         stops = {stop for stop in (*depths, *(row.depth for row in waiting)) if stop > at}
+        ramps = 0.0
         for stop in sorted(stops | {self._count}):
             self._advance(lanes, at, stop)
             at, number = stop, depths.get(stop, -1)
             if number >= 0:
+                began = self._clock()
                 self._score(number, lanes)
+                ramps += self._clock() - began
                 if all(lane.may_leave(number) for lane in lanes):
                     for lane in lanes:
                         lane.leave(number, stop)
-                    return
+                    return ramps
             for lane in lanes:
                 self._join(lane, stop)
         for lane, own in zip(lanes, self._logits(lanes)):
             lane.end(own)
+        return ramps
 
     def _join(self, lane: Lane[C], depth: int) -> None:
         """Take along the rows of a context that wait at a depth."""

@@ -26,12 +26,14 @@ class ExitStep(NamedTuple):
         token: what follows it, if it left: the ramp's most likely token.
         left: the ramp at which it left; -1: at none.
         rows: tokens that ran through the whole model, in their order: those that had left before, then its own.
+        spent: seconds of its pass that a pass without exits does not have: ramps, and what running in parts adds.
     """
 
     logits: Logits | None
     token: int
     left: int
     rows: tuple[ExitRow, ...]
+    spent: float = 0.0
 
 
 @runtime_checkable

@@ -181,6 +181,11 @@ class ExitGate:
         self.exited = self.verified = self.wrong = 0
 
     @property
+    def waiting(self) -> int:
+        """Tokens that left and are not verified."""
+        return len(self._places)
+
+    @property
     def budget(self) -> float:
         """The share of tokens that may be wrong."""
         return self._account.ledger.budget

@@ -370,7 +370,7 @@ class _Answer:
     def count_exits(self) -> None:
         """Let its usage have the exits so far."""
         exits = self.exits
-        if isinstance(exits, AnswerExits) and exits.exited and self.usage is not None:
+        if isinstance(exits, AnswerExits) and self.usage is not None:
             tokens, seconds = self.usage.tokens, self.usage.seconds
             tokens = msgspec.structs.replace(tokens, exited=exits.exited, disagreed=exits.disagreed)
             seconds = msgspec.structs.replace(seconds, saved=exits.saved + self._drafts_saved)
@@ -422,7 +422,7 @@ class _Answer:
                 drafted_by_model=own.drafted_by_model,
                 accepted_by_model=own.accepted_by_model,
             )
-            exits_saved = self.exits.saved if isinstance(self.exits, AnswerExits) and self.exits.exited else 0.0
+            exits_saved = self.exits.saved if isinstance(self.exits, AnswerExits) else 0.0
             seconds = msgspec.structs.replace(seconds, saved=own.saved + exits_saved)
             self.usage = msgspec.structs.replace(self.usage, tokens=tokens, seconds=seconds)
 

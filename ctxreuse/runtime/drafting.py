@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from ctxreuse.engines.base import DraftEngine
 from ctxreuse.runtime.draft_model import DraftModel, ModelDrafter
 from ctxreuse.speculate import AnswerDrafter, DraftFile, DraftMemory, DraftPolicy, PipelinedDrafter
 from ctxreuse.why.records import DraftOutcome
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ctxreuse.speculate import PassCosts
 
 __all__ = ["Drafting"]
+
+log = logging.getLogger(__name__)
 
 
 class Drafting:
@@ -56,7 +60,10 @@ class Drafting:
             metrics.watch(lambda: metrics.set("ctxreuse_draft_memory_bytes", self.memory.nbytes))
 
     def try_out(self, target: Engine, text: TextModel | None) -> None:
-        """Let the draft model's use be known before the first answer, see `DraftModel.try_out`."""
+        """Before the first answer, make the engine ready, and let the draft model's use be known, see
+        `DraftModel.try_out`."""
+        if self._here and not self.refused and isinstance(target, DraftEngine) and (why := target.use_drafts()):
+            log.warning("drafts gain nothing: %s", why)
         if self.model is not None and not self.refused:
             self.model.try_out(target, text, self._policy)
 

@@ -17,7 +17,7 @@ from ctxreuse.private import write_private
 from ctxreuse.why.records import ExitOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ctxreuse.engines.base import Context, Engine
     from ctxreuse.engines.exits import ExitStep
@@ -39,11 +39,11 @@ class AnswerExits:
     """The exits of one answer. Not thread-safe.
 
     Attributes:
-        saved: seconds that they saved, less what completing their tokens took.
+        saved: seconds that they saved, less what ramps, parts of the model, deciding and completing tokens took.
     """
 
-    def __init__(self, gate: ExitGate, costs: PassCosts) -> None:
-        self._gate, self._costs, self._plan = gate, costs, ExitPlan()
+    def __init__(self, gate: ExitGate, costs: PassCosts, clock: Callable[[], float]) -> None:
+        self._gate, self._costs, self._clock, self._plan = gate, costs, clock, ExitPlan()
         self.saved = 0.0
 
     @property
@@ -58,7 +58,9 @@ class AnswerExits:
 
     def plan(self) -> ExitPlan:
         """Return what is to be done for the next token; `stepped` or `passed` follows."""
+        began = self._clock()
         self._plan = self._gate.plan()
+        self.saved -= self._clock() - began  # thresholds are chosen again now and then
         return self._plan
 
     def stepped(self, step: ExitStep, seconds: float, load: PassLoad) -> None:
@@ -68,7 +70,9 @@ class AnswerExits:
         self._gate.settle(step.left, step.rows, "batch" if sure and step.left < 0 else "")
         contexts = load.contexts + 1
         plain = self._costs.seconds(contexts)
-        if plain is not None and (contexts > 1 or step.left >= 0 or len(step.rows) > 1):
+        if contexts == len(step.rows) == 1:  # of all layers, for it alone: this pass itself says what a plain one takes
+            self.saved -= step.spent
+        elif plain is not None:
             self.saved += (plain - seconds) / contexts
 
     def passed(self, reason: str) -> None:
@@ -78,7 +82,10 @@ class AnswerExits:
     def complete(self, engine: Engine, context: Context) -> None:
         """Verify the answer's last tokens; the engine is used alone."""
         assert isinstance(engine, ExitEngine)
+        began, waiting = self._clock(), self._gate.waiting
         self._gate.complete(engine.complete_rows(context))
+        if waiting:
+            self.saved -= self._clock() - began
 
     def outcome(self) -> ExitOutcome:
         """Return what became of them."""
@@ -129,7 +136,7 @@ class Exiting:
                     hashlib.blake2b(request.caller.encode(), key=self._salt).digest(), budget
                 )
                 if gate is not None:
-                    return AnswerExits(gate, self._steps.costs)
+                    return AnswerExits(gate, self._steps.costs, self._steps.clock)
             refused = ramps if isinstance(ramps, str) else "callers"
         return ExitOutcome(budget=budget, refused={refused: 1})
 

@@ -297,6 +297,20 @@ def test_an_assembly_follows_the_parts() -> None:
     into.check()
 
 
+def test_a_block_that_came_whole_stays_where_it_arrived() -> None:
+    into, came = buffer(order="tail"), np.frombuffer(DATA[4] + DATA[3] + DATA[2][: OFFSETS[2]], np.uint8)
+    pieces = [(4, 0, len(DATA[4])), (3, 0, len(DATA[3])), (2, 0, OFFSETS[2])]
+    assert into.write(pieces, came.data) == len(came)
+    into.check()
+    write(into, 2, OFFSETS[2], DATA[2][OFFSETS[2] :])
+    assert into.tail(3) == 3
+    views = into.views(3)
+    assert [bytes(view.buffer) for view in views] == DATA[2:]
+    assert [np.shares_memory(np.frombuffer(view.buffer, np.uint8), came) for view in views] == [False, True, True]
+    with pytest.raises(TypeError):
+        views[2].buffer[0] = 0
+
+
 def test_duplicates_are_harmless_and_gaps_are_lost_messages() -> None:
     into = buffer()
     write(into, 0, 0, DATA[0][:3000])

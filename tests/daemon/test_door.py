@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,6 +24,7 @@ from ctxreuse.daemon.client import Client
 from ctxreuse.daemon.key_file import read_keys
 from ctxreuse.daemon.keys import Keys
 from ctxreuse.daemon.middleware import read_body
+from ctxreuse.daemon.protocol import protocol
 from ctxreuse.errors import ConfigError
 from support.waiting import patient, until
 
@@ -227,3 +231,58 @@ def test_a_key_file_that_others_may_read_is_warned_of(tmp_path: Path, caplog: py
     file.chmod(0o600)
     read_keys(str(file))
     assert not caplog.text
+
+
+class Written(asyncio.Transport):
+    """What a connection wrote, write by write; then None if it closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes | None] = []
+
+    def write(self, data: Any) -> None:
+        self.writes.append(bytes(data))
+
+    def close(self) -> None:
+        self.writes.append(None)
+
+    def is_closing(self) -> bool:
+        return None in self.writes
+
+
+def test_an_answer_is_one_write_and_a_stream_is_not_held_back() -> None:
+    turn = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"on", "more_body": True})
+        if scope["path"] == "/slow":
+            await turn.wait()
+        await send({"type": "http.response.body", "body": b"ce", "more_body": False})
+
+    async def ask(path: bytes) -> tuple[list[bytes | None], list[bytes | None]]:
+        config = uvicorn.Config(app, http=protocol(5.0), log_config=None, access_log=False, lifespan="off")
+        config.load()
+        transport, server = Written(), uvicorn.Server(config)
+        connection: Any = config.http_protocol_class(config=config, server_state=server.server_state, app_state={})
+        connection.connection_made(transport)
+        connection.data_received(b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        before = list(transport.writes)
+        turn.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        return before, transport.writes
+
+    _, writes = asyncio.run(ask(b"/"))
+    assert writes[0] is not None
+    assert writes[0].endswith(b"\r\n\r\nonce")
+    assert set(writes[1:]) == {None}  # and what was left was written before it closed
+    turn.clear()
+    before, writes = asyncio.run(ask(b"/slow"))
+    assert len(before) == 1
+    assert before[0] is not None
+    assert before[0].endswith(b"\r\n\r\non")
+    assert (writes[1], set(writes[2:])) == (b"ce", {None})

@@ -64,6 +64,41 @@ def test_answers_within_a_budget_are_counted_and_explained(engine: Any) -> None:
     runtime.close()
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+def test_seconds_saved_are_what_whole_passes_would_have_taken_more(answers: int) -> None:
+    """By a clock that layers, ramps and parts of passes advance: what they are charged with is known to the digit."""
+    engine, now = early_engine(), [0.0]
+    assert engine.batches  # found out by trying, which takes passes
+    for layer in engine.model.model.layers:  # a row more costs a fifth of a layer
+        layer.register_forward_hook(lambda _, given, __: now.__setitem__(0, now[0] + 0.8 + 0.2 * given[0].shape[1]))
+    exits = engine._exits
+    exits._clock, exits._parted = lambda: now[0], 0.1
+    tops, advance = exits._tops, exits._advance
+
+    def costly_tops(*given: Any) -> Any:
+        now[0] += 0.3
+        return tops(*given)
+
+    def costly_advance(lanes: Any, at: int, stop: int) -> None:
+        began = now[0]
+        advance(lanes, at, stop)
+        now[0] += 0.1 * (now[0] - began)
+
+    exits._tops, exits._advance = costly_tops, costly_advance
+    runtime = Runtime(engine, None, RuntimeOptions(exits=0.2, clock=lambda: now[0]))
+    for seed in range(3):
+        found = runtime.complete_many(ids_of(seed), GREEDY.answers(answers))
+        for one in found:
+            next(one)
+        began, passes = now[0], runtime.steps.stats().passes
+        list(pieces_in_turn(found))
+        whole = (runtime.steps.stats().passes - passes) * 6 * (0.8 + 0.2 * answers)
+        saved = sum(one.usage.seconds.saved for one in found)
+        assert saved == pytest.approx(whole - (now[0] - began), abs=1e-6)
+    assert found[0].usage.tokens.exited > 20
+    runtime.close()
+
+
 def test_answers_that_share_passes_leave_early_in_them(engine: Any) -> None:
     runtime = Runtime(engine, None, RuntimeOptions(exits=0.2))
     answer(runtime, 0)  # what is learnt first

@@ -22,6 +22,7 @@ NEW_VALUES = {
     ("edge.max_waiting", "32"): 128,
     ("store.policy", "duel"): "adaptive",
     ("engine.dtype", "float32"): "auto",
+    ("bus.max_payload", "1048576"): 4 << 20,
 }
 
 

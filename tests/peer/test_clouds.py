@@ -149,7 +149,7 @@ def test_the_wrong_and_the_absent_are_not_asked(engine: Any) -> None:
 def test_keys_and_window_follow_the_link(engine: Any) -> None:
     tokens, space = random_tokens(engine, 8 * 16 + 3), engine.space
     one, two = Told("one", announced=8), Told("two", announced=0, salt=b"t" * 16)
-    for bandwidth, rtt, most in ((0.0, 0.0, 1 << 20), (2.5e6, 0.04, 1 << 18), (1e9, 0.1, 1 << 20)):
+    for bandwidth, rtt, most in ((0.0, 0.0, 1 << 20), (2.5e6, 0.04, 1 << 18), (1e9, 0.1, 4 << 20)):
         remote = clouds(one, two, bandwidth=bandwidth, rtt=rtt)
         offer = remote.offer(space, tokens, after=0, timeout=1)
         assert offer is not None

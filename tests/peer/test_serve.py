@@ -151,13 +151,13 @@ def test_a_source_hands_out_the_bytes_of_the_store(tmp_path: Path) -> None:
 
 def test_a_block_that_goes_or_changes_during_a_fetch_is_a_lookup_error(tmp_path: Path) -> None:
     with service(tmp_path) as node:
-        mine = Given(salt(node), 4)
+        mine = Given(salt(node), 4, floats=20_000)
         mine.put(node)
         source = node.open_fetch("a", mine.space, mine.keys, state=False)
         offsets = source.parts(0)
         for item in (1, 2, 3):
             source.parts(item)
-        other = rekey(Context(4, floats=64).block(1, fill=3), mine.keys[1], mine.keys[0])
+        other = rekey(Context(4, floats=20_000).block(1, fill=3), mine.keys[1], mine.keys[0])
         node.store.put(mine.keys[1], other, replace=True)
         with pytest.raises(LookupError):
             source.read(1, offsets[1], offsets[2])
@@ -170,6 +170,49 @@ def test_a_block_that_goes_or_changes_during_a_fetch_is_a_lookup_error(tmp_path:
         with pytest.raises(LookupError):
             node.open_fetch("a", mine.space, mine.keys, state=False)
         source.close()
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_small_blocks_are_copied_with_their_heads_as_they_were(tmp_path: Path, last_first: bool) -> None:
+    with service(tmp_path) as node:
+        mine = Given(salt(node), 6)
+        mine.put(node)
+        source = node.open_fetch("a", mine.space, mine.keys, state=False)
+        source.prepare(1 << 20, lambda n: memoryview(bytearray(n)))
+        order = [5, 4, 3, 2, 1, 0] if last_first else [0, 1, 2, 3, 4, 5]
+        source.parts(order[0])
+        for item in order[1:]:
+            node.store.drop(mine.keys[item], "evicted")
+        for item in order[:4]:  # the three after the first were copied with it
+            size = source.parts(item)[-1]
+            assert bytes(source.gather([(item, 0, size)], lambda n: memoryview(bytearray(n)))) == bytes(
+                mine.blocks[item]
+            )
+        with pytest.raises(LookupError):
+            source.parts(order[4])
+        with pytest.raises(LookupError):  # a copy is good for one payload
+            source.read(order[1], 0, size)
+        source.close()
+
+
+def test_the_store_learns_of_a_fetch_at_the_next_call_or_at_its_end(tmp_path: Path) -> None:
+    store = TieredStore(16 << 20)
+    seen: list[list[bytes]] = []
+    store.on_lookup = lambda keys, tokens: seen.append(list(keys))  # type: ignore[method-assign]
+    with service(tmp_path, store) as node:
+        mine = Given(salt(node), 3)
+        mine.put(node)
+        source = node.open_fetch("a", mine.space, mine.keys, state=False)
+        assert seen == []
+        source.close()
+        source.close()
+        assert seen == [mine.keys]
+        source = node.open_fetch("a", mine.space, mine.keys[:2], state=False)
+        node.match("a", mine.space, mine.keys)
+        assert seen == [mine.keys, mine.keys[:2]]
+        source.close()
+        assert len(seen) == 2
+    store.close()
 
 
 def test_states_are_given_at_the_end_of_held_blocks(tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ class BlockSource(ABC):
 
     count: int
 
+    def prepare(self, whole: int, allocate: Callable[[int], memoryview]) -> None:  # noqa: B027
+        """Take note, before anything is requested, that an item of up to ``whole`` bytes will be gathered at once: it
+        may be read with its head, into memory of ``allocate(nbytes)``."""
+
     @abstractmethod
     def parts(self, item: int) -> tuple[int, ...] | None:
         """Return ascending byte offsets of an item's parts, ending with its size; None while it is being made.
@@ -314,7 +318,7 @@ class Link(Protocol):
         Args:
             request: The blocks.
             keys: Keys of the context on this link, from its start to the last block.
-            payload: Bytes per message (0: the most allowed).
+            payload: Bytes per message (0: 1 MiB, if that is allowed).
             window: Payloads on their way; ``payload * window`` should exceed bandwidth times round trip.
             compute: The cloud computes blocks that it does not store, and sends them as they are made.
             on_done: Called with the seconds until the first bytes and until the end, once all is here. Any thread.

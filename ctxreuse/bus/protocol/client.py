@@ -34,6 +34,9 @@ from ctxreuse.identity.model import ModelSpace
 
 __all__ = ["ClientSession", "FetchReceiver", "PendingMatch"]
 
+#: Bytes of a payload where nobody knows the link: a larger one would look like silence on a slow one.
+_PAYLOAD = 1 << 20
+
 
 class PendingMatch(msgspec.Struct, eq=False):
     """A match, or a deletion, that waits for its answer."""
@@ -200,8 +203,7 @@ class ClientSession(Session):
 
         Args:
             buffer: Where the blocks go.
-            payload: Bytes per message at most (0: the most that both sides allow); smaller ones let others through
-                sooner on a slow link.
+            payload: Bytes per message at most (0: 1 MiB); smaller ones let others through sooner on a slow link.
             window: Payloads that may be on their way.
             compute: The cloud computes blocks that it does not store; at most 2^18 tokens.
         """
@@ -241,7 +243,7 @@ class ClientSession(Session):
             blocks: What is offered.
             read: Returns the sealed bytes of block i, in the link's thread (LookupError if it is no longer stored); the
                 memory must not change while it is referenced.
-            payload: Bytes per message at most (0: the most allowed).
+            payload: Bytes per message at most (0: 1 MiB).
             request: Filled with the result.
         """
         keys, sizes = wire.join_keys(blocks.keys), tuple(blocks.sizes)
@@ -437,7 +439,7 @@ class ClientSession(Session):
 
     def _payload_limit(self, wanted: int) -> int:
         most = min(self._terms.max_payload, self.limits.terms.max_payload)
-        return min(wanted or most, most)
+        return min(wanted or _PAYLOAD, most)
 
     def _bulk(self) -> list[Frame] | None:
         while (sending := self._scheduler.pick(self)) is not None:

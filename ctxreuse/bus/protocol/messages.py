@@ -124,7 +124,7 @@ class Hello(Body, frozen=True, array_like=True):
     node: _Node
     program: _Text = ""
     spaces: _Spaces = ()
-    max_payload: _LinkPayload = 1 << 20
+    max_payload: _LinkPayload = 4 << 20
     epoch: _Number = 0
     version: _Number = 0
     models: _Models = ()
@@ -135,7 +135,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     """A cloud's limits of a link: bytes per payload, open fetches and prefills, open puts, bytes per block, payloads
     that credit may run ahead, milliseconds of heartbeat and silence."""
 
-    max_payload: _LinkPayload = 1 << 20
+    max_payload: _LinkPayload = 4 << 20
     transfers: Annotated[int, Meta(ge=1, le=4096)] = 32
     puts: Annotated[int, Meta(ge=1, le=64)] = 2
     max_block: _Size = 64 << 20

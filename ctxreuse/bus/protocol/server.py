@@ -80,6 +80,8 @@ class ServerSession(Session):
         self._progress: dict[int, tuple[int, float]] = {}  # of a transfer, and when it last changed
         self._announcer = Announcer(service, self.limits)
         self._turn = False
+        #: A transfer of which the last payload has just gone.
+        self._sent: SendTransfer | None = None
 
     # ---- called by the owner of the transport ----
 
@@ -121,7 +123,8 @@ class ServerSession(Session):
     @property
     def talks(self) -> bool:
         """True if `next` has something that does not depend on the scheduler (control, announcements)."""
-        return self._open and bool(self._control or self._owed or (self.grant is not None and self._announcer.pending))
+        waits = self._control or self._owed or self._sent is not None
+        return self._open and bool(waits or (self.grant is not None and self._announcer.pending))
 
     def close(self, reason: str = "drain") -> None:
         """End what runs and tell the peer why; `next` still returns those messages."""
@@ -275,6 +278,8 @@ class ServerSession(Session):
         terms = self.limits.terms
         if message.credit > terms.window:
             raise ProtocolError(f"credit of {message.credit}, {terms.window} is the most", where=self._who())
+        if self._sent is not None:
+            self._finish(self._sent)
         if not self._room(message, len(self._sending), terms.transfers):
             return
         source = None
@@ -402,6 +407,9 @@ class ServerSession(Session):
             if self.reason:
                 self._die(self.reason)
             return None
+        if self._sent is not None:
+            self._finish(self._sent)
+            return self._urgent()
         self._turn = not self._turn
         if self._turn and (announcement := self._announcer.next()) is not None:
             return wire.encode(announcement)
@@ -413,17 +421,22 @@ class ServerSession(Session):
                 break
             if frames is not None:
                 self.scheduler.served(sending)
-            if sending.finished:
-                self._say(messages.Done(sending.id, sending.round, sending.sent))
-                self._forget(sending.id)
             if frames is not None:
+                self._sent = sending if sending.finished else None
                 return frames
+            if sending.finished:
+                self._finish(sending)
         if self._control:
             return self._urgent()
         announcement = self._announcer.next()
         return wire.encode(announcement) if announcement is not None else None
 
     # ---- ends ----
+
+    def _finish(self, sending: SendTransfer) -> None:
+        """End a transfer of which all is sent; after its last payload, which need not wait for what closing takes."""
+        self._say(messages.Done(sending.id, sending.round, sending.sent))
+        self._forget(sending.id)
 
     def _watch(self, number: int) -> None:
         sending = self._sending.get(number)
@@ -446,6 +459,8 @@ class ServerSession(Session):
         self._progress.pop(number, None)
         self._owed.pop(number, None)
         if sending is not None:
+            if sending is self._sent:
+                self._sent = None
             self.scheduler.remove(sending)
             sending.close()
         if receiver is not None:

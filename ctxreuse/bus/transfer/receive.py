@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Container, Sequence
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,10 @@ def part_offsets(view: BlockView) -> tuple[int, ...]:
 class _Item:
     """One block or state; its bytes arrive from first to last."""
 
-    __slots__ = ("buffer", "bytes", "check", "filled", "offsets", "parts", "start", "view")
+    __slots__ = ("bytes", "check", "filled", "offsets", "parts", "start", "view")
 
     def __init__(self) -> None:
-        self.buffer: npt.NDArray[np.uint8] | None = None
-        self.bytes = memoryview(b"")
+        self.bytes = memoryview(b"")  # of its size, once that is known
         self.filled = self.parts = self.start = 0
         self.check = b""
         self.view: BlockView | None = None
@@ -59,7 +58,7 @@ class _Item:
 
     @property
     def whole(self) -> bool:
-        return self.buffer is not None and self.filled == len(self.bytes)
+        return 0 < self.filled == len(self.bytes)
 
 
 def _allowed(level: str, levels: Container[str], base: str) -> bool:
@@ -123,8 +122,9 @@ class ReceiveBuffer:
 class FetchBuffer(ReceiveBuffer):
     """Blocks of one fetch as they arrive; a `ctxreuse.bus.remote.Fetch`.
 
-    One thread, the link's, writes; any others wait and read. Memory of a block is allocated once its first bytes are
-    here and the lengths in them are what ``space`` implies (for a state: at most `_STATE_LIMIT` bytes). Each head is
+    One thread, the link's, writes; any others wait and read. A block that arrives whole stays where it arrived; memory
+    of others is allocated once their first bytes are here and the lengths in them are what ``space`` implies (for a
+    state: at most `_STATE_LIMIT` bytes). Each head is
     compared with the request as soon as it is complete: model space, key, parent, token ids, position, layout, level.
     Planes are not verified: the reader compares checksums. A peer that sends something else ends the fetch with
     ``foreign``, one that sends a level that was not allowed with ``level``.
@@ -159,14 +159,12 @@ class FetchBuffer(ReceiveBuffer):
         self._parents = (keys[first - 1] if first else ROOT, *self.keys[:-1])
         self._tokens = np.ascontiguousarray(tokens[first * step : len(keys) * step], "<i4").tobytes()
         self._layout = block_layout(space)
-        layers = [layer for layer, _ in groupby(plane.layer for plane in self._layout.planes)]
-        self._part_of = {layer: 1 + i for i, layer in enumerate(layers)}
         self._header_limit = (
             len(self._layout.encoded) + 8 * len(self._layout.planes) + 4 * step + 3 * KEY_BYTES + _HEADER_SLACK
         )
         self._items = [_Item() for _ in range(self.count + request.state + refine * self.count)]
         #: Blocks whose part p is complete; part 0 counts when its head has been checked.
-        self._whole = [0] * (1 + len(layers))
+        self._whole = [0] * (1 + len(self._layout.layer_offsets))
         self._tail = 0
         self._slab = np.empty(0, np.uint8)
         self._placed = 0
@@ -181,7 +179,8 @@ class FetchBuffer(ReceiveBuffer):
     # ---- the link's thread ----
 
     def write(self, pieces: Sequence[Piece], payload: memoryview) -> int:
-        """Write one payload, the concatenated ``pieces``; returns the number of bytes that were new.
+        """Write one payload, the concatenated ``pieces``; returns the number of bytes that were new. Its memory, which
+        must not change, is kept where blocks came whole.
 
         Bytes that are here already are compared and counted in ``duplicates``. After the end nothing is written. Raises
         ProtocolError for a gap (a lost message: the fetch may be resumed) and for wrong bytes (which end the fetch).
@@ -226,7 +225,7 @@ class FetchBuffer(ReceiveBuffer):
         if start > item.filled:
             lost = f"{start - item.filled} bytes of item {number} are missing"
             raise ProtocolError(lost, where=self.keys[0].hex()[:16], fix="The link is opened again and asks for them")
-        if item.buffer is None:
+        if not item.bytes:
             self._allocate(item, number, data)
         stop = start + len(data)
         if stop > len(item.bytes):
@@ -238,7 +237,8 @@ class FetchBuffer(ReceiveBuffer):
                 raise self._foreign(f"item {number} came twice and differs")
         if stop <= item.filled:
             return 0
-        item.bytes[item.filled : stop] = data[known:]
+        if item.bytes is not data:
+            item.bytes[item.filled : stop] = data[known:]
         before, item.filled = item.filled, stop
         self.received += stop - before
         if item.view is None and stop >= item.start:
@@ -266,8 +266,11 @@ class FetchBuffer(ReceiveBuffer):
             fits = 0 < header <= MAX_HEADER and start <= total <= _STATE_LIMIT
         if not fits:
             raise self._foreign(f"item {number} says it has {total} bytes, {header} of them header")
-        item.buffer = self._memory(total) if number < self.count else np.empty(total, np.uint8)
-        item.bytes, item.start, item.check = item.buffer.data, start, check
+        if len(data) == total:
+            item.bytes = data
+        else:
+            item.bytes = (self._memory(total) if number < self.count else np.empty(total, np.uint8)).data
+        item.start, item.check = start, check
 
     def _memory(self, total: int) -> npt.NDArray[np.uint8]:
         """Allocate a block. Blocks of a space are equally large (but for a header that grows by a page) and share
@@ -282,9 +285,8 @@ class FetchBuffer(ReceiveBuffer):
 
     def _head(self, item: _Item, number: int) -> BlockView:
         """Check an item's head; returns its view."""
-        assert item.buffer is not None
         try:
-            view = parse(item.buffer, space=self.space.digest)
+            view = parse(item.bytes, space=self.space.digest)
         except FormatError as error:
             raise self._foreign(f"item {number}: {error.what}") from None
         header, state = view.header, number == self.count and self.wants_state
@@ -310,11 +312,12 @@ class FetchBuffer(ReceiveBuffer):
 
     def _count(self, item: _Item, number: int) -> None:
         with self._changed:
-            while item.parts < len(item.offsets) - 1 and item.filled >= item.offsets[item.parts + 1]:
-                if number < self.count:
-                    self._whole[item.parts] += 1
-                item.parts += 1
-            while self._tail < self.count and self._items[self.count - 1 - self._tail].whole:
+            before, item.parts = item.parts, bisect_right(item.offsets, item.filled) - 1
+            count = self.count
+            if number < count:
+                for part in range(before, item.parts):
+                    self._whole[part] += 1
+            while self._tail < count and self._items[count - 1 - self._tail].whole:
                 self._tail += 1
 
     def _foreign(self, what: str, reason: str = "foreign") -> ProtocolError:
@@ -335,7 +338,7 @@ class FetchBuffer(ReceiveBuffer):
 
     def wait_layer(self, layer: int, timeout: float) -> None:
         """See `Fetch.wait_layer`; returns at once if blocks have no planes of ``layer``."""
-        part = self._part_of.get(layer)
+        part = self._layout.part_of.get(layer)
         if part is not None:
             self._wait(lambda: self._whole[part] == self.count, timeout, f"layer {layer}")
 
@@ -387,7 +390,7 @@ class FetchBuffer(ReceiveBuffer):
             assert self.refines or len(self._items) == self.count + self.wants_state
             for item in self._items:
                 assert item.filled <= len(item.bytes)
-                assert (item.view is not None) == (item.buffer is not None and item.filled >= item.start)
+                assert (item.view is not None) == (item.filled >= item.start > 0)
                 known = sum(item.filled >= end for end in item.offsets[1:])
                 assert item.parts == known, f"{item.parts} parts counted, {known} are whole"
             for part, counted in enumerate(self._whole):

@@ -135,6 +135,7 @@ class SendTransfer:
         self._woken, self._waits = False, False
         self._failed: LookupError | None = None  # found ahead, raised when what is good was sent
         self._spans = self._plan()
+        self.source.prepare(plan.payload if plan.order != "layers" else 0, self._memory.take)
         self.source.watch(self.wake)
         self._next: _Span | None = self._ahead()
         if self._failed is not None:

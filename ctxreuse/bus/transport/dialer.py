@@ -340,7 +340,6 @@ class Dialer:
             frames = receive(socket)
             before = session.counts["bytes_in"]
             now = time.monotonic()
-            # The session copies payloads once, to where they belong; the frames' memory is free when this returns.
             session.receive([frame.buffer for frame in frames], now)
             if self._estimate is not None:
                 self._measure(now, session.counts["bytes_in"] - before)

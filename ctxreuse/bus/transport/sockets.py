@@ -32,7 +32,7 @@ __all__ = [
 #: Frames from this size on are sent without copying: below it the bookkeeping costs more than the copy.
 COPY_BELOW = 256 << 10
 #: Messages that may wait in a socket for one peer, each way. Credit keeps honest peers far below it.
-SEND_QUEUE, RECEIVE_QUEUE = 32, 64
+SEND_QUEUE, RECEIVE_QUEUE = 16, 16
 _HANDSHAKE_MS = 5_000
 # Plain numbers: combining these enums takes as long as sending a small frame.
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

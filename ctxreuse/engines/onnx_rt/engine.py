@@ -123,6 +123,16 @@ class OnnxEngine(UserCodec):
                 found[number] = row.copy()
         return [found[number] for number in range(len(batch))]
 
+    def use_drafts(self) -> str:
+        """See `DraftEngine.use_drafts`: a graph with logits after its last token only is cut before what gives them."""
+        with self._opening:
+            if self._model.last_only:
+                try:
+                    self._model.split([])
+                except EngineError as error:
+                    return str(error)
+        return ""
+
     def _check_draft(self, context: Context, tokens: Tokens, rows: int) -> Logits:
         """Append tokens in one pass, and return the logits after the last ``rows``; one by one if the graph has none
         but the last."""

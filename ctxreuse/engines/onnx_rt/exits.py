@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from ctxreuse.engines.early import EarlyPasses, Lane, ramp_tops
 from ctxreuse.engines.exits import HiddenStates
 from ctxreuse.engines.onnx_rt.arena import KvPool, neighbours
 from ctxreuse.engines.onnx_rt.context import OnnxContext
-from ctxreuse.engines.onnx_rt.model import OnnxModel, floats
+from ctxreuse.engines.onnx_rt.model import GraphPart, OnnxModel, floats
 from ctxreuse.engines.rows import Bits
 from ctxreuse.errors import EngineError
+from ctxreuse.exits import ExitPlan
 from ctxreuse.exits.profile import ExitProfile
 from ctxreuse.identity.keys import Tokens
 
@@ -26,6 +28,8 @@ __all__ = ["OnnxExitStates", "OnnxExits"]
 _ROW = 0.17
 #: Rows that the head computes at a time, as logits are large.
 _HEAD_ROWS = 64
+#: Seconds in which it is measured what running in parts adds, and passes at least and at most.
+_MEASURED, _LEAST, _MOST = 1.5, 5, 50
 
 
 class OnnxExits(EarlyPasses[OnnxContext]):
@@ -36,12 +40,29 @@ class OnnxExits(EarlyPasses[OnnxContext]):
         _check_device(model)
         if profile.layers != model.folder.decoder.num_hidden_layers:
             raise EngineError("the exit profile has no ramps of this model", where=str(model.folder.path))
-        cuts = model.split([ramp.depth for ramp in profile.ramps])
+        whole, cuts = model.parts, model.split([ramp.depth for ramp in profile.ramps])
         self._model, self._threads = model, threads
         if profile.width != model.parts[0].width:
             raise EngineError("the exit profile has no ramps of this model", where=str(model.folder.path))
         *layers, head = (size for cut in cuts for size in cut.nbytes)
         super().__init__(profile, layers, head, _ROW)
+        self._measure(whole)
+
+    def _measure(self, whole: Sequence[GraphPart]) -> None:
+        """Find out what a pass of one token takes more in parts than in ``whole``, which is still open."""
+        context, token = OnnxContext(KvPool(self._model).lease, _MOST), np.zeros(1, "<i4")
+        plan, seconds, started = ExitPlan(range(len(self._ramps))), (list[float](), list[float]()), self._clock()
+        for count in range(_MOST):
+            if count >= _LEAST and self._clock() - started > _MEASURED:
+                break
+            for parts in (True, False) if count % 2 else (False, True):
+                began, ramps = self._clock(), 0.0
+                if parts:
+                    ramps = self._step([(context, token, plan)])[0].spent
+                else:
+                    self._model.run(context.slot.bind(), token[None], [context.n], parts=whole)
+                seconds[parts].append(self._clock() - began - ramps)
+        self._parted = max(median(seconds[True]) / median(seconds[False]) - 1, 0.0)
 
     def _begun(self, ids: Tokens) -> npt.NDArray[np.int64]:
         return ids.astype(np.int64)

@@ -164,13 +164,20 @@ class OnnxModel:
         size = ITEM_BYTES[self.dtype]
         return {at: heads * capacity * self.dim * size for at, heads in self.heads.items()}
 
-    def run(self, bind: Binder, ids: Tokens, starts: Sequence[int], wanted: int = 1) -> Logits:
+    def run(
+        self,
+        bind: Binder,
+        ids: Tokens,
+        starts: Sequence[int],
+        wanted: int = 1,
+        parts: Sequence[GraphPart] = (),
+    ) -> Logits:
         """Append ``ids`` [contexts, tokens] to contexts whose K and V ``bind`` binds, from positions ``starts`` on.
 
         Returns the logits after the last ``wanted`` tokens of each, [contexts, wanted, vocab] (without that axis for 1;
-        more than 1 only unless ``last_only``). Raises EngineError.
+        more than 1 only unless ``last_only``). ``parts``: those of another split. Raises EngineError.
         """
-        parts, given = self.parts, ids.astype(np.int64)[None]
+        parts, given = parts or self.parts, ids.astype(np.int64)[None]
         if len(parts) > 1:
             hidden = self._advance(parts, bind, given, starts)
             logits = self.logits(hidden[0, :, -wanted:].reshape(-1, hidden.shape[-1]))

@@ -287,6 +287,10 @@ class ChildEngine:
                 failed[i] = error
         return running, failed
 
+    def use_drafts(self) -> str:
+        """See `DraftEngine.use_drafts`."""
+        return str(self._call("use_drafts").value)
+
     @property
     def ramps(self) -> Sequence[RampCost] | str:
         """See `ExitEngine.ramps`; looked up once."""
@@ -320,8 +324,8 @@ class ChildEngine:
                 if step is None:
                     found[i] = _error(raw)
                 else:
-                    token, left, rows = msgspec.convert(step, tuple[int, int, tuple[ExitRow, ...]])
-                    found[i] = ExitStep(next(logits) if left < 0 else None, token, left, rows)
+                    token, left, rows, spent = msgspec.convert(step, tuple[int, int, tuple[ExitRow, ...], float])
+                    found[i] = ExitStep(next(logits) if left < 0 else None, token, left, rows, spent)
         return [found[i] for i in range(len(batch))]
 
     def complete_rows(self, context: Context) -> tuple[ExitRow, ...]:

@@ -20,7 +20,7 @@ from ctxreuse.codec import Codec, ProfileStore
 from ctxreuse.codec.profile_bytes import read_profile
 from ctxreuse.config import EngineConfig
 from ctxreuse.constrain import HasVocabulary
-from ctxreuse.engines.base import Context, DeviceMemoryEngine, Engine, Loading, SlicingEngine
+from ctxreuse.engines.base import Context, DeviceMemoryEngine, DraftEngine, Engine, Loading, SlicingEngine
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, RelocatedContext, Relocation
 from ctxreuse.engines.exits import ExitEngine
 from ctxreuse.engines.fork import fork_context
@@ -59,7 +59,7 @@ _THREADS = 8
 #: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
 _COMPUTES = frozenset((
     "fork", "prefill", "score", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention",
-    "recompute_rows", "ramps", "exit_step", "complete_rows",
+    "recompute_rows", "ramps", "exit_step", "complete_rows", "use_drafts",
 ))  # fmt: skip
 
 #: The result of a verb: a value, and arrays.
@@ -208,7 +208,9 @@ class _Server:
         parts = np.split(ids, np.cumsum(counts)[:-1])
         found = self._engine.exit_step(list(zip(contexts, parts, msgspec.convert(plans, list[ExitPlan]))))
         value: list[Any] = [
-            (None, WireError.of(one)) if isinstance(one, Exception) else ((one.token, one.left, one.rows), None)
+            (None, WireError.of(one))
+            if isinstance(one, Exception)
+            else ((one.token, one.left, one.rows, one.spent), None)
             for one in found
         ]
         return value, [one.logits for one in found if not isinstance(one, Exception) and one.logits is not None]
@@ -216,6 +218,9 @@ class _Server:
     def do_complete_rows(self, context: Context, *, call: Call) -> Outcome:
         assert isinstance(self._engine, ExitEngine)
         return self._engine.complete_rows(context), ()
+
+    def do_use_drafts(self, *, call: Call) -> Outcome:
+        return self._engine.use_drafts() if isinstance(self._engine, DraftEngine) else "", ()
 
     def do_crop(self, context: Context, n: int, *, call: Call) -> Outcome:
         return self._engine.crop(context, n), ()

@@ -283,5 +283,5 @@ def _window(estimate: LinkEstimate) -> tuple[int, int]:
     """Return the bytes per payload and payloads on their way: some 50 ms of the link each, two round trips together."""
     if not estimate.bandwidth:
         return 256 << 10, 16
-    payload = int(min(max(estimate.bandwidth * 0.05, 64 << 10), 1 << 20))
+    payload = int(min(max(estimate.bandwidth * 0.05, 64 << 10), 4 << 20))
     return payload, int(min(max(2 * estimate.bandwidth * estimate.rtt / payload + 4, 8), 128))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,7 @@ class StoreService:
         )
         self._giver_of, self._revoked, self._seen = options.giver_of, options.revoked, frozenset[bytes]()
         self._jobs: dict[tuple[str, bytes, bytes], PrefillJob] = {}
+        self._used = deque[Sequence[bytes]]()  # by fetches of which the store does not know yet
         self._answers = Shares[str](_ANSWERS, owners.has_one_tenant)
         self._prefill_bytes = Shares[str](_PREFILL_BYTES, owners.has_one_tenant)
         self._lock = threading.Lock()
@@ -145,12 +146,18 @@ class StoreService:
         mine = Namespace(tenant, space)
         if not keys or any(self._owners.owner(key) != mine for key in keys):
             raise LookupError("not found")
-        first = self._store.entries(keys[:1])[0]
-        if first is not None:
-            self._store.on_lookup(keys, first.tokens)
-        self._store.touch([keys[-1]])
         self._count("served", len(keys))
-        return StoreSource(self._store, mine, self._owners.salt(tenant), keys, state)
+        self._used.append(keys)
+        return StoreSource(self._store, mine, self._owners.salt(tenant), keys, state, self._learn)
+
+    def _learn(self) -> None:
+        """Tell the store what was fetched, at the next call or a fetch's end: it takes as long as reading a block."""
+        while self._used:
+            keys = self._used.popleft()
+            first = self._store.entries(keys[:1])[0]
+            if first is not None:
+                self._store.on_lookup(keys, first.tokens)
+            self._store.touch([keys[-1]])
 
     def open_put(self, tenant: str, request: PutRequest, *, user: str = "") -> BlockReceiver:
         """See `Service.open_put`."""
@@ -311,6 +318,7 @@ class StoreService:
 
     def _settle(self) -> None:
         """Follow the store and the audit."""
+        self._learn()
         if self._auditor is not None:
             for result in self._auditor.results():
                 self._take_verdict(result)

@@ -17,6 +17,9 @@ from ctxreuse.store.base import Reader, Store
 
 __all__ = ["StoreSource", "proven"]
 
+#: Heads are read for so many items at once, as long as less than so many bytes were copied with them.
+_AHEAD, _COPIED = 4, 256 << 10
+
 
 def proven(view: BlockView, namespace: Namespace, salt: bytes) -> bool:
     """Return True if a block's key is the hash of its space, the tenant's salt, parent and token ids."""
@@ -25,13 +28,23 @@ def proven(view: BlockView, namespace: Namespace, salt: bytes) -> bool:
 
 
 class StoreSource(EncodableSource):
-    """Stored blocks; keeps only their heads in memory.
+    """Stored blocks; keeps their heads in memory.
 
-    Raises LookupError for a block that is evicted or re-encoded meanwhile. Each payload is one short read of the store,
-    out of which its pieces are copied once, to where they are sent from.
+    Raises LookupError for a block that is evicted or re-encoded meanwhile. What goes in one payload is copied when its
+    head is read, which saves another read; any other payload is one short read of the store, out of which its pieces
+    are copied once, to where they are sent from.
     """
 
-    def __init__(self, store: Store, namespace: Namespace, salt: bytes, keys: Sequence[bytes], state: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        namespace: Namespace,
+        salt: bytes,
+        keys: Sequence[bytes],
+        state: bool,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_close`` is called once, when the transfer has ended."""
         self._store, self._namespace, self._salt = store, namespace, salt
         self._items: list[tuple[bytes, Kind]] = [(key, "block") for key in keys]
         if state:
@@ -39,9 +52,16 @@ class StoreSource(EncodableSource):
         self.count = len(self._items)
         self._offsets: dict[int, tuple[int, ...]] = {}
         self._heads: dict[int, bytes] = {}
+        self._whole: dict[int, memoryview] = {}
+        self._copied = self._most = 0
+        self._on_close = on_close
         self._levels: Container[str] = (EXACT,)
         self._coded = False
         self._closed = False
+
+    def prepare(self, whole: int, allocate: Callable[[int], memoryview]) -> None:
+        """See `BlockSource.prepare`."""
+        self._most, self._allocate = whole, allocate
 
     def allow(self, levels: Container[str]) -> None:
         """See `EncodableSource.allow`."""
@@ -56,33 +76,51 @@ class StoreSource(EncodableSource):
             return memoryview(bytes(view.buffer))
 
     def parts(self, item: int) -> tuple[int, ...]:
-        """See `BlockSource.parts`; reads the head."""
+        """See `BlockSource.parts`; reads the head, and those of the items that go after it."""
         if item not in self._offsets:
+            last = item + 1 == self.count or item + 1 in self._offsets
             with self._reading() as reader:
                 self._look(reader, item)
+                for other in range(item - 1, max(item - _AHEAD, -1), -1) if last else range(item + 1, item + _AHEAD):
+                    if other >= self.count or other in self._offsets or self._copied >= _COPIED:
+                        break
+                    try:
+                        self._look(reader, other)
+                    except LookupError:
+                        break  # what is good goes first
         return self._offsets[item]
 
     def read(self, item: int, start: int, stop: int) -> memoryview | bytes:
         """See `BlockSource.read`."""
-        head = self._heads.get(item, b"")
-        if stop <= len(head):
-            return memoryview(head)[start:stop]
+        known = self._known(item, start, stop)
+        if known is not None:
+            return known
         with self._reading() as reader:
             return bytes(self._look(reader, item).buffer[start:stop])
 
     def gather(self, pieces: Sequence[Piece], allocate: Callable[[int], memoryview]) -> memoryview:
         """See `BlockSource.gather`."""
+        parts = [self._known(item, start, start + nbytes) for item, start, nbytes in pieces]
+        if len(parts) == 1 and parts[0] is not None:
+            return parts[0]
         data, at = allocate(sum(nbytes for _, _, nbytes in pieces)), 0
         reader: Reader | None = None
         with contextlib.ExitStack() as stack:
-            for item, start, nbytes in pieces:
-                part = memoryview(self._heads.get(item, b""))[start : start + nbytes]
-                if len(part) < nbytes:
+            for part, (item, start, nbytes) in zip(parts, pieces):
+                if part is None:
                     reader = reader or stack.enter_context(self._reading())
                     part = self._look(reader, item).buffer[start : start + nbytes]
                 data[at : at + nbytes] = part
                 at += nbytes
         return data
+
+    def _known(self, item: int, start: int, stop: int) -> memoryview | None:
+        """Return bytes of an item that are in memory; a copy of the whole is good for its first payload."""
+        head, whole = self._heads.get(item, b""), self._whole.pop(item, None)
+        if whole is not None:
+            self._copied -= len(whole)
+            return whole[start:stop]
+        return memoryview(head)[start:stop] if stop <= len(head) else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Reader]:
@@ -105,7 +143,11 @@ class StoreSource(EncodableSource):
                 raise LookupError(f"stored at {view.header.level}")
             self._offsets[item] = part_offsets(view)
             self._heads[item] = bytes(view.buffer[: view.start])
-        elif view.buffer[: view.start] != head:
+            if (size := len(view.buffer)) <= self._most:
+                self._whole[item] = self._allocate(size)
+                self._whole[item][:] = view.buffer
+                self._copied += size
+        elif bytes(view.buffer[: view.start]) != head:
             raise LookupError(self._items[item][0].hex()[:16])
         return view
 
@@ -117,6 +159,9 @@ class StoreSource(EncodableSource):
 
     def close(self) -> None:
         """See `BlockSource.close`."""
-        self._closed = True
-        self._heads.clear()
-        self._offsets.clear()
+        if not self._closed:
+            self._closed = True
+            self._heads.clear()
+            self._whole.clear()
+            self._offsets.clear()
+            self._on_close()

@@ -178,7 +178,8 @@ class PassPlanner:
             one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
         plain = all(one.plain for one in chosen)
         if decoding and not prefills and plain:
-            self.costs.observe(rows, decoding, seconds)
+            spent = max((one.step.spent for one in chosen if one.step is not None), default=0.0)
+            self.costs.observe(rows, decoding, seconds - spent)
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)

@@ -51,7 +51,7 @@ class StepScheduler:
     """
 
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._engine, self._clock = engine, clock
+        self._engine, self.clock = engine, clock
         self._change = threading.Condition()
         self._planner = PassPlanner(engine.least_slice if isinstance(engine, SlicingEngine) else 1)
         self._waiting: list[Waiting] = []
@@ -77,7 +77,7 @@ class StepScheduler:
         """Return the turn of a request that comes now."""
         with self._change:
             self._number += 1
-            return RequestTurn(self._number, self._clock(), priority=priority, tenant=tenant, session=session)
+            return RequestTurn(self._number, self.clock(), priority=priority, tenant=tenant, session=session)
 
     def cancel(self, turn: RequestTurn) -> None:
         """End the request of ``turn`` before its next pass: its thread gets RequestCancelledError."""
@@ -194,11 +194,11 @@ class StepScheduler:
     def _pass(self) -> None:
         """Run one pass; the lock is held, and released meanwhile."""
         batches = len(self._waiting) > 1 and self._engine.batches
-        chosen, limit = self._planner.plan(self._waiting, self._clock(), batches=batches)
+        chosen, limit = self._planner.plan(self._waiting, self.clock(), batches=batches)
         for one in chosen:
             self._waiting.remove(one)
         self._change.release()
-        began = self._clock()
+        began = self.clock()
         try:
             found = self._run(chosen, limit)
         except BaseException as error:
@@ -206,7 +206,7 @@ class StepScheduler:
             self._recover(chosen, error)
             raise
         self._change.acquire()
-        now = self._clock()
+        now = self.clock()
         self._last = now - began
         self._planner.done(chosen, self._last, now)
         for one, result in zip(chosen, found):

@@ -7,7 +7,8 @@ then eight at a time. Each way has a runtime of its own over the same engine, th
 forgotten between rounds, but not what passes cost. All is CPU time of one thread after the first token: other programs
 on the machine count less. A figure is the median over rounds of tokens a second against plain decoding in the same
 round; peer: the better of prompt lookup with 4 and with 10 tokens; bound: all drafts right, at the best length for what
-this engine's passes cost. ``--model``: another known name.
+this engine's passes cost. ``--model``: another known name. ``CTXREUSE_ENGINES``: only these engines, with commas
+between them; each takes 20 to 40 minutes of one core.
 
 ``…_model`` are runs with a draft model besides, the GGUF of the same weights (of the quote, the summary and the open
 question): for torch in float32, of whose passes its tokens take a part, and for llama.cpp itself, where it never pays.
@@ -17,6 +18,7 @@ Peer: the better of that model drafting four and eight tokens each time; bound: 
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import textwrap
 import time
@@ -35,6 +37,7 @@ from ctxreuse.engines.base import Engine
 from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message, TextModel
+from ctxreuse.errors import ConfigError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.models import get_gguf
 from ctxreuse.runtime import Runtime, RuntimeOptions
@@ -257,12 +260,19 @@ def _ways(engine: Engine, draft: Engine | None = None) -> dict[str, Runtime]:
 
 
 def _engines(name: str) -> Iterator[tuple[str, Callable[[], Engine]]]:
-    yield "llama_cpp", lambda: open_engine(str(get_gguf(name)), threads=1)
-    yield "torch", lambda: open_engine(name, engine="torch", threads=1)
-    if find_spec("onnxruntime_genai") is not None:
-        from ctxreuse.models.build import build
+    from ctxreuse.models.build import build
 
-        yield "onnxruntime", lambda: open_engine(build(name, "int4", progress=False), threads=1)
+    found: dict[str, Callable[[], Engine]] = {
+        "llama_cpp": lambda: open_engine(str(get_gguf(name)), threads=1),
+        "torch": lambda: open_engine(name, engine="torch", threads=1),
+    }
+    if find_spec("onnxruntime_genai") is not None:
+        found["onnxruntime"] = lambda: open_engine(build(name, "int4", progress=False), threads=1)
+    wanted = os.environ.get("CTXREUSE_ENGINES", "")
+    for kind in wanted.split(",") if wanted else found:
+        if kind not in found:
+            raise ConfigError(f"no engine {kind!r} is measured here", fix=f"There are {', '.join(found)}")
+        yield kind, found[kind]
 
 
 def run(options: Options) -> list[Figure]:

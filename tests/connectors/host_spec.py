@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class HostTieringSpec(TieringOffloadingSpec):
+class HostTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """Replaces vLLM's worker, and nothing else."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -29,7 +29,7 @@ class HostTieringSpec(TieringOffloadingSpec):
         return HostWorker(kv_caches, region)
 
 
-class HostWorker(OffloadingWorker):
+class HostWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies pages at once, those of a single group, one page a chunk."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:

@@ -14,6 +14,7 @@ ENTRY_POINTS = {
     "ctxreuse_cloud.connectors.lmcache",
     "ctxreuse_cloud.connectors.sglang",
     "ctxreuse_cloud.connectors.vllm",
+    "ctxreuse_cloud.connectors.vllm_tier",
     "ctxreuse_cloud.worker",
 }
 

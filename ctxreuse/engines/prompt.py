@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from ctxreuse.engines.remembered import text_memory
 from ctxreuse.engines.text import Message, TextModel, ToolCall
 from ctxreuse.errors import ContextTooLongError, EngineError
 from ctxreuse.identity.keys import Tokens, as_tokens
@@ -52,7 +53,7 @@ class Placeholders:
 
         Raises EngineError if there are markers to hide and the texts have all such characters.
         """
-        self._text = text
+        self._text, self._memory = text, text_memory(text)
         self._names = sorted(text.markers, key=lambda name: (-len(name), name))
         self._find = re.compile("|".join(map(re.escape, self._names))) if self._names else None
         self._mark = ""
@@ -97,11 +98,11 @@ class Placeholders:
     def encode(self, hidden: str) -> Tokens:
         """Ids of a template's text, int32 [n]: its own markers are special, hidden ones are plain text."""
         if not self._mark or self._mark not in hidden or self._find is None:
-            return self._text.encode(hidden)
+            return self._memory.encode(self._text, hidden)
         parts: list[Tokens] = []
         at = 0
         for found in self._find.finditer(hidden):
-            parts += [self._plain(hidden[at : found.start()]), self._text.encode(found[0])]
+            parts += [self._plain(hidden[at : found.start()]), self._memory.encode(self._text, found[0])]
             at = found.end()
         return as_tokens(np.concatenate([*parts, self._plain(hidden[at:])]))
 
@@ -112,7 +113,7 @@ class Placeholders:
         return as_tokens(np.concatenate(pieces) if pieces else []), tuple(sorted({*ends[:-1]} - {0, *ends[-1:]}))
 
     def _plain(self, hidden: str) -> Tokens:
-        return self._text.encode(self.show(hidden), markers=False)
+        return self._memory.encode(self._text, self.show(hidden), markers=False)
 
 
 def rewrites_history(text: TextModel) -> bool:
@@ -152,18 +153,14 @@ def check_length(text: TextModel, given: str, max_tokens: int) -> None:
         )
 
 
-class _WithTools:
-    """A text model that renders every prompt with these tools; the rest of it is not used here."""
+class _Rendering:
+    """Renders every prompt with these tools, one that was rendered before from memory."""
 
     def __init__(self, text: TextModel, tools: Sequence[str]) -> None:
-        self._text, self._tools = text, tools
+        self._text, self._tools, self._memory = text, tools, text_memory(text)
 
     def render(self, messages: Sequence[Message], *, generate: bool) -> str:
-        return self._text.render(messages, generate=generate, tools=self._tools)
-
-
-class _Renders(Protocol):
-    def render(self, messages: Sequence[Message], *, generate: bool) -> str: ...
+        return self._memory.render(self._text, messages, generate=generate, tools=self._tools)
 
 
 def encode_prompt(
@@ -193,7 +190,7 @@ def encode_prompt(
     disguise = Placeholders(text, (given for each in (*map(_texts, messages), tools) for given in each))
     hidden = [_hidden(disguise, message) for message in messages]
     shown_tools = [disguise.hide(tool) for tool in tools]
-    shown: _Renders = _WithTools(text, shown_tools) if tools else text
+    shown = _Rendering(text, shown_tools)
     full = shown.render(hidden, generate=generate)
     if max_tokens is not None:
         check_length(text, full if not disguise else disguise.show(full), max_tokens)
@@ -290,7 +287,7 @@ def _joined(
     return found
 
 
-def _cuts(text: _Renders, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> Iterable[int]:
+def _cuts(text: _Rendering, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> Iterable[int]:
     """Characters of ``full`` after which a turn has ended, ascending."""
     count, last, rendered = len(messages), 0, 0
     between = _Between(text, messages, full, mark, generate=generate) if count > _EACH else None
@@ -322,7 +319,7 @@ class _Between:
     roles end a turn at the same place, so that few ends cost a run of their own.
     """
 
-    def __init__(self, text: _Renders, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> None:
+    def __init__(self, text: _Rendering, messages: Sequence[Message], full: str, mark: str, *, generate: bool) -> None:
         """``full``: the text without marks; ``mark``: a character that no message has."""
         self._messages, self._full = messages, full
         self._known: dict[tuple[str, str, str], int] = {}

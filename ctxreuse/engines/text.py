@@ -15,24 +15,15 @@ import msgspec
 import numpy as np
 
 from ctxreuse.constrain.vocabulary import Vocabulary, byte_table, vocabulary_of
-from ctxreuse.engines.remembered import RememberedTexts
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.models import file_digest
 from ctxreuse.models.word_cache import bound_word_cache
 
-__all__ = ["HFText", "Message", "TextModel", "ToolCall", "tokenizer_digest", "utf8"]
+__all__ = ["HFText", "Message", "TextModel", "ToolCall", "tokenizer_digest"]
 
 #: Files that decide how a tokenizer splits text.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-
-
-def utf8(text: str) -> bytes:
-    """Return the bytes of a text to be tokenised; raises EngineError if it is not valid Unicode."""
-    try:
-        return text.encode()
-    except UnicodeError as error:
-        raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -150,7 +141,6 @@ class HFText:
     ) -> None:
         self._tokenizer, self._template, self._specials, self._now = tokenizer, template, specials or {}, now
         self._stop_ids = stop_ids
-        self._encoded = RememberedTexts[Tokens](lambda ids: ids.nbytes)
         if tokenizer is not None:  # a subclass may have another
             bound_word_cache(tokenizer, _WORDS)
 
@@ -200,12 +190,11 @@ class HFText:
 
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
-        raw = utf8(text)
-        return self._encoded.get(raw, f"{markers}", lambda: self._encode(raw, markers=markers))
-
-    def _encode(self, raw: bytes, *, markers: bool) -> Tokens:
-        tokenizer = self._tokenizer if markers else self._literal
-        return np.asarray(tokenizer.encode(raw.decode(), add_special_tokens=False).ids, "<i4")
+        try:
+            ids = (self._tokenizer if markers else self._literal).encode(text, add_special_tokens=False).ids
+        except (UnicodeError, TypeError) as error:
+            raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
+        return np.asarray(ids, "<i4")
 
     @cached_property
     def _literal(self) -> Any:

@@ -19,6 +19,7 @@ from ctxreuse.cost import CostModel
 from ctxreuse.engines.base import DeviceMemoryEngine
 from ctxreuse.engines.chunks import ChunkEngine
 from ctxreuse.engines.prompt import rewrites_history
+from ctxreuse.engines.remembered import text_memory
 from ctxreuse.engines.scoring import TokenScores, score_tokens
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, tenant_salt
@@ -478,7 +479,9 @@ class Runtime:
 
     def forget_drafts(self, before: float = inf) -> None:
         """Forget all texts that answers are drafted from, on disk too, if one is from before a time (seconds since
-        1970)."""
+        1970), and all that were encoded."""
+        if self.engine.text is not None:
+            text_memory(self.engine.text).forget()
         if self.drafting is not None:
             self.drafting.forget(before)
         if self.options.drafts is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from ctxreuse.block.format import parse, rekey
 from ctxreuse.bus.protocol.base import PutRequest
 from ctxreuse.bus.transfer.receive import part_offsets
-from ctxreuse.errors import ConfigError, LinkDownError, LinkRefusedError
+from ctxreuse.errors import ConfigError, LinkDownError, LinkRefusedError, StoreClosedError
 from ctxreuse.identity.keys import ROOT, giver_id
 from ctxreuse.peer.quarantine import Quarantine
 from ctxreuse.peer.serve import service as service_module
@@ -195,7 +195,9 @@ def test_small_blocks_are_copied_with_their_heads_as_they_were(tmp_path: Path, l
         source.close()
 
 
-def test_the_store_learns_of_a_fetch_at_the_next_call_or_at_its_end(tmp_path: Path) -> None:
+def test_the_store_learns_of_a_fetch_at_the_next_call_or_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = TieredStore(16 << 20)
     seen: list[list[bytes]] = []
     store.on_lookup = lambda keys, tokens: seen.append(list(keys))  # type: ignore[method-assign]
@@ -212,7 +214,15 @@ def test_the_store_learns_of_a_fetch_at_the_next_call_or_at_its_end(tmp_path: Pa
         assert seen == [mine.keys, mine.keys[:2]]
         source.close()
         assert len(seen) == 2
-    store.close()
+        source = node.open_fetch("a", mine.space, mine.keys, state=False)
+
+        def closed(keys: Sequence[bytes]) -> Any:
+            raise StoreClosedError("the store was closed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "entries", closed)
+            source.close()  # it learns no more, and that is all
+        assert len(seen) == 2
 
 
 def test_states_are_given_at_the_end_of_held_blocks(tmp_path: Path) -> None:

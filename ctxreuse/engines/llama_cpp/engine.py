@@ -271,13 +271,13 @@ class LlamaEngine(UserCodec):
         views, start = list(views), own.n
         end = start + sum(len(view.header.tokens) // 4 for view in views)
         check_length(self.space, end)
-        self._pool.expect(own, end)
         coded = any(not is_raw(view.header.level) for view in (*views, *((state,) if state is not None else ())))
         codec = self.codec if coded else None
         check_blocks(views, self.space, self._layout, start, codec)
         state = decoded_state(state, self.space, codec)
         check_state(state, self.space, end, lambda view: fits(view, self.space))
         windows = read_windows(state, self._state.windows) if state is not None else None
+        self._pool.expect(own, end)
         rows = self._pool.read(own).copy(end) if start else LlamaState(self._state, end)
         if windows is not None:
             assert state is not None

@@ -73,8 +73,10 @@ class LlamaPool:
     def expect(self, context: LlamaContext, tokens: int) -> None:
         """Let the first cells be made while the rows of a context of so many ``tokens`` are loaded.
 
-        Both touch new memory, which takes longer than to fill it.
+        Both touch new memory, which takes longer than to fill it. Waits for no pass, unless the cells are being made.
         """
+        if self._cells is not None:
+            return
         with self._lock:
             if self._cells is None and not self._preparing:
                 self._preparing = True

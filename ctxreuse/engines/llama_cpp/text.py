@@ -73,7 +73,12 @@ class LlamaText(HFText):
         """See `TextModel.token_chars`: llama.cpp tells of no bound."""
         return 0
 
-    def _encode(self, raw: bytes, *, markers: bool) -> Tokens:
+    def encode(self, text: str, *, markers: bool = True) -> Tokens:
+        """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
+        try:
+            raw = text.encode()
+        except UnicodeError as error:
+            raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
         ids = np.empty(len(raw) + 8, "<i4")
         count = self._calls.llama_tokenize(self._vocab, raw, len(raw), ids.ctypes.data, len(ids), False, markers)
         if count < 0:

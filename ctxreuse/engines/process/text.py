@@ -12,8 +12,7 @@ import numpy as np
 from ctxreuse.constrain.vocabulary import Vocabulary
 from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.wire import TextFacts
-from ctxreuse.engines.remembered import RememberedTexts
-from ctxreuse.engines.text import Message, utf8
+from ctxreuse.engines.text import Message
 from ctxreuse.errors import EngineError
 from ctxreuse.identity.keys import Tokens
 
@@ -22,8 +21,6 @@ __all__ = ["ChildText"]
 #: Texts of so few ids are remembered, and so many of them. Each token of an answer needs those of itself, and of itself
 #: and the one before; asking for both each time took as long as the rest of what a token costs beside computing it.
 _FEW, _REMEMBERED = 4, 1 << 13
-#: What templates call the time by: their text is another one later.
-_CLOCK = "strftime_now"
 
 
 class ChildText:
@@ -31,8 +28,6 @@ class ChildText:
 
     def __init__(self, facts: TextFacts, call: Callable[..., Result]) -> None:
         self._facts, self._call = facts, call
-        self._encoded = RememberedTexts[Tokens](lambda ids: ids.nbytes)
-        self._rendered = RememberedTexts[str](len)
         self._remembered = lru_cache(_REMEMBERED)(self._decode)
 
     @property
@@ -58,12 +53,11 @@ class ChildText:
 
     def encode(self, text: str, *, markers: bool = True) -> Tokens:
         """See `TextModel.encode`. Raises EngineError for a text that is not valid Unicode."""
-        raw = utf8(text)
-        return self._encoded.get(raw, f"{markers}", lambda: self._encode(raw, markers=markers))
-
-    def _encode(self, raw: bytes, *, markers: bool) -> Tokens:
-        given = np.frombuffer(raw, np.uint8)
-        ids: Tokens = self._call("encode", markers, arrays=[given], room=4 * given.nbytes).arrays[0]
+        try:
+            raw = np.frombuffer(text.encode(), np.uint8)
+        except UnicodeError as error:
+            raise EngineError(f"the text cannot be tokenised: {error}", fix="Remove lone surrogates") from error
+        ids: Tokens = self._call("encode", markers, arrays=[raw], room=4 * raw.nbytes).arrays[0]
         return ids
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
@@ -82,12 +76,7 @@ class ChildText:
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[str] = ()) -> str:
         """See `TextModel.render`."""
         try:
-            raw = msgspec.msgpack.encode((messages, tools))
+            raw = np.frombuffer(msgspec.msgpack.encode((messages, tools)), np.uint8)
         except UnicodeError as error:
             raise EngineError(f"the text cannot be rendered: {error}", fix="Remove lone surrogates") from error
-        if _CLOCK in self._facts.template:
-            return self._render(raw, generate=generate)
-        return self._rendered.get(raw, f"{generate}", lambda: self._render(raw, generate=generate))
-
-    def _render(self, raw: bytes, *, generate: bool) -> str:
-        return self._call("render", generate, arrays=[np.frombuffer(raw, np.uint8)]).arrays[0].tobytes().decode()
+        return self._call("render", generate, arrays=[raw]).arrays[0].tobytes().decode()

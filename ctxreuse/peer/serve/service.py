@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from msgspec import structs
 
 from ctxreuse.bus.protocol.base import BlockReceiver, BlockSource, Grant, MatchResult, PutRequest, VerifySource
 from ctxreuse.bus.protocol.messages import JudgeRule, Verify
-from ctxreuse.errors import ConfigError, LinkRefusedError
+from ctxreuse.errors import ConfigError, LinkRefusedError, StoreError
 from ctxreuse.fair import Shares
 from ctxreuse.identity.keys import ROOT, Tokens, as_tokens, giver_id, prefix_keys
 from ctxreuse.identity.model import ModelSpace
@@ -154,10 +155,11 @@ class StoreService:
         """Tell the store what was fetched, at the next call or a fetch's end: it takes as long as reading a block."""
         while self._used:
             keys = self._used.popleft()
-            first = self._store.entries(keys[:1])[0]
-            if first is not None:
-                self._store.on_lookup(keys, first.tokens)
-            self._store.touch([keys[-1]])
+            with contextlib.suppress(StoreError):  # closed or unreadable by now: its policy learns less, no fetch fails
+                first = self._store.entries(keys[:1])[0]
+                if first is not None:
+                    self._store.on_lookup(keys, first.tokens)
+                self._store.touch([keys[-1]])
 
     def open_put(self, tenant: str, request: PutRequest, *, user: str = "") -> BlockReceiver:
         """See `Service.open_put`."""

@@ -299,6 +299,51 @@ def test_the_first_cells_are_made_while_a_context_is_loaded(
     assert makers == ([False] * 3 + [True] if fails else [False])  # of 4, 2 and 1 streams, before the pass tries again
 
 
+def test_a_load_waits_for_one_pass_at_most(
+    gguf_file: Path, alone: LlamaEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, decode, held, passing = random_tokens(alone, 70), LlamaCells.decode, threading.Event(), threading.Event()
+    engine, sealed = engine_with(gguf_file, 4), seal(alone, ids)
+    (other,) = started(engine, [ids[:20]])
+    taken = list[str]()
+
+    class Watched:
+        """The pool's lock, and who takes it."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock = lock
+
+        def __enter__(self) -> Any:
+            taken.append(threading.current_thread().name)
+            return self._lock.__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            return self._lock.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._lock, name)
+
+    engine._pool._lock = Watched(engine._pool._lock)  # type: ignore[assignment]
+    loader = threading.Thread(
+        target=lambda: engine.load(engine.new_context(), *views(engine, sealed, 64)).wait(), name="loader"
+    )
+
+    def slow(cells: LlamaCells, runs: Sequence[SlotRun]) -> list[Logits]:
+        passing.set()
+        assert held.wait(patient(60))
+        return decode(cells, runs)
+
+    monkeypatch.setattr(LlamaCells, "decode", slow)
+    computing = threading.Thread(target=engine.prefill, args=(other, ids[:1]))
+    computing.start()
+    assert passing.wait(patient(60))
+    loader.start()
+    held.set()
+    for thread in (computing, loader):
+        thread.join(patient(60))
+    assert taken.count("loader") == 1
+
+
 @pytest.mark.parametrize(("contexts", "made"), [(8, [(2048, 4)]), (4, [(1280, 3), (1536, 2)])])
 def test_cells_have_room_for_a_prompt_and_what_follows_it(
     gguf_file: Path, monkeypatch: pytest.MonkeyPatch, contexts: int, made: list[tuple[int, int]]

@@ -22,6 +22,7 @@ from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
 from ctxreuse.identity.keys import ROOT
+from ctxreuse.runtime import Runtime
 from ctxreuse.testing.sealed import random_tokens, seal, views
 from support.tiny_gguf import write_tiny_gguf
 from support.waiting import patient, until
@@ -215,6 +216,12 @@ def test_the_turns_of_a_chat_are_encoded_once(
     # What came before is known, but for a template that writes the time.
     assert [encodes for _, encodes in asked] == [3, 2, 2, 2]
     assert [renders for renders, _ in asked] == ([3, 5, 7, 9] if clock else [3] * 4)
+    runtime = Runtime(child, None)
+    runtime.forget_texts()  # what was deleted stands nowhere any more
+    verbs.clear()
+    encode_prompt(child.text, chat)
+    assert (verbs["render"], verbs["encode"]) == (9, 9)
+    runtime.close()
     child.close()
 
 

@@ -196,7 +196,7 @@ def run(options: Options) -> list[Figure]:
     model = options.model or "smollm2"
     path = Path(model) if model.endswith(".gguf") else get_gguf(model)
     threads, turns = os.cpu_count() or 1, options.pick(2, 6)
-    counts = options.pick((2,), (1, 4, 8, 16))
+    counts = options.pick((2,), (1, 2, 4, 8, 16))
     figures: list[Figure] = []
     for step, count in enumerate(counts):
         options.step("agents", step, len(counts))
@@ -241,7 +241,8 @@ def compared(
             peer=theirs.speed(),
             bar=speed * theirs.speed(),
             note="all agents, pauses included; 95th percentile between tokens:"
-            f" {1e3 * ninety_fifth(ours.gaps()):.0f} ms, peer {1e3 * ninety_fifth(theirs.gaps()):.0f}",
+            f" {1e3 * ninety_fifth(ours.gaps()):.0f} ms, peer {1e3 * ninety_fifth(theirs.gaps()):.0f}; longest"
+            f" {max(ours.gaps()):.1f} s, peer {max(theirs.gaps()):.1f}",
         ),
         Figure(
             metric=f"{prefix}first_{count}",

@@ -221,9 +221,8 @@ def answered(runtime: Runtime, task: Task, count: int, longest: int) -> Measured
         sampling = SamplingParams(max_tokens=longest, ignore_eos=True)
         group = AnswerGroup(runtime, runtime.text, runtime.request(ids), [sampling] * count, None, constraints)
         answers = group.completions()
-        for _ in range(2):  # the prompt, and the contexts of each
-            for one in answers:
-                next(one, None)
+        for one in answers:  # the prompt; a draft may hold all that follows
+            next(one, None)
         drawn, began, passes = _drawn(group), time.process_time(), runtime.steps.stats().passes
         for _ in pieces_in_turn(answers):
             pass

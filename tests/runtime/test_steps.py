@@ -138,6 +138,18 @@ def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -
     assert planner.plan(prefill, 37.1, batches=True)[1] == PATIENT
 
 
+def test_a_prefill_takes_more_at_a_time_where_others_wait_no_longer_for_that(llama: TorchEngine) -> None:
+    planner = PassPlanner()
+    one, two = waiting(llama, (600, 1), (500, 2))
+    for seconds, limit in ((0.1, 512), (0.2, 256), (0.39, 131), (3.0, PATIENT)):
+        one.start = one.context.n - PATIENT  # so many were computed
+        planner.done([one], seconds, 0.0)
+        assert planner.plan([one, two], 1.0, batches=True) == ([one], limit)
+    one.start = one.context.n - PATIENT + 1
+    planner.done([one], 0.001, 0.0)
+    assert planner.plan([one, two], 1.0, batches=True) == ([one], PATIENT), "the end of a prompt says little"
+
+
 def test_prefills_take_turns_with_short_ones_that_come_meanwhile(llama: TorchEngine) -> None:
     planner = PassPlanner()
     one, two = waiting(llama, (600, 1), (500, 2))

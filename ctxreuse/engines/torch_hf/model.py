@@ -291,8 +291,11 @@ class TorchModel(UserCodec):
             got = self._forward_packed(contexts, [rest for _, rest in parts], [1, 1])
         except (EngineError, RuntimeError, TypeError, ValueError, IndexError):
             return False  # the model does something else with its cache or positions than those that pack
-        for part, logits in zip(parts, got):
-            expected = self.prefill(self.new_context(), np.concatenate(part))
+        for (first, rest), logits in zip(parts, got):
+            alone = self.new_context()
+            # In the same parts: in one pass bfloat16 rounds so differently that it would look like another text.
+            self.prefill(alone, first)
+            expected = self.prefill(alone, rest)
             if not np.abs(logits - expected).max() <= self._packed_tolerance * np.abs(expected).max():
                 return False
         return True

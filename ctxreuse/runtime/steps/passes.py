@@ -23,9 +23,10 @@ MOST = 32
 #: Seconds after its last token that an answer which has not ended is expected to want another, so that prefills still
 #: go in slices. Where they needlessly do, they are slower, and in short passes llama.cpp rounds otherwise.
 _DECODES = 0.25
-#: Seconds after requests waited together in which others may come at any moment, and tokens that a prefill then takes
-#: at most at a time: on two cores llama.cpp computes 128 in half a second, and 5 % slower than 512 at a time.
-_OTHERS, PATIENT = 30.0, 128
+#: Seconds after requests waited together in which others may come at any moment; tokens that a prefill then takes at
+#: most at a time, unless more of them take no longer than so many seconds: on two cores llama.cpp computes 128 in half
+#: a second, and 5 % slower than 512 at a time; torch in bfloat16 512 in .3 s, and 128 at a time half as fast.
+_OTHERS, PATIENT, _PATIENCE = 30.0, 128, 0.4
 #: Tokens that are left of a short prefill, at most: a question, and the block that it continues.
 _SHORT = 128
 #: Tokens of a prefill that two passes compute.
@@ -103,8 +104,8 @@ class PassPlanner:
         self._one_prefill = least_slice > 1
         #: When each answer decoded its last token, and whether prefills go in slices because of that.
         self._decoded, self._sliced = dict[RequestTurn, float](), False
-        #: When requests last waited together.
-        self._together = -_OTHERS
+        #: When requests last waited together, and tokens of a prefill while others may come.
+        self._together, self._patient = -_OTHERS, PATIENT
 
     def plan(self, waiting: Sequence[Waiting], now: float, *, batches: bool) -> tuple[list[Waiting], int | None]:
         """Choose who is in the next pass, and the most tokens that each may take (None: as the engine likes).
@@ -119,7 +120,7 @@ class PassPlanner:
         self._sliced = bool(decoding or self._decoded)
         if len({one.turn for one in waiting} | self._decoded.keys()) > 1:
             self._together = now
-        limit = PATIENT if now - self._together < _OTHERS else None
+        limit = self._patient if now - self._together < _OTHERS else None
         prefills = [one for one in waiting if not one.decodes]
         if self._sliced and not self._outranks(prefills, {one.turn for one in decoding} | self._decoded.keys(), now):
             limit = min(self._slices.tokens(len(decoding)), limit or LARGEST)
@@ -177,6 +178,8 @@ class PassPlanner:
         for one in chosen:
             one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
         plain = all(one.plain for one in chosen)
+        if computed >= PATIENT and not decoding and seconds > 0:
+            self._patient = max(PATIENT, min(int(_PATIENCE * computed / seconds), LARGEST))
         if decoding and not prefills and plain:
             spent = max((one.step.spent for one in chosen if one.step is not None), default=0.0)
             self.costs.observe(rows, decoding, seconds - spent)

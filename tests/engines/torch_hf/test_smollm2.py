@@ -9,6 +9,7 @@ from ctxreuse import models
 from ctxreuse.engines.generate import generate
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.text import Message
+from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.testing.engine import Sealed, resume, seal
 
 pytestmark = pytest.mark.model
@@ -87,3 +88,18 @@ def test_the_tokenizer_knows_text_of_all_kinds(smollm2):
     assert text.stop_ids == {2}
     messages = [Message("user", "Hi")]
     assert text.render(messages, generate=True).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_contexts_of_bfloat16_go_through_the_model_together():
+    engine = TorchEngine.open("smollm2", dtype="bfloat16", threads=1)
+    assert engine.batches
+    ids = [np.asarray(one, "<i4")[:64] for one in prompts(engine)]
+    together, alone = [engine.new_context() for _ in ids], [engine.new_context() for _ in ids]
+    for one, two, tokens in zip(together, alone, ids):
+        engine.prefill(one, tokens[:60])
+        engine.prefill(two, tokens[:60])
+    for at in range(60, 64):
+        found = engine.step([(one, tokens[at : at + 1]) for one, tokens in zip(together, ids)])
+        expected = [engine.prefill(two, tokens[at : at + 1]) for two, tokens in zip(alone, ids)]
+        for got, want in zip(found, expected):
+            assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()

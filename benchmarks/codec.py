@@ -6,8 +6,9 @@ Of each text 768 tokens are coded and the next 192 scored against the exact cach
 distribution, share of equal top-1, change of the text's likelihood. Ours codes blocks of 64 tokens, each on its own,
 with the real coder; all bytes of the blocks count, heads, checksums, padding and raw first tokens included, and they
 are loaded by the engine as any block is. Rivals code the 768 tokens as one chunk and get what helps them (see
-`benchmarks.rivals`). Windows of sliding layers are coded as well. Options: ``--model``, ``--text`` (files instead
-of one text of each kind), ``--plot`` (writes PATH.svg and PATH.png).
+`benchmarks.rivals`; the one that keeps fewer rows: `benchmarks.rate.compacted`). Windows of sliding layers are coded as
+well. Options: ``--model``, ``--text`` (files instead of one text of each kind), ``--plot`` (writes PATH.svg and
+PATH.png).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ OPTIONS = frozenset({"model", "texts", "plot"})
 #: KL in nats to the bits that a plain uniform quantiser with entropy coding took on SmolLM2: the bar.
 BARS = {0.0022: 4.14, 0.0102: 3.13, 0.046: 2.18}
 OURS = "ctxreuse"
+#: Is coded by ours in part, and so no rival of it.
+_BOTH = "Attention Matching at our levels"
 _MODEL = "smollm2"
 T = TypeVar("T")
 
@@ -48,6 +51,7 @@ def run(options: Options) -> list[Figure]:
 
 def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
     """Every codec at every setting on each text. Raises ConfigError without a card or without texts."""
+    from benchmarks.rate.compacted import ASK, COMPACTIONS, Compactor
     from benchmarks.rate.context import CODED, SCORED, Context
     from benchmarks.rate.learn import learn
     from benchmarks.rate.texts import held_out, read_texts, tokens_of
@@ -75,7 +79,8 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
     if whole:
         options.step("what KVTC learns")
     bases = learn(gauge, engine.text) if whole else {}
-    steps, done = len(chosen) * (1 + len(levels) + len(rivals) + len(whole)), 0
+    compactions, ask = COMPACTIONS if whole else (), engine.text.encode(ASK, markers=False)
+    steps, done = len(chosen) * (1 + len(levels) + len(rivals) + len(whole) + len(compactions) + bool(compactions)), 0
     found: dict[str, list[Point]] = {}
 
     def measured(text: str, what: str, call: Callable[[], T]) -> T:
@@ -97,6 +102,12 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
             what = f"{one.family}, {one.setting}"
             fidelity, bits = measured(name, what, lambda c=context, o=one: c.kvtc(o, bases))  # type: ignore[misc]
             found[name].append(Point(one.family, one.setting, bits / context.values, *fidelity))
+        if compactions:
+            fewer = measured(name, "what asks for K and V", lambda i=ids: Compactor(engine, rotaries, i, CODED, ask))  # type: ignore[misc]
+        for way in compactions:
+            what = f"{way.family}, {way.setting}"
+            fidelity, bits = measured(name, what, lambda f=fewer, w=way: f.measure(w, codec))  # type: ignore[misc]
+            found[name].append(Point(way.family, way.setting, bits / context.values, *fidelity))
     return found
 
 
@@ -113,7 +124,7 @@ def figures_on(text: str, points: Sequence[Point]) -> list[Figure]:
     grouped = families(points)
     figures = []
     for level in grouped.pop(OURS):
-        rates = {name: at_divergence(family, level.kl).bits for name, family in grouped.items()}
+        rates = {name: at_divergence(family, level.kl).bits for name, family in grouped.items() if name != _BOTH}
         best, named = min(rates, key=lambda name: rates[name]), float(level.setting.removeprefix("kl-"))
         figures.append(
             Figure(
@@ -164,7 +175,7 @@ def _equal(ours: Sequence[Point], rivals: dict[str, list[Point]], kl: float) -> 
     """Ours and every rival at the same divergence."""
     rates = {name: at_divergence(family, kl) for name, family in rivals.items()}
     rates = {name: rate for name, rate in rates.items() if rate.bits < math.inf}
-    best = min(rates, key=lambda name: rates[name].bits)
+    best = min(rates.keys() - {_BOTH}, key=lambda name: rates[name].bits)
     told = [f"{name} {rate.bits:.2f}{'' if rate.measured else ' (drawn on)'}" for name, rate in rates.items()]
     return Figure(
         metric=f"at equal KL {kl:g}",
@@ -194,6 +205,6 @@ def _rival(point: Point, ours: Sequence[Point]) -> Figure:
         unit="bits",
         peer=point.bits,
         better="lower",
-        bar=point.bits if rate.measured else None,
+        bar=point.bits if rate.measured and point.family != _BOTH else None,
         note=_said(point) + ("" if rate.measured else "; ours extrapolated"),
     )

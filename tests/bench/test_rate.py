@@ -156,6 +156,23 @@ def test_a_context_is_loaded_with_what_a_rival_made_of_it(kind: str, engine_of: 
     assert bits == RAW_BITS * sinks
 
 
+def test_fewer_rows_answer_nearly_alike_and_all_rows_exactly(engine_of: Any) -> None:
+    from benchmarks.rate.compacted import Compaction, Compactor
+    from ctxreuse.engines.torch_hf.fisher import TorchCalibrationModel
+
+    engine, coded = engine_of("llama"), 96
+    ids = np.random.default_rng(3).integers(0, 512, coded + 33).astype("<i4")
+    before = engine.model.config._attn_implementation
+    compactor = Compactor(engine, TorchCalibrationModel(engine).rotaries(), ids, coded, ids[:8])
+    values = sum(2 * coded * 32 for spec in engine.space.layers if spec.blocked)
+    found = {share: compactor.measure(Compaction(share), engine.codec) for share in (1.0, 0.5, 0.1)}
+    assert found[1.0][0].kl < 1e-6
+    assert found[1.0][0].top1 == 1
+    assert found[1.0][0].kl < found[0.5][0].kl < found[0.1][0].kl
+    assert 16 * values / 2 < found[0.5][1] < 18 * values / 2
+    assert engine.model.config._attn_implementation == before
+
+
 def test_settings_go_to_the_benches_that_have_them() -> None:
     with pytest.raises(ConfigError, match="plot"):
         SUITE.run("tree", quick=True, plot=Path("x"))

@@ -25,6 +25,7 @@ from ctxreuse.codec.planes import plane_coder, raw_type
 from ctxreuse.codec.profile import SINKS
 from ctxreuse.engines.calibration import Fidelity
 from ctxreuse.engines.torch_hf import TorchEngine
+from ctxreuse.engines.torch_hf.attention import install
 from ctxreuse.engines.torch_hf.fidelity import Scores
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.rope import Rotary
@@ -181,16 +182,13 @@ class Compactor:
     @contextmanager
     def _attention(self) -> Iterator[None]:
         """Let the model attend as `_attend` does."""
+        before = self._model.config._attn_implementation
         AttentionInterface.register(_NAME, self._attend)
-        configs = {id(c): c for part in self._model.modules() if (c := getattr(part, "config", None)) is not None}
-        before = {key: getattr(config, "_attn_implementation", None) for key, config in configs.items()}
+        install(self._model, _NAME)
         try:
-            for config in configs.values():
-                config._attn_implementation = _NAME
             yield
         finally:
-            for key, config in configs.items():
-                config._attn_implementation = before[key]
+            install(self._model, before)
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

@@ -25,7 +25,7 @@ MOST = 32
 _DECODES = 0.25
 #: Seconds after requests waited together in which others may come at any moment; tokens that a prefill then takes at
 #: most at a time, unless more of them take no longer than so many seconds: on two cores llama.cpp computes 128 in half
-#: a second, and 5 % slower than 512 at a time; torch in bfloat16 512 in .3 s, and 128 at a time half as fast.
+#: a second, and 5 % slower than 512 at a time; torch in bfloat16 512 in .3 s, and 1.7 times slower 128 at a time.
 _OTHERS, PATIENT, _PATIENCE = 30.0, 128, 0.4
 #: Tokens that are left of a short prefill, at most: a question, and the block that it continues.
 _SHORT = 128

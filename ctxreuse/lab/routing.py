@@ -119,6 +119,11 @@ class _Known(NodeLoad):
         super().__init__(PrefillLine())
         self._known = prefill
 
+    @property
+    def knows_speed(self) -> bool:
+        """See `NodeLoad.knows_speed`."""
+        return True
+
     def seconds(self, tokens: int, cached: int, now: float) -> float:
         return self._known(tokens, cached)
 
@@ -139,7 +144,7 @@ class _Price(Rule):
         return node
 
     def started(self, node: int, now: float) -> None:
-        self._router.started(self._sent[node].pop(0), now)
+        self._router.started(self._sent[node].pop(0), now, measured=True)
 
 
 RULES: Final[dict[str, type[Rule]]] = {

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from ctxreuse.errors import ConfigError
+from ctxreuse.pauses.hints import hint_label
 from ctxreuse.pauses.kinds import kind_of
 
 __all__ = [
@@ -93,6 +94,11 @@ class HintOrder(NamedTuple):
     seconds: float | None = None
     tokens: int | None = None
     kind: str = ""
+
+    @property
+    def label(self) -> int:
+        """The label that the store's policy gets, see `Store.on_pause`."""
+        return kind_of(self.kind).label if self.name == "pause" else hint_label(self.name)
 
 
 class _Directive(msgspec.Struct):

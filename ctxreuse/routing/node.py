@@ -14,6 +14,11 @@ _BUSY_SECONDS = 600.0
 _BEGINNING = 60.0
 #: Weight of a new measurement of a node's speed, and how much slower or faster than others it may be.
 _NEW, _MOST = 0.2, math.log(8)
+#: What is left of what waits have taken when the next one is known, and how much longer or shorter than expected they
+#: may be. One wait says little: answers, or an order of the node's own, may have caused it.
+_KEPT_WAIT, _MOST_WAIT = 0.95, 4.0
+#: Waits as expected that are taken to have been seen before the first one.
+_FIRST_WAITS = 5.0
 #: Seconds of a token and of a token with one before it, before anything was measured: only ratios matter then.
 _GUESS = (1e-4, 1e-8)
 
@@ -22,7 +27,9 @@ class NodeLoad:
     """The requests of one node that have no first token yet, in the order in which they were sent. Not thread-safe.
 
     The node is taken to compute one prompt after another, so what waits is the sum of what they take, less what has
-    passed since the one at the head began. One that is late is expected to take as long again as it is late.
+    passed since the one at the head began. One that is late is expected to take as long again as it is late. Nodes are
+    not quite like that (tokens of answers are computed between prompts), so the sum is multiplied by what waits have
+    turned out to be.
     """
 
     def __init__(self, prefill: PrefillLine) -> None:
@@ -36,6 +43,10 @@ class NodeLoad:
         self._busy, self._noted, self._first = 0.0, 0.0, math.inf
         #: Logarithm of how much slower than the line it is, and when that was measured.
         self._slower, self._measured = 0.0, 0.0
+        #: When each request that waits was sent, and how long it would wait if prompts before it were all.
+        self._expected: dict[int, tuple[float, float]] = {}
+        #: Seconds that requests should have waited, and have, older ones for less.
+        self._should, self._have = 0.0, 0.0
 
     def seconds(self, tokens: int, cached: int, now: float) -> float:
         """Return what computing ``tokens`` behind ``cached`` ones takes. A node that was slow is given another chance
@@ -43,26 +54,49 @@ class NodeLoad:
         doubt = math.exp(-max(now - self._measured, 0.0) / _BUSY_SECONDS)
         return self._line(tokens, cached) * math.exp(self._slower * doubt)
 
+    @property
+    def knows_speed(self) -> bool:
+        """False before anything was measured anywhere: only ratios of `seconds` mean something then."""
+        return len(self._prefill) > 0
+
     def _line(self, tokens: int, cached: int) -> float:
         known = self._prefill.seconds(tokens, cached) if len(self._prefill) else None
         return known if known is not None else tokens * (_GUESS[0] + _GUESS[1] * (cached + tokens / 2))
 
     def measure(self, tokens: int, cached: int, seconds: float, now: float) -> None:
         """Learn from a prompt that waited for nothing."""
-        if len(self._prefill) and seconds > 0:
+        if self.knows_speed and seconds > 0:
             ratio = math.log(seconds / max(self._line(tokens, cached), 1e-9))
             self._slower += _NEW * (min(max(ratio, -_MOST), _MOST) - self._slower)
             self._measured = now
         self._prefill.observe(tokens, cached, seconds)
 
+    def measure_wait(self, request: int, now: float) -> None:
+        """Learn from the first token of a request that waited for others, before its `end`."""
+        sent, should = self._expected.get(request, (now, 0.0))
+        if should:
+            have = max(now - sent - self._waiting[request], 0.0)
+            if not self._should:
+                self._should = self._have = _FIRST_WAITS * should
+            self._should = _KEPT_WAIT * self._should + should
+            self._have = _KEPT_WAIT * self._have + have
+
     def queue(self, now: float) -> float:
         """Return the seconds until a request that is sent now begins. Pure."""
+        longer = self._have / self._should if self._should else 1.0
+        return self._prompts(now) * min(max(longer, 1 / _MOST_WAIT), _MOST_WAIT)
+
+    def _prompts(self, now: float) -> float:
+        """Return the seconds that the prompts before take."""
         if not self._waiting:
             return 0.0
+        whole = sum(self._waiting.values())
+        if not self.knows_speed:
+            return whole  # nothing says how long a token takes: by a guess, everything would be late soon
         number, head = next(iter(self._waiting.items()))
         passed = max(now - self._since, 0.0)
         late = 0.0 if number in self._silent else max(passed - head, 0.0)
-        return sum(self._waiting.values()) - min(passed, head) + late
+        return whole - min(passed, head) + late
 
     @property
     def waiting(self) -> int:
@@ -74,6 +108,8 @@ class NodeLoad:
         self._note(now)
         if not self._waiting:
             self._since = now
+        elif self.knows_speed:
+            self._expected[request] = now, self._prompts(now)
         self._waiting[request] = seconds
         if silent:
             self._silent.add(request)
@@ -82,6 +118,7 @@ class NodeLoad:
         """Note a first token, or that none comes."""
         self._note(now)
         self._silent.discard(request)
+        self._expected.pop(request, None)
         if self._waiting.pop(request, None) is not None:
             self._since = now
 

@@ -198,6 +198,8 @@ class Router:
         self._came(sent)
         if measured and sent.alone:
             self.load(sent.node).measure(sent.alone, sent.cached, now - sent.at, now)
+        elif measured:
+            self.load(sent.node).measure_wait(number, now)
         self.load(sent.node).end(number, now)
 
     def failed(self, number: int, now: float) -> None:

@@ -1,6 +1,7 @@
 """An offline vLLM that answers lines of JSON: ``python run_vllm.py OPTIONS`` in the environment that has vLLM.
 
-A line is a list of prompts for one batch: {"tokens": [...], "salt": "", "new": 8}. The answer is a line that begins
+A line is a list of prompts for one batch: {"tokens": [...], "salt": "", "new": 8}; with "hints", an envelope of KV
+hints, they come one after another, as what is built on vLLM's engine hands them over. The answer is a line that begins
 with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready. With
 ``disable_log_stats`` false the first of a batch also says how many requests were preempted so far.
 """
@@ -9,6 +10,24 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
+
+
+def answered(llm: Any, wanted: list[dict[str, Any]], prompts: list[Any], sampling: list[Any]) -> list[Any]:
+    if not any(one.get("hints") for one in wanted):
+        return list(llm.generate(prompts, sampling, use_tqdm=False))
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    done: list[Any] = []
+    for number, (one, prompt, params) in enumerate(zip(wanted, prompts, sampling)):
+        given = one["hints"]
+        hints = KvHintsEnvelope(**{**given, "actions": [KvHintAction(**action) for action in given["actions"]]})
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        llm.llm_engine.add_request(f"hinted {number}", prompt, params, kv_hints=hints)
+        while llm.llm_engine.has_unfinished_requests():
+            done += llm.llm_engine.step()
+    return done
 
 
 def main() -> None:
@@ -36,7 +55,7 @@ def main() -> None:
                 "logprobs": [next(iter(step.values())).logprob for step in done.outputs[0].logprobs],
                 "cached": done.num_cached_tokens,
             }
-            for done in llm.generate(prompts, sampling, use_tqdm=False)
+            for done in answered(llm, wanted, prompts, sampling)
         ]
         if options.get("disable_log_stats") is False:  # vLLM counts only if it logs
             found = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]

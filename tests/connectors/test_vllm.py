@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.connectors, pytest.mark.daemon]
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    return [random.Random(seed).randrange(1, 512) for _ in range(tokens)]
+    made = random.Random(seed)
+    return [made.randrange(1, 512) for _ in range(tokens)]
 
 
 #: Lengths below, at, and above ends of pages of 32.
@@ -153,6 +154,21 @@ def test_two_engines_share_a_store_and_the_second_writes_when_the_first_has_ende
         long = other.ask(*PROMPTS, new=150)
         assert same(long, alone)
         assert long[0]["preempted"] > 0
+
+
+def test_a_hinted_context_outlives_others_in_a_full_store(tiny: Path, tmp_path: Path) -> None:
+    def hints(name: str) -> dict[str, Any]:
+        action = {"action_id": "a", "action_type": name, "action_version": "1.0", "payload": {"ttl_seconds": 600}}
+        return {"protocol_version": "0.1", "message_id": "m", "actions": [action]}
+
+    kept, plain = prompt(50, 101), prompt(51, 101)
+    with Vllm(tiny, tmp_path / "store", tmp_path / "log", capacity="2MB") as engine:
+        engine.ask(kept, hints=hints("kv.pin"))
+        engine.ask(plain)
+        for seed in range(60, 100):
+            engine.ask(prompt(seed, 101), new=1)
+        cached = [engine.ask(text)[0]["cached"] for text in (kept, plain)]
+    assert cached == [96, 0]
 
 
 def test_smollm2_in_bfloat16_answers_the_same(smollm2: Path, tmp_path: Path) -> None:

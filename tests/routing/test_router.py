@@ -44,8 +44,15 @@ def test_requests_that_begin_alike_are_spread_when_one_node_is_busy() -> None:
     assert nodes[0] == nodes[1]
 
 
+def measured() -> PrefillLine:
+    """A line that says how long a token takes."""
+    line = PrefillLine()
+    line.observe(1000, 0, 1.0)
+    return line
+
+
 def test_what_waits_is_worked_off() -> None:
-    load = NodeLoad(PrefillLine())
+    load = NodeLoad(measured())
     load.begin(1, 4.0, now=10.0)
     load.begin(2, 2.0, now=10.0)
     assert load.queue(10.0) == 6.0
@@ -59,12 +66,36 @@ def test_what_waits_is_worked_off() -> None:
 
 
 def test_an_answer_that_comes_whole_is_never_late() -> None:
-    load = NodeLoad(PrefillLine())
+    load = NodeLoad(measured())
     load.begin(1, 4.0, now=10.0, silent=True)
     load.begin(2, 2.0, now=10.0)
     assert load.queue(99.0) == 2.0
     load.end(1, now=100.0)
     assert load.queue(103.0) == 1.0
+
+
+def test_nothing_is_late_before_anything_was_measured() -> None:
+    """Six requests of two beginnings at a fleet that has just started: each beginning is computed once."""
+    router = Router()
+    prompts = [[PrefixRun(name, 1000), PrefixRun((name, n), 50)] for n in range(3) for name in ("x", "y")]
+    nodes = [send(router, prompt, n / 2)[0].chosen.node for n, prompt in enumerate(prompts)]
+    assert len(set(nodes[::2])) == len(set(nodes[1::2])) == 1
+    assert nodes[0] != nodes[1]
+
+
+def test_a_node_where_requests_wait_longer_than_they_should_is_believed_less() -> None:
+    router = Router()
+    _, number = send(router, path("first", tokens=1000), 0.0, ("a",))
+    router.started(number, 1.0, measured=True)
+    now = 1.0
+    for n in range(40):
+        _, one = send(router, path(f"one {n}", tokens=1000), now, ("a",))
+        route, two = send(router, path(f"two {n}", tokens=1000), now, ("a",))
+        router.started(one, now + 1.0)
+        router.started(two, now + 4.0, measured=True)  # three seconds late: answers were made in between
+        now += 10
+    assert route.chosen.queue == pytest.approx(3.0, rel=0.2)
+    assert router.load("a").queue(now) == 0.0
 
 
 def test_the_speed_of_nodes_is_learned_from_prompts_that_waited_for_nothing() -> None:
@@ -79,7 +110,7 @@ def test_the_speed_of_nodes_is_learned_from_prompts_that_waited_for_nothing() ->
     _, two = send(router, path("y"), 5000.0, ("one",))
     router.started(one, 5001.0)
     router.started(two, 5009.0, measured=True)
-    assert len(router.prefill) == before, "a whole answer, and one that waited, say nothing"
+    assert len(router.prefill) == before, "a whole answer, and one that waited, say nothing of it"
 
 
 def test_a_node_that_was_slow_is_tried_again() -> None:

@@ -68,10 +68,12 @@ class Vllm:
             )
         assert self._answer() == "ready"
 
-    def ask(self, *prompts: Sequence[int], salt: str = "", new: int = 8) -> list[dict[str, Any]]:
-        """Answer prompts in one batch: ids, logprobs and cached tokens of each."""
+    def ask(
+        self, *prompts: Sequence[int], salt: str = "", new: int = 8, hints: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer prompts in one batch: ids, logprobs and cached tokens of each. ``hints``: an envelope of KV hints."""
         assert self._process.stdin is not None
-        wanted = [{"tokens": list(tokens), "salt": salt, "new": new} for tokens in prompts]
+        wanted = [{"tokens": list(tokens), "salt": salt, "new": new, "hints": hints} for tokens in prompts]
         self._process.stdin.write(json.dumps(wanted) + "\n")
         self._process.stdin.flush()
         found: list[dict[str, Any]] = self._answer()

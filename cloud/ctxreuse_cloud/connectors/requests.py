@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 
 from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
+from ctxreuse.pauses.envelope import HintOrder
 from ctxreuse.recent import keep_newest
 
-__all__ = ["PagedBlock", "PlannedSave", "RequestBlocks", "StepPlan", "StepProgress"]
+__all__ = ["HintedContext", "PagedBlock", "PlannedSave", "RequestBlocks", "StepPlan", "StepProgress"]
 
 #: Saves that may wait to be confirmed; of more, the oldest are not announced.
 _MOST_PLANNED = 1 << 16
@@ -32,11 +33,20 @@ class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
     page: int
 
 
+class HintedContext(msgspec.Struct, frozen=True, array_like=True):
+    """Keys of a context's whole blocks, and the label of a hint on it, see `Store.on_pause`."""
+
+    keys: list[bytes]
+    label: int
+
+
 class StepPlan(msgspec.Struct, array_like=True):
-    """What a worker does in one step: loads before its forward, one run of blocks a request, and saves after it."""
+    """What a worker does in one step: loads before its forward, one run of blocks a request, and saves after it;
+    ``hinted``: contexts of requests that have ended, to be kept longer or less long."""
 
     loads: list[list[PagedBlock]] = []
     saves: list[list[PagedBlock]] = []
+    hinted: list[HintedContext] = []
 
 
 class PlannedSave(NamedTuple):
@@ -76,6 +86,7 @@ class RequestBlocks:
         self._planned: dict[bytes, PlannedSave] | None = {} if announces else None
         self._known: dict[str, _Known] = {}
         self._loads: list[list[PagedBlock]] = []
+        self._hinted: list[HintedContext] = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -114,9 +125,9 @@ class RequestBlocks:
         self._loads.append(self._blocks(known, first, first + tokens // self._size, pages))
 
     def step(self, progress: Iterable[StepProgress]) -> StepPlan:
-        """Return the plan of a step and forget the loads in it."""
-        plan = StepPlan(self._loads, [])
-        self._loads = []
+        """Return the plan of a step and forget the loads and hints in it."""
+        plan = StepPlan(self._loads, [], self._hinted)
+        self._loads, self._hinted = [], []
         for request, end, pages in progress:
             known = self._known.get(request)
             if known is None:
@@ -148,9 +159,15 @@ class RequestBlocks:
             if bad is not None:
                 known.stored = min(known.stored, bad)
 
-    def finished(self, request: str) -> None:
-        """Forget a request."""
-        self._known.pop(request, None)
+    def finished(self, request: str, orders: Iterable[HintOrder] = ()) -> None:
+        """Forget a request; ``orders``: what it asked for its context, for the next step."""
+        known = self._known.pop(request, None)
+        if known is None:
+            return
+        for order in orders:
+            blocks = known.stored if order.tokens is None else min(known.stored, order.tokens // self._size)
+            if blocks:
+                self._hinted.append(HintedContext(known.keys[:blocks], order.label))
 
     def _extend(self, known: _Known, blocks: int) -> None:
         start = len(known.keys)

@@ -20,6 +20,7 @@ from ctxreuse.block.format import MAX_TOKENS, BlockWriter, Plane, layout_of
 from ctxreuse.errors import FormatError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, tenant_salt
 from ctxreuse_cloud.connectors.access import StoreAccess
+from ctxreuse_cloud.connectors.changes import StoreChanges
 
 __all__ = ["Value", "ValueSpace", "ValueStore"]
 
@@ -150,6 +151,18 @@ class ValueStore:
         if store is not None:
             for key in keys:
                 store.drop(key, reason)
+
+    def hint(self, keys: Iterable[bytes], label: int) -> None:
+        """Tell the policy what will become of values, see `Store.on_pause`, if this process writes the store."""
+        store = self._access.writing()
+        if store is not None:
+            for key in keys:
+                store.on_pause([key], label)
+
+    def changes(self) -> StoreChanges | None:
+        """Watch what comes into the store and leaves it; None if this process does not write it."""
+        store = self._access.writing()
+        return StoreChanges(store) if store is not None else None
 
     def close(self) -> None:
         """Close the store, unless another door of the process uses it."""

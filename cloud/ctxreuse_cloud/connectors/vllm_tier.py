@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
@@ -41,8 +42,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from ctxreuse.errors import ConfigError
 from ctxreuse.models import file_digest, weights_digest
+from ctxreuse.pauses.envelope import HintOrder
+from ctxreuse.recent import keep_newest
 from ctxreuse.units import parse_bytes
 from ctxreuse_cloud.connectors.access import DOOR_OPTIONS, open_door, read_options
+from ctxreuse_cloud.connectors.hints import hint_orders
 from ctxreuse_cloud.connectors.values import Value, ValueSpace, ValueStore
 
 __all__ = ["CtxReuseTier"]
@@ -53,6 +57,8 @@ log = logging.getLogger(__name__)
 _OPTIONS = {**DOOR_OPTIONS, "save_memory": "1GiB"}
 #: Bytes of a block hash below which it is none of SHA-256. Others can be forged, and their seed changes at each start.
 _HASH_BYTES = 32
+#: Chunks whose coming and going is announced; of more, the oldest go without a word.
+_ANNOUNCED = 1 << 18
 #: Fields of vLLM's parallel settings that say which part of each layer lies where in a chunk.
 _RANKS = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 #: What is counted beside vLLM's own metrics of tiers.
@@ -103,10 +109,16 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
         self._counts: Counter[str] = Counter()
         #: Chunks of each request that failed to load: found again, they would be loaded, and fail, without end.
         self._failed: dict[str, set[bytes]] = {}
+        #: Of requests with KV hints: what they ask for, and the chunks of their contexts.
+        self._hints: dict[str, tuple[list[HintOrder], set[bytes]]] = {}
+        #: vLLM's keys of chunks by the store's, where vLLM publishes events.
+        self._names: dict[bytes, bytes] = {}
+        self._changes = self._values.changes() if offloading_spec.kv_events_config.enable_kv_cache_events else None
         self._warned = False
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Return if a chunk is stored."""
+        self._note([key], req_context)
         if key in self._failed.get(req_context.req_id, ()) or not self._usable([key]):
             return LookupResult.MISS
         (found,) = self._values.find([self._space.key(key)], use=False)
@@ -114,10 +126,12 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Count chunks as used, in a thread, so they are not evicted next."""
+        self._note(keys, req_context)
         self._writes.submit(self._values.find, [self._space.key(key) for key in keys])
 
     def submit_store(self, job_metadata: Any) -> None:
         """Copy chunks and commit them, in a thread; at once a failed job if too many wait for that."""
+        self._note(job_metadata.keys, job_metadata.req_context)
         size = len(job_metadata.keys) * self.block_size_bytes
         with self._lock:
             # A job that waits alone is taken whatever its size.
@@ -142,12 +156,37 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
         """Ask for what is computed newly, not for what vLLM has already."""
         with self._lock:
             self._failed[req_context.req_id] = set()
+        if orders := hint_orders(req_context.kv_hints):
+            self._hints[req_context.req_id] = orders, set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request."""
+        """Forget a request; what its KV hints ask for its chunks is done behind the stores before."""
         with self._lock:
             self._failed.pop(req_context.req_id, None)
+        orders, chunks = self._hints.pop(req_context.req_id, ((), set()))
+        ends = {key: req_context.get_offload_key_position(key) or 0 for key in chunks}
+        for order in orders:
+            wanted = [key for key, end in ends.items() if order.tokens is None or 0 < end <= order.tokens]
+            self._writes.submit(self._values.hint, [self._space.key(key) for key in wanted], order.label)
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Return which chunks came into the store and which left it since the last call, if vLLM publishes events."""
+        if self._changes is None:
+            return
+        for keys, removed in zip(self._changes.take(), (False, True)):
+            with self._lock:
+                find = self._names.pop if removed else self._names.get
+                names = [name for key in keys if (name := find(key, None)) is not None]
+            if names:
+                yield OffloadingEvent(
+                    keys=names,
+                    medium=self.medium,
+                    removed=removed,
+                    locality=self.locality,
+                    ownership=self.tier_type,
+                    removal_expected=True,
+                )
 
     def drain_jobs(self) -> None:
         """Return when no job touches vLLM's memory any more."""
@@ -159,6 +198,8 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
             pool.shutdown()
         if self._rows is not None:
             self._rows = None
+            if self._changes is not None:
+                self._changes.close()
             self._values.close()
 
     @classmethod
@@ -186,7 +227,16 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
 
         pool.submit(run)
 
+    def _note(self, keys: Collection[bytes], request: Any) -> None:
+        """Add chunks to the context of a request with KV hints."""
+        if (hinted := self._hints.get(request.req_id)) is not None:
+            hinted[1].update(keys)
+
     def _store(self, job: Any) -> list[bytes]:
+        if self._changes is not None:
+            with self._lock:
+                self._names.update((self._space.key(key), key) for key in job.keys)
+                self._names = keep_newest(self._names, _ANNOUNCED)
         try:
             saved = self._values.save([(self._value(key), [row]) for key, row in self._chunks(job)])
             return [key for key, mark in zip(job.keys, saved, strict=True) if mark]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+from ctxreuse_cloud.connectors.hints import hint_orders
 from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
 
 from ctxreuse.identity.keys import ROOT
+from ctxreuse.pauses.envelope import HintOrder
+from ctxreuse.pauses.hints import hint_label
+from ctxreuse.pauses.kinds import kind_of
 
 SIZE = 4
 
@@ -119,6 +124,47 @@ def test_requests_are_forgotten() -> None:
     planned.finished("never seen")
     planned.allocated("never seen", [1], 4)
     assert planned.step([StepProgress("never seen", 4, [1])]) == StepPlan([], [])
+
+
+def test_what_requests_ask_for_their_contexts_is_in_the_next_plan() -> None:
+    planned, stored = blocks(), Stored()
+    orders = [HintOrder("retain", 60.0, tokens=9), HintOrder("pause", 5.0, kind="tool"), HintOrder("pin", tokens=3)]
+    planned.match("a", list(range(15)), "", 0, stored)
+    plan = planned.step([StepProgress("a", 15, range(9))])
+    keys = [block.key for block in plan.saves[0]]
+    planned.finished("a", orders)
+    planned.finished("never seen", orders)
+    found = planned.step([]).hinted
+    assert [(one.keys, one.label) for one in found] == [
+        (keys[:2], hint_label("retain")),
+        (keys, kind_of("tool").label),
+    ], "three tokens fill no block"
+    assert planned.step([]).hinted == []
+
+
+def test_envelopes_of_another_engine_are_read_and_what_is_not_understood_is_left_out() -> None:
+    class Action(msgspec.Struct):
+        action_id: str
+        action_type: str
+        action_version: str
+        payload: dict[str, object]
+
+    class Envelope(msgspec.Struct):
+        protocol_version: str
+        message_id: str
+        actions: list[Action]
+
+    actions = [
+        Action("1", "kv.retain", "1.0", {"ttl_seconds": 30}),
+        Action("2", "kv.dance", "1.0", {}),
+        Action("3", "kv.demote", "1.0", {}),
+        Action("4", "kv.pin", "9.0", {}),
+        Action("5", "kv.pause", "1.0", {"kind": "tool", "seconds": -1}),
+    ]
+    assert hint_orders(Envelope("0.1", "m", actions)) == [HintOrder("retain", 30.0), HintOrder("demote")]
+    assert hint_orders(None) == []
+    for broken in (Envelope("0.1", "", actions), Envelope("7", "m", actions), {"actions": 3}, object()):
+        assert hint_orders(broken) == []
 
 
 def test_saves_are_announced_once_when_they_are_stored() -> None:

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from ctxreuse.errors import ConfigError
-from ctxreuse.store import open_store
+from ctxreuse.pauses.hints import hint_label
+from ctxreuse.store import TieredStore, open_store
 from support.waiting import until
 
 ROW = 4096
@@ -31,7 +32,7 @@ class SecondaryTierManager:
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, detector: Any) -> None:
         assert primary_kv_view.strides is not None
-        self.block_size_bytes = primary_kv_view.strides[0]
+        self.block_size_bytes, self.tier_type = primary_kv_view.strides[0], tier_type
 
 
 @dataclasses.dataclass
@@ -57,6 +58,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "LookupResult": enum.Enum("LookupResult", ["HIT", "MISS"]),
         "Medium": enum.Enum("Medium", ["STORAGE"]),
         "OffloadingCounterMetadata": dict,
+        "OffloadingEvent": types.SimpleNamespace,
         "RequestOffloadingContext": dict,
         "get_offload_block_hash": lambda key: key[:-4],
         "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),
@@ -93,7 +95,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Tier:
     """A tier over eight chunks of memory."""
 
-    def __init__(self, module: Any, store: Path, **settings: str) -> None:
+    def __init__(self, module: Any, store: Path, *, events: bool = False, **settings: str) -> None:
         ranks = dict.fromkeys(("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"), 1)
         config = types.SimpleNamespace(
             model=types.SimpleNamespace(name=settings.pop("model", "name"), dtype="bfloat16"), groups=[Group()],
@@ -101,10 +103,11 @@ class Tier:
             kv_cache_layout="BLHNC", canonical_layout=False,
         )  # fmt: skip
         self.memory = np.random.default_rng(1).integers(-128, 128, (8, ROW), np.int8)
-        spec = types.SimpleNamespace(config=config, replicated_layout=False)
+        published = types.SimpleNamespace(enable_kv_cache_events=events)
+        spec = types.SimpleNamespace(config=config, replicated_layout=False, kv_events_config=published)
         self.view = self.memory.data
         self.own = module.CtxReuseTier(spec, self.view, "CtxReuseTier", path=str(store), **settings)
-        self.request = types.SimpleNamespace(req_id="r")
+        self.request = types.SimpleNamespace(req_id="r", kv_hints=None)
         self._jobs = 0
 
     def job(self, keys: list[bytes], *, load: bool = False, request: Any = None) -> Any:
@@ -241,6 +244,58 @@ def test_what_a_touch_counts_is_evicted_last(module: Any, tmp_path: Path) -> Non
     tier.done()
     until(lambda: not all(tier.found(KEYS)))
     assert tier.found(KEYS)[:2] == [True, True]
+    tier.own.shutdown()
+
+
+def test_what_comes_and_goes_is_announced_if_vllm_publishes_events(module: Any, tmp_path: Path) -> None:
+    tier = Tier(module, tmp_path / "quiet")
+    tier.own.submit_store(tier.job(KEYS))
+    tier.done()
+    assert list(tier.own.take_events()) == []
+    tier.own.shutdown()
+
+    tier = Tier(module, tmp_path / "loud", events=True, capacity="100KB")
+    stored, removed = set[bytes](), set[bytes]()
+    for n in range(60):
+        tier.own.submit_store(tier.job([bytes([n]) * 36]))
+        tier.done()
+        for event in tier.own.take_events():
+            (removed if event.removed else stored).update(event.keys)
+            assert (event.medium.name, event.locality.name, event.ownership) == ("STORAGE", "LOCAL", "CtxReuseTier")
+    assert stored == {bytes([n]) * 36 for n in range(60)}
+    until(lambda: not list(tier.own.take_events()))
+    there = {key for key in stored if tier.found([key]) == [True]}
+    assert 0 < len(there) < 30
+    assert stored - removed == there
+    tier.own.shutdown()
+
+
+def test_a_request_with_hints_keeps_its_chunks_longer_or_lets_them_go(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def action(name: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"action_id": name, "action_type": name, "action_version": "1.0", "payload": payload}
+
+    told: dict[int, set[bytes]] = {}
+    monkeypatch.setattr(TieredStore, "on_pause", lambda _, keys, label: told.setdefault(label, set()).update(keys))
+    retain = {"directives": [{"priority": 50, "start": 0, "end": 40}]}
+    actions = [action("kv.retain", retain), action("kv.demote", {}), action("kv.none", {})]
+    hints = {"protocol_version": "0.1", "message_id": "m", "actions": actions}
+    places = {KEYS[0]: 16, KEYS[1]: 32, KEYS[2]: 48}
+    request = types.SimpleNamespace(req_id="hinted", kv_hints=hints, get_offload_key_position=places.get)
+    tier = Tier(module, tmp_path)
+    tier.own.on_new_request(request)
+    tier.own.on_new_request(tier.request)
+    tier.own.lookup(KEYS[0], request)
+    tier.own.submit_store(tier.job(KEYS[1:3], request=request))
+    tier.own.submit_store(tier.job(KEYS[5:7]))
+    tier.own.on_request_finished(request)
+    tier.own.on_request_finished(tier.request)
+    tier.done()
+    retained, demoted = (told.pop(hint_label(name)) for name in ("retain", "demote"))
+    assert not told
+    assert (len(retained), len(demoted)) == (2, 3), "the third chunk reaches beyond the 40 tokens"
+    assert retained < demoted
     tier.own.shutdown()
 
 

@@ -107,6 +107,12 @@ class PrefixHasher:
         #: Bytes of a block.
         self.block_bytes = 4 * block_tokens
 
+    def key(self, block: bytes, parent: bytes) -> bytes:
+        """Return the key of one whole block behind ``parent``."""
+        state = self._fresh()
+        state.update(parent + block)
+        return state.digest()
+
     def keys(self, raw: bytes, parent: bytes = ROOT) -> list[bytes]:
         """Return the keys of all whole blocks, chained from ``parent``."""
         view, step, keys = memoryview(raw), self.block_bytes, list[bytes]()

@@ -58,7 +58,7 @@ class CachedPrefixes:
             return PlannedPrefix(parent, blocks, rest + raw, reach)
         # Most candidates fail at their first block: the others are hashed only behind one that is cached.
         taken = size - len(rest)
-        keys = self._hasher.keys(rest + raw[:taken], parent)
+        keys = [self._hasher.key(rest + raw[:taken], parent)]
         while keys:
             found = self._match(keys)
             if usable := found.state_blocks if self._states else found.blocks:

@@ -136,6 +136,7 @@ def attend(
     scale: float,
     window: int,
     softcap: float,
+    rounded: bool,
     parts: Sequence[tuple[Any, ...]],
     first_head: int,
     last_head: int,

@@ -31,6 +31,7 @@ from ctxreuse.runtime.steps.passes import MOST
 from ctxreuse.store import Ledger, open_store
 from ctxreuse.store.idle_compaction import IdleCompaction
 from ctxreuse.store.policy.states import StatePolicy
+from ctxreuse.store.prefix_pins import PrefixPins
 from ctxreuse.units import parse_duration
 from ctxreuse.why import FILE, RequestLog
 from ctxreuse_edge.contexts import NamedContexts
@@ -38,7 +39,6 @@ from ctxreuse_edge.forget import Forgetter
 from ctxreuse_edge.idle import IdleTasks
 from ctxreuse_edge.links import CloudLinks
 from ctxreuse_edge.models import ServedModel, ServedModels, model_name, parse_keep_alive
-from ctxreuse_edge.pins import PrefixPins
 from ctxreuse_edge.responses import StoredResponses
 from ctxreuse_edge.retention import Retention
 from ctxreuse_edge.steps import step_rule

@@ -33,6 +33,7 @@ typedef struct work {
     ctx_queries queries;
     float *o, *m, *l, *factor, *s;
     size_t *low, *high; /* rows of the part that each query row sees */
+    uint32_t *pairs;
     uint8_t *room;
 } work;
 
@@ -42,6 +43,7 @@ static void lay_out(arena *a, work *w, size_t rows, size_t dim) {
     w->queries.step = cut(a, rows, sizeof(float));
     w->queries.sums = cut(a, rows * (dim / CTX_ATTEND_GROUP + 1), sizeof(float));
     w->queries.bias = cut(a, rows * 2, sizeof(int32_t));
+    w->pairs = cut(a, rows * (dim / 2 + 1), sizeof(uint32_t));
     w->o = cut(a, rows * dim, sizeof(float));
     w->m = cut(a, rows, sizeof(float));
     w->l = cut(a, rows, sizeof(float));
@@ -132,6 +134,7 @@ static void tiles(const ctx_attend_kernels *k, const ctx_attention *a, const ctx
         ctx_rows keys = rows_of(&p->k, head, base, count), values = rows_of(&p->v, head, base, count);
         keys.ahead = values.at, keys.ahead_bytes = end_to_end(&p->v, a->dim, count);
         values.ahead = keys.at + count * keys.step, values.ahead_bytes = end_to_end(&p->k, a->dim, next);
+        values.halved = w->queries.pairs != NULL;
         k->scores(&w->queries, &keys, w->s, w->room);
         if (a->softcap > 0)
             for (size_t r = 0; r < rows; r++) k->cap(w->s + r * CTX_ATTEND_TILE, end, a->softcap);
@@ -163,6 +166,8 @@ static void block(const ctx_attend_kernels *k, const ctx_attention *a, size_t he
             w->queries.q = q + start * a->dim, w->queries.rows = rows, w->queries.dim = a->dim;
             w->queries.scale = a->softcap > 0 ? a->scale : a->scale * LOG2E;
             if (k->integers) k->integers(&w->queries);
+            w->queries.pairs = a->halved && k->halve && ctx_cpu_has(CTX_CPU_BF16) ? w->pairs : NULL;
+            if (w->queries.pairs) k->halve(&w->queries);
             prepared = q;
         }
         tiles(k, a, p, head, rows, lowest, highest, w);

@@ -8,7 +8,8 @@
  *
  * Guarantee: nothing outside of the planes' rows first..last is read. Results of two tables differ by rounding only (sums
  * have other orders, FMA where there is one): 1e-5 of the largest value for float formats. AVX-512 multiplies int8 and
- * int4 with queries and weights as 16-bit integers, two bytes each: there it is 3e-4.
+ * int4 with queries and weights as 16-bit integers, two bytes each: there it is 3e-4. A call may allow queries and weights
+ * to be rounded to bf16 over bf16 rows, for processors that multiply these twice as fast: 1e-2 there.
  */
 #ifndef CTXREUSE_ATTEND_H
 #define CTXREUSE_ATTEND_H
@@ -52,6 +53,7 @@ typedef struct ctx_attention {
     const int64_t *positions;            /* [queries], or NULL where no part is placed; all within +-2^60 */
     int64_t window;                      /* 0: none */
     float scale, softcap;                /* softcap 0: none */
+    int halved;                          /* over bf16 rows, queries and weights may be rounded to bf16 */
     const ctx_part *parts;
     size_t count;
 } ctx_attention;
@@ -85,6 +87,7 @@ typedef struct ctx_queries {
     float *step;        /* [rows], times scale */
     float *sums;        /* [rows, dim / 32]: of the integers, by group */
     int32_t *bias;      /* [rows, 2]: -128 times the sum of high, of low */
+    uint32_t *pairs;    /* [rows, dim / 2]: values by twos, rounded to bf16; NULL where they must not be */
 } ctx_queries;
 
 /* Up to a tile of rows of one head; and what will be read after them, for the caches to fetch meanwhile. */
@@ -92,20 +95,24 @@ typedef struct ctx_rows {
     ctx_format format;
     const uint8_t *at, *scales, *lows, *ahead;
     size_t step, group_step, count, ahead_bytes;
+    int halved; /* weights may be rounded to bf16 */
 } ctx_rows;
 
 typedef struct ctx_attend_kernels {
     size_t multiple; /* dims that it can */
     /* Fills in the integers; NULL where scores needs none. */
     void (*integers)(ctx_queries *a);
+    /* Fills in the pairs; NULL where scores and values cannot use them. It needs CTX_CPU_BF16. */
+    void (*halve)(ctx_queries *a);
     /* s[r][t] = scale * q[r] . k[t], for t up to count rounded up to a strip (what lies behind count is any number). */
     void (*scores)(const ctx_queries *a, const ctx_rows *k, float *s, uint8_t *room);
     /* cap * tanh(s / cap) * log2(e) in place. */
     void (*cap)(float *s, size_t n, float cap);
     /* In place 2^(s - max(m, s)) of a row of a tile, whose end is -inf; adds to l and m, returns 2^(m_old - m). */
     float (*weights)(float *s, size_t n, float *m, float *l);
-    /* o[r] = o[r] * factor[r] + sum of s[r][t] * v[t]; s is [rows, TILE], 0 from count to the next strip. */
-    void (*values)(float *o, const float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room);
+    /* o[r] = o[r] * factor[r] + sum of s[r][t] * v[t]; s is [rows, TILE], 0 from count to the next strip, and
+     * may be overwritten. */
+    void (*values)(float *o, float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room);
     int (*quantise8)(int8_t *codes, float *scale, const float *x, size_t dim);
     int (*quantise4)(uint8_t *codes, uint16_t *step, uint16_t *low, const float *x); /* one group */
 } ctx_attend_kernels;

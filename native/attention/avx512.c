@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #define ATTEND ctx_attend_avx512
+#define OWN_HALVE
 #define LANES 16
 #define OWN_TILES
 #define MULTIPLE 16
@@ -83,6 +84,8 @@ static inline void fetch_some(fetch *f) {
             default: f(r, 6);                                    \
         }                                                        \
     }
+
+#include "avx512_halves.h"
 
 /* ---- Queries as integers ------------------------------------------------------------------------------------------ */
 
@@ -192,6 +195,14 @@ ALWAYS void float_scores(float *s, const ctx_queries *a, size_t r, const size_t 
 }
 
 static void scores(const ctx_queries *a, const ctx_rows *k, float *s, uint8_t *room) {
+    if (a->pairs && k->format == CTX_ROWS_BF16) {
+        for (size_t base = 0; base < k->count; base += STRIP) {
+            turn_bytes((uint32_t *)(void *)room, k, base, 2 * a->dim, WORDS);
+#define PAIRS(r, n) pair_scores(s + base, a, r, n, (const uint32_t *)(const void *)room)
+            BY_SIXES(a->rows, PAIRS)
+        }
+        return;
+    }
     fetch next = fetch_of(k, (k->count + STRIP - 1) / STRIP * (k->format < CTX_ROWS_INT8 ? a->dim : a->dim / 4));
     for (size_t base = 0; base < k->count; base += STRIP) {
         if (k->format == CTX_ROWS_INT8) {
@@ -429,7 +440,11 @@ ALWAYS void nibble_values(float *o, const float *s, const float *factor, const s
     }
 }
 
-static void values(float *o, const float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room) {
+static void values(float *o, float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room) {
+    if (v->halved && v->format == CTX_ROWS_BF16) {
+        values_by_pairs(o, s, factor, rows, dim, v, (uint32_t *)(void *)room);
+        return;
+    }
     uint32_t *words = (uint32_t *)(void *)(room + CTX_ATTEND_TILE * ((dim + 63) / 64 * 64) * sizeof(float));
     const __m512i *tile = (const __m512i *)(const void *)room;
     if (v->format == CTX_ROWS_INT8) {

@@ -54,9 +54,16 @@ static void turn_floats(float *strip, const ctx_rows *k, size_t base, size_t dim
     else turn_floats_of(strip, k, base, dim, CTX_ROWS_BF16);
 }
 
-/* Word i of a row for 16 tokens: with 128 added to its bytes, or as the words of its low and of its high nibbles. */
+/* What words of K become: themselves, their bytes with 128 added, or the words of their low and of their high nibbles. */
+enum { WORDS = -1, BYTES_128 = 0, NIBBLES_APART = 1 };
+
+/* Word i of a row for 16 tokens. */
 ALWAYS void put_word(uint32_t *strip, size_t i, size_t half, __m512i x, const int nibbles) {
     const __m512i mask = _mm512_set1_epi8(15);
+    if (nibbles == WORDS) {
+        _mm512_store_si512(strip + i * STRIP + half, x);
+        return;
+    }
     if (!nibbles) {
         _mm512_store_si512(strip + i * STRIP + half, _mm512_xor_si512(x, _mm512_set1_epi8(-128)));
         return;

@@ -30,6 +30,7 @@ static uint32_t look(void) {
     const uint32_t bytes = bit_AVX512VBMI | bit_AVX512VBMI2;
     if ((bits & CTX_CPU_AVX512) && (c & bytes) == bytes) bits |= CTX_CPU_VBMI2;
     if ((bits & CTX_CPU_AVX512) && (c & bit_AVX512VNNI)) bits |= CTX_CPU_VNNI;
+    if ((bits & CTX_CPU_AVX512) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5)) bits |= CTX_CPU_BF16;
     return bits;
 }
 #elif defined(__aarch64__)
@@ -38,12 +39,16 @@ static uint32_t look(void) { return CTX_CPU_NEON; }
 static uint32_t look(void) { return 0; }
 #endif
 
-const ctx_variant *ctx_variant_here(const ctx_variant *rows) {
+int ctx_cpu_has(uint32_t needs) {
     enum { LOOKED = 1 << 30 };
     static _Atomic uint32_t present; /* two threads that look at once find the same */
     uint32_t bits = atomic_load_explicit(&present, memory_order_relaxed);
     if (!bits) atomic_store_explicit(&present, bits = look() | LOOKED, memory_order_relaxed);
-    while (rows->needs & ~bits) rows++;
+    return !(needs & ~bits);
+}
+
+const ctx_variant *ctx_variant_here(const ctx_variant *rows) {
+    while (!ctx_cpu_has(rows->needs)) rows++;
     return rows;
 }
 

@@ -24,6 +24,7 @@ enum {
     CTX_CPU_VNNI = 32,  /* only with CTX_CPU_AVX512 */
     CTX_CPU_BMI2 = 64,  /* BMI1, BMI2 */
     CTX_CPU_FMA = 128,
+    CTX_CPU_BF16 = 256, /* AVX512_BF16; only with CTX_CPU_AVX512 */
 };
 
 typedef struct ctx_variant {
@@ -48,6 +49,9 @@ typedef struct ctx_variant {
 #define CTX_NEON(subject)
 #endif
 #define CTX_GENERIC(subject) {"generic", 0, &subject##_generic},
+
+/* Are all these bits there? */
+int ctx_cpu_has(uint32_t needs);
 
 /* The first of the rows from there on that runs here. */
 const ctx_variant *ctx_variant_here(const ctx_variant *rows);

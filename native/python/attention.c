@@ -165,25 +165,28 @@ static int positions_of(held *h, PyObject *obj, ctx_attention *a) {
     return -1;
 }
 
-/* (q, o, lse, heads_q, heads, queries, dim, positions, scale, window, softcap, parts, head_first, head_last, row_first, row_last) */
+/* (q, o, lse, heads_q, heads, queries, dim, positions, scale, window, softcap, rounded, parts, head_first, head_last,
+ * row_first, row_last) */
 static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_kernels *k = table();
     ctx_attention a = {0};
-    size_t head_first, head_last, row_first, row_last;
+    size_t head_first, head_last, row_first, row_last, rounded;
     float *o, *lse;
     (void)module;
-    if (!k || arity(nargs, 16, "attend") < 0 || size_of(args[3], "query heads", &a.heads_q) < 0 ||
+    if (!k || arity(nargs, 17, "attend") < 0 || size_of(args[3], "query heads", &a.heads_q) < 0 ||
         size_of(args[4], "heads", &a.heads) < 0 || size_of(args[5], "queries", &a.queries) < 0 ||
         size_of(args[6], "dim", &a.dim) < 0 || float_of(args[8], "scale", &a.scale) < 0 ||
         integer_of(args[9], "window", &a.window) < 0 || float_of(args[10], "softcap", &a.softcap) < 0 ||
-        size_of(args[12], "first head", &head_first) < 0 || size_of(args[13], "last head", &head_last) < 0 ||
-        size_of(args[14], "first row", &row_first) < 0 || size_of(args[15], "last row", &row_last) < 0)
+        size_of(args[11], "rounded", &rounded) < 0 || size_of(args[13], "first head", &head_first) < 0 ||
+        size_of(args[14], "last head", &head_last) < 0 || size_of(args[15], "first row", &row_first) < 0 ||
+        size_of(args[16], "last row", &row_last) < 0)
         return NULL;
+    a.halved = rounded != 0;
     if (head_last > a.heads || a.window < 0 || a.softcap < 0 || row_first > row_last) {
         PyErr_SetString(PyExc_ValueError, "heads, rows, window, softcap: out of range");
         return NULL;
     }
-    PyObject *parts = tuple_of(args[11], "parts"), *result = NULL;
+    PyObject *parts = tuple_of(args[12], "parts"), *result = NULL;
     if (!parts) return NULL;
     a.count = (size_t)PyTuple_Size(parts);
     held h = {0};

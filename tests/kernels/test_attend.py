@@ -17,6 +17,8 @@ from ctxreuse.rope import inverse_frequencies, shift_tables
 from oracle.kernels import attention as reference_attend
 from support.examples import examples
 
+#: Where queries and weights are rounded to bf16, of 8 bits.
+ROUNDED = 4e-2
 LIMITS = {"fp32": 1e-5, "fp16": 1e-5, "bf16": 1e-5, "int8": 3e-4, "int4": 3e-4}
 
 
@@ -81,12 +83,15 @@ def test_every_table_agrees_with_numpy(data: st.DataObject, seed: int) -> None:
         "window": draw(st.sampled_from([None, None, 1, 50])),
         "softcap": draw(st.sampled_from([None, None, 5.0])),
     }
+    rounded = draw(st.booleans())
+    if rounded and any("bf16" in (part.k.format, part.v.format) for part in parts):
+        limit = ROUNDED
     scale = 1 / np.sqrt(dim)
     wanted = Attended(*reference_attend.attend(q, parts, positions, scale, how["window"], how["softcap"]))
     for name in kernels.available():
         kernels.use(name)
-        _close(attend(q, parts, **how), wanted, limit)
-        _close(attend(q, parts, **how, threads=2), wanted, limit)
+        _close(attend(q, parts, **how, rounded=rounded), wanted, limit)
+        _close(attend(q, parts, **how, rounded=rounded, threads=2), wanted, limit)
         _close(merge([attend(q, [part], **how) for part in parts[::-1]]), wanted, limit)
 
 
@@ -109,6 +114,22 @@ def test_many_queries_are_shared_out_among_threads(threads: int, spread: str) ->
     found = attend(q, parts, **how, threads=threads)
     assert np.array_equal(found.o, whole.o)
     assert np.array_equal(found.lse, whole.lse)
+
+
+@pytest.mark.parametrize(("tokens", "dim", "window"), [(700, 64, None), (701, 80, None), (513, 128, 200)])
+def test_a_slice_of_a_prompt_in_bf16(tokens: int, dim: int, window: int | None) -> None:
+    """Many queries, each of which sees all before it, rounded and not."""
+    rng = np.random.default_rng(tokens)
+    k, v = (_plane(rng, "bf16", 2, tokens, dim, "plain") for _ in range(2))
+    queries = 260
+    q = (rng.standard_normal((6, queries, dim), np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    positions = np.arange(tokens - queries, tokens)
+    how: dict[str, Any] = {"positions": positions, "window": window}
+    wanted = Attended(*reference_attend.attend(q, [Part(k, v, at=0)], positions, 1 / np.sqrt(dim), window, None))
+    for name in kernels.available():
+        kernels.use(name)
+        _close(attend(q, [Part(k, v, at=0)], **how), wanted, LIMITS["bf16"])
+        _close(attend(q, [Part(k, v, at=0)], **how, rounded=True), wanted, ROUNDED / 4)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -267,7 +288,7 @@ def test_the_extension_checks_for_itself() -> None:
 
     def call(at: int | None = None, value: Any = None, field: int | None = None) -> None:
         mine = [value if i == field else x for i, x in enumerate(fields)]
-        args: list[Any] = [q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, [tuple(mine)], 0, 2, 0, 6]
+        args: list[Any] = [q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, 0, [tuple(mine)], 0, 2, 0, 6]
         if at is not None:
             args[at] = value
         _native.attend(*args)
@@ -276,7 +297,7 @@ def test_the_extension_checks_for_itself() -> None:
     for at, value in (
         (0, q[:3]), (0, q.astype(np.float64)), (1, bytes(512)), (1, o[:3]), (2, lse[:3]), (3, 5), (3, 0), (4, 0),
         (4, 3), (5, 2**62), (6, 0), (6, 31), (6, 2**63 - 1), (7, np.zeros(2, np.int64)), (7, 5), (8, np.nan), (9, -1),
-        (10, -1.0), (11, [()]), (11, 7), (11, [None]), (13, 3), (14, 7), (12, -1), (15, -1),
+        (10, -1.0), (11, -1), (11, "x"), (12, [()]), (12, 7), (12, [None]), (14, 3), (15, 7), (13, -1), (16, -1),
         (0, None), (8, "x"), (9, None),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
@@ -292,7 +313,7 @@ def test_the_extension_checks_for_itself() -> None:
     four = np.zeros((2, 6, 16), np.uint8)
     for scales in (None, np.zeros((2, 2, 1, 5), np.float16), np.zeros((2, 2, 6), np.float16), np.zeros(24, np.float16)):
         with pytest.raises((ValueError, TypeError)):
-            _native.attend(q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, [(4, four, scales, *fields[3:])], 0, 2, 0, 6)
+            _native.attend(q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, 0, [(4, four, scales, *fields[3:])], 0, 2, 0, 6)
     for result, logs, *sizes in (
         (o, lse, 2, 4, 32), (o, lse, 0, 4, 32), (o, lse, 1, 2**62, 2**62), (o, lse, 1, 4, 31), (o, 5, 1, 4, 32),
     ):  # fmt: skip

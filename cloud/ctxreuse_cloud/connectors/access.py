@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ctxreuse.config import StoreConfig
 from ctxreuse.errors import ConfigError, StoreError, StoreOwnedError
+from ctxreuse.pauses.envelope import HintOrder
 from ctxreuse.store import TieredStore, open_store
 from ctxreuse.store.lmdb.owner import attended
+from ctxreuse.store.prefix_pins import PrefixPins
 from ctxreuse.units import parse_bytes
 
 __all__ = ["DOOR_OPTIONS", "StoreAccess", "open_door", "read_options", "share_store"]
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two attempts to open a store, or to become its writer.
 _RETRY = 5.0
+#: Seconds for which a context is pinned where its hint says no time.
+_UNENDED = 3600.0
 
 
 #: Settings of a door to another engine's cache, with their defaults.
@@ -39,6 +43,7 @@ class StoreAccess:
         self.users = 1
         self._lock = threading.Lock()
         self._store: TieredStore | None = None
+        self._pins: PrefixPins | None = None
         self._writes = False
         self._retry_at = self._write_at = float("-inf")
         self._said = ""
@@ -62,6 +67,7 @@ class StoreAccess:
     def _open(self, *, writes: bool) -> None:
         try:
             if self._store is not None:
+                self._end_pins()
                 self._store.close()  # one process may open its file once only
                 self._store = None
             self._store, self._writes = open_store(self.config, readonly=not writes), writes
@@ -73,6 +79,23 @@ class StoreAccess:
             if str(error) != self._said:
                 log.warning("KV is neither loaded nor saved: %s", error)
                 self._said = str(error)
+
+    def hint(self, keys: Sequence[bytes], order: HintOrder) -> None:
+        """Do what a hint on a context asks for, if this process writes the store: its policy learns of all, and what is
+        retained is pinned for the time named, within a quarter of the capacity."""
+        store = self.writing()
+        if store is None:
+            return
+        store.on_pause(keys, order.label)
+        with self._lock:
+            if self._pins is None and self._store is store:
+                self._pins = PrefixPins(store, self.config.folder() / "hinted.json")
+                self._pins.start()
+            pins = self._pins
+        if pins is not None and order.name in ("pin", "retain"):
+            pins.keep(keys, order.seconds or _UNENDED)
+        elif pins is not None and order.name == "demote":
+            pins.release(keys)
 
     def populate(self, nbytes: int) -> None:
         """Map the most recently used blocks, up to ``nbytes``, in a thread: their first read pays no page faults.
@@ -105,8 +128,14 @@ class StoreAccess:
         with self._lock:
             store, self._store, self._writes = self._store, None, False
             self._retry_at = self._write_at = float("inf")
+        self._end_pins()
         if store is not None:
             store.close()
+
+    def _end_pins(self) -> None:
+        if self._pins is not None:
+            self._pins.close()
+            self._pins = None
 
 
 _lock = threading.Lock()

@@ -34,10 +34,10 @@ class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HintedContext(msgspec.Struct, frozen=True, array_like=True):
-    """Keys of a context's whole blocks, and the label of a hint on it, see `Store.on_pause`."""
+    """Keys of a context's whole blocks, as far as a hint goes, and what it asks for."""
 
     keys: list[bytes]
-    label: int
+    order: HintOrder
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -167,7 +167,7 @@ class RequestBlocks:
         for order in orders:
             blocks = known.stored if order.tokens is None else min(known.stored, order.tokens // self._size)
             if blocks:
-                self._hinted.append(HintedContext(known.keys[:blocks], order.label))
+                self._hinted.append(HintedContext(known.keys[:blocks], order))
 
     def _extend(self, known: _Known, blocks: int) -> None:
         start = len(known.keys)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ctxreuse.block.format import MAX_TOKENS, BlockWriter, Plane, layout_of
 from ctxreuse.errors import FormatError, StoreError
 from ctxreuse.identity.keys import ROOT, Tokens, tenant_salt
+from ctxreuse.pauses.envelope import HintOrder
 from ctxreuse_cloud.connectors.access import StoreAccess
 from ctxreuse_cloud.connectors.changes import StoreChanges
 
@@ -152,12 +153,10 @@ class ValueStore:
             for key in keys:
                 store.drop(key, reason)
 
-    def hint(self, keys: Iterable[bytes], label: int) -> None:
-        """Tell the policy what will become of values, see `Store.on_pause`, if this process writes the store."""
-        store = self._access.writing()
-        if store is not None:
-            for key in keys:
-                store.on_pause([key], label)
+    def hint(self, keys: Iterable[bytes], order: HintOrder) -> None:
+        """Keep values longer, or let them go, as a hint asks, if this process writes the store."""
+        for key in keys:
+            self._access.hint([key], order)
 
     def changes(self) -> StoreChanges | None:
         """Watch what comes into the store and leaves it; None if this process does not write it."""

@@ -37,7 +37,7 @@ from ctxreuse_cloud.connectors.access import DOOR_OPTIONS, open_door, read_optio
 from ctxreuse_cloud.connectors.changes import StoreChanges
 from ctxreuse_cloud.connectors.hints import hint_orders
 from ctxreuse_cloud.connectors.pages import LayerPages, PageLayout, PageShape, find_layout, host_memory
-from ctxreuse_cloud.connectors.requests import HintedContext, RequestBlocks, StepPlan, StepProgress
+from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
 from ctxreuse_cloud.connectors.spaces import EngineModel, space_of
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver
 
@@ -308,15 +308,9 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
             # What follows a page that was not loaded was computed over wrong KV.
             runs = [run for run in plan.saves if not bad or not self._follows(run, bad)]
             self._saver.save(runs)
-        if plan.hinted:
-            self._hint(plan.hinted)
-
-    def _hint(self, hinted: Iterable[HintedContext]) -> None:
-        """Tell the store's policy what will become of contexts, if this process writes the store."""
-        store = self._access.writing() if self._kv_transfer_config.is_kv_producer else None
-        if store is not None:
-            for context in hinted:
-                store.on_pause(context.keys, context.label)
+        if self._kv_transfer_config.is_kv_producer:
+            for context in plan.hinted:
+                self._access.hint(context.keys, context.order)
 
     def _follows(self, run: Any, bad: set[int]) -> bool:
         plan = self._get_connector_metadata().plan

@@ -168,7 +168,7 @@ class CtxReuseTier(SecondaryTierManager):  # type: ignore[misc]
         ends = {key: req_context.get_offload_key_position(key) or 0 for key in chunks}
         for order in orders:
             wanted = [key for key, end in ends.items() if order.tokens is None or 0 < end <= order.tokens]
-            self._writes.submit(self._values.hint, [self._space.key(key) for key in wanted], order.label)
+            self._writes.submit(self._values.hint, [self._space.key(key) for key in wanted], order)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Return which chunks came into the store and which left it since the last call, if vLLM publishes events."""

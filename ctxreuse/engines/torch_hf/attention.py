@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
@@ -16,9 +17,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ctxreuse.engines.torch_hf.chunks.scatter import active, by_position
 from ctxreuse.engines.torch_hf.inplace.attention import call_of
 from ctxreuse.engines.torch_hf.linears import numbers, uses_kernels
-from ctxreuse.engines.torch_hf.packed import is_packing, packed_keys
+from ctxreuse.engines.torch_hf.packed import WINDOW, is_packing, packed_keys, seen
 from ctxreuse.errors import EngineError
-from ctxreuse.kernels.attention import MOST_DIM
+from ctxreuse.kernels.attention import MOST_DIM, Part, Plane
+from ctxreuse.kernels.attention import attend as attend_rows
 from ctxreuse.kernels.decode import attend_each
 
 __all__ = ["NAME", "install"]
@@ -81,6 +83,10 @@ def attend(
         return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
     is_causal = kwargs.get("is_causal")
     wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if scatter is None and query.shape[0] == 1 and (attention_mask is not None or wanted):
+        out = _attend_slice(scaling, query, key, value, attention_mask)
+        if out is not None:
+            return out, None
     with nullcontext() if query.is_cpu or query.shape[2] > 1 else sdpa_kernel(_DECODE):
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -120,6 +126,35 @@ def _attend_each(
     return out
 
 
+def _attend_slice(
+    scaling: float | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Attention of the last S tokens of a context, q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
+
+    By the project's kernel, which computes no score that the mask would hide. None where that cannot: in float32, whose
+    bits are torch's, and with masks that hide anything but later tokens, and those before a window.
+    """
+    tokens, keys, width = query.shape[2], key.shape[2], query.shape[3]
+    window = getattr(mask, WINDOW, None) if mask is not None else (0 if tokens == keys else None)
+    if window is None or query.dtype != torch.bfloat16 or not query.is_cpu or not uses_kernels(query.dtype):
+        return None
+    if key.dtype != query.dtype or not key.shape[3] == value.shape[3] == width <= MOST_DIM:
+        return None
+    if key.stride(3) != 1 or value.stride(3) != 1:
+        return None
+    k, v = (Plane("bf16", numbers(one[0]).view(np.uint16)) for one in (key, value))
+    found = attend_rows(
+        query[0].float().numpy(),
+        [Part(k, v, at=0)],
+        positions=np.arange(keys - tokens, keys),
+        scale=scaling,
+        window=window or None,
+        threads=torch.get_num_threads(),
+        rounded=True,
+    )
+    return torch.from_numpy(found.o).to(query.dtype).transpose(0, 1)[None].contiguous()
+
+
 def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
     """transformers' boolean mask as an additive one, made once a forward: torch would convert it in every layer.
 
@@ -136,7 +171,13 @@ def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch
         return allowed
     if allowed.shape[2] == 1 and allowed.all():
         return None  # a window that is whole: all that its layer keeps is seen
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    made = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+    if scatter is None and len(allowed) == 1:
+        for window in (0, kwargs.get("local_size") or 0):
+            if torch.equal(allowed[0, 0], seen(allowed.shape[2], allowed.shape[3], window or None, allowed.device)):
+                setattr(made, WINDOW, window)
+                break
+    return made
 
 
 def install(model: Any, implementation: str | None) -> str:
@@ -154,5 +195,6 @@ def install(model: Any, implementation: str | None) -> str:
         if config is not None and getattr(config, "_attn_implementation", None) == current:
             config._attn_implementation = chosen
     model.config._attn_implementation = chosen
-    # Same bits as sdpa, so blocks are exchangeable between the two.
+    # Same bits as sdpa in float32, so blocks are exchangeable between the two; in bfloat16 they are within rounding, as
+    # those of other slices and processors are.
     return "sdpa" if chosen == NAME else str(chosen)

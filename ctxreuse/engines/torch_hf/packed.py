@@ -18,7 +18,10 @@ from transformers.cache_utils import DynamicLayer
 from ctxreuse.engines.torch_hf.inplace.attention import call_of
 from ctxreuse.errors import EngineError
 
-__all__ = ["PackedKeys", "check_attended", "is_packing", "packed_cache", "packed_keys", "packing"]
+__all__ = ["WINDOW", "PackedKeys", "check_attended", "is_packing", "packed_cache", "packed_keys", "packing", "seen"]
+
+#: Attribute of an additive mask that hides no more than later tokens, and those before a window: its size, 0 for none.
+WINDOW = "_ctxreuse_window"
 
 # transformers hands a model's attention the very tensor that the cache returned; nothing else tells the contexts apart.
 _MARK = "_ctxreuse_packed"
@@ -79,10 +82,16 @@ def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> to
     """
     if queries == 1 or (queries == keys and (window is None or keys <= window)):
         return None
-    at = torch.arange(keys - queries, keys, device=like.device)[:, None]
-    key = torch.arange(keys, device=like.device)[None]
-    seen = key <= at if window is None else (key <= at) & (key > at - window)
-    return like.new_zeros(1, 1, queries, keys).masked_fill_(~seen, float("-inf"))
+    made = like.new_zeros(1, 1, queries, keys).masked_fill_(~seen(queries, keys, window, like.device), float("-inf"))
+    setattr(made, WINDOW, window or 0)
+    return made
+
+
+def seen(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of a context's tokens each of the last ones sees, bool [queries, keys]."""
+    at = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)[None]
+    return key <= at if window is None else (key <= at) & (key > at - window)
 
 
 class _PackedLayer(DynamicLayer):  # type: ignore[misc]

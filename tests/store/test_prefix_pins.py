@@ -7,12 +7,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from ctxreuse_edge.pins import PrefixPins
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.errors import StoreError
 from ctxreuse.store import TieredStore, open_store
+from ctxreuse.store.prefix_pins import PrefixPins
 from ctxreuse.testing.clock import FakeClock
 from ctxreuse.testing.store import Context
 

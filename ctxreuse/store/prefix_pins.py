@@ -19,7 +19,7 @@ import msgspec
 from ctxreuse.errors import StoreError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.private import read_list, write_private
-from ctxreuse.store import Store
+from ctxreuse.store.base import Store
 
 __all__ = ["PrefixPins"]
 
@@ -56,7 +56,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class PrefixPins:
-    """All pinned prefixes of one daemon. Thread-safe; close it.
+    """All pinned prefixes of one store. Thread-safe; close it.
 
     Together they take at most a quarter of the store's capacity: beyond that, the pin that would end first of the
     caller that has the most ends now, and of a prefix that is too long by itself the beginning is pinned.

@@ -174,7 +174,7 @@ def test_a_hinted_context_outlives_others_in_a_full_store(tiny: Path, tmp_path: 
 def test_smollm2_in_bfloat16_answers_the_same(smollm2: Path, tmp_path: Path) -> None:
     """Half precision, pages of 128 tokens, scheduler and worker in processes of their own: vLLM's defaults here."""
     options: dict[str, Any] = {"dtype": "bfloat16", "block_size": 128, "processes": True}
-    # What repeats has a next token by a margin: where two are as likely, a pass of other sizes may choose the other one.
+    # What repeats has a next token by a margin: of two that are as likely, a pass of other sizes may choose the other.
     text = (prompt(30, 64) * 11)[:700]
     with Vllm(smollm2, None, tmp_path / "log", **options) as engine:
         plain = engine.ask(text, new=12)

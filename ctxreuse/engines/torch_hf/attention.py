@@ -129,8 +129,10 @@ def _attend_each(
 
 @cache
 def _has_tiles() -> bool:
-    """True if torch multiplies bfloat16 by AMX, which the project's kernels do not use. By the processor's features, not by
-    measuring both: a machine then gives the same bits each time."""
+    """True if torch multiplies bfloat16 by AMX, which the project's kernels do not use.
+
+    Known by the processor's features, not by measuring both: a machine gives the same bits each time.
+    """
     return "amx_bf16" in cpu_features()
 
 

@@ -30,6 +30,7 @@ from ctxreuse.engines.checks import (
 )
 from ctxreuse.engines.export import export_blocks
 from ctxreuse.engines.imports import Import
+from ctxreuse.engines.kept import machine_bytes
 from ctxreuse.engines.llama_cpp.cell_rows import CellRows, Rows
 from ctxreuse.engines.llama_cpp.cells import LlamaCells, SlotRun
 from ctxreuse.engines.llama_cpp.context import LlamaContext
@@ -85,7 +86,7 @@ class LlamaEngine(UserCodec):
         self._state, rows = self._learn()
         self.space = self._measure(block_tokens)
         self._layout = block_layout(self.space)
-        most = (config.kv_bytes or _memory() // 4) // self.space.token_nbytes
+        most = (config.kv_bytes or machine_bytes() // 4) // self.space.token_nbytes
         self._pool = LlamaPool(self.model, self._state, rows, most, self._batch, self._threads)
         self.text = open_text(self.model)
         check_length(self.space, reserve)
@@ -414,8 +415,3 @@ class _Part(NamedTuple):
 def _threads() -> int:
     """As many threads as torch would use: OMP_NUM_THREADS, else the processors of this process."""
     return int(os.environ.get("OMP_NUM_THREADS") or 0) or len(os.sched_getaffinity(0))
-
-
-def _memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -17,6 +17,7 @@ import onnxruntime as ort
 from ctxreuse import kernels
 from ctxreuse.dtypes import BITS
 from ctxreuse.engines.base import Logits
+from ctxreuse.engines.kept import kept_bytes
 from ctxreuse.engines.onnx_rt.model import GraphPart, OnnxModel
 from ctxreuse.engines.rows import Bits
 from ctxreuse.identity.keys import Tokens
@@ -27,8 +28,8 @@ __all__ = ["DeviceArena", "HostArena", "KvPool", "KvSlot", "neighbours"]
 _LEAST = 256
 #: Contexts side by side at most, and bytes of address space for them; what nobody writes to takes no memory.
 _SLOTS, _SPAN = 8, 1 << 30
-#: Bytes of free slots whose pages are kept: new pages cost more than copying into them does.
-_KEEP = 256 << 20
+#: Bytes of free slots that are kept in a device's memory.
+_DEVICE_KEEP = 256 << 20
 _HUGE = 2 << 20
 #: A buffer starts at a multiple of this, as pages are.
 _ALIGN = mmap.PAGESIZE
@@ -184,6 +185,7 @@ class KvPool:
     def __init__(self, model: OnnxModel) -> None:
         self._model, self._arenas = model, list[_Arena]()
         self._kept: set[tuple[_Arena, int]] = set()  # free slots whose pages are kept
+        self._keep = kept_bytes() if model.device == "cpu" else _DEVICE_KEEP
         self._returned: deque[tuple[_Arena, int]] = deque()
         self._lock = threading.Lock()
 
@@ -225,7 +227,7 @@ class KvPool:
             arena, slot = self._returned.popleft()
             heapq.heappush(arena.free, slot)
             kept = sum(self.nbytes(one.capacity) for one, _ in self._kept)
-            if kept + self.nbytes(arena.capacity) <= _KEEP:
+            if kept + self.nbytes(arena.capacity) <= self._keep:
                 self._kept.add((arena, slot))
             elif arena.slots == 1:
                 self._arenas.remove(arena)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ctxreuse.engines import open_engine
-from ctxreuse.engines.onnx_rt import arena as arenas
 from ctxreuse.engines.onnx_rt.arena import DeviceArena, KvPool
 from ctxreuse.engines.onnx_rt.model import OnnxModel
 from ctxreuse.testing.engine import EngineContract
@@ -91,7 +90,7 @@ def test_slots_are_used_again_and_beyond_a_limit_their_memory_goes_back(
     for context in contexts:
         engine.prefill(context, ids)
     index = contexts[1].slot.index
-    monkeypatch.setattr(arenas, "_KEEP", 0)
+    monkeypatch.setattr(engine._pool, "_keep", 0)
     plane = arena.rows(index, (0, "k"))
     assert plane[:, 199].any()
     del contexts[1], context

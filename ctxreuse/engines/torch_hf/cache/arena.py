@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from ctxreuse import kernels
+from ctxreuse.engines.kept import kept_bytes
 from ctxreuse.engines.torch_hf.devices import HOST, TorchDevice, device_errors
 from ctxreuse.engines.torch_hf.modes import normal
 from ctxreuse.errors import EngineError
@@ -19,6 +20,8 @@ __all__ = ["Arena", "Lease", "Pool", "SharedRows", "forked"]
 _HUGE = 2 << 20
 #: A plane starts at a multiple of this in its arena, as torch's own allocations do; kernels then take the same path.
 _ALIGN = 64
+#: Bytes of unused arenas that are kept in a device's memory.
+_DEVICE_KEEP = 256 << 20
 
 #: Tokens. In steps, so that a context serves the next one that is a little longer: new pages cost more than copying
 #: into them does (94 MB: 0.1 s, against 0.01 s into pages that are there).
@@ -149,8 +152,10 @@ class Pool:
     At most ``keep`` bytes stay; what goes beyond is given back to the system, the smallest arena first.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int = 256 << 20, place: TorchDevice = HOST) -> None:
-        self._shape, self._dtype, self._keep, self.place = shape, dtype, keep, place
+    def __init__(self, shape: Shape, dtype: torch.dtype, keep: int | None = None, place: TorchDevice = HOST) -> None:
+        """``keep``: None for what suits the place."""
+        self._shape, self._dtype, self.place = shape, dtype, place
+        self._keep = keep if keep is not None else _DEVICE_KEEP if place.apart else kept_bytes()
         self._free: list[Arena] = []
         # Re-entrant: a finalizer may run put() on a thread that is inside lease().
         self._lock = threading.RLock()

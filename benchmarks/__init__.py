@@ -13,11 +13,11 @@ __all__ = ["NEEDS", "SUITE"]
 
 _NAMES = (
     "adapters", "agents", "agents_http", "answers", "api", "attend", "chunks", "codec", "cost", "cuda", "decay",
-    "device", "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "install",
-    "layers", "lengths", "levels", "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline",
-    "planner", "policy", "proxy", "qa", "rans", "recall", "refill", "remote", "resident", "restart", "restore", "resume",
-    "router", "router_live", "scale", "shapes", "sidecar", "states", "steps", "suffixes", "together", "tools", "tree",
-    "vllm", "wire",
+    "device", "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "install", "layers",
+    "lengths", "levels", "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner",
+    "policy", "proxy", "qa", "rans", "recall", "refill", "remote", "resident", "restart", "restore", "resume", "router",
+    "router_live", "scale", "shapes", "sidecar", "states", "steps", "suffixes", "together", "tools", "tree", "vllm",
+    "wire",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"

@@ -33,7 +33,7 @@ __all__ = ["OPTIONS", "Turned", "bits_at", "run"]
 OPTIONS = ("model",)
 #: Neighbouring layers; divergences that bits are told at; steps, by the one whose errors alone would cost .05.
 _LAYERS, _AT, _STEPS = (1, 5, 10), (0.05, 0.01, 0.002), (1.0, 0.6, 0.35, 0.2, 0.12, 0.07)
-#: Largest whole number with a count of its own, and the share of each that is given to its neighbours.
+#: Largest whole number with a count of its own; the share of each that is given to its neighbours, and that of all.
 _WIDTH, _NEAR, _LEAST = 64, 0.01, 1e-5
 
 Floats = npt.NDArray[np.float32]

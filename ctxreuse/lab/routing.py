@@ -124,6 +124,9 @@ class _Known(NodeLoad):
         """See `NodeLoad.knows_speed`."""
         return True
 
+    def measure(self, tokens: int, cached: int, seconds: float, now: float) -> None:
+        """Learn nothing: see `NodeLoad.measure`."""
+
     def seconds(self, tokens: int, cached: int, now: float) -> float:
         return self._known(tokens, cached)
 

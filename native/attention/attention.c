@@ -134,7 +134,7 @@ static void tiles(const ctx_attend_kernels *k, const ctx_attention *a, const ctx
         ctx_rows keys = rows_of(&p->k, head, base, count), values = rows_of(&p->v, head, base, count);
         keys.ahead = values.at, keys.ahead_bytes = end_to_end(&p->v, a->dim, count);
         values.ahead = keys.at + count * keys.step, values.ahead_bytes = end_to_end(&p->k, a->dim, next);
-        values.halved = w->queries.pairs != NULL;
+        values.rounded = w->queries.pairs != NULL;
         k->scores(&w->queries, &keys, w->s, w->room);
         if (a->softcap > 0)
             for (size_t r = 0; r < rows; r++) k->cap(w->s + r * CTX_ATTEND_TILE, end, a->softcap);
@@ -166,8 +166,8 @@ static void block(const ctx_attend_kernels *k, const ctx_attention *a, size_t he
             w->queries.q = q + start * a->dim, w->queries.rows = rows, w->queries.dim = a->dim;
             w->queries.scale = a->softcap > 0 ? a->scale : a->scale * LOG2E;
             if (k->integers) k->integers(&w->queries);
-            w->queries.pairs = a->halved && k->halve && ctx_cpu_has(CTX_CPU_BF16) ? w->pairs : NULL;
-            if (w->queries.pairs) k->halve(&w->queries);
+            w->queries.pairs = a->rounded && k->pairs && ctx_cpu_has(CTX_CPU_BF16) ? w->pairs : NULL;
+            if (w->queries.pairs) k->pairs(&w->queries);
             prepared = q;
         }
         tiles(k, a, p, head, rows, lowest, highest, w);

@@ -53,7 +53,7 @@ typedef struct ctx_attention {
     const int64_t *positions;            /* [queries], or NULL where no part is placed; all within +-2^60 */
     int64_t window;                      /* 0: none */
     float scale, softcap;                /* softcap 0: none */
-    int halved;                          /* over bf16 rows, queries and weights may be rounded to bf16 */
+    int rounded;                         /* over bf16 rows, queries and weights may be rounded to bf16 */
     const ctx_part *parts;
     size_t count;
 } ctx_attention;
@@ -95,7 +95,7 @@ typedef struct ctx_rows {
     ctx_format format;
     const uint8_t *at, *scales, *lows, *ahead;
     size_t step, group_step, count, ahead_bytes;
-    int halved; /* weights may be rounded to bf16 */
+    int rounded; /* weights may be rounded to bf16 */
 } ctx_rows;
 
 typedef struct ctx_attend_kernels {
@@ -103,7 +103,7 @@ typedef struct ctx_attend_kernels {
     /* Fills in the integers; NULL where scores needs none. */
     void (*integers)(ctx_queries *a);
     /* Fills in the pairs; NULL where scores and values cannot use them. It needs CTX_CPU_BF16. */
-    void (*halve)(ctx_queries *a);
+    void (*pairs)(ctx_queries *a);
     /* s[r][t] = scale * q[r] . k[t], for t up to count rounded up to a strip (what lies behind count is any number). */
     void (*scores)(const ctx_queries *a, const ctx_rows *k, float *s, uint8_t *room);
     /* cap * tanh(s / cap) * log2(e) in place. */

@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 #define ATTEND ctx_attend_avx512
-#define OWN_HALVE
+#define OWN_PAIRS
 #define LANES 16
 #define OWN_TILES
 #define MULTIPLE 16
@@ -85,7 +85,31 @@ static inline void fetch_some(fetch *f) {
         }                                                        \
     }
 
-#include "avx512_halves.h"
+/* Scores of `rows` query rows from r on, from their sums over 32 tokens. */
+ALWAYS void put_scores(float *s, const ctx_queries *a, size_t r, const size_t rows, __m512 sum[6][2]) {
+    UNROLL
+    for (size_t i = 0; i < rows; i++)
+        UNROLL
+        for (int h = 0; h < 2; h++)
+            _mm512_store_ps(s + (r + i) * TILE + 16 * h, _mm512_mul_ps(sum[i][h], _mm512_set1_ps(a->scale)));
+}
+
+/* What `width` registers of `rows` query rows were, times their factors; and their new sums. */
+ALWAYS void take_sums(__m512 sum[6][4], const float *o, const float *factor, const size_t rows, const size_t width, size_t dim) {
+    UNROLL
+    for (size_t i = 0; i < rows; i++)
+        UNROLL
+        for (size_t w = 0; w < width; w++)
+            sum[i][w] = _mm512_mul_ps(_mm512_loadu_ps(o + i * dim + 16 * w), _mm512_set1_ps(factor[i]));
+}
+ALWAYS void put_sums(float *o, __m512 sum[6][4], const size_t rows, const size_t width, size_t dim) {
+    UNROLL
+    for (size_t i = 0; i < rows; i++)
+        UNROLL
+        for (size_t w = 0; w < width; w++) _mm512_storeu_ps(o + i * dim + 16 * w, sum[i][w]);
+}
+
+#include "avx512_pairs.h"
 
 /* ---- Queries as integers ------------------------------------------------------------------------------------------ */
 
@@ -187,30 +211,26 @@ ALWAYS void float_scores(float *s, const ctx_queries *a, size_t r, const size_t 
             sum[i][1] = _mm512_fmadd_ps(k1, of, sum[i][1]);
         }
     }
-    UNROLL
-    for (size_t i = 0; i < rows; i++)
-        UNROLL
-        for (int h = 0; h < 2; h++)
-            _mm512_store_ps(s + (r + i) * TILE + 16 * h, _mm512_mul_ps(sum[i][h], _mm512_set1_ps(a->scale)));
+    put_scores(s, a, r, rows, sum);
 }
 
 static void scores(const ctx_queries *a, const ctx_rows *k, float *s, uint8_t *room) {
     if (a->pairs && k->format == CTX_ROWS_BF16) {
         for (size_t base = 0; base < k->count; base += STRIP) {
-            turn_bytes((uint32_t *)(void *)room, k, base, 2 * a->dim, WORDS);
-#define PAIRS(r, n) pair_scores(s + base, a, r, n, (const uint32_t *)(const void *)room)
-            BY_SIXES(a->rows, PAIRS)
+            turn_bytes((uint32_t *)(void *)room, k, base, 2 * a->dim, AS_WORDS);
+#define WORD_SCORES(r, n) pair_scores(s + base, a, r, n, (const uint32_t *)(const void *)room)
+            BY_SIXES(a->rows, WORD_SCORES)
         }
         return;
     }
     fetch next = fetch_of(k, (k->count + STRIP - 1) / STRIP * (k->format < CTX_ROWS_INT8 ? a->dim : a->dim / 4));
     for (size_t base = 0; base < k->count; base += STRIP) {
         if (k->format == CTX_ROWS_INT8) {
-            turn_bytes((uint32_t *)(void *)room, k, base, a->dim, 0);
+            turn_bytes((uint32_t *)(void *)room, k, base, a->dim, AS_BYTES);
 #define BYTES(r, n) byte_scores(s, a, r, n, (const uint32_t *)(const void *)room, k, base, &next, 0)
             BY_FOURS(a->rows, BYTES)
         } else if (k->format == CTX_ROWS_INT4) {
-            turn_bytes((uint32_t *)(void *)room, k, base, a->dim / 2, 1);
+            turn_bytes((uint32_t *)(void *)room, k, base, a->dim / 2, AS_NIBBLES);
 #define NIBBLES(r, n) byte_scores(s, a, r, n, (const uint32_t *)(const void *)room, k, base, &next, 1)
             BY_FOURS(a->rows, NIBBLES)
         } else {
@@ -255,11 +275,7 @@ static float weights(float *s, size_t n, float *m, float *l) {
 ALWAYS void float_values(float *o, const float *s, const float *factor, const size_t rows, const size_t width, size_t dim,
                          const uint8_t *v, size_t step, size_t count, fetch *next) {
     __m512 sum[6][4];
-    UNROLL
-    for (size_t i = 0; i < rows; i++)
-        UNROLL
-        for (size_t w = 0; w < width; w++)
-            sum[i][w] = _mm512_mul_ps(_mm512_loadu_ps(o + i * dim + 16 * w), _mm512_set1_ps(factor[i]));
+    take_sums(sum, o, factor, rows, width, dim);
     for (size_t t = 0; t < count; t++, v += step) {
         __m512 of[4];
         UNROLL
@@ -270,10 +286,7 @@ ALWAYS void float_values(float *o, const float *s, const float *factor, const si
             UNROLL
             for (size_t w = 0; w < width; w++) sum[i][w] = _mm512_fmadd_ps(of[w], _mm512_set1_ps(s[i * TILE + t]), sum[i][w]);
     }
-    UNROLL
-    for (size_t i = 0; i < rows; i++)
-        UNROLL
-        for (size_t w = 0; w < width; w++) _mm512_storeu_ps(o + i * dim + 16 * w, sum[i][w]);
+    put_sums(o, sum, rows, width, dim);
 }
 
 ALWAYS void float_rows(float *o, const float *s, const float *factor, const size_t rows, size_t dim, const uint8_t *v, size_t step,
@@ -441,7 +454,7 @@ ALWAYS void nibble_values(float *o, const float *s, const float *factor, const s
 }
 
 static void values(float *o, float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room) {
-    if (v->halved && v->format == CTX_ROWS_BF16) {
+    if (v->rounded && v->format == CTX_ROWS_BF16) {
         values_by_pairs(o, s, factor, rows, dim, v, (uint32_t *)(void *)room);
         return;
     }

@@ -55,16 +55,16 @@ static void turn_floats(float *strip, const ctx_rows *k, size_t base, size_t dim
 }
 
 /* What words of K become: themselves, their bytes with 128 added, or the words of their low and of their high nibbles. */
-enum { WORDS = -1, BYTES_128 = 0, NIBBLES_APART = 1 };
+enum { AS_WORDS, AS_BYTES, AS_NIBBLES };
 
 /* Word i of a row for 16 tokens. */
-ALWAYS void put_word(uint32_t *strip, size_t i, size_t half, __m512i x, const int nibbles) {
+ALWAYS void put_word(uint32_t *strip, size_t i, size_t half, __m512i x, const int form) {
     const __m512i mask = _mm512_set1_epi8(15);
-    if (nibbles == WORDS) {
+    if (form == AS_WORDS) {
         _mm512_store_si512(strip + i * STRIP + half, x);
         return;
     }
-    if (!nibbles) {
+    if (form == AS_BYTES) {
         _mm512_store_si512(strip + i * STRIP + half, _mm512_xor_si512(x, _mm512_set1_epi8(-128)));
         return;
     }
@@ -74,18 +74,18 @@ ALWAYS void put_word(uint32_t *strip, size_t i, size_t half, __m512i x, const in
 }
 
 /* `words` words of 32 rows from byte b on. */
-ALWAYS void turn_words(uint32_t *strip, const uint8_t *const rows[STRIP], size_t b, const size_t words, const int nibbles) {
+ALWAYS void turn_words(uint32_t *strip, const uint8_t *const rows[STRIP], size_t b, const size_t words, const int form) {
     const __mmask16 mask = (__mmask16)((1u << words) - 1);
     __m512i r[16];
     for (size_t half = 0; half < STRIP; half += 16) {
         for (size_t t = 0; t < 16; t++) r[t] = _mm512_maskz_loadu_epi32(mask, rows[half + t] + b);
         turn(r);
-        for (size_t i = 0; i < words; i++) put_word(strip, b / 4 + i, half, r[i], nibbles);
+        for (size_t i = 0; i < words; i++) put_word(strip, b / 4 + i, half, r[i], form);
     }
 }
 
 /* The same for 8 or fewer words: two rows share a register. */
-ALWAYS void turn_half(uint32_t *strip, const uint8_t *const rows[STRIP], size_t b, const size_t words, const int nibbles) {
+ALWAYS void turn_half(uint32_t *strip, const uint8_t *const rows[STRIP], size_t b, const size_t words, const int form) {
     const __mmask8 mask = (__mmask8)((1u << words) - 1);
     __m512i r[16];
     for (size_t t = 0; t < 16; t++)
@@ -93,20 +93,20 @@ ALWAYS void turn_half(uint32_t *strip, const uint8_t *const rows[STRIP], size_t 
                                   _mm256_maskz_loadu_epi32(mask, rows[16 + t] + b), 1);
     turn(r);
     for (size_t i = 0; i < words; i++) {
-        put_word(strip, b / 4 + i, 0, r[i], nibbles);
-        put_word(strip, b / 4 + i, 16, r[8 + i], nibbles);
+        put_word(strip, b / 4 + i, 0, r[i], form);
+        put_word(strip, b / 4 + i, 16, r[8 + i], form);
     }
 }
 
 /* strip[words][32] of `bytes` bytes a row, a multiple of 16. */
-ALWAYS void turn_bytes(uint32_t *strip, const ctx_rows *k, size_t base, size_t bytes, const int nibbles) {
+ALWAYS void turn_bytes(uint32_t *strip, const ctx_rows *k, size_t base, size_t bytes, const int form) {
     const uint8_t *rows[STRIP];
     for (size_t t = 0; t < STRIP; t++) rows[t] = row_at(k, base + t);
     size_t b = 0;
-    for (; bytes - b >= 64; b += 64) turn_words(strip, rows, b, 16, nibbles);
-    if (bytes - b == 48) turn_words(strip, rows, b, 12, nibbles);
-    else if (bytes - b == 32) turn_half(strip, rows, b, 8, nibbles);
-    else if (bytes - b == 16) turn_half(strip, rows, b, 4, nibbles);
+    for (; bytes - b >= 64; b += 64) turn_words(strip, rows, b, 16, form);
+    if (bytes - b == 48) turn_words(strip, rows, b, 12, form);
+    else if (bytes - b == 32) turn_half(strip, rows, b, 8, form);
+    else if (bytes - b == 16) turn_half(strip, rows, b, 4, form);
 }
 
 /* Bytes of four rows by fours: register w has in lane L the bytes 16 * L + 4 * w .. + 4, each of four rows. */

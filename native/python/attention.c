@@ -181,7 +181,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
         size_of(args[14], "last head", &head_last) < 0 || size_of(args[15], "first row", &row_first) < 0 ||
         size_of(args[16], "last row", &row_last) < 0)
         return NULL;
-    a.halved = rounded != 0;
+    a.rounded = rounded != 0;
     if (head_last > a.heads || a.window < 0 || a.softcap < 0 || row_first > row_last) {
         PyErr_SetString(PyExc_ValueError, "heads, rows, window, softcap: out of range");
         return NULL;

@@ -87,7 +87,7 @@ typedef struct call {
     int64_t *positions, *at[PARTS], *hidden[PARTS];
     double *o, *lse;
     int coarse; /* integers are in it */
-    int halved; /* so are bf16 rows, and rounding to that is allowed */
+    int rounded; /* so are bf16 rows, and rounding to that is allowed */
 } call;
 
 static int seen(const call *c, size_t part, size_t row, size_t query) {
@@ -129,7 +129,7 @@ static call random_call(void) {
     ctx_attention *a = &c.a;
     a->heads_q = a->heads * (1 + below(5)), a->dim = below(3) ? 16 * (1 + below(9)) : 1 + below(130);
     a->scale = 1 / sqrtf((float)a->dim), a->softcap = below(4) ? 0 : 2 + (float)below(50), a->count = 1 + below(PARTS);
-    a->halved = below(2) == 0;
+    a->rounded = below(2) == 0;
     a->window = below(2) ? 0 : 1 + (int64_t)below(200);
     const size_t values = a->heads_q * a->queries * a->dim;
     c.q = normals(values), c.turned = normals(values), a->q = c.q;
@@ -142,7 +142,7 @@ static call random_call(void) {
         for (int j = 0; j < 2; j++) formats[j] = (ctx_format)below(a->dim % 32 ? CTX_ROWS_INT4 : CTX_FORMATS);
         c.k[i] = make(formats[0], a->heads, tokens, a->dim), c.v[i] = make(formats[1], a->heads, tokens, a->dim);
         c.coarse |= formats[0] >= CTX_ROWS_INT8 || formats[1] >= CTX_ROWS_INT8;
-        c.halved |= c.a.halved && (formats[0] == CTX_ROWS_BF16 || formats[1] == CTX_ROWS_BF16);
+        c.rounded |= c.a.rounded && (formats[0] == CTX_ROWS_BF16 || formats[1] == CTX_ROWS_BF16);
         p->k = c.k[i].plane, p->v = c.v[i].plane;
         p->first = below(tokens + 1), p->last = p->first + below(tokens - p->first + 1);
         if (below(3)) p->first = 0, p->last = tokens;
@@ -165,7 +165,7 @@ static void finish(call *c) {
 
 static void compare(const call *c, const char *name, const float *o, const float *lse) {
     const size_t rows = c->a.heads_q * c->a.queries, dim = c->a.dim;
-    const double limit = c->halved ? 5e-2 : c->coarse ? 4e-4 : 2e-5;
+    const double limit = c->rounded ? 5e-2 : c->coarse ? 4e-4 : 2e-5;
     for (size_t r = 0; r < rows; r++) {
         CHECK(lse[r] == c->lse[r] || fabs(lse[r] - c->lse[r]) < limit, "%s: lse %g, not %g", name, lse[r], c->lse[r]);
         for (size_t d = 0; d < dim; d++) {

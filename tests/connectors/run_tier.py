@@ -32,7 +32,9 @@ ROW, ROOM = 16384, 12
 class Tiers:
     """A manager of two tiers: host memory of `ROOM` chunks over our store."""
 
-    def __init__(self, store: str, model: str, *, tier: dict[str, Any] | None = None, **changed: Any) -> None:
+    def __init__(
+        self, store: str, model: str, *, tier: dict[str, Any] | None = None, events: bool = False, **changed: Any
+    ) -> None:
         settings = {
             "type": "CtxReuseTier", "module_path": "ctxreuse_cloud.connectors.vllm_tier",
             "path": store, "capacity": "64MB", **(tier or {}),
@@ -44,7 +46,7 @@ class Tiers:
                 for i in range(2)
             ),
             worker_kv_bytes_per_block=row,
-            enable_kv_cache_events=False,
+            enable_kv_cache_events=events,
             extra_config={"cpu_bytes_to_use": row * ROOM, "secondary_tiers": [settings]},
             engine_id=f"ctxreuse_test_{os.getpid()}",
             model=offload.OffloadingModelConfig(name=model, dtype=changed.get("dtype", "bfloat16")),
@@ -121,6 +123,14 @@ class Tiers:
         self.manager.complete_load([key], context)
         assert same, "a chunk came back with other bytes"
         return True
+
+    def events(self) -> dict[str, list[str]]:
+        """Return the keys that vLLM's manager says our tier has stored, and removed, since the last call."""
+        found: dict[str, list[str]] = {"stored": [], "removed": []}
+        for event in self.manager.take_events():
+            if event.ownership == "CtxReuseTier":
+                found["removed" if event.removed else "stored"] += [key.hex() for key in event.keys]
+        return found
 
     def touch(self, keys: list[str]) -> bool:
         """Count chunks as used, in all tiers."""

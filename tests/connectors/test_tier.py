@@ -191,6 +191,23 @@ def test_a_full_store_evicts_and_a_second_engine_reads_beside_the_writer(tiny: P
         assert opened.stats().nbytes <= 400_000
 
 
+def test_vllms_manager_announces_what_comes_into_the_store_and_leaves_it(tiny: Path, tmp_path: Path) -> None:
+    stored, removed = set[str](), set[str]()
+    with Tiers(tmp_path, tiny) as tiers:
+        assert tiers("open", {"events": True, "tier": {"capacity": "400KB"}}) == ""
+        for at in range(0, 40, 8):
+            tiers("store", KEYS[at : at + 8])
+            events = tiers("events")
+            stored.update(events["stored"])
+            removed.update(events["removed"])
+        tiers("empty")
+        came = tiers("load", KEYS)
+        removed.update(tiers("events")["removed"])
+        assert tiers("close")
+    assert stored == set(KEYS)
+    assert stored - removed == {key for key, there in zip(KEYS, came) if there}
+
+
 def test_without_a_store_vllm_goes_on_alone(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with Tiers(tmp_path / "file", tiny) as tiers:

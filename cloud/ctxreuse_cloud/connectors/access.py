@@ -67,11 +67,12 @@ class StoreAccess:
     def _open(self, *, writes: bool) -> None:
         try:
             if self._store is not None:
-                self._end_pins()
                 self._store.close()  # one process may open its file once only
                 self._store = None
             self._store, self._writes = open_store(self.config, readonly=not writes), writes
             self._said = ""
+            if writes and self._pins_file.is_file():  # what was pinned before the process ended
+                self._begin_pins()
         except StoreOwnedError:
             self._open(writes=False)
         except StoreError as error:
@@ -80,22 +81,40 @@ class StoreAccess:
                 log.warning("KV is neither loaded nor saved: %s", error)
                 self._said = str(error)
 
-    def hint(self, keys: Sequence[bytes], order: HintOrder) -> None:
-        """Do what a hint on a context asks for, if this process writes the store: its policy learns of all, and what is
-        retained is pinned for the time named, within a quarter of the capacity."""
+    def hint(self, keys: Sequence[bytes], order: HintOrder, tenant: str = "") -> None:
+        """Do what a hint on a context asks for, if this process writes the store; a store that fails ignores it.
+
+        Its policy learns of all, and what is retained is pinned for the time named. All pins take a quarter of the
+        capacity at most, and where that is short those of the ``tenant`` that has the most end first.
+        """
         store = self.writing()
         if store is None:
             return
-        store.on_pause(keys, order.label)
-        with self._lock:
-            if self._pins is None and self._store is store:
-                self._pins = PrefixPins(store, self.config.folder() / "hinted.json")
-                self._pins.start()
-            pins = self._pins
-        if pins is not None and order.name in ("pin", "retain"):
-            pins.keep(keys, order.seconds or _UNENDED)
-        elif pins is not None and order.name == "demote":
-            pins.release(keys)
+        try:
+            store.on_pause(keys, order.label)
+            with self._lock:
+                if self._store is not store:
+                    return  # closed meanwhile
+                pins = self._begin_pins()
+        except StoreError as error:
+            log.warning("a hint was ignored: %s", error)
+            return
+        if order.name in ("pin", "retain"):
+            pins.keep(keys, order.seconds or _UNENDED, tenant)
+        elif order.name == "demote":
+            pins.release(keys, tenant)
+
+    @property
+    def _pins_file(self) -> Path:
+        return self.config.folder() / "hinted.json"
+
+    def _begin_pins(self) -> PrefixPins:
+        """Return the pins, which a thread keeps from now on. Call with the lock, as the writer."""
+        if self._pins is None:
+            assert self._store is not None
+            self._pins = PrefixPins(self._store, self._pins_file)
+            self._pins.start()
+        return self._pins
 
     def populate(self, nbytes: int) -> None:
         """Map the most recently used blocks, up to ``nbytes``, in a thread: their first read pays no page faults.
@@ -128,14 +147,11 @@ class StoreAccess:
         with self._lock:
             store, self._store, self._writes = self._store, None, False
             self._retry_at = self._write_at = float("inf")
-        self._end_pins()
+            pins, self._pins = self._pins, None
+        if pins is not None:
+            pins.close()
         if store is not None:
             store.close()
-
-    def _end_pins(self) -> None:
-        if self._pins is not None:
-            self._pins.close()
-            self._pins = None
 
 
 _lock = threading.Lock()

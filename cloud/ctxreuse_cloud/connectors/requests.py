@@ -34,10 +34,11 @@ class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HintedContext(msgspec.Struct, frozen=True, array_like=True):
-    """Keys of a context's whole blocks, as far as a hint goes, and what it asks for."""
+    """Keys of a context's whole blocks, as far as a hint goes, what it asks for, and whose context it is."""
 
     keys: list[bytes]
     order: HintOrder
+    tenant: str
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -167,7 +168,7 @@ class RequestBlocks:
         for order in orders:
             blocks = known.stored if order.tokens is None else min(known.stored, order.tokens // self._size)
             if blocks:
-                self._hinted.append(HintedContext(known.keys[:blocks], order))
+                self._hinted.append(HintedContext(known.keys[:blocks], order, known.tenant))
 
     def _extend(self, known: _Known, blocks: int) -> None:
         start = len(known.keys)

@@ -226,7 +226,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its pages are copied already. Its KV hints go to the store with the next step."""
-        self._blocks.finished(request.request_id, hint_orders(request.kv_hints))
+        self._blocks.finished(request.request_id, hint_orders(getattr(request, "kv_hints", None)))
         return False, None
 
     # ---- The worker's side -------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._saver.save(runs)
         if self._kv_transfer_config.is_kv_producer:
             for context in plan.hinted:
-                self._access.hint(context.keys, context.order)
+                self._access.hint(context.keys, context.order, context.tenant)
 
     def _follows(self, run: Any, bad: set[int]) -> bool:
         plan = self._get_connector_metadata().plan

@@ -186,7 +186,7 @@ def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch
     if allowed.shape[2] == 1 and allowed.all():
         return None  # a window that is whole: all that its layer keeps is seen
     made = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-    if scatter is None and len(allowed) == 1:
+    if scatter is None and len(allowed) == 1 and dtype == torch.bfloat16 and allowed.is_cpu and not _has_tiles():
         for window in (0, kwargs.get("local_size") or 0):
             if torch.equal(allowed[0, 0], seen(allowed.shape[2], allowed.shape[3], window or None, allowed.device)):
                 setattr(made, WINDOW, window)

@@ -36,6 +36,12 @@ def test_what_is_retained_stays_until_it_is_demoted(tmp_path: Path, name: str) -
     until(lambda: pins.is_file() and pins.read_bytes() != b"[]")
     flood(store, 100)
     assert [store.match(context.keys).blocks for context in (kept, other)] == [10, 0]
+    access.close()
+    access = StoreAccess(StoreConfig(path=str(tmp_path), **CONFIG))  # as after a restart
+    store = access.writing()
+    assert store is not None
+    flood(store, 150)
+    assert store.match(kept.keys).blocks == 10
     access.hint(kept.keys, HintOrder("demote"))
     until(lambda: pins.read_bytes() == b"[]")
     flood(store, 200)

@@ -127,13 +127,14 @@ def test_requests_are_forgotten() -> None:
 def test_what_requests_ask_for_their_contexts_is_in_the_next_plan() -> None:
     planned, stored = blocks(), Stored()
     orders = [HintOrder("retain", 60.0, tokens=9), HintOrder("pause", 5.0, kind="tool"), HintOrder("pin", tokens=3)]
-    planned.match("a", list(range(15)), "", 0, stored)
+    planned.match("a", list(range(15)), "me", 0, stored)
     plan = planned.step([StepProgress("a", 15, range(9))])
     keys = [block.key for block in plan.saves[0]]
     planned.finished("a", orders)
     planned.finished("never seen", orders)
     found = planned.step([]).hinted
     assert [(one.keys, one.order) for one in found] == [(keys[:2], orders[0]), (keys, orders[1])], "3 tokens: no block"
+    assert {one.tenant for one in found} == {"me"}
     assert planned.step([]).hinted == []
 
 

@@ -17,9 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from benchmarks.rate.curve import Point, at_divergence, best_meeting
+from benchmarks.rate.curve import Point, Rate, at_divergence, best_meeting
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
+from ctxreuse.block.levels import JOINT, expected_kl
 from ctxreuse.errors import ConfigError
 
 __all__ = ["BARS", "OPTIONS", "figures_of", "figures_on", "means", "points_by_text", "run"]
@@ -28,7 +29,8 @@ __all__ = ["BARS", "OPTIONS", "figures_of", "figures_on", "means", "points_by_te
 OPTIONS = frozenset({"model", "texts", "plot"})
 #: KL in nats to the bits that a plain uniform quantiser with entropy coding took on SmolLM2: the bar.
 BARS = {0.0022: 4.14, 0.0102: 3.13, 0.046: 2.18}
-OURS = "ctxreuse"
+#: Levels that code each plane by itself, and those that code the planes of several layers as one.
+OURS, JOINTLY = "ctxreuse", "ctxreuse joint"
 #: Is coded by ours in part, and so no rival of it.
 _BOTH = "Attention Matching at our levels"
 _MODEL = "smollm2"
@@ -44,7 +46,7 @@ def run(options: Options) -> list[Figure]:
         from benchmarks.rate.plot import draw
 
         options.step("plot")
-        draw(points, options.plot, OURS, model, tuple(BARS))
+        draw(points, options.plot, (OURS, JOINTLY), model, tuple(BARS))
     figures = figures_of(points, BARS if model == _MODEL else dict.fromkeys(BARS))
     return figures + [figure for name, own in by_text.items() for figure in figures_on(name, own)]
 
@@ -93,7 +95,8 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
         context = measured(name, "exact", lambda ids=ids: Context(engine, rotaries, ids))  # type: ignore[misc]
         for level in levels:
             fidelity, bits = measured(name, level, lambda c=context, n=level: c.ours(codec, n))  # type: ignore[misc]
-            found.setdefault(name, []).append(Point(OURS, level, bits / context.values, *fidelity))
+            family = JOINTLY if level.endswith(JOINT) else OURS
+            found.setdefault(name, []).append(Point(family, level, bits / context.values, *fidelity))
         for rival in rivals:
             what = f"{rival.family}, {rival.setting}"
             fidelity, bits = measured(name, what, lambda c=context, r=rival: c.rival(r))  # type: ignore[misc]
@@ -123,9 +126,9 @@ def figures_on(text: str, points: Sequence[Point]) -> list[Figure]:
     """Each level on one text: its bits, whether its name is kept, and the best rival at the same divergence."""
     grouped = families(points)
     figures = []
-    for level in grouped.pop(OURS):
+    for level in [*grouped.pop(JOINTLY, []), *grouped.pop(OURS)]:
         rates = {name: at_divergence(family, level.kl).bits for name, family in grouped.items() if name != _BOTH}
-        best, named = min(rates, key=lambda name: rates[name]), float(level.setting.removeprefix("kl-"))
+        best, named = min(rates, key=lambda name: rates[name]), expected_kl(level.setting)
         figures.append(
             Figure(
                 metric=f"{level.setting} on {text}",
@@ -150,20 +153,25 @@ def families(points: Sequence[Point]) -> dict[str, list[Point]]:
 def figures_of(points: Sequence[Point], bars: dict[float, float | None] | dict[float, float]) -> list[Figure]:
     """What the points say; ``bars``: divergence to the bits that ours may take there at most, or None."""
     grouped = families(points)
-    ours = grouped.pop(OURS)
+    ours = [own for own in (grouped.pop(JOINTLY, None), grouped.pop(OURS)) if own]
     figures = [_promised(ours, kl, bar) for kl, bar in bars.items()]
     figures += [_equal(ours, grouped, kl) for kl in bars]
-    figures += [_level(point) for point in ours]
+    figures += [_level(point) for own in ours for point in own]
     figures += [_rival(point, ours) for family in grouped.values() for point in family]
     return figures
 
 
-def _promised(ours: Sequence[Point], kl: float, bar: float | None) -> Figure:
+def _ours_at(ours: Sequence[Sequence[Point]], kl: float) -> Rate:
+    """Ours at a divergence, of the family that takes fewer bits there; one that was measured there if any was."""
+    return min((at_divergence(own, kl) for own in ours), key=lambda rate: (not rate.measured, rate.bits))
+
+
+def _promised(ours: Sequence[Sequence[Point]], kl: float, bar: float | None) -> Figure:
     """What whoever allows a divergence pays: the cheapest level that keeps to it."""
-    level = best_meeting(ours, kl)
+    level = best_meeting([point for own in ours for point in own], kl)
     return Figure(
         metric=f"level within KL {kl:g}",
-        value=at_divergence(ours, kl).bits if level is None else level.bits,
+        value=_ours_at(ours, kl).bits if level is None else level.bits,
         unit="bits",
         better="lower",
         bar=bar,
@@ -171,7 +179,7 @@ def _promised(ours: Sequence[Point], kl: float, bar: float | None) -> Figure:
     )
 
 
-def _equal(ours: Sequence[Point], rivals: dict[str, list[Point]], kl: float) -> Figure:
+def _equal(ours: Sequence[Sequence[Point]], rivals: dict[str, list[Point]], kl: float) -> Figure:
     """Ours and every rival at the same divergence."""
     rates = {name: at_divergence(family, kl) for name, family in rivals.items()}
     rates = {name: rate for name, rate in rates.items() if rate.bits < math.inf}
@@ -179,7 +187,7 @@ def _equal(ours: Sequence[Point], rivals: dict[str, list[Point]], kl: float) -> 
     told = [f"{name} {rate.bits:.2f}{'' if rate.measured else ' (drawn on)'}" for name, rate in rates.items()]
     return Figure(
         metric=f"at equal KL {kl:g}",
-        value=at_divergence(ours, kl).bits,
+        value=_ours_at(ours, kl).bits,
         unit="bits",
         peer=rates[best].bits,
         better="lower",
@@ -197,8 +205,8 @@ def _level(point: Point) -> Figure:
     )
 
 
-def _rival(point: Point, ours: Sequence[Point]) -> Figure:
-    rate = at_divergence(ours, point.kl)
+def _rival(point: Point, ours: Sequence[Sequence[Point]]) -> Figure:
+    rate = _ours_at(ours, point.kl)
     return Figure(
         metric=f"at the KL of {point.family}, {point.setting}",
         value=rate.bits,

@@ -8,6 +8,7 @@ coder tells it of another pass. Options: ``--model``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ class _Blocks:
         from ctxreuse.codec.planes import plane_coder
 
         tables, number = kernels.RansTables(codec.profile.tables), codec.profile.number(level)
-        coders = {place: plane_coder(codec.profile, number, *place, tables) for place in self.target}
+        places = [plane.places[0] for plane in codec.profile.planes_of(codec.profile.levels[number]).planes]
+        coders = [plane_coder(codec.profile, number, layer, role, tables) for layer, role in places]
         passes = [self._timed(codec.space, coders) for _ in range(rounds)]
         told = {}
         for name, parts in _PARTS.items():
@@ -71,20 +73,23 @@ class _Blocks:
             told[name] = ", ".join(f"{part} {100 * t / spent.sum():.0f} %" for part, t in zip(parts, spent))
         return told
 
-    def _timed(self, space: Any, coders: dict[tuple[int, str], Any]) -> dict[str, Any]:
+    def _timed(self, space: Any, coders: Sequence[Any]) -> dict[str, Any]:
         """Nanoseconds of each part of the native coder for all planes, encoded and decoded once."""
         from ctxreuse.codec.planes import raw_type
-        from ctxreuse.codec.profile import SINKS
 
         raw, counts = raw_type(space.dtype), [space.block_tokens] * len(self.views)
         spent = {name: np.zeros(len(parts), np.int64) for name, parts in _PARTS.items()}
-        for place, target in self.target.items():
-            coder, (rows, dim) = coders[place], target.shape[1:]
-            ropes = () if coder.rope is None else (coder.rope,)
-            layout = np.array([[0, rows * dim, dim, 1, len(ropes) - 1]], np.int64)
-            planes = kernels.KltPlanes.of([coder.native], layout)
+        for coder in coders:
+            target = np.stack([self.target[place] for place in coder.plane.places])
+            rows, dim = target.shape[2:]
+            ropes = list(dict.fromkeys(rope for rope in coder.ropes if rope is not None))
+            layout = [
+                [i * target[0].nbytes, rows * dim, dim, 1, -1 if rope is None else ropes.index(rope)]
+                for i, rope in enumerate(coder.ropes)
+            ]
+            planes = kernels.KltPlanes.of([coder.native], np.array(layout, np.int64))
             data, spans = planes.encode(
-                target, space.dtype, counts, raw_first=SINKS, raw_dtype=raw, times=spent["encode"],
+                target, space.dtype, counts, raw_first=coder.plane.sinks, raw_dtype=raw, times=spent["encode"],
                 angles=[rope.span_tables(0, rows, undo=True) for rope in ropes],
             )  # fmt: skip
             sources = [(count, data, span, None, None, None, None) for count, span in zip(counts, spans, strict=True)]

@@ -88,6 +88,7 @@ def rans_count(symbols: Memory, table_of_step: Memory, counts: Memory, /) -> Non
 def rans_name() -> str: ...
 def klt_plane(
     tables: object,
+    parts: int,
     heads: int,
     dim: int,
     level: int,

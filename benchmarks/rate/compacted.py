@@ -154,7 +154,7 @@ class Compactor:
         cells = [min(64, count - at) for at in range(0, count, 64)]
         # The places are not consecutive, so they are turned here and not by the coder.
         still = np.ones((count, dim // 2), np.float32), np.zeros((count, dim // 2), np.float32)
-        angles = [] if coder.rope is None else [still]
+        angles = [] if coder.ropes[0] is None else [still]
         planes = kernels.KltPlanes.of([coder.native], np.array([[0, count * dim, dim, 1, len(angles) - 1]], np.int64))
         raw = raw_type("float32")
         data, spans = planes.encode(flat, "float32", cells, raw_first=SINKS, raw_dtype=raw, angles=angles)

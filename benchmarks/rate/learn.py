@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.rivals import KvtcBasis
 from ctxreuse.calibrate import default_texts, settings_for
-from ctxreuse.calibrate.gather import Window, window_rows
+from ctxreuse.calibrate.gather import Channels, Window, window_rows
 from ctxreuse.calibrate.texts import windows_by_kind
 from ctxreuse.engines.calibration import CalibrationModel
 from ctxreuse.engines.text import TextModel
@@ -23,5 +23,7 @@ def learn(model: CalibrationModel, text: TextModel) -> dict[str, KvtcBasis]:
     for kind, ids in cut:
         window = Window(model.read(ids), ids[:0], kind)
         for role, rows in found.items():
-            rows.append(np.concatenate([window_rows(window, layer, role, rotaries) for layer in rotaries], 1))
+            places = tuple((layer, role) for layer in rotaries)
+            heads, _, dim = window.reading.planes[places[0]].shape
+            rows.append(window_rows(window, Channels(places, 0, heads, dim), rotaries))
     return {role: KvtcBasis.learn(np.concatenate(rows)) for role, rows in found.items()}

@@ -15,16 +15,18 @@ _MARKS = ("s", "^", "v", "D", "P", "X", "p", "h")
 _MOST_KL = 0.5
 
 
-def draw(points: Sequence[Point], path: Path, ours: str, model: str, targets: Sequence[float]) -> None:
+def draw(points: Sequence[Point], path: Path, ours: Sequence[str], model: str, targets: Sequence[float]) -> None:
     """Write the plot as SVG and PNG; the folder is made. Raises ConfigError if matplotlib is not installed."""
     families: dict[str, list[Point]] = {}
     for point in points:
         families.setdefault(point.family, []).append(point)
     with picture(path, f"Rate and damage on {model}: further down and left is better") as axes:
-        rivals = [name for name in families if name != ours]
+        rivals = [name for name in families if name not in ours]
         for number, name in enumerate(rivals):
             _line(axes, name, families[name], OTHERS[number % 8], _MARKS[number % 8], False)
-        _line(axes, ours, families[ours], OURS, "o", True)
+        own = [name for name in ours if name in families]
+        for name, mark in zip(own, "os"):
+            _line(axes, name, families[name], OURS, mark, True)
         for target in targets:
             axes.axhline(target, color="0.75", lw=0.8, ls=(0, (4, 3)), zorder=0)
             axes.annotate(
@@ -38,7 +40,11 @@ def draw(points: Sequence[Point], path: Path, ours: str, model: str, targets: Se
         axes.set_ylabel("KL of the next token against the exact cache, nats")
         handles, labels = axes.get_legend_handles_labels()
         axes.legend(
-            [handles[-1], *handles[:-1]], [labels[-1], *labels[:-1]], fontsize=9, framealpha=0.9, edgecolor="white"
+            handles[-len(own) :] + handles[: -len(own)],
+            labels[-len(own) :] + labels[: -len(own)],
+            fontsize=9,
+            framealpha=0.9,
+            edgecolor="white",
         )
 
 

@@ -5,6 +5,7 @@
     exact                     the numbers that the engine computed
     exact+rans                the same, packed without loss
     kl-0.01@0123456789abcdef  lossy: coded by the profile with that digest, which aims at a KL of 0.01 nats
+    kl-0.01-joint@…           the same promise in fewer bytes: planes of several layers coded as one, which takes longer
     kl-0.05>kl-0.01@…         what turns the first of two levels into the second: no block by itself
     approx~kl-0.05            raw numbers that were computed on top of lossy ones, the worst of which was kl-0.05, or
                               relocated from another position, at the measured cost
@@ -27,6 +28,7 @@ from ctxreuse.errors import ConfigError, FormatError
 
 __all__ = [
     "EXACT",
+    "JOINT",
     "PACKED",
     "LevelInfo",
     "LevelName",
@@ -48,10 +50,12 @@ __all__ = [
 ]
 
 EXACT, PACKED = "exact", "exact+rans"
+#: How the name of a level ends at which planes of several layers are coded as one.
+JOINT = "-joint"
 
-_LOSSY = re.compile(r"kl-(\d{1,4}(?:\.\d{1,9})?)(?:@[0-9a-f]{16})?")
+_LOSSY = re.compile(r"kl-(\d{1,4}(?:\.\d{1,9})?)(?:-joint)?(?:@[0-9a-f]{16})?")
 _APPROX = "approx"
-_CODED = re.compile(r"(?:(kl-[0-9.]{1,12})>)?(kl-[0-9.]{1,12})@([0-9a-f]{16})")
+_CODED = re.compile(r"(?:(kl-[0-9.]{1,12}(?:-joint)?)>)?(kl-[0-9.]{1,12}(?:-joint)?)@([0-9a-f]{16})")
 _LARGEST = 10_000.0
 
 

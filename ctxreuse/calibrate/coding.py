@@ -23,7 +23,10 @@ _TABLES, _REFINING = 56, 8
 
 
 class Planned(NamedTuple):
-    """A level to be coded: ``base`` is the number of the level that it refines, or None. ``active``: per group."""
+    """A level to be coded: ``base`` is the number of the level that it refines, or None.
+
+    ``active``: components of each group, none of those that another family of levels codes.
+    """
 
     name: str
     step: float
@@ -39,7 +42,7 @@ class Plan(NamedTuple):
 
 
 def quantised(y: Floats, levels: Sequence[Planned]) -> list[npt.NDArray[np.int64]]:
-    """Whole numbers of components y [rows, C] at each level; a base's follow from those of its refinement."""
+    """Whole numbers of components y [rows, n] at each level; a base's follow from those of its refinement."""
     found: list[npt.NDArray[np.int64]] = []
     for number, level in enumerate(levels):
         finer = next((other.step for other in levels if other.base == number), None)
@@ -57,7 +60,8 @@ def make_plan(
     refined: list[list[Counts]] = [[] for _ in levels]
     for group in range(groups):
         progress(group)
-        values = quantised(components(group), levels)
+        own = max(level.active[group] for level in levels)
+        values = quantised(components(group)[:, :own], levels)
         for number, level in enumerate(levels):
             q = values[number][:, : level.active[group]]
             counts = _count(q, _WIDTH)

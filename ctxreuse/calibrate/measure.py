@@ -22,7 +22,14 @@ from ctxreuse.identity.keys import KEY_BYTES, Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.convert import from_float32
 
-__all__ = ["Size", "coded_size", "measure"]
+__all__ = ["Family", "Size", "coded_size", "measure"]
+
+
+class Family(NamedTuple):
+    """Levels of one basis."""
+
+    basis: Basis
+    levels: tuple[Planned, ...]
 
 
 class Size(NamedTuple):
@@ -35,28 +42,32 @@ class Size(NamedTuple):
 def measure(
     model: CalibrationModel,
     profile: CodecProfile,
-    basis: Basis,
-    levels: Sequence[Planned],
+    families: Sequence[Family],
     texts: Sequence[KindWindow],
     prefix: int,
     progress: Progress,
 ) -> CodecProfile:
     """Return the profile with the figures of its levels, measured on text that it was not made from."""
     codec = Codec(model.space, (profile_digest(write_profile(profile)).hex(), profile))
-    seen: list[list[Fidelity]] = [[] for _ in levels]
-    sizes: list[list[Size]] = [[] for _ in levels]
-    for number, (kind, ids) in enumerate(texts):
-        window = Window(model.read(ids[:prefix]), ids[prefix:], kind)
-        prepared = prepare(model, window, basis)
-        for i, level in enumerate(levels):
-            progress("held-out text", number * len(levels) + i, len(texts) * len(levels))
-            planes = decode(prepared, basis, level.step, level.active)
-            scores = model.scores(window.reading, window.following, planes)
-            seen[i].append(compare(prepared.exact, scores, window.following))
-            sizes[i].append(coded_size(codec, window.reading.planes, ids[:prefix], level.name))
-    progress("held-out text", len(texts) * len(levels), len(texts) * len(levels))
+    seen: dict[str, list[Fidelity]] = {level.info.name: [] for level in profile.levels}
+    sizes: dict[str, list[Size]] = {level.info.name: [] for level in profile.levels}
+    done, all_ = 0, len(texts) * len(profile.levels)
+    for kind, ids in texts:
+        window, exact = Window(model.read(ids[:prefix]), ids[prefix:], kind), None
+        for family in families:
+            prepared = prepare(model, window, family.basis, exact)
+            exact = prepared.exact
+            for level in family.levels:
+                progress("held-out text", done, all_)
+                planes = decode(prepared, family.basis, level.step, level.active)
+                scores = model.scores(window.reading, window.following, planes)
+                seen[level.name].append(compare(exact, scores, window.following))
+                sizes[level.name].append(coded_size(codec, window.reading.planes, ids[:prefix], level.name))
+                done += 1
+    progress("held-out text", all_, all_)
     kinds, figures = [kind for kind, _ in texts], []
-    for made, fidelities, parts in zip(profile.levels, seen, sizes):
+    for made in profile.levels:
+        fidelities, parts = seen[made.info.name], sizes[made.info.name]
         mean, each = mean_fidelity(fidelities), by_kind(kinds, fidelities)
         info = msgspec.structs.replace(made.info, bits=_bits(parts), kl=mean.kl, top1=mean.top1, dnll=mean.dnll)
         of_kind = {

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import LevelInfo
+from ctxreuse.block.levels import JOINT, LevelInfo, expected_kl
 from ctxreuse.calibrate.coding import Planned, make_plan
-from ctxreuse.calibrate.gather import Progress, Window, gather, normalise, window_rows
-from ctxreuse.calibrate.measure import measure
+from ctxreuse.calibrate.gather import (
+    Progress,
+    Window,
+    channel_groups,
+    gather,
+    joint_groups,
+    normalise,
+    window_rows,
+)
+from ctxreuse.calibrate.measure import Family, measure
 from ctxreuse.calibrate.steps import active_components, find_step
 from ctxreuse.calibrate.texts import KindWindow, Part, Texts, in_turn, windows_by_kind
 from ctxreuse.calibrate.transform import Basis, Transform, solve
 from ctxreuse.calibrate.trial import Prepared, by_kind, compare, decode, prepare
-from ctxreuse.codec.profile import CodecProfile, PlaneProfile, ProfileLevel, model_digest
+from ctxreuse.codec.profile import (
+    ChannelGroup,
+    CodecProfile,
+    Coding,
+    Place,
+    PlaneProfile,
+    ProfileLevel,
+    model_digest,
+)
 from ctxreuse.engines.calibration import CalibrationModel
 from ctxreuse.engines.text import TextModel
 from ctxreuse.errors import ConfigError
@@ -33,19 +48,20 @@ Floats = npt.NDArray[np.float32]
 class Target(NamedTuple):
     """A level by what it promises: divergence at most ``kl`` on every kind of text; ``finer``: that of its refinement.
 
-    0 for none.
+    0 for none. ``joint``: planes of several layers are coded as one.
     """
 
     kl: float
     finer: float = 0.0
+    joint: bool = False
 
     @classmethod
     def parse(cls, text: str) -> tuple[Target, ...]:
-        """Targets as users write them, ``0.05+0.008,0.01``; raises ConfigError for anything else."""
+        """Targets as users write them, ``0.05+0.008,0.01-joint``; raises ConfigError for anything else."""
         found = []
         for part in text.split(","):
-            match = re.fullmatch(r"\s*(0?\.\d{1,10})(?:\+(0?\.\d{1,10}))?\s*", part)
-            target = cls(float(match[1]), float(match[2] or 0)) if match else cls(0.0)
+            match = re.fullmatch(r"\s*(0?\.\d{1,10})(?:\+(0?\.\d{1,10}))?(-joint)?\s*", part)
+            target = cls(float(match[1]), float(match[2] or 0), bool(match[3])) if match else cls(0.0)
             if not target.finer < target.kl < 1:
                 raise ConfigError(f"no level: {part!r}", fix="Write divergences below 1, as in 0.05+0.008,0.01,0.002")
             found.append(target)
@@ -56,11 +72,19 @@ class Target(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(f"kl-{value:.10f}".rstrip("0") for value in (self.kl, self.finer) if value)
+        suffix = JOINT if self.joint else ""
+        return tuple(f"kl-{value:.10f}".rstrip("0") + suffix for value in (self.kl, self.finer) if value)
 
 
-#: A third of the step divides the divergence by 7 to 9.
-DEFAULT_TARGETS = (Target(0.05, 0.008), Target(0.01, 0.0015), Target(0.002))
+#: A third of the step divides the divergence by 7 to 9. Joint levels are for links and disks where bytes cost more
+#: than decoding.
+DEFAULT_TARGETS = (
+    Target(0.05, 0.008),
+    Target(0.01, 0.0015),
+    Target(0.002),
+    Target(0.05, joint=True),
+    Target(0.01, joint=True),
+)
 
 
 class Settings(NamedTuple):
@@ -83,6 +107,7 @@ _MARGIN = 0.8
 #: least half. Of 2,857 blocks of articles and passages none had as many, of random ids all, of Greek nine in ten.
 _UNSEEN, _LEAST_UNSEEN = 1.25, 0.5
 _SCORES = 1 << 25
+_OTHER_LEVELS = "Ask for levels without -joint"
 _ROWS = 8192
 _SAMPLED = 2560
 
@@ -112,40 +137,84 @@ def calibrate(
     cut = {part: _cut(text, texts, part, settings) for part in settings.windows}
     rotaries = model.rotaries()
     learnt = _read(model, cut["calibration"], settings, progress)
-    stats = gather(model, learnt, rotaries, settings.draws, progress)
-    basis = Basis([solve(s, epsilon=settings.epsilon) for s in stats], rotaries)
-    components = partial(_components, learnt, basis)
-    samples = [components(i, _SAMPLED) for i in range(len(stats))]
+    planes = learnt[0].reading.planes
+    targets = [[one for one in settings.targets if one.joint is joint] for joint in (False, True)]
+    groups = [list(channel_groups(planes)), joint_groups(planes, model.space.layers) if targets[1] else []]
+    if not targets[0] and not groups[1]:
+        raise ConfigError("this model has no joint levels: K and V of a layer have different heads", fix=_OTHER_LEVELS)
+    stats = gather(model, learnt, [*groups[0], *groups[1]], rotaries, settings.draws, progress)
+    transforms = []
+    for number, one in enumerate(stats):
+        progress("transforms", number, len(stats))
+        transforms.append(solve(one, epsilon=settings.epsilon))
+    progress("transforms", len(stats), len(stats))
     validation = _read(model, cut["validation"], settings, progress)
-    prepared = [prepare(model, window, basis) for window in validation]
-    levels = _levels(model, prepared, basis, samples, settings.targets, progress)
+    families, exact = list[Family](), list[Floats]()
+    for own, wanted in zip(groups, targets):
+        if not own:
+            continue
+        at = sum(len(family.basis.transforms) for family in families)
+        basis = Basis(transforms[at : at + len(own)], rotaries)
+        samples = [_components(learnt, transform, rotaries, _SAMPLED) for transform in basis.transforms]
+        prepared = [prepare(model, window, basis, *exact[i : i + 1]) for i, window in enumerate(validation)]
+        exact = [one.exact for one in prepared]
+        families.append(Family(basis, tuple(_levels(model, prepared, basis, samples, wanted, progress))))
     del samples, prepared, validation
-    plan = make_plan(len(stats), lambda i: components(i, _ROWS), levels, lambda i: progress("tables", i, len(stats)))
+    plan = make_plan(
+        len(stats),
+        lambda i: _components(learnt, transforms[i], rotaries, _ROWS),
+        _numbered(families),
+        lambda i: progress("tables", i, len(stats)),
+    )
     progress("tables", len(stats), len(stats))
     seen, unseen = _familiar(model, text, texts, [*cut["validation"], *cut["held-out"]])
-    planes, ropes = _planes(basis, model, [max(c) for c in zip(*(lv.active for lv in levels))])
+    (alone, ropes), *joint = (_planes(family, model) for family in families)
     profile = CodecProfile(
         model=model_digest(model.space),
         ropes=ropes,
-        planes=planes,
+        planes=alone,
         tables=plan.tables,
-        levels=tuple(
-            ProfileLevel(
-                LevelInfo(lv.name, True, 0.0, base="" if lv.base is None else levels[lv.base].name),
-                lv.step,
-                tuple(
-                    msgspec.structs.replace(coding, narrow=min(transform.narrow(lv.step), len(coding.table)))
-                    for transform, coding in zip(basis.transforms, codings)
-                ),
-            )
-            for lv, codings in zip(levels, plan.codings)
-        ),
+        levels=_profile_levels(families, plan.codings),
         notes=notes,
         seen=seen,
         unseen=unseen,
-        version=2,
+        version=3 if joint else 2,
+        joint=joint[0][0] if joint else (),
     )
-    return measure(model, profile, basis, levels, cut["held-out"], settings.prefix, progress)
+    return measure(model, profile, families, cut["held-out"], settings.prefix, progress)
+
+
+def _numbered(families: Sequence[Family]) -> list[Planned]:
+    """The levels of all families, as if each coded the groups of all."""
+    counts = [len(family.basis.transforms) for family in families]
+    found: list[Planned] = []
+    for number, family in enumerate(families):
+        before, behind, first = (0,) * sum(counts[:number]), (0,) * sum(counts[number + 1 :]), len(found)
+        for level in family.levels:
+            base = None if level.base is None else first + level.base
+            found.append(level._replace(active=before + level.active + behind, base=base))
+    return found
+
+
+def _profile_levels(families: Sequence[Family], codings: Sequence[tuple[Coding, ...]]) -> tuple[ProfileLevel, ...]:
+    """Levels from coarse to fine, of equal promises the smaller first; ``codings`` are those of `_numbered`."""
+    made, group, left = [], 0, iter(codings)
+    for family in families:
+        transforms = family.basis.transforms
+        for level in family.levels:
+            own = tuple(
+                msgspec.structs.replace(coding, narrow=min(transform.narrow(level.step), len(coding.table)))
+                for transform, coding in zip(transforms, next(left)[group:])
+            )
+            base = "" if level.base is None else family.levels[level.base].name
+            made.append(ProfileLevel(LevelInfo(level.name, True, 0.0, base=base), level.step, own))
+        group += len(transforms)
+    merged, later = list[ProfileLevel](), [level for level in made if level.joint]
+    for one in (level for level in made if not level.joint):  # in the order of their steps
+        while later and expected_kl(later[0].info.name) >= expected_kl(one.info.name):
+            merged.append(later.pop(0))
+        merged.append(one)
+    return (*merged, *later)
 
 
 def _familiar(
@@ -180,15 +249,13 @@ def _read(model: CalibrationModel, cut: Sequence[KindWindow], settings: Settings
     return read
 
 
-def _components(windows: Sequence[Window], basis: Basis, group: int, rows: int) -> Floats:
+def _components(windows: Sequence[Window], transform: Transform, rotaries: dict[int, Rotary], rows: int) -> Floats:
     """y of a group for at most about ``rows`` rows of all windows, evenly spread."""
-    transform = basis.transforms[group]
-    stats = transform.stats
     parts = []
     for window in windows:
-        found = window_rows(window, stats.layer, stats.role, basis.rotaries)
+        found = window_rows(window, transform.stats.channels, rotaries)
         stride = max(1, -(-len(found) * len(windows) // rows))
-        parts.append(normalise(found[::stride], stats)[0] @ transform.forward.T)
+        parts.append(normalise(found[::stride], transform.stats)[0] @ transform.forward.T)
     return np.concatenate(parts)
 
 
@@ -201,6 +268,8 @@ def _levels(
     progress: Progress,
 ) -> list[Planned]:
     """All levels from coarse to fine, their steps set on the kind of validation text that suffers most."""
+    if not targets:
+        return []
     tried = 0
     kinds = [one.window.kind for one in prepared]
 
@@ -252,21 +321,22 @@ def _first_step(transforms: Sequence[Transform], kl: float, rows: int) -> float:
     return float(np.sqrt(kl * 2 * 12 / (total * rows)))
 
 
-def _planes(
-    basis: Basis, model: CalibrationModel, components: Sequence[int]
-) -> tuple[tuple[PlaneProfile, ...], tuple[Rotary, ...]]:
-    rotaries = basis.rotaries
+def _planes(family: Family, model: CalibrationModel) -> tuple[tuple[PlaneProfile, ...], tuple[Rotary, ...]]:
+    """The planes that a family codes, and all rotations."""
+    rotaries = family.basis.rotaries
     ropes = list(dict.fromkeys(rotaries[layer] for layer in sorted(rotaries)))
-    planes: list[PlaneProfile] = []
-    for transform, n in zip(basis.transforms, components):
-        stats = transform.stats
-        spec = model.space.layers[stats.layer]
-        group = transform.group(n)
-        if planes and (planes[-1].layer, planes[-1].role) == (stats.layer, stats.role):
-            planes[-1] = PlaneProfile(
-                stats.layer, stats.role, spec.kv_heads, stats.dim, planes[-1].rope, (*planes[-1].groups, group)
-            )
-            continue
-        rope = ropes.index(rotaries[stats.layer]) if stats.role == "k" else -1
-        planes.append(PlaneProfile(stats.layer, stats.role, spec.kv_heads, stats.dim, rope, (group,)))
+    groups: dict[tuple[Place, ...], list[ChannelGroup]] = {}
+    for i, transform in enumerate(family.basis.transforms):
+        components = max((level.active[i] for level in family.levels), default=0)
+        groups.setdefault(transform.stats.channels.places, []).append(transform.group(components))
+    planes = []
+    for places, own in groups.items():
+        turns = [
+            (layer, cast(Literal["k", "v"], role), ropes.index(rotaries[layer]) if role == "k" else -1)
+            for layer, role in places
+        ]
+        (layer, role, rope), *others = turns
+        spec = model.space.layers[layer]
+        dim = spec.k_dim if role == "k" else spec.v_dim
+        planes.append(PlaneProfile(layer, role, spec.kv_heads, dim, rope, tuple(own), tuple(others)))
     return tuple(planes), tuple(ropes)

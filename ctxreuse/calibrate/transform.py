@@ -53,13 +53,14 @@ class Transform(NamedTuple):
     def group(self, components: int) -> ChannelGroup:
         """Return the group as a profile stores it, with the first ``components``."""
         return ChannelGroup(
-            first=self.stats.first,
-            heads=self.stats.heads,
+            first=self.stats.channels.first,
+            heads=self.stats.channels.heads,
             log_rms=self.stats.log_rms,
             mean=self.stats.mean.astype(np.float32),
             gain=self.gain,
             forward=self.forward[:components],
             basis=self.basis[:components],
+            large=self.stats.channels.joint,
         )
 
 
@@ -74,21 +75,28 @@ def solve(stats: GroupStats, *, epsilon: float) -> Transform:
     """The transform of one group: M = fisher + epsilon * mean trace, R = M^(1/2), U the eigenvectors of R S R.
 
     An error e of the normalised vector costs e'Me / 2 nats; in y = U'R z it costs |error|^2 / 2 whatever its direction,
-    and the components are uncorrelated. ``epsilon`` keeps directions whose gradients were small by chance.
+    and the components are uncorrelated. ``epsilon`` keeps directions whose gradients were small by chance. M has a
+    block for each plane.
     """
-    size = len(stats.mean)
-    trace = float(np.trace(stats.fisher)) / size
-    # Without any gradient (a layer that nothing reads) the plain transform is left, at a weight that codes nothing.
-    weight, turn = np.linalg.eigh(stats.fisher + max(epsilon * trace, 1e-30) * np.eye(size))
-    root = (turn * np.sqrt(weight)) @ turn.T
-    inverse_root = (turn / np.sqrt(weight)) @ turn.T
-    spread = root @ stats.moment @ root
+    size, width = len(stats.mean), stats.fisher.shape[-1]
+    root, inverse_root = np.empty((2, *stats.fisher.shape))
+    for i, fisher in enumerate(stats.fisher):
+        trace = float(np.trace(fisher)) / width
+        # Without any gradient (a layer that nothing reads) the plain transform is left, at a weight that codes nothing.
+        weight, turn = np.linalg.eigh(fisher + max(epsilon * trace, 1e-30) * np.eye(width))
+        root[i] = (turn * np.sqrt(weight)) @ turn.T
+        inverse_root[i] = (turn / np.sqrt(weight)) @ turn.T
+
+    def by_planes(maps: Doubles, rows: Doubles) -> Doubles:
+        return np.asarray((maps @ rows.reshape(len(maps), width, -1)).reshape(size, -1))
+
+    spread = by_planes(root, by_planes(root, stats.moment).T)
     variance, axes = np.linalg.eigh((spread + spread.T) / 2)
     variance, axes = np.maximum(variance[::-1], 0), axes[:, ::-1]
     # An eigenvector's sign is chance: with the largest entry positive, equal statistics give equal bytes.
     largest = np.abs(axes).argmax(0)
     axes = axes * np.where(axes[largest, np.arange(size)] < 0, -1, 1)
-    forward, inverse = axes.T @ root, inverse_root @ axes
+    forward, inverse = by_planes(root, axes).T, by_planes(inverse_root, axes)
     gain = (np.abs(inverse).max(1) / BASIS_LIMIT).astype(np.float32)
     basis = np.rint(inverse / gain[:, None].astype(np.float64))
     whole = np.clip(basis, -BASIS_LIMIT, BASIS_LIMIT).astype(np.int16)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from ctxreuse.calibrate.gather import Window, normalise, positions, window_rows
 from ctxreuse.calibrate.transform import Basis
-from ctxreuse.codec.profile import SINKS
 from ctxreuse.engines.calibration import CalibrationModel, Fidelity, Planes
 from ctxreuse.identity.keys import Tokens
 
@@ -28,15 +27,16 @@ class Prepared(NamedTuple):
     exact: Floats
 
 
-def prepare(model: CalibrationModel, window: Window, basis: Basis) -> Prepared:
-    """Transform a window's planes and score it; takes 4 bytes a value and 4 a score."""
+def prepare(model: CalibrationModel, window: Window, basis: Basis, exact: Floats | None = None) -> Prepared:
+    """Transform a window's planes and score it, unless the ``exact`` scores are known; 4 bytes a value and a score."""
     components, scales = [], []
     for transform in basis.transforms:
         stats = transform.stats
-        z, scale = normalise(window_rows(window, stats.layer, stats.role, basis.rotaries), stats)
+        z, scale = normalise(window_rows(window, stats.channels, basis.rotaries), stats)
         components.append(z @ transform.forward.T)
         scales.append(_rounded(scale))
-    return Prepared(window, tuple(components), tuple(scales), model.scores(window.reading, window.following))
+    exact = model.scores(window.reading, window.following) if exact is None else exact
+    return Prepared(window, tuple(components), tuple(scales), exact)
 
 
 def _rounded(scale: Floats) -> Floats:
@@ -48,18 +48,19 @@ def decode(prepared: Prepared, basis: Basis, step: float, active: Sequence[int])
     """The planes of a window as an engine gets them back: the first ``active`` components of each group at a step."""
     planes = {key: plane.copy() for key, plane in prepared.window.reading.planes.items()}
     for transform, y, scale, n in zip(basis.transforms, prepared.components, prepared.scales, active):
-        stats = transform.stats
+        stats, of = transform.stats, transform.stats.channels
         q = np.rint(y[:, :n] / np.float32(step))
         rows = (q @ transform.inverse_at(step, n).T) * (scale * np.float32(step))[:, None] + stats.mean.astype(
             np.float32
         )
-        plane = planes[stats.layer, stats.role]
-        place = positions(prepared.window.reading, plane.shape[1])
-        kept = place >= SINKS
-        heads = rows.reshape(len(rows), stats.heads, stats.dim).transpose(1, 0, 2)
-        if stats.role == "k":
-            heads = basis.rotaries[stats.layer].rotate(heads, place[kept])
-        plane[stats.first : stats.first + stats.heads, kept] = heads
+        parts = rows.reshape(len(rows), len(of.places), of.heads, of.dim).transpose(1, 2, 0, 3)
+        for (layer, role), heads in zip(of.places, parts):
+            plane = planes[layer, role]
+            at = positions(prepared.window.reading, plane.shape[1])
+            kept = at >= of.sinks
+            if role == "k":
+                heads = basis.rotaries[layer].rotate(heads, at[kept])
+            plane[of.first : of.first + of.heads, kept] = heads
     return planes
 
 

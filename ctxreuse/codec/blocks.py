@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,24 +12,22 @@ import numpy.typing as npt
 from ctxreuse import kernels
 from ctxreuse.block.format import BlockView, Layout
 from ctxreuse.codec.planes import PlaneCoder, raw_type
-from ctxreuse.codec.profile import SINKS
+from ctxreuse.codec.profile import Place, PlaneProfile
 from ctxreuse.errors import FormatError
 from ctxreuse.rope import Rotary
 
 __all__ = ["BlockCoder", "source_of"]
 
-#: A layer and a role.
-Place: TypeAlias = tuple[int, str]
-
 
 class BlockCoder(NamedTuple):
     """Planes of so many ``tokens`` of a layout of raw planes, as native calls take them.
 
-    ``numbers``: their indices in the layout; ``planes``: from the first plane on; ``ropes``: what turns them.
+    ``profiles``: what they are, each with a stream; ``numbers``: indices in the layout of all that they code;
+    ``planes``: from the first plane on; ``ropes``: what turns them.
     """
 
     tokens: int
-    places: tuple[Place, ...]
+    profiles: tuple[PlaneProfile, ...]
     numbers: npt.NDArray[np.intp]
     planes: kernels.KltPlanes
     ropes: tuple[Rotary, ...]
@@ -38,10 +36,11 @@ class BlockCoder(NamedTuple):
     def of(cls, layout: Layout, dtype: str, wanted: Callable[[Place], PlaneCoder | None]) -> tuple[BlockCoder, ...]:
         """Take apart a layout: one coder for each number of tokens that its ``wanted`` planes have.
 
-        Raises FormatError for a plane of another shape or type than its coder's.
+        Raises FormatError for a plane of another shape or type than its coder's, and if one is missing of those that
+        are coded as one.
         """
-        found: dict[int, list[tuple[int, PlaneCoder]]] = {}
-        for i, plane in enumerate(layout.planes):
+        found: dict[int, dict[int, PlaneCoder]] = {}
+        for plane in layout.planes:
             coder = wanted((plane.layer, plane.role)) if plane.nbytes else None
             if coder is None:
                 continue
@@ -51,36 +50,50 @@ class BlockCoder(NamedTuple):
                 raise FormatError(
                     f"plane {plane.role!r} of layer {plane.layer} has shape {plane.shape[:8]} of {plane.dtype}"
                 )
-            found.setdefault(tokens, []).append((i, coder))
-        return tuple(cls._of(layout, dtype, tokens, planes) for tokens, planes in found.items())
+            found.setdefault(tokens, {})[id(coder)] = coder
+        return tuple(cls._of(layout, dtype, tokens, list(planes.values())) for tokens, planes in found.items())
 
     @classmethod
-    def _of(cls, layout: Layout, dtype: str, tokens: int, planes: list[tuple[int, PlaneCoder]]) -> BlockCoder:
-        ropes = list({id(coder.rope): coder.rope for _, coder in planes if coder.rope is not None}.values())
-        turns = {id(rope): i for i, rope in enumerate(ropes)}
-        rows = [
-            (layout.offsets[i], tokens * coder.plane.dim, coder.plane.dim, 1, turns.get(id(coder.rope), -1))
-            for i, coder in planes
-        ]
+    def _of(cls, layout: Layout, dtype: str, tokens: int, planes: list[PlaneCoder]) -> BlockCoder:
+        turns: dict[int, tuple[int, Rotary]] = {}
+        numbers, rows = [], []
+        for coder in planes:
+            for place, rope in zip(coder.plane.places, coder.ropes):
+                i = layout.index.get(place, -1)
+                if i < 0 or layout.planes[i].shape[-2:-1] != (tokens,):
+                    raise FormatError(
+                        f"plane {place[1]!r} of layer {place[0]} has not the tokens of those coded with it"
+                    )
+                turn = -1 if rope is None else turns.setdefault(id(rope), (len(turns), rope))[0]
+                numbers.append(i)
+                rows.append((layout.offsets[i], tokens * coder.plane.dim, coder.plane.dim, 1, turn))
         return cls(
-            tokens, tuple((layout.planes[i].layer, layout.planes[i].role) for i, _ in planes),
-            np.array([i for i, _ in planes], np.intp),
-            kernels.KltPlanes.of([coder.native for _, coder in planes], np.array(rows, np.int64)), tuple(ropes),
+            tokens, tuple(coder.plane for coder in planes), np.array(numbers, np.intp),
+            kernels.KltPlanes.of([coder.native for coder in planes], np.array(rows, np.int64)),
+            tuple(rope for _, rope in turns.values()),
         )  # fmt: skip
 
     def encode(self, view: BlockView, dtype: str, *, refinement: bool) -> dict[Place, memoryview]:
-        """Encode the planes of ``view``, of this layout; ``refinement``: of the base level. Raises FormatError."""
+        """Encode the planes of ``view``, of this layout; ``refinement``: of the base level. Raises FormatError.
+
+        Planes whose stream stands in another's place are empty.
+        """
         start = self._start(view)
+        sinks = {plane.sinks for plane in self.profiles}
+        assert len(sinks) == 1  # all are of one level
         try:
             data, spans = self.planes.at(view.start).encode(
                 view.buffer, dtype, [self.tokens], checksums=view.checksums[self.numbers],
-                raw_first=max(SINKS - start, 0), raw_dtype=raw_type(dtype), refinement=refinement,
+                raw_first=max(sinks.pop() - start, 0), raw_dtype=raw_type(dtype), refinement=refinement,
                 angles=[rope.span_tables(start, self.tokens, undo=True) for rope in self.ropes],
             )  # fmt: skip
         except kernels.StreamError as error:
             raise self._named(error, view) from None
         whole = memoryview(data)
-        return {place: whole[at : at + size] for place, (at, size) in zip(self.places, spans.tolist())}
+        streams = {place: whole[:0] for plane in self.profiles for place in plane.places[1:]}
+        return streams | {
+            plane.places[0]: whole[at : at + size] for plane, (at, size) in zip(self.profiles, spans.tolist())
+        }
 
     def decode(self, view: BlockView, more: BlockView | None, target: npt.NDArray[Any], first: int, dtype: str) -> None:
         """Decode the planes of ``view``, with the refinement ``more``, to ``target``, where they begin at ``first``.
@@ -88,8 +101,8 @@ class BlockCoder(NamedTuple):
         Raises FormatError for damaged bytes.
         """
         start = self._start(view)
-        numbers = [_number(view, place) for place in self.places]
-        also = (None, None, None) if more is None else _streams(more, [_number(more, place) for place in self.places])
+        numbers = self._numbers(view)
+        also = (None, None, None) if more is None else _streams(more, self._numbers(more))
         try:
             self.planes.at(first).decode(
                 target, dtype, [(self.tokens, *_streams(view, numbers), *also)], raw_type(dtype),
@@ -98,6 +111,14 @@ class BlockCoder(NamedTuple):
         except kernels.StreamError as error:
             raise self._named(error, view, more) from None
 
+    def _numbers(self, view: BlockView) -> list[int]:
+        """Where the streams are among the planes of a coded block. FormatError for bytes where none belong."""
+        for plane in self.profiles:
+            for place in plane.places[1:]:
+                if view.layout.sizes[_number(view, place)]:
+                    raise FormatError(f"plane {place[1]!r} of layer {place[0]} is not empty in a joint block")
+        return [_number(view, plane.places[0]) for plane in self.profiles]
+
     def _start(self, view: BlockView) -> int:
         if self.tokens > view.header.end:
             raise FormatError(f"planes of {self.tokens} tokens in a {view.header.kind} that ends at {view.header.end}")
@@ -105,10 +126,12 @@ class BlockCoder(NamedTuple):
 
     def _named(self, error: kernels.StreamError, *views: BlockView | None) -> FormatError:
         """The error with its plane; where that is a checksum, as the block says it."""
-        layer, role = self.places[error.plane]
+        places = self.profiles[error.plane].places
         for view in views:
             if view is not None:
-                view.plane(layer, role)
+                for place in places:
+                    view.plane(*place)
+        layer, role = places[0]
         return FormatError(f"plane {role!r} of layer {layer}: {error}", where=error.where)
 
 

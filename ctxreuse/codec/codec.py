@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from ctxreuse import kernels
 from ctxreuse.block.format import BlockView, Layout, Plane, layout_of, reseal, rewriter
 from ctxreuse.block.levels import (
     EXACT,
+    JOINT,
     PACKED,
     LevelInfo,
     LevelName,
@@ -24,8 +25,9 @@ from ctxreuse.block.levels import (
 )
 from ctxreuse.codec import lossless
 from ctxreuse.codec.blocks import BlockCoder, source_of
+from ctxreuse.codec.joint import JointPlanes
 from ctxreuse.codec.planes import PlaneCoder, plane_coder
-from ctxreuse.codec.profile import CodecProfile, model_digest
+from ctxreuse.codec.profile import CodecProfile, Place, model_digest
 from ctxreuse.codec.profile_store import ProfileStore
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.identity.model import ModelSpace
@@ -67,6 +69,7 @@ class Codec:
         #: Encodes blocks on a device where that is faster; None: the CPU encodes all.
         self.device: CodecDevice | None = None
         self._coders: dict[str, _Coders] = {}
+        self._joint = JointPlanes()
         self._packed = 0.75  # share of the raw bytes that "exact+rans" takes; follows what is encoded
         if profile is not None:
             self._coders[profile[0][:16]] = _Coders(profile[1])
@@ -130,10 +133,13 @@ class Codec:
         if self.profile.unseen_share(np.frombuffer(view.header.tokens, "<i4")) <= self.profile.unseen:
             return level
         most = expected_kl(plain) / _STRICTER
+        joint = plain.endswith(JOINT)
         finer = [info.name for info in self.levels if info.lossy and expected_kl(info.name) <= most]
+        if not joint:  # who asked for a quick level gets none that takes longer
+            finer = [name for name in finer if not name.endswith(JOINT)]
         if not finer:
             return PACKED
-        stricter = max(finer, key=expected_kl)
+        stricter = max(finer, key=lambda name: (name.endswith(JOINT) == joint, expected_kl(name)))
         return str(LevelName(stricter, digest))
 
     # ---- whole blocks
@@ -166,7 +172,8 @@ class Codec:
         coders, name = self._pair(view, refinement)
         planes, streams = [], []
         for plane in view.layout.planes:
-            coder = coders.plane(name.name, plane.layer, plane.role) if plane.dtype == "uint8" else None
+            coded = plane.dtype == "uint8" and plane.nbytes
+            coder = coders.plane(name.name, plane.layer, plane.role) if coded else None
             data = view.plane(plane.layer, plane.role)
             if coder is not None:
                 data = memoryview(coder.merge(data, refinement.plane(plane.layer, plane.role)))
@@ -186,9 +193,10 @@ class Codec:
             return self._unpack(view, into)
         coders, reached = self._coders_of(view, refinement)
         # A block of a model without full layers has one plane of no bytes, which no profile knows.
+        known = coders.index(reached)
         planes = tuple(
             self._raw(view, coders.plane(reached, plane.layer, plane.role), plane)
-            if plane.dtype == "uint8" and plane.nbytes
+            if plane.dtype == "uint8" and (plane.nbytes or (plane.layer, plane.role) in known)
             else plane
             for plane in view.layout.planes
         )
@@ -254,7 +262,7 @@ class Codec:
             return sum(view.array(layer, role, verify=False).shape[-2] for view in views)
         coders, level = self._coders_of(views[0], more[0])
         coder = coders.plane(level, layer, role)
-        counts = [_tokens(view, coder, layer, role) for view in views]
+        counts = [_tokens(view, coder) for view in views]
         end = first = views[0].header.end - counts[0]
         for view, count in zip(views, counts):
             end += count
@@ -262,14 +270,25 @@ class Codec:
                 raise FormatError("coded blocks do not follow each other")
         if row + end - first > target.shape[1]:
             raise FormatError(f"streams of {end - first} tokens for {target.shape[1] - row} rows")
-        sources = [
-            source_of(view, extra, (layer, role), count) for view, extra, count in zip(views, more, counts, strict=True)
-        ]
-        coder.decode(target, row, self.space.dtype, first, sources)
+        found = zip(views, more, counts, strict=True)
+        if not coder.plane.others:
+            sources = [source_of(view, extra, coder.place, count) for view, extra, count in found]
+            coder.decode(target[None], row, self.space.dtype, first, sources)
+            return end - first
+
+        def decode() -> npt.NDArray[Any]:
+            sources = [source_of(view, extra, coder.place, count) for view, extra, count in found]
+            whole = np.empty((len(coder.ropes), target.shape[0], end - first, target.shape[2]), target.dtype)
+            coder.decode(whole, 0, self.space.dtype, first, sources)
+            return whole
+
+        each = [(view.header.key, view.checksum(*coder.place)) for view in (*views, *more) if view is not None]
+        run = level, name.profile, first, target.dtype, *each
+        target[:, row : row + end - first] = self._joint.take(run, coder.plane.places, (layer, role), decode)
         return end - first
 
     def _raw(self, view: BlockView, coder: PlaneCoder, plane: Plane) -> Plane:
-        count = _tokens(view, coder, plane.layer, plane.role)
+        count = _tokens(view, coder)
         return Plane(plane.layer, plane.role, self.space.dtype, (coder.plane.heads, count, coder.plane.dim))
 
     def _coders_of(self, view: BlockView, refinement: BlockView | None) -> tuple[_Coders, str]:
@@ -310,7 +329,8 @@ class Codec:
     def _write(self, view: BlockView, name: LevelName, into: Bytes | None) -> Bytes:
         coders, streams = self._coders[name.profile], dict[tuple[int, str], memoryview]()
         found = None
-        if self.device is not None and not name.base:
+        joint = coders.profile.levels[coders.profile.number(name.name)].joint
+        if self.device is not None and not name.base and not joint:
             found = self.device.encode(view, coders.profile, name.name, self.space.dtype)
         for block in () if found is not None else coders.blocks(name.name, view.layout, self.space.dtype):
             streams |= block.encode(view, self.space.dtype, refinement=bool(name.base))
@@ -376,11 +396,11 @@ def _rows(view: BlockView, count: int) -> int:
     return count
 
 
-def _tokens(view: BlockView, coder: PlaneCoder, layer: int, role: str) -> int:
+def _tokens(view: BlockView, coder: PlaneCoder) -> int:
     """The rows that a coded plane must have: a block's are those of its tokens, a state's stream says how many."""
     if view.header.kind == "block":
         return len(view.header.tokens) // 4
-    return _rows(view, coder.tokens(view.plane(layer, role, verify=False)))
+    return _rows(view, coder.tokens(view.plane(*coder.place, verify=False)))
 
 
 class _Coders:
@@ -393,22 +413,31 @@ class _Coders:
         self._blocks: dict[tuple[str, str, bytes], tuple[BlockCoder, ...]] = {}
 
     def plane(self, level: str, layer: int, role: str) -> PlaneCoder:
-        """Return the coder of a plane; FormatError if the profile has none."""
-        made = self._made.get((level, layer, role))
+        """Return the coder of a plane, one for all that are coded as one; FormatError if the profile has none."""
+        try:
+            number = self.profile.number(level)
+            planes = self.profile.planes_of(self.profile.levels[number])
+            place = planes.planes[planes.number[layer, role]].places[0]
+        except KeyError:
+            raise FormatError(f"the profile has no level {level} for plane {role!r} of layer {layer}") from None
+        made = self._made.get((level, *place))
         if made is None:
-            try:
-                made = plane_coder(self.profile, self.profile.number(level), layer, role, self.tables)
-            except KeyError:
-                raise FormatError(f"the profile has no level {level} for plane {role!r} of layer {layer}") from None
-            self._made[level, layer, role] = made
+            made = self._made.setdefault((level, *place), plane_coder(self.profile, number, *place, self.tables))
         return made
+
+    def index(self, level: str) -> Container[Place]:
+        """Places of all planes that a level codes; none if the profile has no such level."""
+        try:
+            return self.profile.planes_of(self.profile.levels[self.profile.number(level)]).number
+        except KeyError:
+            return ()
 
     def blocks(self, level: str, layout: Layout, dtype: str) -> tuple[BlockCoder, ...]:
         """Return the coders of blocks of raw planes; FormatError if the profile's planes have other shapes."""
         key = level, dtype, layout.encoded
         made = self._blocks.get(key)
         if made is None:
-            index = self.profile.index
+            index = self.index(level)
             made = BlockCoder.of(layout, dtype, lambda place: self.plane(level, *place) if place in index else None)
             if len(self._blocks) >= _MOST_LAYOUTS:
                 self._blocks.clear()

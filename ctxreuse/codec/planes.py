@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.codec.profile import CodecProfile, PlaneProfile
+from ctxreuse.codec.profile import CodecProfile, Place, PlaneProfile
 from ctxreuse.codec.stream import CELL, Cell, Coder, join_cells, read_cell, split_cells, write_cell
 from ctxreuse.codec.whole import WholeForward
 from ctxreuse.errors import FormatError
@@ -27,49 +27,69 @@ def raw_type(dtype: str) -> str:
 
 
 class PlaneCoder(NamedTuple):
-    """One plane at one level, with the native kernels prepared.
+    """One plane at one level, or those of a joint one, with the native kernels prepared.
 
-    ``number``: the level's index in the profile; ``coders``: one for each channel group; ``base``: the coder of the
-    level that this one refines.
+    ``number``: the level's index in the profile; ``ropes``: what turns each part; ``coders``: one for each channel
+    group; ``base``: the coder of the level that this one refines.
     """
 
     plane: PlaneProfile
     number: int
-    rope: Rotary | None
+    ropes: tuple[Rotary | None, ...]
     coders: list[Coder]
     base: PlaneCoder | None
     native: kernels.KltPlane
 
     @classmethod
     def of(
-        cls, plane: PlaneProfile, number: int, rope: Rotary | None, coders: list[Coder], base: PlaneCoder | None = None
+        cls,
+        plane: PlaneProfile,
+        number: int,
+        ropes: tuple[Rotary | None, ...],
+        coders: list[Coder],
+        base: PlaneCoder | None = None,
     ) -> PlaneCoder:
         """Prepare the native kernels for a plane."""
         groups = [
             kernels.KltGroup(
                 c.group.first, c.group.heads, c.group.log_rms, c.group.mean, c.group.gain, c.group.forward,
                 c.group.basis, c.coding.table, c.coding.shift, None if c.base is None else c.coding.refine,
-                c.whole,
+                c.whole, large=c.group.large,
             )
             for c in coders
         ]  # fmt: skip
+        styles = {rope.style for rope in ropes if rope is not None}
+        if len(styles) > 1:
+            raise FormatError(f"planes that are coded as one are turned in {len(styles)} ways")
         native = kernels.KltPlane(
             coders[0].tables, plane.dim, groups, number, coders[0].step, nested=coders[0].nested,
-            base=None if base is None else base.native, rope="none" if rope is None else rope.style,
+            base=None if base is None else base.native, rope=styles.pop() if styles else "none", parts=len(ropes),
         )  # fmt: skip
-        return cls(plane, number, rope, coders, base, native)
+        return cls(plane, number, ropes, coders, base, native)
+
+    @property
+    def place(self) -> Place:
+        """Where the stream stands."""
+        return self.plane.layer, self.plane.role
 
     def decode(
         self, target: npt.NDArray[Any], row: int, dtype: str, start: int, sources: Sequence[kernels.Source]
     ) -> None:
         """Decode streams of consecutive rows, the first at position ``start``, to rows from ``row`` of ``target``.
 
-        ``target``: bits [heads, capacity, dim]. Raises FormatError; a StreamError names the stream.
+        ``target``: bits [parts, heads, capacity, dim]. Raises FormatError; a StreamError names the stream.
         """
-        strides = [step // target.itemsize for step in target.strides]
-        layout = np.array([[row * target.strides[1], *strides, -1 if self.rope is None else 0]], np.int64)
+        first, *strides = (step // target.itemsize for step in target.strides)
+        turning = list(dict.fromkeys(rope for rope in self.ropes if rope is not None))
+        layout = np.array(
+            [
+                [(i * first + row * strides[1]) * target.itemsize, *strides, turning.index(rope) if rope else -1]
+                for i, rope in enumerate(self.ropes)
+            ],
+            np.int64,
+        )
         tokens = sum(source[0] for source in sources)
-        angles = () if self.rope is None else (self.rope.span_tables(start, tokens),)
+        angles = [rope.span_tables(start, tokens) for rope in turning]
         kernels.KltPlanes.of([self.native], layout).decode(target, dtype, sources, raw_type(dtype), angles=angles)
 
     def merge(self, data: memoryview, refinement: memoryview) -> bytes:
@@ -112,8 +132,10 @@ class PlaneCoder(NamedTuple):
 
 def plane_coder(profile: CodecProfile, number: int, layer: int, role: str, tables: kernels.RansTables) -> PlaneCoder:
     """Make the coder of a plane at a level; KeyError if the profile has no such plane."""
-    index = profile.index[layer, role]
-    plane, level, first = profile.planes[index], profile.levels[number], profile.first_group[index]
+    level = profile.levels[number]
+    planes = profile.planes_of(level)
+    index = planes.number[layer, role]
+    plane, first = planes.planes[index], planes.first_group[index]
     base = profile.number(level.info.base) if level.info.base else -1
     nested = any(other.info.base == level.info.name for other in profile.levels)
     coders = []
@@ -124,6 +146,7 @@ def plane_coder(profile: CodecProfile, number: int, layer: int, role: str, table
         if profile.version > 1:
             whole = WholeForward.of(group, len(coding.table)).at(level.step, nested=nested)
         coders.append(Coder(group.rounded(coding.narrow), coding, tables, level.step, below, nested, whole))
-    rope = profile.ropes[plane.rope] if plane.rope >= 0 and profile.ropes[plane.rope].style != "none" else None
+    turns = [profile.ropes[rope] if rope >= 0 else None for _, _, rope in plane.parts]
+    ropes = tuple(None if rope is None or rope.style == "none" else rope for rope in turns)
     under = plane_coder(profile, base, layer, role, tables) if base >= 0 else None
-    return PlaneCoder.of(plane, number, rope, coders, under)
+    return PlaneCoder.of(plane, number, ropes, coders, under)

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import LevelInfo
+from ctxreuse.block.levels import JOINT, LevelInfo
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.rope import Rotary
 
 __all__ = [
+    "JOINT_SINKS",
     "MOST_CHANNELS",
     "SINKS",
     "ChannelGroup",
     "CodecProfile",
     "Coding",
     "KindFigures",
+    "Place",
     "PlaneProfile",
+    "PlaneSet",
     "ProfileLevel",
     "model_digest",
 ]
@@ -38,16 +41,21 @@ __all__ = [
 MOST_CHANNELS = 4096
 #: First tokens of a context are kept as they are: attention leans on them, and 0.08 bit a value buys a fifth of the KL.
 SINKS = 4
+#: The same at joint levels: three more, .06 bits a value of 768 tokens, change the KL by less than a hundredth there.
+JOINT_SINKS = 1
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+#: A layer, and ``"k"`` or ``"v"``.
+Place = tuple[int, str]
 
 
 class ChannelGroup(msgspec.Struct, frozen=True, eq=False):
-    """One transform: the channels of ``heads`` heads from ``first`` on, C = heads * dim, head by head.
+    """One transform: the channels of ``heads`` heads from ``first`` on of each plane that is coded, plane by plane.
 
-    ``mean`` and ``gain`` float32 [C]; ``forward`` float32 [n, C], largest variance first; ``basis`` int16 [n, C],
-    within ±8191 so that sums of 16-bit products stay in 32 bits. ``log_rms``: log2 of the usual RMS of a centred token.
+    C channels are planes * heads * dim. ``mean`` and ``gain`` float32 [C]; ``forward`` float32 [n, C], largest variance
+    first; ``basis`` int16 [n, C], within ±8191 so that sums of 16-bit products stay in 32 bits. ``log_rms``: log2 of
+    the usual RMS of a centred token, by which tokens are scaled; ``large``: of the largest, and only larger ones are.
     """
 
     first: int
@@ -57,6 +65,7 @@ class ChannelGroup(msgspec.Struct, frozen=True, eq=False):
     gain: Floats
     forward: Floats
     basis: npt.NDArray[np.int16]
+    large: bool = False
 
     def rounded(self, narrow: int) -> ChannelGroup:
         """Return the group with the basis of components from ``narrow`` on rounded to multiples of 64.
@@ -70,7 +79,11 @@ class ChannelGroup(msgspec.Struct, frozen=True, eq=False):
 
 
 class PlaneProfile(msgspec.Struct, frozen=True, eq=False):
-    """K or V of one layer: ``rope`` is the index of its rotation, -1 for V."""
+    """K or V of one layer, of ``heads`` heads; ``rope`` is the index of its rotation, -1 for V.
+
+    ``others``: planes of as many heads that are coded as one with it, with the index of what turns each. The stream
+    stands in the place of the first.
+    """
 
     layer: int
     role: Literal["k", "v"]
@@ -78,6 +91,22 @@ class PlaneProfile(msgspec.Struct, frozen=True, eq=False):
     dim: int
     rope: int
     groups: tuple[ChannelGroup, ...]
+    others: tuple[tuple[int, Literal["k", "v"], int], ...] = ()
+
+    @property
+    def sinks(self) -> int:
+        """How many first tokens of a context are kept as they are."""
+        return JOINT_SINKS if self.others else SINKS
+
+    @property
+    def parts(self) -> tuple[tuple[int, str, int], ...]:
+        """Layer, role and rotation of all planes, in the order of channels."""
+        return ((self.layer, self.role, self.rope), *self.others)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Layer and role of all planes."""
+        return tuple((layer, role) for layer, role, _ in self.parts)
 
 
 class Coding(msgspec.Struct, frozen=True, eq=False):
@@ -112,6 +141,25 @@ class ProfileLevel(msgspec.Struct, frozen=True, eq=False):
     codings: tuple[Coding, ...]
     kinds: dict[str, KindFigures] = {}
 
+    @property
+    def joint(self) -> bool:
+        """True if the planes are `CodecProfile.joint`."""
+        return self.info.name.endswith(JOINT)
+
+
+class PlaneSet(NamedTuple):
+    """The planes of a level. ``number``: that of the plane by place; ``first_group``: each one's, of all groups."""
+
+    planes: tuple[PlaneProfile, ...]
+    number: dict[Place, int]
+    first_group: tuple[int, ...]
+
+    @classmethod
+    def of(cls, planes: tuple[PlaneProfile, ...]) -> PlaneSet:
+        """Number planes and their groups."""
+        number = {place: i for i, plane in enumerate(planes) for place in plane.places}
+        return cls(planes, number, tuple(np.cumsum([0, *(len(plane.groups) for plane in planes)])[:-1].tolist()))
+
 
 class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True):
     """What a calibration measured; immutable, named by the SHA-256 of its bytes (profile_bytes.py).
@@ -119,8 +167,8 @@ class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True):
     ``model`` is model_digest of the spaces it serves; ``tables`` uint8 [tables, 32], frequencies of 256. ``notes``:
     when and from which text it was made. Levels are in order from coarse to fine. ``seen``: one bit a token id, those
     of the calibration texts (empty in profiles of 0.1.0); ``unseen``: the share of other ids from which on a block
-    counts as text of an unknown kind. ``version``: 1, or 2, where blocks are encoded by a `WholeForward` and levels
-    round their basis.
+    counts as text of an unknown kind. ``version``: 1; 2, where blocks are encoded by a `WholeForward` and levels
+    round their basis; 3, where there are ``joint`` planes: the same K and V, those of several layers coded as one.
     """
 
     model: bytes
@@ -132,16 +180,21 @@ class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True):
     seen: bytes = b""
     unseen: float = 1.0
     version: int = 1
+    joint: tuple[PlaneProfile, ...] = ()
+
+    def planes_of(self, level: ProfileLevel) -> PlaneSet:
+        """Return the planes as a level codes them."""
+        return self.together if level.joint else self.alone
 
     @cached_property
-    def index(self) -> dict[tuple[int, str], int]:
-        """Number of the plane of (layer, role)."""
-        return {(plane.layer, plane.role): i for i, plane in enumerate(self.planes)}
+    def alone(self) -> PlaneSet:
+        """``planes``, numbered."""
+        return PlaneSet.of(self.planes)
 
     @cached_property
-    def first_group(self) -> tuple[int, ...]:
-        """For each plane, the number of its first group in the ``codings`` of a level."""
-        return tuple(np.cumsum([0, *(len(plane.groups) for plane in self.planes)])[:-1].tolist())
+    def together(self) -> PlaneSet:
+        """``joint``, numbered."""
+        return PlaneSet.of(self.joint)
 
     def unseen_share(self, tokens: npt.NDArray[np.int32]) -> float:
         """Share of the ids that no calibration text had; 0 if the profile does not say which it had."""

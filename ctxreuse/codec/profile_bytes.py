@@ -4,11 +4,11 @@
 
     offset  size  field (little-endian)
     0       8     magic "CTXRCARD"
-    8       4     version (1 or 2)
+    8       4     version (1 to 3)
     12      4     header length h
     16      h     header: MessagePack, see _Header
-    ...           arrays without padding: per group mean, gain, forward, basis; tables; per level and group table,
-                  shift, refine
+    ...           arrays without padding: per group (those of joint planes last) mean, gain, forward, basis; tables;
+                  per level and group table, shift, refine
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import LevelInfo, parse_level
+from ctxreuse.block.levels import JOINT, LevelInfo, parse_level
 from ctxreuse.codec.profile import (
     MOST_CHANNELS,
     ChannelGroup,
@@ -39,7 +39,7 @@ from ctxreuse.rope import Rotary, RotaryStyle
 
 __all__ = ["MAX_PROFILE", "profile_digest", "read_profile", "write_profile"]
 
-MAGIC, VERSIONS = b"CTXRCARD", (1, 2)
+MAGIC, VERSIONS = b"CTXRCARD", (1, 2, 3)
 MAX_PROFILE = 1 << 30
 _PRELUDE = struct.Struct("<8sII")
 _MAX_SHIFT, _MAX_BASIS, _MAX_SEEN = 8, 8191, 1 << 20
@@ -61,6 +61,11 @@ class _Plane(msgspec.Struct, array_like=True, frozen=True):
     groups: tuple[_Group, ...]
 
 
+class _Joint(msgspec.Struct, array_like=True, frozen=True):
+    plane: _Plane
+    others: tuple[tuple[int, Literal["k", "v"], int], ...]
+
+
 class _Rope(msgspec.Struct, array_like=True, frozen=True):
     style: RotaryStyle
     scale: float
@@ -76,7 +81,10 @@ class _Level(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Header(msgspec.Struct, array_like=True, frozen=True):
-    """``kinds``, ``seen`` and ``unseen`` are written if they say anything; 0.1.0 does not know them."""
+    """``kinds``, ``seen`` and ``unseen`` are written if they say anything; 0.1.0 does not know them.
+
+    ``joint``: of version 3.
+    """
 
     model: bytes
     ropes: tuple[_Rope, ...]
@@ -87,9 +95,10 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
     kinds: tuple[dict[str, KindFigures], ...] = ()
     seen: bytes = b""
     unseen: float = 1.0
+    joint: tuple[_Joint, ...] = ()
 
 
-_OPTIONAL = 3
+_OPTIONAL = 4
 
 
 def profile_digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -99,11 +108,10 @@ def profile_digest(data: bytes | bytearray | memoryview) -> bytes:
 
 def write_profile(profile: CodecProfile) -> bytes:
     """Return the bytes of a profile; equal profiles give equal bytes. FormatError if they could not be read back."""
-    planes = tuple(
-        _Plane(p.layer, p.role, p.heads, p.dim, p.rope,
-               tuple(_Group(g.first, g.heads, len(g.forward), float(g.log_rms)) for g in p.groups))
-        for p in profile.planes
-    )  # fmt: skip
+    planes, joint = (
+        tuple(map(_plane_head, profile.planes)),
+        tuple(_Joint(_plane_head(p), p.others) for p in profile.joint),
+    )
     ropes = tuple(_Rope(r.style, float(r.scale), r.inv_freq) for r in profile.ropes)
     levels = tuple(
         _Level(
@@ -121,13 +129,15 @@ def write_profile(profile: CodecProfile) -> bytes:
     fields = msgspec.structs.astuple(
         _Header(
             profile.model, ropes, planes, len(profile.tables), written, dict(sorted(profile.notes.items())),
-            tuple(level.kinds for level in profile.levels), profile.seen, profile.unseen,
+            tuple(level.kinds for level in profile.levels), profile.seen, profile.unseen, joint,
         )
     )  # fmt: skip
-    plain = not profile.seen and not any(level.kinds for level in profile.levels)
-    header = msgspec.msgpack.encode(fields[:-_OPTIONAL] if plain else fields)
+    if profile.version < 3:
+        plain = not profile.seen and not any(level.kinds for level in profile.levels)
+        fields = fields[:-_OPTIONAL] if plain else fields[:-1]
+    header = msgspec.msgpack.encode(fields)
     parts = [_PRELUDE.pack(MAGIC, profile.version, len(header)), header]
-    for group in (g for p in profile.planes for g in p.groups):
+    for group in (g for p in (*profile.planes, *profile.joint) for g in p.groups):
         parts += [np.ascontiguousarray(a, "<f4").tobytes() for a in (group.mean, group.gain, group.forward)]
         parts.append(np.ascontiguousarray(group.basis, "<i2").tobytes())
     parts.append(np.ascontiguousarray(profile.tables, np.uint8).tobytes())
@@ -137,6 +147,11 @@ def write_profile(profile: CodecProfile) -> bytes:
     data = b"".join(parts)
     read_profile(data)
     return data
+
+
+def _plane_head(p: PlaneProfile) -> _Plane:
+    groups = tuple(_Group(g.first, g.heads, len(g.forward), float(g.log_rms)) for g in p.groups)
+    return _Plane(p.layer, p.role, p.heads, p.dim, p.rope, groups)
 
 
 def read_profile(data: bytes | bytearray | memoryview) -> CodecProfile:
@@ -165,18 +180,25 @@ def _read(view: memoryview) -> CodecProfile:
     take = _Taker(view, _PRELUDE.size + length)
     ropes = tuple(_rope(rope) for rope in header.ropes)
     planes = tuple(_plane(plane, len(ropes), take) for plane in header.planes)
+    joint = tuple(_plane(one.plane, len(ropes), take, one.others) for one in header.joint)
     if len({(p.layer, p.role) for p in planes}) != len(planes):
         raise _fail("has a plane twice")
+    whole, together = ([place for plane in some for place in plane.places] for some in (planes, joint))
+    if joint and (version < 3 or sorted(together) != sorted(whole)):
+        raise _fail("has joint planes that are not its planes")
     tables = take("u1", (header.tables, 32))
     if (tables.sum(1, dtype=np.int64) != 256).any() or ((tables > 0).sum(1) < 2).any():
         raise _fail("has a table that is no distribution")
     if not tables[:, 31].all():
         # Where a cell has fewer than 64 tokens, a step holds components of several tables: all must know an escape.
         raise _fail("has a table without an escape")
-    sizes = [len(group.forward) for plane in planes for group in plane.groups]
+    sizes = [[len(group.forward) for plane in of for group in plane.groups] for of in (planes, joint)]
     levels: list[ProfileLevel] = []
     for level in header.levels:
-        levels.append(_level(level, sizes, header.tables, {lv.info.name: lv for lv in levels}, take, version))
+        is_joint = level.info.name.endswith(JOINT)
+        if is_joint and not joint:
+            raise _fail(f"has level {level.info.name} without joint planes")
+        levels.append(_level(level, sizes[is_joint], header.tables, {lv.info.name: lv for lv in levels}, take, version))
     if take.at != len(view):
         raise _fail("has bytes left over")
     if header.kinds and len(header.kinds) != len(levels):
@@ -191,7 +213,7 @@ def _read(view: memoryview) -> CodecProfile:
     if any(a.info.name == b.info.name for a, b in pairwise(sorted(levels, key=lambda lv: lv.info.name))):
         raise _fail("has a level twice")
     return CodecProfile(
-        header.model, ropes, planes, tables, tuple(levels), header.notes, header.seen, header.unseen, version
+        header.model, ropes, planes, tables, tuple(levels), header.notes, header.seen, header.unseen, version, joint
     )
 
 
@@ -221,13 +243,17 @@ def _rope(rope: _Rope) -> Rotary:
     return Rotary(rope.style, rope.inv_freq, rope.scale)
 
 
-def _plane(plane: _Plane, ropes: int, take: _Taker) -> PlaneProfile:
+def _plane(
+    plane: _Plane, ropes: int, take: _Taker, others: tuple[tuple[int, Literal["k", "v"], int], ...] | None = None
+) -> PlaneProfile:
+    more = others or ()
     good = 0 <= plane.layer < 1 << 16 and 0 < plane.heads <= 4096 and 0 < plane.dim <= 4096
+    good = good and all(0 <= layer < 1 << 16 and -1 <= rope < ropes for layer, _, rope in more)
     if not good or not -1 <= plane.rope < ropes:
         raise _fail(f"has a plane {plane.role[:8]!r} of layer {plane.layer}")
     groups, head = [], 0
     for group in plane.groups:
-        channels = group.heads * plane.dim
+        channels = group.heads * plane.dim * (1 + len(more))
         if group.first != head or group.heads <= 0 or channels > MOST_CHANNELS or not 0 <= group.components <= channels:
             raise _fail(f"has a group of {group.heads} heads from {group.first} in a plane of {plane.heads}")
         if not isfinite(group.log_rms) or abs(group.log_rms) > 100:
@@ -237,10 +263,11 @@ def _plane(plane: _Plane, ropes: int, take: _Taker) -> PlaneProfile:
         forward, basis = take("f4", (group.components, channels)), take("i2", (group.components, channels))
         if basis.size and (basis.min() < -_MAX_BASIS or basis.max() > _MAX_BASIS):
             raise _fail("has a basis out of range")
-        groups.append(ChannelGroup(group.first, group.heads, group.log_rms, mean, gain, forward, basis))
+        large = others is not None
+        groups.append(ChannelGroup(group.first, group.heads, group.log_rms, mean, gain, forward, basis, large))
     if head != plane.heads:
         raise _fail(f"covers {head} of {plane.heads} heads")
-    return PlaneProfile(plane.layer, plane.role, plane.heads, plane.dim, plane.rope, tuple(groups))
+    return PlaneProfile(plane.layer, plane.role, plane.heads, plane.dim, plane.rope, tuple(groups), more)
 
 
 def _level(
@@ -255,6 +282,8 @@ def _level(
     ):
         raise _fail(f"has {len(level.active)} codings in level {info.name} for {len(sizes)} groups")
     base = before.get(info.base)
+    if base is not None and base.joint != info.name.endswith(JOINT):
+        raise _fail(f"has level {info.name} that refines {info.base}")
     if bool(info.base) != (base is not None) or not isfinite(level.step) or not 0 < level.step < 1e30:
         raise _fail(f"has level {info.name} of step {level.step} over {info.base!r}")
     if base is not None and np.float32(base.step) != np.float32(3) * np.float32(level.step):

@@ -9,7 +9,7 @@
     3       1     0
     4       2     tokens T
     6       2     cells: ceil(T / 64) groups of tokens, each times the plane's channel groups
-    8       16    per cell: raw mask u64 (bit t: token t is raw), rANS bytes u32, escapes u16, 0 u16
+    8       16    per cell: raw mask u64 (bit t: token t is raw), rANS bytes u32, escapes u32
     ...           per cell: rANS stream, low bits, escapes int16, raw tokens (as the engine keeps them)
 
 A cell codes the first n components of its tokens, component by component, so that a rANS step of 64 symbols is one
@@ -46,7 +46,7 @@ CELL = 64
 ESCAPE, _CENTRE = 31, 15
 #: Codes further from 0x8000 would leave the range of float32.
 _SCALES = 2048
-_HEAD, _ENTRY = struct.Struct("<BBBBHH"), struct.Struct("<QIHH")
+_HEAD, _ENTRY = struct.Struct("<BBBBHH"), struct.Struct("<QII")
 
 #: Raw mask, bytes of the rANS stream, escapes.
 Entry: TypeAlias = tuple[int, int, int]
@@ -187,7 +187,7 @@ def read_cell(
 
 def join_cells(level: int, part: int, tokens: int, cells: list[tuple[Entry, bytes]]) -> bytes:
     """Join cells, token group by token group, to a plane's stream."""
-    entries = b"".join(_ENTRY.pack(*entry, 0) for entry, _ in cells)
+    entries = b"".join(_ENTRY.pack(*entry) for entry, _ in cells)
     return _HEAD.pack(1, level, part, 0, tokens, len(cells)) + entries + b"".join(body for _, body in cells)
 
 
@@ -210,12 +210,12 @@ def split_cells(
         raise FormatError(f"corrupt stream: {tokens} tokens in {count} cells")
     cells = []
     for i in range(count):
-        mask, rans, escapes, spare = _ENTRY.unpack_from(data, _HEAD.size + i * _ENTRY.size)
+        mask, rans, escapes = _ENTRY.unpack_from(data, _HEAD.size + i * _ENTRY.size)
         coder, width = coders[i % len(coders)], widths[i % len(coders)]
         here = min(CELL, tokens - i // len(coders) * CELL)
         shift = coder.coding.shift[len(coder.base.table) :] if part and coder.base is not None else coder.coding.shift
         length = rans + -(-here // 8) * int(shift.sum()) + 2 * escapes + (0 if part else mask.bit_count() * width)
-        if spare or mask >> here or at + length > len(data):
+        if mask >> here or at + length > len(data):
             raise FormatError(f"corrupt stream: the lengths of cell {i} exceed the stream")
         cells.append(((mask, rans, escapes), data[at : at + length]))
         at += length

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
+from ctxreuse.block.levels import JOINT, PACKED
 from ctxreuse.cost.lines import DiskLine
 
-__all__ = ["Level", "Unpacking"]
+__all__ = ["JOINT_WORK", "Level", "Unpacking", "Work", "work_of"]
+
+#: How blocks are coded: levels of one kind take about equally long.
+Work = Literal["packed", "lossy", "joint"]
+#: So many times as long as another lossy level a joint one is taken to need until it was measured.
+JOINT_WORK = 6.0
 
 #: Bytes/s of raw planes at which a level is taken to be decoded before anything was.
 _GUESS = 1e9
+
+
+def work_of(level: str) -> Work:
+    """Return how blocks of a level, not ``exact``, are coded; with or without a profile's digest."""
+    name = level.partition("@")[0]
+    return "packed" if name == PACKED else "joint" if name.endswith(JOINT) else "lossy"
 
 
 class Level(msgspec.Struct, frozen=True):
@@ -38,12 +51,15 @@ class Unpacking:
         line.observe(nbytes, seconds)
 
     def seconds(self, level: str, nbytes: int) -> float:
-        """Predicted seconds to decode ``nbytes`` of raw planes; of an unknown level as of the slowest known one."""
+        """Predicted seconds to decode ``nbytes`` of raw planes; of an unknown level as of the slowest alike."""
         with self._lock:
             lines = dict(self._lines)
-        known = lines.get(level.partition("@")[0])
-        found = [line.seconds(nbytes) for line in ([known] if known is not None else lines.values())]
-        return max((one for one in found if one is not None), default=nbytes / _GUESS)
+        name, joint = level.partition("@")[0], work_of(level) == "joint"
+        alike = [name] if name in lines else [one for one in lines if (work_of(one) == "joint") == joint]
+        found = [seconds for one in alike if (seconds := lines[one].seconds(nbytes)) is not None]
+        if joint and not found:
+            found = [JOINT_WORK * seconds for line in lines.values() if (seconds := line.seconds(nbytes)) is not None]
+        return max(found, default=nbytes / _GUESS * (JOINT_WORK if joint else 1))
 
     def knows(self, level: str) -> bool:
         """Return True once a block of this level was decoded."""

@@ -38,7 +38,7 @@ class DeviceBlocks:
 
         Raises FormatError for a corrupt plane.
         """
-        numbers = [i for i, plane in enumerate(view.layout.planes) if (plane.layer, plane.role) in profile.index]
+        numbers = [i for i, plane in enumerate(view.layout.planes) if (plane.layer, plane.role) in profile.alone.number]
         if view.header.kind != "block" or view.layout.nbytes < self._least or not numbers:
             return None
         planes = [view.layout.planes[i] for i in numbers]

@@ -27,7 +27,7 @@ class Parsed(NamedTuple):
 
 def parse(data: Any, profile: DeviceProfile, plane: int, where: str, *, base: bool = False) -> Parsed:
     """Parse a whole stream of the level, or with ``base`` of the level that it refines. Raises FormatError."""
-    first = profile.profile.first_group[plane] + (profile.first_base if base else 0)
+    first = profile.profile.alone.first_group[plane] + (profile.first_base if base else 0)
     groups = profile.book_groups[first : first + len(profile.profile.planes[plane].groups)]
     shifts = [int(group["shifts"]) for group in groups]
     rows = [int(group["channels"]) * (4 if profile.raw_type == 0 else 2) for group in groups]
@@ -36,7 +36,7 @@ def parse(data: Any, profile: DeviceProfile, plane: int, where: str, *, base: bo
 
 def parse_refinement(data: Any, profile: DeviceProfile, plane: int, base: Parsed, where: str) -> Parsed:
     """The refinement of ``base``; FormatError if it does not fit."""
-    first = profile.profile.first_group[plane]
+    first = profile.profile.alone.first_group[plane]
     groups = profile.book_groups[first : first + len(profile.profile.planes[plane].groups)]
     shifts = [int(group["more_shifts"]) for group in groups]
     parsed = _parse(data, profile.level, 1, shifts, [0] * len(groups), where)

@@ -117,7 +117,7 @@ def _cells(profile: DeviceProfile, number: int, one: PagedPlane) -> npt.NDArray[
     groups = len(profile.profile.planes[plane].groups)
     cells = np.zeros(-(-one.tokens // 64) * groups, CELL)
     index = np.arange(len(cells))
-    cells["plane"], cells["group"] = number, profile.profile.first_group[plane] + index % groups
+    cells["plane"], cells["group"] = number, profile.profile.alone.first_group[plane] + index % groups
     cells["first"] = index // groups * 64
     cells["tokens"] = np.minimum(64, one.tokens - cells["first"])
     sinks = np.clip(SINKS - one.start - cells["first"].astype(np.int64), 0, cells["tokens"])

@@ -165,7 +165,7 @@ def _cells(
     index = np.arange(len(cells))
     cells["data"], cells["raw"] = whole.starts, whole.entries["raw"]
     cells["bytes"], cells["escapes"] = whole.entries["bytes"], whole.entries["escapes"]
-    cells["group"] = profile.profile.first_group[plane] + index % groups
+    cells["group"] = profile.profile.alone.first_group[plane] + index % groups
     cells["base"] = cells["group"] + (profile.first_base if refined else 0)
     cells["first"] = index // groups * 64
     cells["tokens"] = np.minimum(64, whole.tokens - cells["first"])

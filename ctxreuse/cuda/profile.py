@@ -29,7 +29,8 @@ class DeviceProfile:
     ``angles``: by rotation, first position and number of tokens, the last tables that were used.
 
     ``dtype``: that of the model space, "float32", "float16" or "bfloat16". ValueError if the device cannot
-    do a plane's heads (multiples of 8 channels) or the tables do not fit into shared memory.
+    do a plane's heads (multiples of 8 channels), the tables do not fit into shared memory, or the level is a joint one:
+    its transform has more channels than a warp has room for.
     """
 
     def __init__(self, launcher: Launcher, profile: CodecProfile, level: str, dtype: str) -> None:
@@ -38,6 +39,8 @@ class DeviceProfile:
         self.level = profile.number(level)
         self.type, self.raw_type = CODES[dtype], CODES[raw_type(dtype)]
         found = profile.levels[self.level]
+        if found.joint:
+            raise ValueError(f"level {level} codes planes of several layers as one")
         self.base = profile.number(found.info.base) if found.info.base else -1
         book = Book()
         rows = [self._groups(book, self.level)]
@@ -61,7 +64,7 @@ class DeviceProfile:
         below = profile.levels[profile.number(level.info.base)] if level.info.base else None
         nested = any(other.info.base == level.info.name for other in profile.levels)
         rows = []
-        for plane, first in zip(profile.planes, profile.first_group, strict=True):
+        for plane, first in zip(profile.planes, profile.alone.first_group, strict=True):
             angles = rotary(profile, plane)
             for i, group in enumerate(plane.groups, first):
                 based = len(below.codings[i].table) if below else 0
@@ -78,7 +81,7 @@ class DeviceProfile:
     def number(self, layer: int, role: str) -> int:
         """Index of a plane; ValueError if the profile has none."""
         try:
-            return self.profile.index[layer, role]
+            return self.profile.alone.number[layer, role]
         except KeyError:
             raise ValueError(f"the profile has no plane {role} of layer {layer}") from None
 

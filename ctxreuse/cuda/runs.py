@@ -104,7 +104,7 @@ def _equal(
     where: str,
 ) -> npt.NDArray[np.void]:
     """The cells of some streams that have the same number of tokens."""
-    tokens, group = int(run.tokens[part.start]), profile.profile.first_group[plane]
+    tokens, group = int(run.tokens[part.start]), profile.profile.alone.first_group[plane]
     groups = profile.book_groups[group : group + len(profile.profile.planes[plane].groups)]
     count = -(-tokens // 64) * len(groups)
     size = _HEAD + ENTRY.itemsize * count

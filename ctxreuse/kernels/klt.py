@@ -94,11 +94,12 @@ class WholeNumbers(NamedTuple):
 class KltGroup(NamedTuple):
     """A profile's numbers for one group at one level. Components with a ``table`` are coded; rows beyond are ignored.
 
-    ``first`` head and ``heads``; ``mean`` and ``gain`` float32 [C], C = heads * dim; ``forward`` float32 and ``basis``
+    ``first`` head and ``heads``, of each part of the plane; ``mean`` and ``gain`` float32 [C], C = parts * heads * dim,
+    part by part and head by head; ``forward`` float32 and ``basis``
     int16 (within ±8191) [n, C], n >= components; ``table`` and ``shift`` (<= 10) uint8 [components]; ``refine`` uint8
     [components of the base], for a level with a base. Trailing components whose basis is a multiple of 64 throughout
     and whose shift is 0 decode up to twice as fast (bytes instead of words). ``whole``: encode by it,
-    not by ``forward``.
+    not by ``forward``. ``log_rms``: of tokens that are not scaled; ``large``: smaller ones are not either.
     """
 
     first: int
@@ -112,6 +113,7 @@ class KltGroup(NamedTuple):
     shift: ArrayLike
     refine: ArrayLike | None = None
     whole: WholeNumbers | None = None
+    large: bool = False
 
 
 def klt_name() -> str:
@@ -120,15 +122,16 @@ def klt_name() -> str:
 
 
 class KltPlane:
-    """One plane of a layer at one level, prepared.
+    """One plane of a layer at one level, or planes of several layers that are coded as one, prepared.
 
-    ``tables``: the profile's. ``groups`` cover the heads in order. ``level``: its index in the profile, as in streams.
+    ``tables``: the profile's. ``parts``: how many planes are coded as one; ``heads`` are those of each. ``groups`` cover
+    the heads in order. ``level``: its index in the profile, as in streams.
     ``base``: the plane at the level that this one refines; ``nested``: another level, of a third of this step, refines
     this one. ``rope``: how K is rotated ("half": pairs (i, i + r/2); "pairs": (2i, 2i + 1)); "none" for V. ValueError
     for arrays that do not fit, tables without a frequency for the escape 31, and numbers out of range.
     """
 
-    __slots__ = ("base", "dim", "groups", "heads", "prepared", "rope")
+    __slots__ = ("base", "dim", "groups", "heads", "parts", "prepared", "rope")
 
     def __init__(
         self,
@@ -141,19 +144,21 @@ class KltPlane:
         base: KltPlane | None = None,
         nested: bool = False,
         rope: str = "none",
+        parts: int = 1,
     ) -> None:
         if rope not in _ROPES:
             raise ValueError(f"rotation {rope!r} is unknown; use one of {', '.join(_ROPES)}")
-        self.heads, self.dim, self.groups, self.base, self.rope = (
+        self.heads, self.dim, self.groups, self.base, self.rope, self.parts = (
             sum(g.heads for g in groups),
             dim,
             len(groups),
             base,
             rope,
+            parts,
         )
         self.prepared: object = native.klt_plane(
-            tables.prepared, self.heads, dim, level, step, nested, _ROPES[rope],
-            None if base is None else base.prepared, [_fields(group, dim) for group in groups],
+            tables.prepared, parts, self.heads, dim, level, step, nested, _ROPES[rope],
+            None if base is None else base.prepared, [_fields(group, parts * dim) for group in groups],
         )  # fmt: skip
         """The form that the extension reads."""
 
@@ -161,8 +166,8 @@ class KltPlane:
 class KltPlanes(NamedTuple):
     """Planes of a call and where their rows lie in its tensor.
 
-    ``prepared``: those of the planes; ``layout`` int64 [planes, 5]: byte offset of the first row; strides of heads,
-    rows and dims; which of a call's angles turn it, -1 for none. ``width``: values of a token.
+    ``prepared``: those of the planes; ``layout`` int64 [parts of all planes, 5]: byte offset of the first row; strides
+    of heads, rows and dims; which of a call's angles turn it, -1 for none. ``width``: values of a token.
     """
 
     prepared: tuple[object, ...]
@@ -172,7 +177,7 @@ class KltPlanes(NamedTuple):
     @classmethod
     def of(cls, planes: Sequence[KltPlane], layout: NDArray[np.int64]) -> KltPlanes:
         """Take planes of one profile and level."""
-        return cls(tuple(plane.prepared for plane in planes), layout, sum(plane.heads * plane.dim for plane in planes))
+        return cls(tuple(plane.prepared for plane in planes), layout, sum(p.parts * p.heads * p.dim for p in planes))
 
     def at(self, offset: int) -> KltPlanes:
         """Return the same planes, ``offset`` bytes further on in a tensor."""
@@ -193,7 +198,7 @@ class KltPlanes(NamedTuple):
     ) -> tuple[bytes, NDArray[np.int64]]:
         """Encode each plane's rows, cut into blocks: bytes, and every stream's offset and size [planes * blocks, 2].
 
-        Streams are plane by plane. ``checksums``: XXH3-64 that each plane's rows must have, of one block whose planes
+        Streams are plane by plane. ``checksums``: XXH3-64 that each part's rows must have, of one block whose planes
         have their rows side by side. The first ``raw_first`` rows stay raw, in ``raw_dtype`` (default ``dtype``).
         ``angles``: `Rotary.span_tables` of all rows that undo rotations. ``refinement``: encode what leads from the
         base level to this one instead. ``times``: nanoseconds of each of ENCODE_PARTS are added to it.
@@ -248,8 +253,8 @@ class KltPlanes(NamedTuple):
         return [(lo, hi, rows[lo], rows[hi]) for lo, hi in itertools.pairwise(edges)]
 
 
-def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
-    table, channels = np.ascontiguousarray(group.table, np.uint8), group.heads * dim
+def _fields(group: KltGroup, width: int) -> tuple[Any, ...]:
+    table, channels = np.ascontiguousarray(group.table, np.uint8), group.heads * width
     n = len(table)
     whole = group.whole or WholeNumbers(np.empty((0, channels), np.int16), np.empty(0, np.float32), 0.0)
     arrays = (
@@ -263,7 +268,7 @@ def _fields(group: KltGroup, dim: int) -> tuple[Any, ...]:
     if arrays[5].dtype != np.int16:
         raise ValueError(f"basis: needs int16, got {arrays[5].dtype}")
     energy = 2.0 ** (-2 * group.log_rms) / channels if channels else 0.0
-    return (group.first, group.heads, energy, float(whole.unit), *arrays)
+    return (group.first, group.heads, energy, group.large, float(whole.unit), *arrays)
 
 
 def _error(wrong: tuple[str, int, int, int, bool], first: int) -> StreamError:

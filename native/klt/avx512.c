@@ -269,10 +269,11 @@ static inline __attribute__((always_inline)) void load_rows(const int blocks, co
                                                             const ctx_klt_source *from, const ctx_klt_group *g) {
     for (size_t t = 0; t < 16; t++) {
         __m512 sum = _mm512_setzero_ps();
-        const float *cos = from->half ? from->cos + t * from->half : NULL, *sin = from->half ? from->sin + t * from->half : NULL;
-        for (size_t h = 0; h < g->heads; h++, x += 16 * blocks) {
-            const uint8_t *at = from->heads[h] + t * from->step;
-            const uintptr_t next = (uintptr_t)at + CTX_KLT_TOKENS * from->step; /* of the next cell, if there is one */
+        for (size_t h = 0; h < g->all_heads; h++, x += 16 * blocks) {
+            const ctx_klt_source *of = &from[h];
+            const float *cos = of->half ? of->cos + t * of->half : NULL, *sin = of->half ? of->sin + t * of->half : NULL;
+            const uint8_t *at = of->at + t * of->step;
+            const uintptr_t next = (uintptr_t)at + CTX_KLT_TOKENS * of->step; /* of the next cell, if there is one */
             for (size_t line = 0; line < 16 * (size_t)blocks * ctx_dtype_bytes(dtype); line += 64) _mm_prefetch((const char *)(next + line), _MM_HINT_T1);
             sum = load_row(blocks, dtype, x, at, g->centre + h * 16 * (size_t)blocks, cos, sin, sum);
         }
@@ -280,12 +281,14 @@ static inline __attribute__((always_inline)) void load_rows(const int blocks, co
     }
 }
 
-static int load(float *x, float energy[16], const ctx_klt_source *from, const ctx_klt_group *g, size_t dim) {
+static int load(float *x, float energy[16], const ctx_klt_source *from, const ctx_dtype dtype, const ctx_klt_group *g, size_t dim) {
     __m512 squares[16];
-    if ((from->half && 2 * from->half != dim) || (dim != 64 && dim != 128 && dim != 256)) return 0;
+    if (dim != 64 && dim != 128 && dim != 256) return 0;
+    for (size_t h = 0; h < g->all_heads; h++)
+        if (from[h].half && 2 * from[h].half != dim) return 0;
 #define LOAD(BLOCKS)                                                                                                      \
-    if (from->dtype == CTX_FP32) load_rows(BLOCKS, CTX_FP32, x, squares, from, g);                                           \
-    else if (from->dtype == CTX_FP16) load_rows(BLOCKS, CTX_FP16, x, squares, from, g);                                      \
+    if (dtype == CTX_FP32) load_rows(BLOCKS, CTX_FP32, x, squares, from, g);                                           \
+    else if (dtype == CTX_FP16) load_rows(BLOCKS, CTX_FP16, x, squares, from, g);                                      \
     else load_rows(BLOCKS, CTX_BF16, x, squares, from, g);
     if (dim == 64) { LOAD(4) }
     else if (dim == 128) { LOAD(8) }

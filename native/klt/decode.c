@@ -9,16 +9,16 @@
 
 enum { BATCH = 4, TOKENS = CTX_KLT_TOKENS };
 
-/* Where the parts of a cell's body lie. */
-typedef struct part {
+/* Where a cell's body lies. */
+typedef struct contents {
     uint64_t mask;
     const uint8_t *rans, *low, *escapes, *raw;
     size_t rans_bytes, escape_count;
-} part;
+} contents;
 
 typedef struct cell {
     size_t place, number, group, row, tokens; /* number in its stream; row in the place */
-    part whole, more;
+    contents whole, more;
     int refined;
 } cell;
 
@@ -26,7 +26,7 @@ typedef struct cell {
 typedef struct scratch {
     uint8_t *symbols[2 * BATCH]; /* [components * 64 + 64] each: a cell's, then its refinement's */
     uint16_t *steps[2 * BATCH];  /* of cells with fewer than 64 tokens */
-    uint16_t *listed;            /* places of escapes among the symbols */
+    uint32_t *listed;            /* places of escapes among the symbols */
     int16_t *q, *q_base, *pairs; /* [components][64], pairs [components + 1][64] */
     uint8_t *quads;              /* [components + 3][64] */
     float *out;                  /* [64][dim padded to 16] */
@@ -46,11 +46,11 @@ static ctx_klt_reason check_head(const ctx_klt_plane *p, const uint8_t *at, size
 
 /* Take the body of cell `number` off [*body, end). */
 static ctx_klt_reason take_part(const ctx_klt_group *g, const uint8_t *entry, size_t tokens, size_t item, int refinement,
-                                const uint8_t **body, const uint8_t *end, part *out) {
-    *out = (part){.mask = get_mask(entry), .rans_bytes = get_le32(entry + 8), .escape_count = get_le16(entry + 12)};
+                                const uint8_t **body, const uint8_t *end, contents *out) {
+    *out = (contents){.mask = get_mask(entry), .rans_bytes = get_le32(entry + 8), .escape_count = get_le32(entry + 12)};
     const size_t low = (tokens + 7) / 8 * (refinement ? g->low_refined : g->low);
     const size_t raw = refinement ? 0 : (size_t)__builtin_popcountll(out->mask) * g->channels * item;
-    if (get_le16(entry + 14) != 0 || (tokens < TOKENS && out->mask >> tokens) || (g->components == 0 && out->rans_bytes) ||
+    if ((tokens < TOKENS && out->mask >> tokens) || (g->components == 0 && out->rans_bytes) ||
         low + 2 * out->escape_count + raw > SIZE_MAX - out->rans_bytes ||
         (size_t)(end - *body) < out->rans_bytes + low + 2 * out->escape_count + raw)
         return CTX_KLT_LENGTH;
@@ -72,7 +72,7 @@ static ctx_klt_result read_entries(const ctx_klt_plane *p, const uint8_t *at, si
     for (size_t i = 0; i < count; i++) {
         const ctx_klt_group *g = &p->group[i % p->groups];
         const size_t here = i / p->groups * TOKENS;
-        part *out = refinement ? &cells[i].more : &cells[i].whole;
+        contents *out = refinement ? &cells[i].more : &cells[i].whole;
         const size_t within = tokens - here < TOKENS ? tokens - here : TOKENS;
         result.cell = i;
         result.reason = take_part(g, at + CTX_KLT_HEAD + i * CTX_KLT_ENTRY, within, item, refinement, &body, end, out);
@@ -101,7 +101,7 @@ static ctx_klt_result read_stream(const ctx_kernels *k, const ctx_klt_place *at,
 /* Places (64 * component + token) of escapes among the symbols of n components, at most `limit`; more than that is
  * limit + 1. Symbols have 64 bytes behind them. */
 static size_t find_escapes(const ctx_klt_kernels *v, const uint8_t *symbols, size_t components, size_t tokens,
-                           uint16_t *listed, size_t limit) {
+                           uint32_t *listed, size_t limit) {
     const size_t n = components * tokens;
     size_t found = 0;
     for (size_t i = 0; i < n; i += 64) {
@@ -110,7 +110,7 @@ static size_t find_escapes(const ctx_klt_kernels *v, const uint8_t *symbols, siz
         for (; mask; mask &= mask - 1) {
             if (found == limit) return limit + 1;
             const uint32_t at = (uint32_t)(i + (size_t)__builtin_ctzll(mask)), c = at / (uint32_t)tokens;
-            listed[found++] = (uint16_t)(c * TOKENS + at - c * (uint32_t)tokens);
+            listed[found++] = c * TOKENS + at - c * (uint32_t)tokens;
         }
     }
     return found;
@@ -137,13 +137,13 @@ static ctx_klt_reason expand(const ctx_klt_kernels *v, const ctx_klt_group *g, c
     return CTX_KLT_OK;
 }
 
-static void put_escapes(const part *of, const uint16_t *listed, int16_t *q) {
+static void put_escapes(const contents *of, const uint32_t *listed, int16_t *q) {
     for (size_t i = 0; i < of->escape_count; i++) q[listed[i]] = (int16_t)get_le16(of->escapes + 2 * i);
 }
 
 /* Integers of a whole cell. With `narrow`, those of components from g->narrow on become quads; *narrow is cleared if
  * an escape does not fit a byte. */
-static ctx_klt_reason integers(const ctx_klt_kernels *v, const ctx_klt_group *g, const part *of, const uint8_t *symbols,
+static ctx_klt_reason integers(const ctx_klt_kernels *v, const ctx_klt_group *g, const contents *of, const uint8_t *symbols,
                                size_t tokens, const scratch *b, int16_t *q, int *narrow) {
     const size_t n = g->components, found = find_escapes(v, symbols, n, tokens, b->listed, of->escape_count);
     if (found != of->escape_count) return CTX_KLT_ESCAPES;
@@ -166,7 +166,7 @@ static ctx_klt_reason integers(const ctx_klt_kernels *v, const ctx_klt_group *g,
 }
 
 /* Integers of a refinement over those of its base in b->q_base. */
-static ctx_klt_reason merge(const ctx_klt_kernels *v, const ctx_klt_group *g, const part *of, const uint8_t *symbols,
+static ctx_klt_reason merge(const ctx_klt_kernels *v, const ctx_klt_group *g, const contents *of, const uint8_t *symbols,
                             size_t tokens, const scratch *b) {
     const size_t n = g->components, found = find_escapes(v, symbols, n, tokens, b->listed, of->escape_count);
     if (found != of->escape_count) return CTX_KLT_ESCAPES;
@@ -212,29 +212,35 @@ typedef struct target {
 
 static const ctx_klt_place *place_of(const target *to, const cell *c) { return &to->places[c->place]; }
 
+/* The part that one of a group's heads is of. */
+static const ctx_klt_part *part_of(const target *to, const cell *c, const ctx_klt_group *g, size_t head) {
+    return &place_of(to, c)->parts[head / g->heads];
+}
+
 static uint8_t *row_of(const target *to, const cell *c, const ctx_klt_group *g, size_t head) {
-    const ctx_view *dst = &place_of(to, c)->rows;
-    return dst->at + ((g->first + head) * dst->strides[0] + c->row * dst->strides[1]) * ctx_dtype_bytes(dst->dtype);
+    const ctx_view *dst = &part_of(to, c, g, head)->rows;
+    return dst->at + ((g->first + head % g->heads) * dst->strides[0] + c->row * dst->strides[1]) * ctx_dtype_bytes(dst->dtype);
 }
 
 /* Raw tokens of a head, of those that are contiguous in the destination. */
 static void write_raw(const target *to, const cell *c, const ctx_klt_group *g, size_t head, uint8_t *first, size_t step) {
-    const ctx_klt_place *at = place_of(to, c);
-    const size_t item = ctx_dtype_bytes(to->raw), dim = at->plane->dim;
+    const size_t item = ctx_dtype_bytes(to->raw), dim = place_of(to, c)->plane->dim;
+    const ctx_dtype dtype = part_of(to, c, g, head)->rows.dtype;
     const uint8_t *raw = c->whole.raw + head * dim * item;
     for (uint64_t left = c->whole.mask; left; left &= left - 1, raw += g->channels * item)
-        to->k->convert[to->raw][at->rows.dtype](first + (size_t)__builtin_ctzll(left) * step, raw, dim);
+        to->k->convert[to->raw][dtype](first + (size_t)__builtin_ctzll(left) * step, raw, dim);
 }
 
 /* One head of a cell from b->out to its rows. */
 static void write_head(const target *to, const cell *c, const ctx_klt_group *g, size_t head, const scratch *b) {
-    const ctx_klt_place *at = place_of(to, c);
+    const ctx_klt_plane *p = place_of(to, c)->plane;
+    const ctx_klt_part *at = part_of(to, c, g, head);
     const ctx_dtype dtype = at->rows.dtype;
-    const size_t dim = at->plane->dim, padded = ctx_klt_padded(dim), item = ctx_dtype_bytes(dtype);
+    const size_t dim = p->dim, padded = ctx_klt_padded(dim), item = ctx_dtype_bytes(dtype);
     const size_t *strides = at->rows.strides, rotated = 2 * at->half, angle = c->row * at->half;
     const int strided = dim > 1 && strides[2] != 1;
     const ctx_convert_fn convert = to->k->convert[CTX_FP32][dtype];
-    const ctx_rope_fn rope = (at->plane->rope == CTX_KLT_PAIRS ? to->k->rope_pairs : to->k->rope_half)[CTX_FP32][dtype];
+    const ctx_rope_fn rope = (p->rope == CTX_KLT_PAIRS ? to->k->rope_pairs : to->k->rope_half)[CTX_FP32][dtype];
     uint8_t *first = row_of(to, c, g, head), *rows = strided ? b->strided : first;
     const size_t step = (strided ? dim : strides[1]) * item;
     for (size_t t = 0; t < c->tokens; t++) {
@@ -251,8 +257,7 @@ static void write_head(const target *to, const cell *c, const ctx_klt_group *g, 
 }
 
 static ctx_klt_reason write_cell(const target *to, const cell *c, const scratch *b, size_t slot, const uint16_t *seeds) {
-    const ctx_klt_place *at = place_of(to, c);
-    const ctx_klt_plane *p = at->plane;
+    const ctx_klt_plane *p = place_of(to, c)->plane;
     const ctx_klt_kernels *v = ctx_klt_of(to->k);
     const ctx_klt_group *g = &p->group[c->group];
     const size_t n = g->components, padded = ctx_klt_padded(p->dim), blocks = padded / CTX_KLT_BLOCK;
@@ -274,8 +279,9 @@ static ctx_klt_reason write_cell(const target *to, const cell *c, const scratch 
     v->pairs(b->pairs, b->q, wides);
     ctx_klt_tick(to->clock, CTX_KLT_INTEGERS);
     const size_t pairs = (wides + 1) / 2, quads = (n - wides + 3) / 4;
-    const int direct = v->head && (p->dim == 1 || at->rows.strides[2] == 1) && p->rope != CTX_KLT_PAIRS;
-    for (size_t head = 0; head < g->heads; head++) {
+    for (size_t head = 0; head < g->all_heads; head++) {
+        const ctx_klt_part *at = part_of(to, c, g, head);
+        const int direct = v->head && (p->dim == 1 || at->rows.strides[2] == 1) && p->rope != CTX_KLT_PAIRS;
         const ctx_klt_rows rows = {row_of(to, c, g, head), at->rows.strides[1] * ctx_dtype_bytes(at->rows.dtype), at->rows.dtype,
                                    ~c->whole.mask & (UINT64_MAX >> (TOKENS - c->tokens)),
                                    at->half ? at->cos + c->row * at->half : at->cos,
@@ -300,7 +306,7 @@ static const uint16_t *steps_of(const ctx_klt_group *g, size_t tokens, int refin
     return room;
 }
 
-static ctx_rans_job job_of(const ctx_klt_group *g, const part *of, size_t tokens, int refinement, const scratch *b, size_t slot,
+static ctx_rans_job job_of(const ctx_klt_group *g, const contents *of, size_t tokens, int refinement, const scratch *b, size_t slot,
                            uint16_t *seeds) {
     return (ctx_rans_job){.data = (uint8_t *)of->rans, .bytes = of->rans_bytes, .symbols = b->symbols[slot],
                           .n = g->components * tokens, .steps = steps_of(g, tokens, refinement, b->steps[slot]),
@@ -350,7 +356,7 @@ static void lay_out(arena *a, const sizes *most, scratch *b) {
     for (size_t i = 0; i < 2 * BATCH; i += step) b->steps[i] = cut(a, rows, sizeof(uint16_t));
     b->out = cut(a, TOKENS * most->padded, sizeof(float));
     b->strided = cut(a, TOKENS * most->padded, sizeof(float));
-    b->listed = cut(a, (rows + 1) * TOKENS, sizeof(uint16_t));
+    b->listed = cut(a, (rows + 1) * TOKENS, sizeof(uint32_t));
     b->q = cut(a, (rows + 1) * TOKENS, sizeof(int16_t));
     b->pairs = cut(a, (rows + 1) * TOKENS, sizeof(int16_t));
     b->q_base = cut(a, (most->base + 1) * TOKENS, sizeof(int16_t));

@@ -30,17 +30,21 @@ typedef struct job {
     int refinement;
     ctx_klt_clock *clock;
     slot slots[BATCH];
+    ctx_klt_source *from; /* [heads] */
     float *x;        /* [channels][64] */
     float *rows;     /* [64][dim], or [16][channels] */
     uint8_t *packed; /* [heads][64][dim] of the source's type */
     int16_t *q;      /* [components rounded up to 4][64] */
 } job;
 
+/* The part that one of a group's heads is of. */
+static const ctx_klt_part *part_of(const slot *s, size_t head) { return &s->place->parts[head / s->g->heads]; }
+
 /* Rows of one head with elements side by side, if need be copied to `packed`; *step gets the bytes from row to row. */
 static const uint8_t *rows_of(const job *j, const slot *s, size_t head, uint8_t *packed, size_t *step) {
-    const ctx_view *src = &s->place->rows;
+    const ctx_view *src = &part_of(s, head)->rows;
     const size_t item = ctx_dtype_bytes(src->dtype), dim = s->place->plane->dim;
-    uint8_t *first = src->at + ((s->g->first + head) * src->strides[0] + s->row * src->strides[1]) * item;
+    uint8_t *first = src->at + ((s->g->first + head % s->g->heads) * src->strides[0] + s->row * src->strides[1]) * item;
     *step = src->strides[1] * item;
     if (dim == 1 || src->strides[2] == 1) return first;
     const ctx_view from = {first, src->dtype, {0, src->strides[1], src->strides[2]}}, to = {packed, src->dtype, {0, dim, 1}};
@@ -49,24 +53,24 @@ static const uint8_t *rows_of(const job *j, const slot *s, size_t head, uint8_t 
     return packed;
 }
 
-/* One token's vector of a head as fp32 with the rotation undone; row: in the place. */
-static void load_row(const job *j, const ctx_klt_place *at, float *out, const uint8_t *from, size_t row) {
+/* One token's vector of a head as fp32 with the rotation undone; row: in the part. */
+static void load_row(const job *j, const ctx_klt_plane *p, const ctx_klt_part *at, float *out, const uint8_t *from, size_t row) {
     const ctx_dtype type = at->rows.dtype;
     const size_t item = ctx_dtype_bytes(type), rotated = 2 * at->half, angle = row * at->half;
-    const ctx_rope_fn rope = (at->plane->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
+    const ctx_rope_fn rope = (p->rope == CTX_KLT_PAIRS ? j->k->rope_pairs : j->k->rope_half)[type][CTX_FP32];
     if (rotated) rope((uint8_t *)out, 0, from, 0, 1, at->cos + angle, at->sin + angle, at->half);
-    if (rotated < at->plane->dim)
-        j->k->convert[type][CTX_FP32]((uint8_t *)(out + rotated), from + rotated * item, at->plane->dim - rotated);
+    if (rotated < p->dim) j->k->convert[type][CTX_FP32]((uint8_t *)(out + rotated), from + rotated * item, p->dim - rotated);
 }
 
 /* The group's vectors as fp32, [channels][64]. */
 static void load_cell(const job *j, const slot *s) {
-    const size_t dim = s->place->plane->dim;
+    const ctx_klt_plane *p = s->place->plane;
+    const size_t dim = p->dim;
     if (s->tokens < TOKENS) memset(j->x, 0, s->g->channels * TOKENS * sizeof(float));
-    for (size_t head = 0; head < s->g->heads; head++) {
+    for (size_t head = 0; head < s->g->all_heads; head++) {
         size_t step;
         const uint8_t *from = rows_of(j, s, head, j->packed, &step);
-        for (size_t t = 0; t < s->tokens; t++) load_row(j, s->place, j->rows + t * dim, from + t * step, s->row + t);
+        for (size_t t = 0; t < s->tokens; t++) load_row(j, p, part_of(s, head), j->rows + t * dim, from + t * step, s->row + t);
         j->k->transpose32((uint8_t *)(j->x + head * dim * TOKENS), TOKENS * sizeof(float), (const uint8_t *)j->rows,
                           dim * sizeof(float), s->tokens, dim);
     }
@@ -117,7 +121,8 @@ static uint64_t out_of_range(const int16_t *q, size_t n, uint64_t among) {
 
 /* What a token's numbers are multiplied by for its energy; its scale code and, if it must stand raw, its bits in the masks. */
 static float factor_of(slot *s, size_t t, float energy, uint64_t *wild) {
-    const int power = power_of(energy, s->g->inverse_energy);
+    int power = power_of(energy, s->g->inverse_energy);
+    if (s->g->large && power < 0) power = 0;
     s->seeds[t] = 0x8000;
     if (s->row + t < s->raw_first || power == INT32_MAX) {
         s->mask |= (uint64_t)1 << t;
@@ -144,27 +149,31 @@ static void by_floats(const job *j, slot *s, int32_t sum[64], int32_t most[64], 
 /* Components of a cell by whole numbers: 16 tokens at a time, which lie in the nearest cache then. */
 static void by_whole_numbers(const job *j, slot *s, int32_t sum[64], int32_t most[64], uint64_t *wild) {
     const ctx_klt_group *g = s->g;
-    const ctx_klt_place *at = s->place;
-    const size_t dim = at->plane->dim, item = ctx_dtype_bytes(at->rows.dtype);
-    const uint8_t *heads[CTX_KLT_CHANNELS];
+    const ctx_klt_plane *p = s->place->plane;
+    const ctx_dtype dtype = s->place->parts->rows.dtype;
+    const size_t dim = p->dim, item = ctx_dtype_bytes(dtype);
     int16_t *out = (int16_t *)(void *)j->x;
-    ctx_klt_source from = {.heads = heads, .dtype = at->rows.dtype, .half = at->half};
-    for (size_t h = 0; h < g->heads; h++)
-        heads[h] = rows_of(j, s, h, j->packed + h * TOKENS * dim * item, &from.step);
+    ctx_klt_source *from = j->from;
+    for (size_t h = 0; h < g->all_heads; h++) {
+        const ctx_klt_part *at = part_of(s, h);
+        from[h] = (ctx_klt_source){.cos = at->cos + s->row * at->half, .sin = at->sin + s->row * at->half, .half = at->half};
+        from[h].at = rows_of(j, s, h, j->packed + h * TOKENS * dim * item, &from[h].step);
+    }
     for (size_t t = 0; t < TOKENS; t += 16, out += 32) {
         const size_t here = s->tokens <= t ? 0 : s->tokens - t < 16 ? s->tokens - t : 16;
         float energy[16], factor[16] = {0};
-        from.cos = at->cos + (s->row + t) * at->half, from.sin = at->sin + (s->row + t) * at->half;
-        const int own = here == 16 && j->v->load && at->plane->rope != CTX_KLT_PAIRS && j->v->load(j->rows, energy, &from, g, dim);
+        const int own = here == 16 && j->v->load && p->rope != CTX_KLT_PAIRS && j->v->load(j->rows, energy, from, dtype, g, dim);
         for (size_t i = 0; i < here && !own; i++) {
             float *row = j->rows + i * g->channels;
-            for (size_t h = 0; h < g->heads; h++) load_row(j, at, row + h * dim, heads[h] + i * from.step, s->row + t + i);
+            for (size_t h = 0; h < g->all_heads; h++)
+                load_row(j, p, part_of(s, h), row + h * dim, from[h].at + i * from[h].step, s->row + t + i);
             energy[i] = j->v->centre_row(row, g->centre, g->channels);
         }
         if (here < 16) memset(j->rows + here * g->channels, 0, (16 - here) * g->channels * sizeof(float));
         for (size_t i = 0; i < here; i++) factor[i] = factor_of(s, t + i, energy[i], wild) * g->unit;
         j->v->round(out, j->rows, factor, g->channels);
-        for (size_t h = 0; h < g->heads; h++) heads[h] += 16 * from.step;
+        for (size_t h = 0; h < g->all_heads; h++)
+            from[h].at += 16 * from[h].step, from[h].cos += 16 * from[h].half, from[h].sin += 16 * from[h].half;
     }
     ctx_klt_tick(j->clock, CTX_KLT_ROWS);
     j->v->whole(j->q, (const int16_t *)(const void *)j->x, g, sum, most);
@@ -248,8 +257,7 @@ static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *code
     put_le32(entry, (uint32_t)s->mask);
     put_le32(entry + 4, (uint32_t)(s->mask >> 32));
     put_le32(entry + 8, (uint32_t)n);
-    put_le16(entry + 12, s->escape_count);
-    put_le16(entry + 14, 0);
+    put_le32(entry + 12, (uint32_t)s->escape_count);
     if (n) memcpy(out, coded->data + ctx_rans_bound(coded->n) - n, n);
     out += n;
     for (size_t i = 0; i < planes; i++, out += plane) {
@@ -259,12 +267,12 @@ static uint8_t *write_body(const job *j, const slot *s, const ctx_rans_job *code
     for (size_t i = 0; i < s->escape_count; i++, out += 2) put_le16(out, (uint16_t)s->escapes[i]);
     if (j->refinement || !s->mask) return out;
     const size_t raw = ctx_dtype_bytes(j->raw), count = (size_t)__builtin_popcountll(s->mask);
-    for (size_t head = 0; head < s->g->heads; head++) {
+    for (size_t head = 0; head < s->g->all_heads; head++) {
         size_t step;
         const uint8_t *from = rows_of(j, s, head, j->packed, &step);
         uint8_t *to = out + head * dim * raw;
         for (uint64_t left = s->mask; left; left &= left - 1, to += s->g->channels * raw)
-            j->k->convert[s->place->rows.dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
+            j->k->convert[s->place->parts->rows.dtype][j->raw](to, from + (size_t)__builtin_ctzll(left) * step, dim);
     }
     return out + count * s->g->channels * raw;
 }
@@ -297,6 +305,7 @@ static void lay_out(arena *a, const sizes *most, job *j) {
         s->escapes = cut(a, n * TOKENS, sizeof(int16_t));
         s->steps = cut(a, n, sizeof(uint16_t));
     }
+    j->from = cut(a, most->channels, sizeof *j->from); /* a head has a channel at least */
     j->x = cut(a, most->channels * TOKENS, sizeof(float));
     j->rows = cut(a, most->dim * TOKENS + most->channels * 16, sizeof(float));
     j->packed = cut(a, most->channels * TOKENS, sizeof(float));
@@ -305,9 +314,11 @@ static void lay_out(arena *a, const sizes *most, job *j) {
 
 static size_t cells_of(const ctx_klt_place *at) { return (at->tokens + TOKENS - 1) / TOKENS * at->plane->groups; }
 
-static int rows_fit(const ctx_kernels *k, const ctx_klt_place *at, const ctx_klt_coded *coded) {
-    const size_t bytes = at->plane->heads * at->tokens * at->plane->dim * ctx_dtype_bytes(at->rows.dtype);
-    return !coded->checked || ctx_xxh3(k, at->rows.at, bytes) == coded->sum;
+static int rows_fit(const ctx_kernels *k, const ctx_klt_place *at) {
+    const size_t bytes = at->plane->heads * at->tokens * at->plane->dim * ctx_dtype_bytes(at->parts->rows.dtype);
+    for (size_t i = 0; i < at->plane->parts; i++)
+        if (at->parts[i].checked && ctx_xxh3(k, at->parts[i].rows.at, bytes) != at->parts[i].sum) return 0;
+    return 1;
 }
 
 /* Where a call stands: the next cell to take, and the place and bytes of the next one to write. */
@@ -322,7 +333,7 @@ static int take(const job *j, const ctx_klt_place *places, const ctx_klt_coded *
     if (at->place == count) return 0;
     const ctx_klt_place *from = &places[at->place];
     const size_t groups = from->plane->groups;
-    if (at->cell == 0 && !rows_fit(j->k, from, &coded[at->place])) {
+    if (at->cell == 0 && !rows_fit(j->k, from)) {
         *result = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = at->place};
         return 0;
     }

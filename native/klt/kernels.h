@@ -16,11 +16,14 @@ enum {
 };
 
 typedef struct ctx_klt_group {
-    size_t first, heads, channels, components, refined;
-    size_t blocks;       /* of 16 channels, heads * ceil(dim / 16); channels behind a head's last are 0 */
+    size_t first, heads; /* of a part */
+    size_t all_heads;    /* of all parts */
+    size_t channels, components, refined;
+    size_t blocks;       /* of 16 channels, all_heads * ceil(dim / 16); channels behind a head's last are 0 */
     size_t narrow;       /* components from here on have an int8 basis: the int16 one / 64 */
     size_t low, low_refined; /* low bits of a token, of all components and of those that the base has not */
     double inverse_energy;
+    int large;
     float *mean, *gain;  /* [blocks * 16] */
     float *centre;       /* [channels] mean */
     float *forward;      /* [ceil(components / 4)][channels][4], or NULL: whole numbers */
@@ -64,12 +67,11 @@ typedef struct ctx_klt_rows {
     size_t half;
 } ctx_klt_rows;
 
-/* Where a cell's rows come from. */
+/* Where the rows of a cell's head come from. */
 typedef struct ctx_klt_source {
-    const uint8_t *const *heads; /* first row of each */
-    size_t step;                 /* bytes from row to row */
-    ctx_dtype dtype;
-    const float *cos, *sin;      /* [tokens][half] that undo the rotation of pairs (i, i + half) */
+    const uint8_t *at;
+    size_t step;            /* bytes from row to row */
+    const float *cos, *sin; /* [tokens][half] that undo the rotation of pairs (i, i + half) */
     size_t half;
 } ctx_klt_source;
 
@@ -98,8 +100,9 @@ typedef struct ctx_klt_kernels {
     void (*forward)(int16_t *q, const float *x, const ctx_klt_group *g, float inverse_step, int32_t sum[64], int32_t most[64]);
     /* x[c] -= mean[c]; sum of x[c]^2: of c % 16 upwards, then the upper half of the sums to the lower one */
     float (*centre_row)(float *x, const float *mean, size_t channels);
-    /* x[t][c] and sums as centre_row gives them of 16 tokens' rows; 0 if it does not do this shape, NULL if none. */
-    int (*load)(float *x, float energy[16], const ctx_klt_source *from, const ctx_klt_group *g, size_t dim);
+    /* x[t][c] and sums as centre_row gives them of 16 tokens' rows of each head; 0 if it does not do this shape, NULL if
+     * none. */
+    int (*load)(float *x, float energy[16], const ctx_klt_source *from, ctx_dtype dtype, const ctx_klt_group *g, size_t dim);
     /* out[d][t][0..1] = rint(factor[t] * x[t][2 * d + 0..1]), within +-32767, of 16 tokens; rows of out are 64 tokens */
     void (*round)(int16_t *out, const float *x, const float factor[16], size_t channels);
     /* As forward, of x [ceil(channels / 2)][64][2] and the group's whole numbers. */

@@ -1,10 +1,11 @@
 /* klt/klt.h - planes of K or V to coded streams and back: a linear transform a card brings, integers, interleaved rANS.
  *
  * A plane is [heads, tokens, dim] of one layer. Its heads are cut into groups, each with a transform of its own, and its
- * tokens into cells of 64. Stream, little-endian:
+ * tokens into cells of 64. Planes of several layers, K and V, may be coded as one, whose parts they are: then the same heads
+ * of all of them make a group, part by part. Stream, little-endian:
  *
  *   0   u8 scheme (1), u8 level, u8 part (0 whole, 1 refinement), u8 0, u16 tokens, u16 cells
- *   8   per cell, tokens first, groups inside: u64 raw mask, u32 rANS bytes, u16 escapes, u16 0
+ *   8   per cell, tokens first, groups inside: u64 raw mask, u32 rANS bytes, u32 escapes
  *   ... per cell: rANS stream | low bits | escapes i16 | raw tokens [raw, heads of the group, dim]
  *
  * Symbols go component by component, q + 15 of 0..30 or 31 for an escape; the token's scale code is its lane's seed.
@@ -14,7 +15,7 @@
  *   encode   q[c] = rint(sum over d of forward[c][d] * (x[d] - mean[d]) / s / step)      (fp32, d upwards, no contraction)
  *       or   q[c] = rint(quantum[c] * sum over d of whole[c][d] * rint((x[d] - mean[d]) / s * unit))   (sum: as above)
  *
- * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group, whose squares are added channel after channel in
+ * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group, 1 for small tokens of some groups, whose squares are added channel after channel in
  * fp32; in front of whole numbers those of d % 16 each, then 16 sums by halves. K is un-rotated before and rotated after. A
  * refinement carries q - 3 * q_base of a level whose step is a third of its base's.
  *
@@ -26,7 +27,7 @@
 
 #include "rans/rans.h"
 
-enum { CTX_KLT_CHANNELS = 512 }; /* most of a group: escapes of a cell then fit 16 bits */
+enum { CTX_KLT_CHANNELS = 4096 }; /* most of a group */
 
 typedef enum ctx_klt_reason {
     CTX_KLT_OK = 0,
@@ -46,10 +47,11 @@ typedef enum ctx_klt_reason {
 
 /* What a card says about one group at one level. Arrays are read by ctx_klt_prepare only. */
 typedef struct ctx_klt_spec {
-    size_t first, heads;     /* channels = heads * dim, head by head */
+    size_t first, heads;     /* of each part; channels = parts * heads * dim, part by part and head by head */
     size_t components;       /* coded ones, at most channels */
     size_t refined;          /* components of the base level; 0 without base */
     double inverse_energy;   /* 2^(-2 log_rms) / channels */
+    int large;               /* no scale below 1: tokens of less energy stand as they are */
     const float *mean, *gain;     /* [channels] */
     const float *forward;         /* [components][channels], if there are no whole numbers */
     const int16_t *whole;         /* [components][channels] */
@@ -65,27 +67,35 @@ enum { CTX_KLT_NO_ROPE = 0, CTX_KLT_HALF = 1, CTX_KLT_PAIRS = 2 };
 typedef struct ctx_klt_plane {
     const ctx_rans_tables *tables;
     const struct ctx_klt_plane *base; /* or NULL */
-    size_t heads, dim, groups, most_components, most_channels;
+    size_t parts, heads, dim, groups, most_components, most_channels; /* heads of each part */
     float step, inverse_step; /* inverse of the step that encoding uses: a third of it if nested */
     int level, nested, rope;
     struct ctx_klt_group *group; /* kernels.h */
 } ctx_klt_plane;
 
-/* Prepare a plane at a level. Groups cover all heads in order. `base` and `tables` must outlive the plane. NULL with
+/* Prepare a plane at a level. Groups cover all heads of a part in order. `base` and `tables` must outlive the plane. NULL with
  * *wrong = NULL: no memory; else *wrong says which argument cannot be. */
-ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size_t dim, const ctx_klt_spec *specs,
-                               size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
+ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t parts, size_t heads, size_t dim,
+                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
                                const char **wrong);
 void ctx_klt_free(ctx_klt_plane *plane);
 
-/* Rows of one plane, [heads, tokens, dim] as a view that has passed ctx_view_check, and the angles of their positions:
- * [tokens, half] float, or half = 0. All planes of a call have the same tables. */
-typedef struct ctx_klt_place {
-    const ctx_klt_plane *plane;
+/* Rows of one part, [heads, tokens, dim] as a view that has passed ctx_view_check, and the angles of their positions:
+ * [tokens, half] float, or half = 0. Rows that are encoded may be checked first: then their bytes lie side by side, more
+ * than 240. */
+typedef struct ctx_klt_part {
     ctx_view rows;
-    size_t tokens;
     const float *cos, *sin;
     size_t half;
+    uint64_t sum; /* XXH3-64 of the rows' bytes, compared if `checked` */
+    int checked;
+} ctx_klt_part;
+
+/* Rows of a plane: of each of its parts, all of one type. All planes of a call have the same tables. */
+typedef struct ctx_klt_place {
+    const ctx_klt_plane *plane;
+    const ctx_klt_part *parts;
+    size_t tokens;
 } ctx_klt_place;
 
 /* One stream, and its refinement if there is one. */
@@ -118,11 +128,9 @@ ctx_klt_result ctx_klt_decode(const ctx_kernels *k, const ctx_klt_place *places,
 /* Bytes that suffice for a stream of `tokens` tokens, or SIZE_MAX. */
 size_t ctx_klt_bound(const ctx_klt_plane *plane, size_t tokens, ctx_dtype raw);
 
-/* What a place is encoded with, and to. Its rows may be checked first: then their bytes lie side by side, more than 240. */
+/* What a place is encoded with, and to. */
 typedef struct ctx_klt_coded {
     size_t raw_first; /* the first tokens, which stand raw */
-    uint64_t sum;     /* XXH3-64 of the rows' bytes, compared if `checked` */
-    int checked;
     size_t at, bytes; /* set: the stream in `out` */
 } ctx_klt_coded;
 

@@ -119,8 +119,8 @@ static int all_finite(const float *at, size_t n, float most) {
 
 /* What cannot be about a group, or NULL. Limits keep every product of the decoder finite. */
 static const char *check(const ctx_klt_plane *p, const ctx_klt_spec *s, const ctx_klt_group *base) {
-    const size_t channels = s->heads * p->dim;
-    if (s->heads == 0 || channels > CTX_KLT_CHANNELS) return "a group needs 1 to 512 channels";
+    const size_t channels = p->parts * s->heads * p->dim;
+    if (s->heads == 0 || s->heads > CTX_KLT_CHANNELS || channels > CTX_KLT_CHANNELS) return "a group needs 1 to 4096 channels";
     if (s->components > channels) return "a group has more components than channels";
     if (!(s->inverse_energy > 0) || !isfinite(s->inverse_energy)) return "the usual energy is not a positive number";
     if (!all_finite(s->mean, channels, 0x1p100f)) return "a mean is not finite";
@@ -142,21 +142,22 @@ static const char *check(const ctx_klt_plane *p, const ctx_klt_spec *s, const ct
 }
 
 static const char *check_plane(const ctx_klt_plane *p, const ctx_klt_plane *base) {
-    if (p->heads == 0 || p->dim == 0 || p->groups == 0 || p->dim > CTX_KLT_CHANNELS) return "a plane needs heads of 1 to 512 channels";
+    if (p->parts == 0 || p->heads == 0 || p->dim == 0 || p->groups == 0 || p->dim > CTX_KLT_CHANNELS || p->parts > CTX_KLT_CHANNELS)
+        return "a plane needs heads of 1 to 4096 channels";
     if (!(p->step >= 0x1p-60f && p->step <= 0x1p30f)) return "the step leaves 2^-60 to 2^30";
     if (p->level < 0 || p->level > 255) return "the level leaves 0 to 255";
     if (p->rope < CTX_KLT_NO_ROPE || p->rope > CTX_KLT_PAIRS) return "the rotation is unknown";
     if (!base) return NULL;
-    if (base->tables != p->tables || base->heads != p->heads || base->dim != p->dim || base->groups != p->groups ||
+    if (base->tables != p->tables || base->parts != p->parts || base->heads != p->heads || base->dim != p->dim || base->groups != p->groups ||
         base->rope != p->rope)
         return "a plane and its base differ";
     return base->nested ? NULL : "the base is not made to be refined";
 }
 
-ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size_t dim, const ctx_klt_spec *specs,
-                               size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
+ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t parts, size_t heads, size_t dim,
+                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
                                const char **wrong) {
-    ctx_klt_plane p = {.tables = tables, .base = base, .heads = heads, .dim = dim, .groups = groups, .step = step,
+    ctx_klt_plane p = {.tables = tables, .base = base, .parts = parts, .heads = heads, .dim = dim, .groups = groups, .step = step,
                        .inverse_step = 1.0f / (nested ? step / 3.0f : step), .level = level, .nested = nested, .rope = rope};
     *wrong = check_plane(&p, base);
     if (*wrong) return NULL;
@@ -173,9 +174,11 @@ ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t heads, size
         ctx_klt_group *group = cut(&a, groups, sizeof *group);
         for (size_t i = 0; i < groups; i++) {
             const ctx_klt_spec *s = &specs[i];
-            ctx_klt_group g = {.first = s->first, .heads = s->heads, .channels = s->heads * dim, .components = s->components,
-                               .refined = s->refined, .blocks = s->heads * ctx_klt_padded(dim) / CTX_KLT_BLOCK,
-                               .inverse_energy = s->inverse_energy, .unit = s->unit};
+            const size_t all = parts * s->heads;
+            ctx_klt_group g = {.first = s->first, .heads = s->heads, .all_heads = all, .channels = all * dim,
+                               .components = s->components, .refined = s->refined,
+                               .blocks = all * ctx_klt_padded(dim) / CTX_KLT_BLOCK,
+                               .inverse_energy = s->inverse_energy, .large = s->large, .unit = s->unit};
             g.narrow = narrow_from(s, g.channels);
             lay_out(&a, &g);
             if (!a.at) continue;

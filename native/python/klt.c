@@ -38,15 +38,15 @@ static int number_of(PyObject *obj, const char *what, double *out) {
 
 /* ---- Preparing --------------------------------------------------------------------------------------------------- */
 
-/* (first, heads, inverse_energy, unit, mean, gain, forward, whole, quantum, basis, table, shift, refine) */
-enum { MEAN, GAIN, FORWARD, WHOLE, QUANTUM, BASIS, TABLE, SHIFT, REFINE, ARRAYS, FIELDS = 4 + ARRAYS };
+/* (first, heads, inverse_energy, large, unit, mean, gain, forward, whole, quantum, basis, table, shift, refine) */
+enum { MEAN, GAIN, FORWARD, WHOLE, QUANTUM, BASIS, TABLE, SHIFT, REFINE, ARRAYS, FIELDS = 5 + ARRAYS };
 static const struct {
     const char *name;
     size_t item;
 } arrays[ARRAYS] = {{"mean", 4}, {"gain", 4}, {"forward", 4}, {"whole", 2}, {"quantum", 4}, {"basis", 2},
                       {"table", 1}, {"shift", 1}, {"refine", 1}};
 
-static int spec_of(PyObject *obj, size_t dim, held *h, ctx_klt_spec *s) {
+static int spec_of(PyObject *obj, size_t parts, size_t dim, held *h, ctx_klt_spec *s) {
     PyObject *fields = fields_of(obj, FIELDS, "group");
     const region *got[ARRAYS];
     size_t channels;
@@ -55,20 +55,22 @@ static int spec_of(PyObject *obj, size_t dim, held *h, ctx_klt_spec *s) {
     int failed = size_of(PyTuple_GetItem(fields, 0), "first", &s->first) < 0 ||
                  size_of(PyTuple_GetItem(fields, 1), "heads", &s->heads) < 0 ||
                  number_of(PyTuple_GetItem(fields, 2), "inverse_energy", &s->inverse_energy) < 0 ||
-                 number_of(PyTuple_GetItem(fields, 3), "unit", &unit) < 0;
+                 (s->large = PyObject_IsTrue(PyTuple_GetItem(fields, 3))) < 0 ||
+                 number_of(PyTuple_GetItem(fields, 4), "unit", &unit) < 0;
     for (int i = 0; !failed && i < ARRAYS; i++)
-        failed = !(got[i] = hold_numbers(h, PyTuple_GetItem(fields, 4 + i), 0, arrays[i].item, arrays[i].name));
+        failed = !(got[i] = hold_numbers(h, PyTuple_GetItem(fields, 5 + i), 0, arrays[i].item, arrays[i].name));
     Py_DECREF(fields); /* its buffers are held */
     if (failed) return -1;
     s->components = got[TABLE]->bytes;
     s->refined = got[REFINE]->bytes;
     s->unit = (float)unit;
     const size_t floats = s->unit ? 0 : s->components, whole = s->components - floats;
-    if (__builtin_mul_overflow(s->heads, dim, &channels) || channels > CTX_KLT_CHANNELS || s->components > CTX_KLT_CHANNELS ||
+    if (__builtin_mul_overflow(s->heads, dim, &channels) || __builtin_mul_overflow(channels, parts, &channels) ||
+        channels > CTX_KLT_CHANNELS || s->components > CTX_KLT_CHANNELS ||
         got[MEAN]->bytes != 4 * channels || got[GAIN]->bytes != 4 * channels || got[SHIFT]->bytes != s->components ||
         got[FORWARD]->bytes != 4 * floats * channels || got[WHOLE]->bytes != 2 * whole * channels ||
         got[QUANTUM]->bytes != 4 * whole || got[BASIS]->bytes != 2 * s->components * channels) {
-        PyErr_Format(PyExc_ValueError, "group: arrays do not fit %zu heads of %zu channels and %zu components", s->heads, dim,
+        PyErr_Format(PyExc_ValueError, "group: arrays do not fit %zu heads of %zu channels and %zu components", parts * s->heads, dim,
                      s->components);
         return -1;
     }
@@ -92,21 +94,21 @@ static PyObject *capsule_of(ctx_klt_plane *plane, PyObject *tables, PyObject *ba
     return NULL;
 }
 
-/* (tables, heads, dim, level, step, nested, rope, base, groups) */
+/* (tables, parts, heads, dim, level, step, nested, rope, base, groups) */
 static PyObject *klt_plane(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_rans_tables *tables;
     const ctx_klt_plane *base = NULL;
-    size_t heads, dim, level, rope;
+    size_t parts, heads, dim, level, rope;
     double step;
     const char *wrong = NULL;
     (void)module;
-    if (arity(nargs, 9, "klt_plane") < 0 || !(tables = rans_tables_of(args[0])) || size_of(args[1], "heads", &heads) < 0 ||
-        size_of(args[2], "dim", &dim) < 0 || size_of(args[3], "level", &level) < 0 || number_of(args[4], "step", &step) < 0 ||
-        size_of(args[6], "rope", &rope) < 0)
+    if (arity(nargs, 10, "klt_plane") < 0 || !(tables = rans_tables_of(args[0])) || size_of(args[1], "parts", &parts) < 0 ||
+        size_of(args[2], "heads", &heads) < 0 || size_of(args[3], "dim", &dim) < 0 || size_of(args[4], "level", &level) < 0 ||
+        number_of(args[5], "step", &step) < 0 || size_of(args[7], "rope", &rope) < 0)
         return NULL;
-    const int nested = PyObject_IsTrue(args[5]);
-    if (nested < 0 || (args[7] != Py_None && !(base = plane_of(args[7])))) return NULL;
-    PyObject *groups = tuple_of(args[8], "groups"), *result = NULL;
+    const int nested = PyObject_IsTrue(args[6]);
+    if (nested < 0 || (args[8] != Py_None && !(base = plane_of(args[8])))) return NULL;
+    PyObject *groups = tuple_of(args[9], "groups"), *result = NULL;
     if (!groups) return NULL;
     const size_t count = (size_t)PyTuple_Size(groups);
     held h = {0};
@@ -115,12 +117,12 @@ static PyObject *klt_plane(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (failed) PyErr_NoMemory();
     failed = failed || held_room(&h, count * ARRAYS) < 0;
     for (size_t i = 0; !failed && i < count; i++)
-        failed = spec_of(PyTuple_GetItem(groups, (Py_ssize_t)i), dim, &h, &specs[i]) < 0;
+        failed = spec_of(PyTuple_GetItem(groups, (Py_ssize_t)i), parts, dim, &h, &specs[i]) < 0;
     if (!failed) {
-        ctx_klt_plane *plane = ctx_klt_prepare(tables, heads, dim, specs, count, level > 255 ? -1 : (int)level, (float)step,
-                                               nested, rope > CTX_KLT_PAIRS ? -1 : (int)rope, base, &wrong);
+        ctx_klt_plane *plane = ctx_klt_prepare(tables, parts, heads, dim, specs, count, level > 255 ? -1 : (int)level,
+                                               (float)step, nested, rope > CTX_KLT_PAIRS ? -1 : (int)rope, base, &wrong);
         if (plane)
-            result = capsule_of(plane, args[0], args[7]);
+            result = capsule_of(plane, args[0], args[8]);
         else if (wrong)
             PyErr_Format(PyExc_ValueError, "plane: %s", wrong);
         else
@@ -134,18 +136,18 @@ static PyObject *klt_plane(PyObject *module, PyObject *const *args, Py_ssize_t n
 
 /* ---- Places ------------------------------------------------------------------------------------------------------ */
 
-/* What a call works on: planes, and rows of each in one tensor. `rows`: of all its streams or sources together. */
+/* What a call works on: planes, and rows of each of their parts in one tensor. `rows`: of all its streams or sources together. */
 typedef struct places {
-    size_t planes, rows;
+    size_t planes, parts, rows; /* parts: of all planes */
     const ctx_klt_plane **plane;
     const region *tensor;
     ctx_dtype dtype;
-    const uint8_t *layout; /* [planes] of LAYOUT int64 */
+    const uint8_t *layout; /* [parts] of LAYOUT int64 */
     const region *const *angles; /* [turns] cos and sin of all rows */
     size_t turns;
 } places;
 
-/* Of a plane: byte offset of its first row, three strides, and which angles turn it, -1 for none. */
+/* Of a part: byte offset of its first row, three strides, and which angles turn it, -1 for none. */
 
 enum { OFFSET, HEADS, ROWS, DIM, TURN, LAYOUT };
 
@@ -167,6 +169,7 @@ static int planes_of(PyObject *obj, places *out) {
     }
     for (size_t i = 0; i < out->planes; i++) {
         if (!(out->plane[i] = plane_of(PyTuple_GetItem(obj, (Py_ssize_t)i)))) break;
+        out->parts += out->plane[i]->parts;
         if (out->plane[i]->tables == out->plane[0]->tables) continue;
         PyErr_SetString(PyExc_ValueError, "planes: they have several tables");
         break;
@@ -182,8 +185,8 @@ static int tensor_of(held *h, PyObject *const *args, int writable, places *out) 
     const region *layout = hold_numbers(h, args[2], 0, 8, "layout");
     if (!layout) return -1;
     out->layout = layout->view.buf;
-    if (layout->bytes == 8 * LAYOUT * out->planes) return 0;
-    PyErr_Format(PyExc_ValueError, "layout: needs %zu numbers", LAYOUT * out->planes);
+    if (layout->bytes == 8 * LAYOUT * out->parts) return 0;
+    PyErr_Format(PyExc_ValueError, "layout: needs %zu numbers", LAYOUT * out->parts);
     return -1;
 }
 
@@ -201,11 +204,11 @@ static int hold_angles(held *h, PyObject *tuple, places *of, const region **room
     return 0;
 }
 
-static int turn_of(const places *of, size_t i, const float **cos, const float **sin, size_t *half) {
+/* What turns part `i` of all, which is one of the plane's. Of several parts, those of V are not turned. */
+static int turn_of(const places *of, const ctx_klt_plane *plane, size_t i, const float **cos, const float **sin, size_t *half) {
     const int64_t turn = number_at(of->layout, LAYOUT * i + TURN);
-    const ctx_klt_plane *plane = of->plane[i];
     *cos = *sin = NULL, *half = 0;
-    if (turn == -1 && (plane->rope == CTX_KLT_NO_ROPE || !of->rows)) return 0;
+    if (turn == -1 && (plane->rope == CTX_KLT_NO_ROPE || plane->parts > 1 || !of->rows)) return 0;
     size_t numbers = 0, bytes = 0;
     if (turn >= 0 && (uint64_t)turn < of->turns) {
         const region *first = of->angles[2 * turn], *second = of->angles[2 * turn + 1];
@@ -220,29 +223,43 @@ static int turn_of(const places *of, size_t i, const float **cos, const float **
     return -1;
 }
 
-/* A place for each stream of each plane, plane by plane, of sources of so many tokens. All rows must lie in the tensor, and be
- * distinct if they are written. */
-static int place_all(const places *of, int writable, const size_t *tokens, size_t sources, ctx_klt_place *out) {
-    for (size_t i = 0; i < of->planes; i++) {
-        box here = {.buffer = of->tensor, .writable = writable, .what = "tensor", .view = {.dtype = of->dtype}};
-        const ctx_klt_plane *plane = of->plane[i];
-        size_t numbers[4], half, row = 0;
-        const float *cos, *sin;
-        for (size_t j = 0; j < 4; j++) {
-            const int64_t number = number_at(of->layout, LAYOUT * i + j);
-            if (number < 0) {
-                PyErr_SetString(PyExc_ValueError, "layout: a number is negative");
-                return -1;
+/* Part `i` of all: its first row and what turns it. */
+static int part_of(const places *of, const ctx_klt_plane *plane, size_t i, int writable, ctx_klt_part *out) {
+    box here = {.buffer = of->tensor, .writable = writable, .what = "tensor", .view = {.dtype = of->dtype}};
+    size_t numbers[TURN];
+    for (size_t j = 0; j < TURN; j++) {
+        const int64_t number = number_at(of->layout, LAYOUT * i + j);
+        if (number < 0) {
+            PyErr_SetString(PyExc_ValueError, "layout: a number is negative");
+            return -1;
+        }
+        numbers[j] = (size_t)number;
+    }
+    here.offset = numbers[OFFSET];
+    memcpy(here.view.strides, numbers + HEADS, sizeof here.view.strides);
+    *out = (ctx_klt_part){.half = 0};
+    if (place(&here, (const size_t[3]){plane->heads, of->rows, plane->dim}) < 0 || turn_of(of, plane, i, &out->cos, &out->sin, &out->half) < 0)
+        return -1;
+    out->rows = here.view;
+    return 0;
+}
+
+/* A place for each stream of each plane, plane by plane, of sources of so many tokens; `parts`: room for [sources] times all
+ * parts. All rows must lie in the tensor, and be distinct if they are written. */
+static int place_all(const places *of, int writable, const size_t *tokens, size_t sources, ctx_klt_place *out, ctx_klt_part *parts) {
+    for (size_t i = 0, first = 0; i < of->planes; first += of->plane[i++]->parts) {
+        const size_t count = of->plane[i]->parts;
+        for (size_t p = 0; p < count; p++) {
+            ctx_klt_part whole;
+            if (part_of(of, of->plane[i], first + p, writable, &whole) < 0) return -1;
+            for (size_t j = 0, row = 0; j < sources; row += tokens[j++]) {
+                ctx_klt_part *here = &parts[j * count + p];
+                *here = whole;
+                here->rows.at += row * whole.rows.strides[1] * ctx_dtype_bytes(of->dtype);
+                if (whole.half) here->cos += row * whole.half, here->sin += row * whole.half;
             }
-            numbers[j] = (size_t)number;
         }
-        here.offset = numbers[OFFSET];
-        memcpy(here.view.strides, numbers + HEADS, sizeof here.view.strides);
-        if (place(&here, (const size_t[3]){plane->heads, of->rows, plane->dim}) < 0 || turn_of(of, i, &cos, &sin, &half) < 0) return -1;
-        for (size_t j = 0; j < sources; row += tokens[j++], out++) {
-            *out = (ctx_klt_place){plane, here.view, tokens[j], cos ? cos + row * half : NULL, sin ? sin + row * half : NULL, half};
-            out->rows.at += row * numbers[ROWS] * ctx_dtype_bytes(of->dtype);
-        }
+        for (size_t j = 0; j < sources; j++, parts += count) *out++ = (ctx_klt_place){of->plane[i], parts, tokens[j]};
     }
     return 0;
 }
@@ -363,6 +380,7 @@ static PyObject *klt_decode(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *result = NULL, *list = NULL, *turns = NULL;
     size_t *tokens = NULL;
     ctx_klt_place *at = NULL;
+    ctx_klt_part *parts = NULL;
     ctx_klt_stream *streams = NULL;
     const region **angles = NULL;
     ctx_klt_result told = {.reason = CTX_KLT_OK};
@@ -371,6 +389,7 @@ static PyObject *klt_decode(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (!(list = tuple_of(args[4], "sources")) || !(turns = angles_of(args[6], &of))) goto done;
     const size_t count = (size_t)PyTuple_Size(list), all = of.planes * count;
     if (!(tokens = PyMem_Calloc(count + 1, sizeof *tokens)) || !(at = PyMem_Calloc(all + 1, sizeof *at)) ||
+        !(parts = PyMem_Calloc(of.parts * count + 1, sizeof *parts)) ||
         !(streams = PyMem_Calloc(all + 1, sizeof *streams)) || !(angles = PyMem_Calloc(2 * of.turns + 1, sizeof *angles))) {
         PyErr_NoMemory();
         goto done;
@@ -383,7 +402,7 @@ static PyObject *klt_decode(PyObject *module, PyObject *const *args, Py_ssize_t 
         if (source_of(&h, PyTuple_GetItem(list, (Py_ssize_t)i), &of, count, streams + i, &tokens[i], &told) < 0) goto done;
         if (!had && told.reason) told.place += i;
     }
-    if (place_all(&of, 1, tokens, count, at) < 0) goto done;
+    if (place_all(&of, 1, tokens, count, at, parts) < 0) goto done;
     if (!told.reason) {
         PyThreadState *saved = PyEval_SaveThread();
         told = ctx_klt_decode(k, at, streams, all, raw, clock_of(&time));
@@ -395,6 +414,7 @@ done:
     release(&h);
     PyMem_Free(angles);
     PyMem_Free(at);
+    PyMem_Free(parts);
     PyMem_Free(streams);
     PyMem_Free(tokens);
     PyMem_Free(of.plane);
@@ -424,18 +444,20 @@ static size_t room_of(places *of, const int64_t *counts, size_t streams, ctx_dty
     return room;
 }
 
-/* The checksums that the planes' rows must have. */
-static int check_rows(const places *of, const region *sums, size_t streams, const ctx_klt_place *at, ctx_klt_coded *coded, ctx_klt_result *wrong) {
-    int fits = streams == 1 && sums->bytes == 8 * of->planes;
-    for (size_t i = 0; fits && i < of->planes; i++) {
-        const size_t *strides = at[i].rows.strides, dim = of->plane[i]->dim, plane = of->rows * dim;
-        int differs = 0;
-        if (!(fits = strides[2] == 1 && strides[1] == dim && strides[0] == plane)) break;
-        coded[i].checked = compare(sums, i, at[i].rows.at, of->plane[i]->heads * plane * ctx_dtype_bytes(of->dtype), &coded[i].sum, &differs);
-        if (coded[i].checked < 0) return -1;
-        if (differs && !wrong->reason) *wrong = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = i};
-    }
-    if (!fits) PyErr_SetString(PyExc_ValueError, "checksums: needs one for each plane, whose rows lie side by side");
+/* The checksums that the parts' rows must have. */
+static int check_rows(const places *of, const region *sums, size_t streams, const ctx_klt_place *at, ctx_klt_part *parts, ctx_klt_result *wrong) {
+    int fits = streams == 1 && sums->bytes == 8 * of->parts;
+    for (size_t i = 0, next = 0; fits && i < of->planes; i++)
+        for (size_t p = 0; fits && p < at[i].plane->parts; p++, next++) {
+            ctx_klt_part *part = &parts[next];
+            const size_t *strides = part->rows.strides, dim = of->plane[i]->dim, plane = of->rows * dim;
+            int differs = 0;
+            if (!(fits = strides[2] == 1 && strides[1] == dim && strides[0] == plane)) break;
+            part->checked = compare(sums, next, part->rows.at, of->plane[i]->heads * plane * ctx_dtype_bytes(of->dtype), &part->sum, &differs);
+            if (part->checked < 0) return -1;
+            if (differs && !wrong->reason) *wrong = (ctx_klt_result){.reason = CTX_KLT_CHECKSUM, .place = i};
+        }
+    if (!fits) PyErr_SetString(PyExc_ValueError, "checksums: needs one for each part, whose rows lie side by side");
     return fits ? 0 : -1;
 }
 
@@ -467,6 +489,7 @@ static PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t 
     size_t raw_first, *tokens = NULL;
     PyObject *result = NULL, *turns = NULL;
     ctx_klt_place *at = NULL;
+    ctx_klt_part *parts = NULL;
     ctx_klt_coded *coded = NULL;
     uint8_t *out = NULL;
     ctx_klt_result told = {.reason = CTX_KLT_OK};
@@ -492,13 +515,13 @@ static PyObject *klt_encode(PyObject *module, PyObject *const *args, Py_ssize_t 
     const size_t room = room_of(&of, tokens_of->view.buf, streams, raw);
     if (room == SIZE_MAX) goto done;
     if (!(tokens = PyMem_Calloc(streams + 1, sizeof *tokens)) || !(at = PyMem_Calloc(count + 1, sizeof *at)) ||
-        !(coded = PyMem_Calloc(count + 1, sizeof *coded)) || !(out = PyMem_Malloc(room)))
+        !(parts = PyMem_Calloc(of.parts * streams + 1, sizeof *parts)) || !(coded = PyMem_Calloc(count + 1, sizeof *coded)) || !(out = PyMem_Malloc(room)))
         goto no_memory;
     for (size_t i = 0, row = 0; i < streams; row += tokens[i++]) {
         tokens[i] = (size_t)number_at(tokens_of->view.buf, i);
         for (size_t p = 0; p < of.planes; p++) coded[p * streams + i].raw_first = raw_first > row ? raw_first - row : 0;
     }
-    if (place_all(&of, 0, tokens, streams, at) < 0 || (sums && check_rows(&of, sums, streams, at, coded, &told) < 0)) goto done;
+    if (place_all(&of, 0, tokens, streams, at, parts) < 0 || (sums && check_rows(&of, sums, streams, at, parts, &told) < 0)) goto done;
     if (!told.reason) {
         PyThreadState *saved = PyEval_SaveThread();
         told = ctx_klt_encode(k, at, coded, count, raw, refinement, out, clock_of(&time));
@@ -514,6 +537,7 @@ done:
     PyMem_Free(angles);
     PyMem_Free(tokens);
     PyMem_Free(at);
+    PyMem_Free(parts);
     PyMem_Free(coded);
     PyMem_Free(out);
     PyMem_Free(of.plane);

@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+enum { PARTS = 3 };
+
 /* Peaks of several widths round 15, cut where they are rare, with an escape. */
 static ctx_rans_tables *peaked_tables(size_t count) {
     uint8_t freqs[16][32] = {{0}};
@@ -41,8 +43,8 @@ typedef struct card {
     uint8_t *table, *shift, *refine, *low_table, *low_shift;
 } card;
 
-static card random_card(size_t first, size_t heads, size_t dim, size_t tables) {
-    const size_t C = heads * dim, n = below(C + 1), refined = n ? below(n + 1) : 0, narrow = below(n + 1);
+static card random_card(size_t first, size_t parts, size_t heads, size_t dim, size_t tables) {
+    const size_t C = parts * heads * dim, n = below(C + 1), refined = n ? below(n + 1) : 0, narrow = below(n + 1);
     const int bytes = below(2) != 0;
     card c = {.mean = malloc(4 * C), .gain = malloc(4 * C), .forward = malloc(4 * n * C + 1), .basis = malloc(2 * n * C + 1),
               .table = random_bytes(n), .shift = random_bytes(n), .refine = random_bytes(refined),
@@ -77,13 +79,20 @@ static void free_card(card *c) {
     free(c->low_table), free(c->low_shift), free(c->whole), free(c->quantum);
 }
 
-static ctx_klt_place place_of(const coded *c, const ctx_klt_plane *plane, uint8_t *at) {
-    return (ctx_klt_place){plane, {at, c->dtype, {c->tokens * plane->dim, plane->dim, 1}}, c->tokens, c->cos, c->sin, c->half};
+/* The rows of all parts, one behind the other. */
+static ctx_klt_place place_of(const coded *c, const ctx_klt_plane *plane, uint8_t *at, ctx_klt_part parts[PARTS]) {
+    const size_t one = plane->heads * c->tokens * plane->dim * ctx_dtype_bytes(c->dtype);
+    for (size_t i = 0; i < plane->parts; i++) {
+        parts[i] = (ctx_klt_part){.rows = {at + i * one, c->dtype, {c->tokens * plane->dim, plane->dim, 1}}};
+        if (c->turned >> i & 1) parts[i].cos = c->cos, parts[i].sin = c->sin, parts[i].half = c->half;
+    }
+    return (ctx_klt_place){plane, parts, c->tokens};
 }
 
 static uint8_t *encode(const ctx_kernels *k, const coded *c, const ctx_klt_plane *plane, int refinement, size_t *bytes) {
     uint8_t *room = malloc(ctx_klt_bound(plane, c->tokens, c->raw));
-    const ctx_klt_place place = place_of(c, plane, c->rows);
+    ctx_klt_part parts[PARTS];
+    const ctx_klt_place place = place_of(c, plane, c->rows, parts);
     ctx_klt_coded coded = {.raw_first = c->raw_first};
     const ctx_klt_result done = ctx_klt_encode(k, &place, &coded, 1, c->raw, refinement, room, NULL);
     CHECK(done.reason == CTX_KLT_OK, "encode: %d", done.reason);
@@ -98,31 +107,33 @@ coded random_coded(size_t most_heads, size_t most_dim, size_t most_tokens) {
     static const size_t dims[] = {64, 1, 3, 8, 16, 20, 64, 128, 256};
     const ctx_kernels *all[TABLES];
     const size_t tables = 4 + below(12), usable = all_tables(all);
-    size_t dim = dims[below(9)], heads = 1 + below(most_heads), groups = 0, first = 0;
+    size_t dim = dims[below(9)], heads = 1 + below(most_heads), parts = below(2) ? 1 : 1 + below(PARTS), groups = 0, first = 0;
     if (dim > most_dim) dim = 1 + below(most_dim);
-    while (heads * dim > CTX_KLT_CHANNELS) heads--;
-    coded c = {.tables = peaked_tables(tables), .tokens = 1 + below(most_tokens), .dtype = (ctx_dtype)below(3), .raw = (ctx_dtype)below(3)};
+    while (heads > 1 && heads * parts * dim > 512) heads--; /* more takes long */
+    while (parts * dim > 512) parts--;
+    coded c = {.tables = peaked_tables(tables), .tokens = 1 + below(most_tokens), .dtype = (ctx_dtype)below(3), .raw = (ctx_dtype)below(3),
+               .turned = parts == 1 ? 1 : (unsigned)below(1 << PARTS)};
     const int rope = (int)below(3);
     card cards[4];
     ctx_klt_spec specs[4], bases[4];
     for (; first < heads; groups++) {
         const size_t here = groups == 3 || !below(2) ? heads - first : 1;
-        cards[groups] = random_card(first, here, dim, tables);
+        cards[groups] = random_card(first, parts, here, dim, tables);
         specs[groups] = cards[groups].spec, bases[groups] = cards[groups].base;
         first += here;
     }
     const char *wrong;
     const float step = 0.05f + (float)below(8) / 16;
-    c.base = ctx_klt_prepare(c.tables, heads, dim, bases, groups, 0, 3 * step, 1, rope, NULL, &wrong);
+    c.base = ctx_klt_prepare(c.tables, parts, heads, dim, bases, groups, 0, 3 * step, 1, rope, NULL, &wrong);
     CHECK(c.base, "base: %s", wrong ? wrong : "no memory");
-    c.plane = ctx_klt_prepare(c.tables, heads, dim, specs, groups, 1, step, 0, rope, c.base, &wrong);
+    c.plane = ctx_klt_prepare(c.tables, parts, heads, dim, specs, groups, 1, step, 0, rope, c.base, &wrong);
     CHECK(c.plane, "plane: %s", wrong ? wrong : "no memory");
     for (size_t i = 0; i < groups; i++) free_card(&cards[i]);
     c.half = rope && dim > 1 ? (below(2) ? dim / 2 : 1 + below(dim / 2)) : 0;
     c.raw_first = below(3) ? 0 : below(6);
     c.cos = malloc(4 * c.tokens * c.half + 1), c.sin = malloc(4 * c.tokens * c.half + 1);
     for (size_t i = 0; i < c.tokens * c.half; i++) c.cos[i] = cosf((float)i), c.sin[i] = sinf((float)i);
-    const size_t values = heads * c.tokens * dim;
+    const size_t values = parts * heads * c.tokens * dim;
     float *rows = malloc(4 * values);
     c.rows = malloc(values * ctx_dtype_bytes(c.dtype));
     for (size_t i = 0; i < values; i++) rows[i] = spread() * (below(100) ? 1 : below(20) ? 30 : below(4) ? 1e6f : INFINITY);
@@ -149,13 +160,14 @@ void free_coded(coded *c) {
 
 ctx_klt_reason decode_rows(const coded *c, const uint8_t *data, size_t bytes, const uint8_t *more, size_t more_bytes) {
     const ctx_kernels *all[TABLES];
-    const size_t usable = all_tables(all), volume = c->plane->heads * c->tokens * c->plane->dim * ctx_dtype_bytes(c->dtype);
+    const size_t usable = all_tables(all), volume = c->plane->parts * c->plane->heads * c->tokens * c->plane->dim * ctx_dtype_bytes(c->dtype);
     const ctx_klt_stream stream = {.at = data, .bytes = bytes, .more = more, .more_bytes = more_bytes};
     uint8_t *first = calloc(volume, 1), *out = malloc(volume);
     ctx_klt_result verdict = {.reason = CTX_KLT_OK};
     for (size_t j = usable; j-- > 0;) { /* generic comes first here */
         uint8_t *to = j + 1 == usable ? first : out;
-        const ctx_klt_place place = place_of(c, c->plane, to);
+        ctx_klt_part parts[PARTS];
+        const ctx_klt_place place = place_of(c, c->plane, to, parts);
         if (to == out) memset(out, 0, volume);
         const ctx_klt_result done = ctx_klt_decode(all[j], &place, &stream, 1, c->raw, NULL);
         CHECK(done.reason != CTX_KLT_MEMORY && done.reason != CTX_KLT_TABLE, "%s", all[j]->name);

@@ -10,6 +10,7 @@ typedef struct coded {
     ctx_rans_tables *tables;
     ctx_klt_plane *base, *plane;
     size_t tokens, half, raw_first;
+    unsigned turned;       /* bit i: part i is rotated */
     ctx_dtype dtype, raw;
     float *cos, *sin;      /* [tokens][half] */
     uint8_t *rows;

@@ -1,36 +1,27 @@
-"""Bits of planes that are turned together: what they have in common is paid once, and comes back as near."""
+"""Bits of planes that are coded as one: what ideal coders take, and what they take at a divergence between two."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks.layers import Turned, bits_at
-
-
-def made(rows: int, seed: int) -> np.ndarray:
-    """Components of two planes, [rows, 16], of which the second is nearly the first."""
-    rng = np.random.default_rng(seed)
-    first = rng.standard_normal((rows, 8), np.float32)
-    return np.concatenate([first, first + 0.1 * rng.standard_normal((rows, 8), np.float32)], 1)
-
-
-def turned(turn: np.ndarray) -> Turned:
-    learnt, other = made(4000, 1), made(500, 2)
-    return Turned([0, 1], np.ascontiguousarray(turn.T), learnt @ turn, [other @ turn], [np.ones(500, np.float32)])
+from benchmarks.layers import bits_at, prices
 
 
 @pytest.mark.parametrize("step", [0.1, 0.4])
-def test_planes_that_say_the_same_take_fewer_bits_together(step: float) -> None:
-    learnt, other = made(4000, 1), made(500, 2)
-    axes = np.linalg.eigh(learnt.T @ learnt)[1].astype(np.float32)
-    found = {}
-    for name, turn in (("alone", np.eye(16, dtype=np.float32)), ("together", axes)):
-        (bits,), (back,) = turned(turn).coded(step)
-        assert back.shape == other.shape
-        found[name] = bits, float(np.square(back - other).mean())
-    assert found["together"][0] < 0.85 * found["alone"][0]
-    assert found["together"][1] < 1.3 * max(found["alone"][1], step**2 / 12)
+def test_prices_are_those_of_what_was_learnt(step: float) -> None:
+    rng = np.random.default_rng(1)
+    learnt = (rng.standard_normal((20_000, 3)) * (0.1, 1, 4)).astype(np.float32)
+    price = prices(learnt, step)
+    assert price.shape == (3, 129)
+    np.testing.assert_allclose(np.exp2(-price.astype(float)).sum(1), 1, atol=1e-3)
+    q = np.rint(learnt / np.float32(step)).astype(int)
+    for column in range(2):
+        counts = np.bincount(q[:, column] + 64, minlength=129)
+        share = counts[counts > 0] / len(q)
+        entropy = float(-(share * np.log2(share)).sum())
+        paid = float(price[column, q[:, column] + 64].mean())
+        assert entropy <= paid < entropy + 0.05
 
 
 def test_bits_between_measured_divergences() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import SUITE
-from benchmarks.codec import OURS, figures_of, figures_on, means
+from benchmarks.codec import JOINTLY, OURS, figures_of, figures_on, means
 from benchmarks.picture import plot_paths
 from benchmarks.rate.curve import Point, at_divergence, best_meeting
 from benchmarks.rate.plot import draw
@@ -38,6 +38,15 @@ def test_beyond_the_ends() -> None:
     assert not measured
     assert at_divergence(CURVE[:1], 0.01) == (math.inf, False)
     assert at_divergence(CURVE[:1], 0.2) == (2.0, True)
+
+
+def test_ours_is_the_family_that_takes_fewer_bits_at_a_divergence() -> None:
+    ours = [point(1, 0.04, OURS, "kl-0.05"), point(2, 0.01, OURS, "kl-0.01")]
+    joint = [point(0.5, 0.04, JOINTLY, "kl-0.05-joint"), point(3, 0.01, JOINTLY, "kl-0.01-joint")]
+    figures = {f.metric: f for f in figures_of([*joint, *ours, point(4, 0.02, "KIVI")], {0.05: 1.0, 0.01: 2.5})}
+    assert figures["level within KL 0.05"].value == figures["at equal KL 0.05"].value == 0.5
+    assert figures["level within KL 0.01"].value == figures["at equal KL 0.01"].value == 2
+    assert figures["ctxreuse kl-0.05-joint"].value == 0.5
 
 
 def test_the_cheapest_level_that_meets_a_divergence() -> None:
@@ -82,13 +91,13 @@ def test_each_level_is_shown_on_each_text_beside_the_best_rival_there() -> None:
 
 def test_the_plot_is_two_files_that_name_every_codec(tmp_path: Path) -> None:
     points = [point(1, 0.05, OURS, "kl-0.05"), point(2, 0.002, OURS, "kl-0.002"), *CURVE]
-    draw(points, tmp_path / "new" / "rate.svg", OURS, "a model", (0.01,))
+    draw(points, tmp_path / "new" / "rate.svg", (OURS, JOINTLY), "a model", (0.01,))
     svg, png = plot_paths(tmp_path / "new" / "rate")
     text = svg.read_text()
     assert all(word in text for word in (OURS, "kl-0.05", "KL 0.01", "a model"))
     assert png.read_bytes().startswith(b"\x89PNG")
     first = svg.read_bytes()
-    draw(points, tmp_path / "new" / "rate", OURS, "a model", (0.01,))
+    draw(points, tmp_path / "new" / "rate", (OURS, JOINTLY), "a model", (0.01,))
     assert svg.read_bytes() == first
 
 

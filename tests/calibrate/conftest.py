@@ -119,4 +119,4 @@ def texts() -> Texts:
 def settings() -> Settings:
     """Little text, for seconds."""
     counts: Any = {"calibration": 5, "validation": 3, "held-out": 3}
-    return Settings(counts, prefix=96, scored=24, targets=(Target(0.05, 0.012), Target(0.01)))
+    return Settings(counts, prefix=96, scored=24, targets=(Target(0.05, 0.012), Target(0.01), Target(0.05, joint=True)))

@@ -15,6 +15,8 @@ from ctxreuse.codec import Codec, CodecProfile, model_digest, profile_digest, re
 from ctxreuse.errors import ConfigError
 
 NO_NOTES: dict[str, str] = {}
+#: Layers that are coded as one.
+_KINDS = {"llama": {(0, 1)}, "gemma3": {(0, 2), (1,)}}
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -39,7 +41,9 @@ def test_a_card_is_whole(made: Any, gauge_of: Any) -> None:
     assert all(set(level.kinds) == {"prose", "chat", "code"} for level in profile.levels)
     assert 0.5 <= profile.unseen <= 1
     assert profile.unseen_share(np.arange(space.vocab_size, dtype=np.int32)) > 0
-    assert set(profile.index) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
+    assert set(profile.alone.number) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
+    # Windows and layers that keep all tokens are not coded as one.
+    assert {tuple(sorted({layer for layer, _ in plane.places})) for plane in profile.joint} == _KINDS[name]
     read = read_profile(write_profile(profile))
     assert read.notes == {"text": "default"}
     assert write_profile(read) == write_profile(profile)
@@ -47,13 +51,14 @@ def test_a_card_is_whole(made: Any, gauge_of: Any) -> None:
     assert {rope.style for rope in profile.ropes} == {"half"}
     assert len(profile.ropes) == (2 if name == "gemma3" else 1)
     stages = list(dict.fromkeys(what for what, _, _ in told))
-    assert stages == ["reading", "gradients", "steps", "tables", "held-out text"]
+    assert stages == ["reading", "gradients", "transforms", "steps", "tables", "held-out text"]
     assert all(done == total for what, done, total in told[-1:])
 
 
 def test_levels_fall_in_order(made: Any) -> None:
-    levels = made[1].levels
-    assert {level.info.name for level in levels} == {"kl-0.05", "kl-0.012", "kl-0.01"}
+    assert {level.info.name for level in made[1].levels[2:]} == {"kl-0.012", "kl-0.01"}
+    assert [level.info.name for level in made[1].levels[:2]] == ["kl-0.05-joint", "kl-0.05"]
+    levels = [level for level in made[1].levels if not level.joint]
     steps, bits = [level.step for level in levels], [level.info.bits for level in levels]
     assert steps == sorted(steps, reverse=True)
     assert bits == sorted(bits)
@@ -172,8 +177,10 @@ def test_files_are_cut_in_three(tmp_path: Any, text: Any, gauge_of: Any, setting
 
 def test_targets_as_users_write_them() -> None:
     assert Target.parse("0.05+0.008, .01") == (Target(0.05, 0.008), Target(0.01))
+    assert Target.parse("0.05-joint,0.05") == (Target(0.05, joint=True), Target(0.05))
     assert Target(0.05, 0.008).names == ("kl-0.05", "kl-0.008")
-    for wrong in ("", "kl-0.05", "2", "0.01+0.05", "0.01+0.01", "-0.1", "0.1,0.1", "0.05+"):
+    assert Target(0.05, 0.008, joint=True).names == ("kl-0.05-joint", "kl-0.008-joint")
+    for wrong in ("", "kl-0.05", "2", "0.01+0.05", "0.01+0.01", "-0.1", "0.1,0.1", "0.05+", "0.1-joint,0.1-joint"):
         with pytest.raises(ConfigError):
             Target.parse(wrong)
 

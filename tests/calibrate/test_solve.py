@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.calibrate.coding import Planned, quantised
-from ctxreuse.calibrate.gather import GroupStats, channel_groups
+from ctxreuse.calibrate.gather import Channels, GroupStats, channel_groups, joint_groups
 from ctxreuse.calibrate.steps import active_components, find_step
 from ctxreuse.calibrate.tables import CENTRE, ESCAPE, cluster, fold, integer_table, table_bits
 from ctxreuse.calibrate.transform import BASIS_LIMIT, solve
+from ctxreuse.codec.profile import MOST_CHANNELS
+from ctxreuse.identity.model import LayerSpec
 from support.examples import examples
 
 
@@ -21,7 +23,8 @@ def stats_of(seed: int, size: int = 24, *, fisher: bool = True) -> GroupStats:
     rng = np.random.default_rng(seed)
     a, b = rng.normal(size=(2, size, size)) * 2.0 ** rng.uniform(-4, 4, (2, 1, size))
     information = a @ a.T if fisher else np.zeros((size, size))
-    return GroupStats(0, "k", 0, 3, size // 3, rng.normal(size=size), 1.5, b @ b.T / size, information)
+    channels = Channels(((0, "k"),), 0, 3, size // 3)
+    return GroupStats(channels, rng.normal(size=size), 1.5, b @ b.T / size, information[None])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -34,8 +37,26 @@ def test_the_transform_inverts_and_decorrelates(seed: int) -> None:
     assert (np.diff(transform.variance) <= 1e-9).all()
     spread = forward @ stats.moment @ forward.T
     np.testing.assert_allclose(spread, np.diag(transform.variance), atol=1e-4 * transform.variance[0])
-    metric = stats.fisher + 0.02 * np.trace(stats.fisher) / 24 * np.eye(24)
+    metric = stats.fisher[0] + 0.02 * np.trace(stats.fisher[0]) / 24 * np.eye(24)
     np.testing.assert_allclose(inverse.T @ metric @ inverse, np.eye(24), atol=0.02)
+
+
+def test_the_metric_of_joint_planes_has_a_block_for_each() -> None:
+    one, two = stats_of(1), stats_of(2)
+    rng = np.random.default_rng(3)
+    b = rng.normal(size=(48, 60))
+    channels = one.channels._replace(places=((0, "k"), (0, "v")), joint=True)
+    fisher = np.concatenate([one.fisher, two.fisher])
+    stats = GroupStats(channels, np.concatenate([one.mean, two.mean]), 1.5, b @ b.T / 60, fisher)
+    transform = solve(stats, epsilon=0.02)
+    forward, inverse = transform.forward.astype(float), transform.inverse.astype(float)
+    np.testing.assert_allclose(inverse @ forward, np.eye(48), atol=0.02)
+    spread = forward @ stats.moment @ forward.T
+    np.testing.assert_allclose(spread, np.diag(transform.variance), atol=1e-4 * transform.variance[0])
+    metric = np.zeros((48, 48))
+    for at, block in ((slice(0, 24), fisher[0]), (slice(24, 48), fisher[1])):
+        metric[at, at] = block + 0.02 * np.trace(block) / 24 * np.eye(24)
+    np.testing.assert_allclose(inverse.T @ metric @ inverse, np.eye(48), atol=0.02)
 
 
 def test_the_basis_is_whole_and_bounded() -> None:
@@ -68,9 +89,18 @@ def test_a_plane_that_nothing_reads() -> None:
 
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 256), (8, 128), (32, 128), (5, 96), (2, 512), (7, 64)])
 def test_groups_cover_all_heads(heads: int, dim: int) -> None:
-    groups = list(channel_groups(heads, dim))
-    assert [h for first, n in groups for h in range(first, first + n)] == list(range(heads))
-    assert all(n * dim <= 256 or n == 1 for _, n in groups)
+    places = [(layer, role) for layer in range(12) for role in "kv"]
+    planes = {place: np.empty((heads, 1, dim), np.float32) for place in places}
+    groups = list(channel_groups(planes))
+    assert all(group.heads * dim <= 256 or group.heads == 1 for group in groups)
+    kinds = [LayerSpec("full" if layer % 3 else "sliding", heads, dim, dim, 8) for layer in range(12)]
+    joint = joint_groups(planes, kinds)
+    for group in joint:
+        assert len(group.places) * group.heads * dim <= MOST_CHANNELS
+        assert len({kinds[layer].blocked for layer, _ in group.places}) == 1
+    for found in (groups, joint):
+        covered = [(at, h) for one in found for at in one.places for h in range(one.first, one.first + one.heads)]
+        assert sorted(covered) == [(at, h) for at in places for h in range(heads)]
 
 
 counts = st.lists(st.integers(0, 10**6), min_size=31, max_size=31)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.block.format import BlockView, BlockWriter, Layout, parse
-from ctxreuse.block.levels import EXACT, PACKED
+from ctxreuse.block.levels import EXACT, JOINT, PACKED, expected_kl
 from ctxreuse.codec import (
     Codec,
     CodecProfile,
@@ -28,7 +28,8 @@ from ctxreuse.kernels.convert import from_float32, to_float32
 from support.examples import examples
 from support.profiles import DIM, HEADS, LAYERS, make_block, make_profile, make_space
 
-LOSSY = ("kl-0.05", "kl-0.01", "kl-0.005")
+ALONE = ("kl-0.05", "kl-0.01", "kl-0.005")
+LOSSY = (*ALONE, *(name + JOINT for name in ALONE))
 PLANES = [(layer, role) for layer in range(LAYERS) for role in ("k", "v")]
 
 
@@ -51,8 +52,8 @@ def test_levels_come_back_within_their_steps(dtype, card):
     space = make_space(dtype)
     codec = codec_of(space, **card)
     block = make_block(space, codec.profile)
-    sizes, errors = [], []
-    for level in LOSSY:
+    sizes, errors = {}, {}
+    for level in (info.name for info in codec.levels if info.lossy):
         data = codec.encode(block, level)
         coded = parse(data, space=space.digest)
         assert parse_level(coded.header.level) == (level, codec.digest[:16], "")
@@ -60,20 +61,25 @@ def test_levels_come_back_within_their_steps(dtype, card):
             block.header.key, block.header.tokens, block.header.end)  # fmt: skip
         back = parse(codec.decode(coded))
         assert back.header.level == f"approx~{level}"
-        sizes.append(sum(plane.nbytes for plane in coded.layout.planes))
-        errors.append(error(block, back, dtype))
-    assert sizes[0] < sizes[1] < sizes[2] < sum(plane.nbytes for plane in block.layout.planes) * 0.5
-    assert errors[0] > errors[1] > errors[2] > 0
-    assert errors[2] < 0.4  # a step of 0.5 gives 0.14 a component, times the spread of the tokens' scales
+        sizes[level] = sum(plane.nbytes for plane in coded.layout.planes)
+        errors[level] = error(block, back, dtype)
+    assert set(sizes) == set(LOSSY if codec.profile.joint else ALONE)
+    for names in (ALONE, LOSSY[3:]) if codec.profile.joint else (ALONE,):
+        raw = sum(plane.nbytes for plane in block.layout.planes)
+        assert sizes[names[0]] < sizes[names[1]] < sizes[names[2]] < raw * 0.5
+        assert errors[names[0]] > errors[names[1]] > errors[names[2]] > 0
+        # A step of 0.5 gives 0.14 a component, times the spread of the tokens' scales; two components are not coded.
+        assert errors[names[2]] < (0.4 if names is ALONE else 0.6)
 
 
 @pytest.mark.parametrize("groups", [(3,), (2, 1)])
-def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups):
+@pytest.mark.parametrize("suffix", ["", JOINT])
+def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups, suffix):
     space = make_space("bfloat16")
     codec = codec_of(space, groups=groups)
     block = make_block(space, codec.profile)
-    base, more = parse(codec.encode(block, "kl-0.05")), parse(codec.refinement(block, "kl-0.005"))
-    whole = codec.encode(block, "kl-0.005")
+    base, more = parse(codec.encode(block, "kl-0.05" + suffix)), parse(codec.refinement(block, "kl-0.005" + suffix))
+    whole = codec.encode(block, "kl-0.005" + suffix)
     assert bytes(codec.merge(base, more)) == bytes(whole)
     assert bytes(codec.decode(base, more)) == bytes(codec.decode(parse(whole)))
     heads = len(PLANES) * len(groups) * 280  # what a second stream of a cell costs, however short
@@ -82,6 +88,9 @@ def test_a_refinement_leads_to_the_very_bytes_of_the_finer_level(groups):
         codec.decode(more)
     with pytest.raises(FormatError, match="does not refine"):
         codec.decode(parse(codec.encode(block, "kl-0.01")), more)
+    other = "kl-0.05" if suffix else "kl-0.05" + JOINT
+    with pytest.raises(FormatError, match="does not refine"):
+        codec.decode(parse(codec.encode(block, other)), more)
 
 
 def with_seen(profile: CodecProfile, ids: range, unseen: float) -> CodecProfile:
@@ -101,7 +110,7 @@ def test_tokens_that_calibration_has_not_seen_get_a_stricter_level():
     for unseen, levels in (
         (share + 0.01, {"kl-0.05": "kl-0.05", "kl-0.01": "kl-0.01"}),
         # A third of the KL at most: kl-0.005 is not worth the name of a stricter kl-0.01, and there is none below.
-        (share - 0.01, {"kl-0.05": "kl-0.01", "kl-0.01": PACKED}),
+        (share - 0.01, {"kl-0.05": "kl-0.01", "kl-0.01": PACKED, "kl-0.05-joint": "kl-0.01-joint"}),
     ):
         data = write_profile(with_seen(plain, range(60), unseen))
         codec = Codec(space, (profile_digest(data).hex(), read_profile(data)))
@@ -218,8 +227,9 @@ def test_what_a_permission_allows():
     codec = codec_of(make_space())
     names = lambda most: [info.name for info in codec.allowed(most)]  # noqa: E731
     assert names("") == ["exact", "exact+rans"]
-    assert names("kl-0.01") == ["exact", "exact+rans", "kl-0.01", "kl-0.005"]
-    assert names("kl-0.05") == ["exact", "exact+rans", "kl-0.05", "kl-0.01", "kl-0.005"]
+    fine = ["kl-0.01-joint", "kl-0.01", "kl-0.005-joint", "kl-0.005"]
+    assert names("kl-0.01") == names("kl-0.01-joint") == ["exact", "exact+rans", *fine]
+    assert names("kl-0.05") == ["exact", "exact+rans", "kl-0.05-joint", "kl-0.05", *fine]
 
 
 @examples("light")
@@ -321,8 +331,8 @@ def test_a_profile_of_the_first_version_has_neither_whole_numbers_nor_rounded_le
             True,
             False,
         )
-    with pytest.raises(FormatError, match="reads versions up to 2"):
-        read_profile(GOOD_CARD[:8] + b"\x03" + GOOD_CARD[9:])
+    with pytest.raises(FormatError, match="reads versions up to 3"):
+        read_profile(GOOD_CARD[:8] + b"\x04" + GOOD_CARD[9:])
 
 
 GOOD_CARD = write_profile(make_profile(make_space()))

@@ -77,8 +77,8 @@ class Made:
             kept.append(group)
             first += count
         plane = PlaneProfile(0, "k", heads, dim, 0, tuple(kept))
-        self.base = PlaneCoder.of(plane, 0, rope, found[0])
-        self.coder = PlaneCoder.of(plane, 1, rope, found[1], self.base)
+        self.base = PlaneCoder.of(plane, 0, (rope,), found[0])
+        self.coder = PlaneCoder.of(plane, 1, (rope,), found[1], self.base)
         self.planes = self.base.native, self.coder.native
         x = rng.normal(size=(heads, tokens, dim)).astype(np.float32)
         if wild:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ctxreuse.block.format import BlockView, BlockWriter, block_layout, parse
+from ctxreuse.block.levels import JOINT
 from ctxreuse.codec import ChannelGroup, CodecProfile, Coding, LevelInfo, PlaneProfile, ProfileLevel, model_digest
 from ctxreuse.codec.profile import MOST_CHANNELS
 from ctxreuse.identity.model import LayerSpec, ModelSpace
@@ -32,48 +33,77 @@ def make_profile(
     style: RotaryStyle = "half",
     spread: tuple[float, float] = SPREAD,
     seed: int = 0,
-    version: int = 2,
+    version: int = 3,
 ) -> CodecProfile:
-    """Random means and orthogonal maps, spreads falling from 12 steps to none, two levels with a nested pair."""
+    """Random means and orthogonal maps, spreads falling from 12 steps to none, two levels with a nested pair.
+
+    Version 3 has the same levels again for all planes as one.
+    """
     rng = np.random.default_rng(seed)
     dim = space.layers[0].k_dim
     inv = 100.0 ** (-np.arange(dim // 2) / (dim // 2))
     ropes = (Rotary(style, tuple(inv.tolist()) if style != "none" else ()),)
     planes: list[PlaneProfile] = []
-    codings: dict[str, list[Coding]] = {name: [] for name in ("kl-0.05", "kl-0.005", "kl-0.01")}
+    alone: dict[str, list[Coding]] = {name: [] for name in _STEPS}
     for layer in range(LAYERS):
         for role in ("k", "v"):
-            made: list[ChannelGroup] = []
-            first = 0
-            for heads in groups:
-                channels = heads * dim
-                n = channels - 2
-                turn = np.linalg.qr(rng.normal(size=(channels, channels)))[0]
-                spreads = spread[0] * spread[1] ** np.arange(channels)
-                gain = np.full(channels, 1 / 8191, np.float32)
-                forward = turn[:n].astype(np.float32)
-                basis = np.rint(turn[:n] * 8191).astype(np.int16)
-                mean = rng.normal(size=channels).astype(np.float32)
-                log_rms = float(np.log2(np.sqrt((spreads**2).mean())))
-                made.append(ChannelGroup(first, heads, log_rms, mean, gain, forward, basis))
-                first += heads
-                for name, step in (("kl-0.05", 1.5), ("kl-0.005", 0.5), ("kl-0.01", 0.8)):
-                    active = int((spreads[:n] > step / 6).sum())
-                    shift = (np.log2(np.maximum(spreads[:active] / step, 1)) > 2).astype(np.uint8)
-                    width = spreads[:active] / step / (1 << shift)
-                    table = np.abs(np.log2(width)[:, None] - np.arange(-2, 4)).argmin(1).astype(np.uint8)
-                    base = len(codings["kl-0.05"][-1].table) if name == "kl-0.005" else 0
-                    narrow = int((spreads[:active] >= 2 * step).sum()) if version > 1 else MOST_CHANNELS
-                    codings[name].append(Coding(table, shift, np.full(base, 6, np.uint8), narrow))
-            planes.append(PlaneProfile(layer, role, HEADS, dim, 0 if role == "k" else -1, tuple(made)))
-    levels = (
-        ProfileLevel(LevelInfo("kl-0.05", True, 2.0, 0.05), float(np.float32(1.5)), tuple(codings["kl-0.05"])),
-        ProfileLevel(LevelInfo("kl-0.01", True, 3.0, 0.01), float(np.float32(0.8)), tuple(codings["kl-0.01"])),
-        ProfileLevel(LevelInfo("kl-0.005", True, 3.5, 0.005, base="kl-0.05"), 0.5, tuple(codings["kl-0.005"])),
-    )
+            made = _groups(rng, groups, dim, spread, alone, rounded=version > 1)
+            planes.append(PlaneProfile(layer, role, HEADS, dim, 0 if role == "k" else -1, made))
+    levels, joint = _levels(alone, ""), tuple[PlaneProfile, ...]()
+    if version > 2:
+        together: dict[str, list[Coding]] = {name: [] for name in _STEPS}
+        (layer, role, rope), *others = [plane.parts[0] for plane in planes]
+        # The maps of planes and of their union have nothing in common, so components of the latter are about alike.
+        made = _groups(rng, groups, dim, (spread[0] / 2, 0.999), together, parts=len(planes))
+        joint = (PlaneProfile(layer, role, HEADS, dim, rope, made, tuple(others)),)
+        levels = tuple(level for pair in zip(_levels(together, JOINT), levels) for level in pair)
     return CodecProfile(
-        model_digest(space), ropes, tuple(planes), gaussian_tables(), levels, {"text": "none"}, version=version
-    )
+        model_digest(space), ropes, tuple(planes), gaussian_tables(), levels, {"text": "none"}, version=version,
+        joint=joint,
+    )  # fmt: skip
+
+
+_STEPS = {"kl-0.05": 1.5, "kl-0.01": 0.8, "kl-0.005": 0.5}
+
+
+def _groups(
+    rng: np.random.Generator, groups: tuple[int, ...], dim: int, spread: tuple[float, float],
+    codings: dict[str, list[Coding]], *, parts: int = 1, rounded: bool = True,
+) -> tuple[ChannelGroup, ...]:  # fmt: skip
+    """Groups of so many heads, and what each level does to their components."""
+    made: list[ChannelGroup] = []
+    first = 0
+    for heads in groups:
+        channels = parts * heads * dim
+        n = channels - 2
+        turn = np.linalg.qr(rng.normal(size=(channels, channels)))[0]
+        spreads = spread[0] * spread[1] ** np.arange(channels)
+        gain = np.full(channels, 1 / 8191, np.float32)
+        forward = turn[:n].astype(np.float32)
+        basis = np.rint(turn[:n] * 8191).astype(np.int16)
+        mean = rng.normal(size=channels).astype(np.float32)
+        log_rms = float(np.log2(np.sqrt((spreads**2).mean())))
+        made.append(ChannelGroup(first, heads, log_rms, mean, gain, forward, basis, parts > 1))
+        first += heads
+        for name, step in _STEPS.items():
+            active = int((spreads[:n] > step / 6).sum())
+            shift = (np.log2(np.maximum(spreads[:active] / step, 1)) > 2).astype(np.uint8)
+            width = spreads[:active] / step / (1 << shift)
+            table = np.abs(np.log2(width)[:, None] - np.arange(-2, 4)).argmin(1).astype(np.uint8)
+            base = len(codings["kl-0.05"][-1].table) if name == "kl-0.005" else 0
+            narrow = int((spreads[:active] >= 2 * step).sum()) if rounded else MOST_CHANNELS
+            codings[name].append(Coding(table, shift, np.full(base, 6, np.uint8), narrow))
+    return tuple(made)
+
+
+def _levels(codings: dict[str, list[Coding]], suffix: str) -> tuple[ProfileLevel, ...]:
+    """Levels from coarse to fine, the finest of which refines the coarsest."""
+    found = []
+    for (name, step), bits in zip(_STEPS.items(), (2.0, 3.0, 3.5)):
+        base = f"kl-0.05{suffix}" if name == "kl-0.005" else ""
+        info = LevelInfo(name + suffix, True, bits, float(name[3:]), base=base)
+        found.append(ProfileLevel(info, float(np.float32(step)), tuple(codings[name])))
+    return tuple(found)
 
 
 def make_block(

@@ -19,6 +19,7 @@ from ctxreuse.bus.remote import Fetch, FetchRequest, LevelRequest, Offer
 from ctxreuse.bus.transfer.receive import FetchBuffer
 from ctxreuse.codec import Codec, LevelName, ProfileStore
 from ctxreuse.cost import Level, LinkEstimate
+from ctxreuse.cost.levels import JOINT_WORK, work_of
 from ctxreuse.errors import CtxReuseError
 from ctxreuse.identity.keys import Tokens, as_tokens, prefix_keys
 from ctxreuse.identity.model import ModelSpace
@@ -84,7 +85,8 @@ class _PeerLevels:
             for info in reversed(codec.levels):
                 if info.lossy:
                     name = str(LevelName(info.name, profile16))
-                    found.append(Level(name, codec.nbytes(info.name) + _HEAD, lossy))
+                    seconds = lossy * (JOINT_WORK if work_of(info.name) == "joint" else 1)
+                    found.append(Level(name, codec.nbytes(info.name) + _HEAD, seconds))
         return tuple(found)
 
     def _codec(self, space: ModelSpace, profile16: str) -> Codec | None:

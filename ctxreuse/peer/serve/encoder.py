@@ -21,6 +21,7 @@ from ctxreuse.bus.protocol.messages import MAX_LEVELS, LevelRequest, Pace
 from ctxreuse.bus.transfer.profile import ProfileBlockSource
 from ctxreuse.bus.transfer.receive import part_offsets
 from ctxreuse.codec import Codec, LevelName, ProfileStore, parse_level
+from ctxreuse.cost.levels import JOINT_WORK, Work, work_of
 from ctxreuse.errors import CtxReuseError, LinkRefusedError
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.peer.serve.pick import Candidate, Picker
@@ -81,7 +82,7 @@ class BlockEncoder:
         self._codecs: dict[bytes, Codec] = {}
         self._made: OrderedDict[tuple[bytes, str, str], tuple[float, npt.NDArray[np.uint8]]] = OrderedDict()
         self._made_bytes = self._open_bytes = 0
-        self._rates: dict[bool, float] = {}
+        self._rates: dict[Work, float] = {}
         self._closed = False
         #: Items sent and bytes saved by not sending them raw, by level without its profile.
         self.counts: dict[str, tuple[int, int]] = {}
@@ -138,7 +139,7 @@ class BlockEncoder:
     @property
     def pace(self) -> tuple[int, int]:
         """Microseconds in which all threads encode a MiB of raw planes, packed and lossy."""
-        packed, lossy = (int(self._rates.get(way, _GUESS) * 1e6 * (1 << 20)) // self.threads for way in (True, False))
+        packed, lossy = (int(self._rate(work) * 1e6 * (1 << 20)) // self.threads for work in ("packed", "lossy"))
         return packed, lossy
 
     def encode(self, codec: Codec, view: BlockView, level: str) -> _Encoded:
@@ -218,13 +219,18 @@ class BlockEncoder:
                 self._made_bytes -= oldest.nbytes
 
     def _learn(self, level: str, raw: int, seconds: float) -> None:
-        lossless = level == PACKED
+        work = work_of(level)
         with self._lock:
-            rate = self._rates.get(lossless)
-            self._rates[lossless] = seconds / raw if rate is None else rate + _NEW * (seconds / raw - rate)
+            rate = self._rates.get(work)
+            self._rates[work] = seconds / raw if rate is None else rate + _NEW * (seconds / raw - rate)
+
+    def _rate(self, work: Work) -> float:
+        """Seconds for a byte of raw planes."""
+        guess = _GUESS if work != "joint" else JOINT_WORK * self._rates.get("lossy", _GUESS)
+        return self._rates.get(work, guess)
 
     def _expected(self, level: str, raw: int) -> float:
-        return 0.0 if level == EXACT else self._rates.get(level == PACKED, _GUESS) * raw
+        return 0.0 if level == EXACT else self._rate(work_of(level)) * raw
 
     def check(self) -> None:
         """Raise AssertionError if counters and contents disagree."""

@@ -57,6 +57,7 @@ def quantise(
         )
         code = 0x8000 + 16 * exponent - 16 + np.searchsorted(_THRESHOLDS, mantissa, side="right")
         code = np.where(mantissa == 0, 0x8000, code)
+        code = np.maximum(code, 0x8000) if group.large else code
         bad |= np.abs(code - 0x8000) > _SCALES
         codes = np.where(bad, 0x8000, code).astype(np.uint16)
         if coder.whole is None:

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.codec.planes import PlaneCoder, raw_type
-from ctxreuse.codec.profile import SINKS
-from ctxreuse.codec.stream import CELL, Cell, join_cells, write_cell
+from ctxreuse.codec.stream import CELL, Cell, Coder, join_cells, write_cell
 from ctxreuse.rope import Rotary
 from oracle.codec.cells import quantise, reconstruct
 from oracle.kernels.reference import convert
@@ -58,8 +57,23 @@ def _rotate(x: Floats, rope: Rotary, tables: tuple[Floats, Floats]) -> Floats:
     return out
 
 
+def _turned(x: Floats, planes: PlaneCoder, start: int, *, undo: bool) -> Floats:
+    """x [heads of all parts, tokens, dim] with the K among them rotated."""
+    parts = np.split(x, len(planes.ropes))
+    for i, rope in enumerate(planes.ropes):
+        if rope is not None:
+            parts[i] = _rotate(parts[i], rope, rope_tables(rope, start, x.shape[1], undo=undo))
+    return np.concatenate(parts)
+
+
+def _heads(planes: PlaneCoder, coder: Coder) -> npt.NDArray[np.intp]:
+    """A channel group's heads among those of all parts."""
+    own = np.arange(coder.group.first, coder.group.first + coder.group.heads)
+    return np.concatenate([own + part * planes.plane.heads for part in range(len(planes.ropes))])
+
+
 def encode(planes: PlaneCoder, bits: npt.NDArray[np.generic], dtype: str, start: int) -> bytes:
-    """The stream of a plane's bits [heads, tokens, dim]; row 0 stands, and is rotated, at position ``start``."""
+    """The stream of bits [heads, tokens, dim], of all parts; row 0 stands, and is rotated, at position ``start``."""
     return planes.join(bits.shape[1], take_apart(planes, bits, dtype, start))
 
 
@@ -79,14 +93,13 @@ def take_apart(planes: PlaneCoder, bits: npt.NDArray[np.generic], dtype: str, st
     """Quantise a plane: its cells, token group by token group."""
     tokens = bits.shape[1]
     x = from_bits(bits, dtype).reshape(bits.shape)
-    if planes.rope is not None:
-        x = _rotate(x, planes.rope, rope_tables(planes.rope, start, tokens, undo=True))
+    x = _turned(x, planes, start, undo=True)
     cells = []
     for at in range(0, tokens, CELL):
         rows = slice(at, min(at + CELL, tokens))
-        sink = np.arange(start + rows.start, start + rows.stop) < SINKS
+        sink = np.arange(start + rows.start, start + rows.stop) < planes.plane.sinks
         for coder in planes.coders:
-            of = slice(coder.group.first, coder.group.first + coder.group.heads)
+            of = _heads(planes, coder)
             vectors = np.ascontiguousarray(x[of, rows].transpose(1, 0, 2)).reshape(len(sink), -1)
             q, codes, raw = quantise(vectors, coder, sink)
             kept = np.ascontiguousarray(bits[of, rows].transpose(1, 0, 2)[raw])
@@ -99,20 +112,19 @@ def take_apart(planes: PlaneCoder, bits: npt.NDArray[np.generic], dtype: str, st
 def decode(
     planes: PlaneCoder, data: memoryview, dtype: str, start: int, refinement: memoryview | None = None
 ) -> npt.NDArray[np.generic]:
-    """Bits [heads, tokens, dim] of a stream, K rotated for positions from ``start``."""
+    """Bits [heads of all parts, tokens, dim] of a stream, K rotated for positions from ``start``."""
     tokens, cells = planes.read(data, refinement)
     plane = planes.plane
-    x = np.empty((plane.heads, tokens, plane.dim), np.float32)
+    x = np.empty((len(planes.ropes) * plane.heads, tokens, plane.dim), np.float32)
     kept = []
     for i, cell in enumerate(cells):
         coder, at = planes.coder(i), i // len(planes.coders) * CELL
-        of, rows = slice(coder.group.first, coder.group.first + coder.group.heads), slice(at, at + len(cell.raw))
+        of, rows = _heads(planes, coder), slice(at, at + len(cell.raw))
         with np.errstate(all="ignore"):
             values = reconstruct(cell.q, cell.codes, coder)
         x[of, rows] = values.reshape(len(cell.raw), -1, plane.dim).transpose(1, 0, 2)
         kept.append((of, rows, cell))
-    if planes.rope is not None:
-        x = _rotate(x, planes.rope, rope_tables(planes.rope, start, tokens, undo=False))
+    x = _turned(x, planes, start, undo=False)
     bits = to_bits(x, dtype).reshape(x.shape).copy()
     for of, rows, cell in kept:
         if cell.raw.any():
@@ -120,5 +132,5 @@ def decode(
             if raw_type(dtype) != dtype:
                 given = to_bits(from_bits(given, raw_type(dtype)), dtype)
             given = given.reshape(int(cell.raw.sum()), -1, plane.dim)
-            bits[of, rows][:, cell.raw] = given.transpose(1, 0, 2)
+            bits[np.ix_(of, rows.start + np.flatnonzero(cell.raw))] = given.transpose(1, 0, 2)
     return bits

@@ -8,7 +8,7 @@ import numpy as np
 
 from ctxreuse import kernels
 from ctxreuse.block.format import BlockView
-from ctxreuse.block.levels import is_raw
+from ctxreuse.block.levels import JOINT, family, is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.engines.chunks import Relocation, RelocationError
 from ctxreuse.engines.rows import Bits, fill_rows_of
@@ -99,8 +99,12 @@ def _copy_part(target: Bits, one: Relocation, layer: int, role: str, codec: Code
 
 
 def _corrupt(view: BlockView, layer: int, role: str) -> bool:
+    # Of joint levels the stream may stand in another layer's place.
+    joint = family(view.header.level).endswith(JOINT)
+    places = [(plane.layer, plane.role) for plane in view.layout.planes] if joint else [(layer, role)]
     try:
-        view.plane(layer, role)
+        for place in places:
+            view.plane(*place)
     except FormatError:
         return True
     return False

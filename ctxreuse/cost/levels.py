@@ -16,7 +16,7 @@ __all__ = ["JOINT_WORK", "Level", "Unpacking", "Work", "work_of"]
 #: How blocks are coded: levels of one kind take about equally long.
 Work = Literal["packed", "lossy", "joint"]
 #: So many times as long as another lossy level a joint one is taken to need until it was measured.
-JOINT_WORK = 6.0
+JOINT_WORK = 5.0
 
 #: Bytes/s of raw planes at which a level is taken to be decoded before anything was.
 _GUESS = 1e9

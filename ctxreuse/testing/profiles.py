@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView
-from ctxreuse.block.levels import LevelInfo
+from ctxreuse.block.levels import JOINT, LevelInfo
 from ctxreuse.codec import Codec, ProfileStore, model_digest, write_profile
-from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, PlaneProfile, ProfileLevel
+from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, Place, PlaneProfile, ProfileLevel
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.convert import to_float32
 from ctxreuse.rope import Rotary
@@ -23,12 +23,18 @@ LEVELS = {"kl-0.05": (0.45, 3.5), "kl-0.01": (0.225, 4.5), "kl-0.008": (0.15, 5.
 _BASE, _REFINED = "kl-0.05", "kl-0.008"
 _SIGMAS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _LEAST = 1e-6
+#: Joint levels are said to take so much of the bits, as those of real models do; without a transform they take as many.
+_JOINT = 0.5
 
 Floats = npt.NDArray[np.float32]
 
 
 def plain_profile(
-    space: ModelSpace, views: Sequence[BlockView], *, theta: Callable[[int], float] | None = None
+    space: ModelSpace,
+    views: Sequence[BlockView],
+    *,
+    theta: Callable[[int], float] | None = None,
+    joint: bool = False,
 ) -> CodecProfile:
     """Make a profile with the levels `LEVELS`; what they do to answers was not measured.
 
@@ -36,34 +42,66 @@ def plain_profile(
         space: the model space; its layers with K and V are coded.
         views: exact blocks of one context, and a state if layers have windows.
         theta: base of a layer's rotary embedding, in halves; None codes K as rotated.
+        joint: the same levels again with all planes of one shape as one, ``kl-0.05-joint`` and so on.
     """
     ropes: list[Rotary] = []
-    planes: list[PlaneProfile] = []
-    codings: dict[str, list[Coding]] = {name: [] for name in LEVELS}
+    found: dict[Place, tuple[Floats, int]] = {}
     for layer, role in dict.fromkeys(place for view in views for place in view.layout.index):
         if role not in ("k", "v"):
             continue
         spec, rope = space.layers[layer], -1
-        dim = spec.k_dim if role == "k" else spec.v_dim
         if role == "k" and theta is not None:
             rope = len(ropes)
+            dim = spec.k_dim
             ropes.append(Rotary("half", tuple(theta(layer) ** (-2.0 * i / dim) for i in range(dim // 2))))
         given = [view for view in views if (layer, role) in view.layout.index]
         rotary = ropes[rope] if rope >= 0 else None
-        x = np.concatenate([_rows(space, view, layer, role, rotary) for view in given])
-        group, widths = _group(x, spec.kv_heads)
-        planes.append(PlaneProfile(layer, "k" if role == "k" else "v", spec.kv_heads, dim, rope, (group,)))
+        found[layer, role] = np.concatenate([_rows(space, view, layer, role, rotary) for view in given]), rope
+    planes, levels = _planes(space, found, [[place] for place in found], "")
+    together: tuple[PlaneProfile, ...] = ()
+    if joint:
+        alike: dict[object, list[Place]] = {}
+        for place, (x, _) in found.items():
+            alike.setdefault((space.layers[place[0]], x.shape), []).append(place)
+        together, more = _planes(space, found, list(alike.values()), JOINT)
+        levels = tuple(level for pair in zip(more, levels) for level in pair)
+    return CodecProfile(
+        model_digest(space), tuple(ropes), planes, gaussian_tables(), levels, {"text": "none"},
+        version=3 if joint else 1, joint=together,
+    )  # fmt: skip
+
+
+def _planes(
+    space: ModelSpace, found: Mapping[Place, tuple[Floats, int]], parts: Sequence[Sequence[Place]], suffix: str
+) -> tuple[tuple[PlaneProfile, ...], tuple[ProfileLevel, ...]]:
+    """Planes, each of some places that are coded as one, and the levels that code them."""
+    planes: list[PlaneProfile] = []
+    codings: dict[str, list[Coding]] = {name: [] for name in LEVELS}
+    for places in parts:
+        x = np.concatenate([found[place][0] for place in places], 1)
+        turns = [(layer, "k" if role == "k" else "v", found[layer, role][1]) for layer, role in places]
+        (layer, role, rope), *others = turns
+        heads = space.layers[layer].kv_heads
+        group, widths = _group(x, heads, large=bool(suffix))
+        dim = x.shape[1] // len(places) // heads
+        planes.append(PlaneProfile(layer, role, heads, dim, rope, (group,), tuple(others)))  # type: ignore[arg-type]
         for name in LEVELS:
             codings[name].append(_coding(widths / _step(name), refined=name == _REFINED))
-    levels = tuple(
+    levels = [
         ProfileLevel(
-            LevelInfo(name, True, bits, float(name[3:]), base=_BASE if name == _REFINED else ""),
+            LevelInfo(
+                name + suffix,
+                True,
+                bits * (_JOINT if suffix else 1),
+                float(name[3:]),
+                base=_BASE + suffix if name == _REFINED else "",
+            ),
             float(_step(name)),
             tuple(codings[name]),
         )
         for name, (_, bits) in LEVELS.items()
-    )
-    return CodecProfile(model_digest(space), tuple(ropes), tuple(planes), gaussian_tables(), levels, {"text": "none"})
+    ]
+    return tuple(planes), tuple(levels)
 
 
 def plain_codec(space: ModelSpace, views: Sequence[BlockView], folder: Path) -> Codec:
@@ -100,17 +138,18 @@ def _rows(space: ModelSpace, view: BlockView, layer: int, role: str, rotary: Rot
     return x.transpose(1, 0, 2).reshape(x.shape[1], -1)
 
 
-def _group(x: Floats, heads: int) -> tuple[ChannelGroup, npt.NDArray[np.float64]]:
+def _group(x: Floats, heads: int, *, large: bool) -> tuple[ChannelGroup, npt.NDArray[np.float64]]:
     """One group of all channels, widest first, and their widths in the median one."""
     mean = x.mean(0)
     rms = np.maximum(np.sqrt(((x - mean) ** 2).mean(1)), _LEAST)
-    typical = float(np.log2(rms.mean()))
-    sigma = np.maximum(((x - mean) / (rms / 2**typical)[:, None]).std(0), _LEAST)
+    typical = float(np.log2(rms.max() if large else rms.mean()))
+    sigma = np.maximum(((x - mean) / (1 if large else (rms / 2**typical)[:, None])).std(0), _LEAST)
     order, scale = np.argsort(-sigma), float(np.median(sigma))
     eye = np.eye(x.shape[1])[order]
     gain = np.full(x.shape[1], scale / 8191, np.float32)
     forward, basis = (eye / scale).astype(np.float32), np.rint(eye * 8191).astype(np.int16)
-    return ChannelGroup(0, heads, typical, mean.astype(np.float32), gain, forward, basis), sigma[order] / scale
+    group = ChannelGroup(0, heads, typical, mean.astype(np.float32), gain, forward, basis, large)
+    return group, sigma[order] / scale
 
 
 def _coding(width: npt.NDArray[np.float64], *, refined: bool) -> Coding:

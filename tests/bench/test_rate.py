@@ -43,7 +43,10 @@ def test_beyond_the_ends() -> None:
 def test_ours_is_the_family_that_takes_fewer_bits_at_a_divergence() -> None:
     ours = [point(1, 0.04, OURS, "kl-0.05"), point(2, 0.01, OURS, "kl-0.01")]
     joint = [point(0.5, 0.04, JOINTLY, "kl-0.05-joint"), point(3, 0.01, JOINTLY, "kl-0.01-joint")]
-    figures = {f.metric: f for f in figures_of([*joint, *ours, point(4, 0.02, "KIVI")], {0.05: 1.0, 0.01: 2.5})}
+    figures = {
+        f.metric: f
+        for f in figures_of([*joint, *ours, point(4, 0.05, "KIVI"), point(6, 0.001, "KIVI")], {0.05: 1.0, 0.01: 2.5})
+    }
     assert figures["level within KL 0.05"].value == figures["at equal KL 0.05"].value == 0.5
     assert figures["level within KL 0.01"].value == figures["at equal KL 0.01"].value == 2
     assert figures["ctxreuse kl-0.05-joint"].value == 0.5

@@ -105,7 +105,9 @@ def test_joint_planes_are_coded_as_the_reference_codes_them(dtype, style, groups
     space = make_space(dtype, tokens)
     codec = codec_of(space, style=style, groups=groups)
     block = make_block(space, codec.profile, start=start)
-    coder = plane_coder(codec.profile, codec.profile.number(level + JOINT), *PLANES[0], RansTables(codec.profile.tables))
+    coder = plane_coder(
+        codec.profile, codec.profile.number(level + JOINT), *PLANES[0], RansTables(codec.profile.tables)
+    )
     whole = np.concatenate([block.array(*place) for place in PLANES])
     coded = parse(codec.encode(block, level + JOINT))
     stream = reference.encode(coder, whole, dtype, start)

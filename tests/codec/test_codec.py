@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ctxreuse.block.format import BlockView, BlockWriter, Layout, parse
-from ctxreuse.block.levels import EXACT, JOINT, PACKED, expected_kl
+from ctxreuse.block.levels import EXACT, JOINT, PACKED
 from ctxreuse.codec import (
     Codec,
     CodecProfile,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ctxreuse.block.levels import EXACT, PACKED, expected_kl
 from ctxreuse.cost import CostModel, Decision, FetchPath
+from ctxreuse.cost.levels import JOINT_WORK, work_of
 from support.examples import examples
 
 CARD = "@0123456789abcdef"
@@ -112,3 +113,20 @@ def test_seconds_of_decoding_come_from_what_was_seen() -> None:
     model.unpack.observe(f"kl-0.01{CARD}", 2_000_000, 1.0)
     assert model.unpack.seconds("kl-0.01@fedcba9876543210", 4_000_000) == pytest.approx(2.0, rel=0.05)
     assert model.unpack.seconds("kl-0.05", 4_000_000) == pytest.approx(2.0, rel=0.05), "as slow as the slowest known"
+
+
+def test_joint_levels_are_for_slow_links_and_slower_to_decode_until_they_were_seen() -> None:
+    model = taught(decode=1e9)
+    assert model.unpack.seconds("kl-0.05-joint", 10_000_000) == pytest.approx(JOINT_WORK * 0.01, rel=0.05)
+    levels = (*LEVELS, (f"kl-0.05-joint{CARD}", 0.03 * RAW, 0.0))
+    assert choose(model, 2.5e5, levels).level == f"kl-0.05-joint{CARD}"
+    assert choose(model, 2.5e7, levels).level != f"kl-0.05-joint{CARD}"
+    for nbytes in (1_000_000, 20_000_000):
+        model.unpack.observe(f"kl-0.05-joint{CARD}", nbytes, nbytes / 4e9)
+    assert model.unpack.seconds("kl-0.01-joint", 10_000_000) == pytest.approx(0.0025, rel=0.1)
+    assert model.unpack.seconds("kl-0.03", 10_000_000) == pytest.approx(0.01, rel=0.05)
+
+
+def test_levels_by_how_they_are_coded() -> None:
+    names = (PACKED, "kl-0.05", f"kl-0.05{CARD}", "kl-0.05-joint", f"kl-0.05-joint{CARD}")
+    assert [work_of(name) for name in names] == ["packed", "lossy", "lossy", "joint", "joint"]

@@ -41,6 +41,16 @@ def test_small_blocks_and_refinements_are_encoded_on_the_cpu(shim: Shim) -> None
     assert device.encoded == 0
 
 
+def test_joint_levels_are_left_to_the_cpu(shim: Shim) -> None:
+    sample = Sample("bfloat16", 200)
+    with pytest.raises(ValueError, match="planes of several layers as one"):
+        sample.device(shim, "kl-0.05-joint")
+    wanted = bytes(sample.codec.encode(sample.block, "kl-0.05-joint"))
+    sample.codec.device = device = Counting(shim)
+    assert bytes(sample.codec.encode(sample.block, "kl-0.05-joint")) == wanted
+    assert device.encoded == 0
+
+
 def test_a_corrupt_plane_is_named_and_not_coded(shim: Shim) -> None:
     sample = Sample("bfloat16", 200)
     spoiled = bytearray(sample.block.buffer)

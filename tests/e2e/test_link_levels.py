@@ -29,7 +29,7 @@ def card(model: Path) -> bytes:
     engine.prefill(context, ids)
     keys = prefix_keys(engine.space.digest, bytes(16), ids, engine.space.block_tokens)
     views = [parse(data) for data in engine.export(context, keys, ROOT, 0)]
-    return write_profile(plain_profile(engine.space, views, theta=lambda _: 10000.0))
+    return write_profile(plain_profile(engine.space, views, theta=lambda _: 10000.0, joint=True))
 
 
 def ask(node: Any, document: str, lossy: str | None = None) -> tuple[str, Any]:
@@ -61,7 +61,7 @@ def test_who_allows_a_level_gets_it_and_who_does_not_gets_exact_blocks(
     _, details = ask(b, DOCUMENTS[2])
     assert details["approx"]
     assert details["sources"]["cloud"] > 0
-    assert sum(details["levels"].get(name, 0) for name in ("kl-0.05", "kl-0.01", "kl-0.008")) > 0
+    assert sum(count for name, count in details["levels"].items() if name.startswith("kl-0.0")) > 0
     sent = cloud.status()["levels"]
     assert any(name.startswith("kl-") for name in sent)
     # Whoever allows nothing gets the very same answer as the device that computed.

@@ -35,11 +35,11 @@ _BLOCKS = 5
 class EngineLevelsContract:
     """Inherit, and give a fixture ``engine`` whose ``codec`` can be set."""
 
-    def sealed(self, engine: Engine) -> tuple[Sealed, Codec]:
-        """A context as bytes, and a codec with a profile for it, now the engine's."""
+    def sealed(self, engine: Engine, *, joint: bool = False) -> tuple[Sealed, Codec]:
+        """A context as bytes, and a codec with a profile for it, now the engine's; ``joint``: with joint levels."""
         sealed = seal(engine, random_tokens(engine, _BLOCKS * engine.space.block_tokens))
         raw = [parse(data) for data in (*sealed.blocks, *sealed.states.values())]
-        codec = Codec(engine.space, ("0" * 64, plain_profile(engine.space, raw)))
+        codec = Codec(engine.space, ("0" * 64, plain_profile(engine.space, raw, joint=joint)))
         engine.codec = codec  # type: ignore[misc]
         return sealed, codec
 
@@ -71,7 +71,15 @@ class EngineLevelsContract:
 
     def test_lossy_blocks_give_what_they_decode_to(self, engine: Engine) -> None:
         sealed, codec = self.sealed(engine)
-        blocks, state = self.coded(engine, sealed, codec, ["kl-0.05"] * _BLOCKS, "kl-0.05")
+        self._decodes(engine, sealed, codec, ["kl-0.05"] * _BLOCKS, "kl-0.05")
+
+    def test_joint_blocks_give_what_they_decode_to(self, engine: Engine) -> None:
+        sealed, codec = self.sealed(engine, joint=True)
+        joint = "kl-0.05-joint"
+        self._decodes(engine, sealed, codec, [joint, joint, EXACT, "kl-0.01", joint], joint)
+
+    def _decodes(self, engine: Engine, sealed: Sealed, codec: Codec, levels: Sequence[str], of_state: str) -> None:
+        blocks, state = self.coded(engine, sealed, codec, levels, of_state)
         decoded = [parse(codec.decode(view)) for view in blocks]
         twin = parse(codec.decode(state)) if state is not None else None
         a, b = self.loaded(engine, blocks, state), self.loaded(engine, decoded, twin)

@@ -12,7 +12,8 @@
     32      h     header: MessagePack array, see Header; at most 1 MiB
     ...           zeros up to the first plane
     planes        each at a multiple of 64 bytes (of 8 if uint8: a coded stream), in layer order, K before V, so
-                  that a layer is read and checked alone
+                  that a layer is read and checked alone; of a joint level the stream of several layers
+                  stands in the first of their planes, and the others are empty
     ...           zeros up to the total length
 
 A **block** holds K and V of a run of tokens for the layers that keep all tokens: planes ``k`` and ``v`` of shape

@@ -22,10 +22,10 @@ from ctxreuse.identity.keys import KEY_BYTES, Tokens
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.convert import from_float32
 
-__all__ = ["Family", "Size", "coded_size", "measure"]
+__all__ = ["LevelSet", "Size", "coded_size", "measure"]
 
 
-class Family(NamedTuple):
+class LevelSet(NamedTuple):
     """Levels of one basis."""
 
     basis: Basis
@@ -42,7 +42,7 @@ class Size(NamedTuple):
 def measure(
     model: CalibrationModel,
     profile: CodecProfile,
-    families: Sequence[Family],
+    families: Sequence[LevelSet],
     texts: Sequence[KindWindow],
     prefix: int,
     progress: Progress,

@@ -21,7 +21,7 @@ from ctxreuse.calibrate.gather import (
     normalise,
     window_rows,
 )
-from ctxreuse.calibrate.measure import Family, measure
+from ctxreuse.calibrate.measure import LevelSet, measure
 from ctxreuse.calibrate.steps import active_components, find_step
 from ctxreuse.calibrate.texts import KindWindow, Part, Texts, in_turn, windows_by_kind
 from ctxreuse.calibrate.transform import Basis, Transform, solve
@@ -151,7 +151,7 @@ def calibrate(
         transforms.append(solve(one, epsilon=settings.epsilon))
     progress("transforms", len(stats), len(stats))
     validation = _read(model, cut["validation"], settings, progress)
-    families, exact = list[Family](), list[Floats]()
+    families, exact = list[LevelSet](), list[Floats]()
     for own, wanted in zip(groups, targets):
         if not own:
             continue
@@ -160,7 +160,7 @@ def calibrate(
         samples = [_components(learnt, transform, rotaries, _SAMPLED) for transform in basis.transforms]
         prepared = [prepare(model, window, basis, *exact[i : i + 1]) for i, window in enumerate(validation)]
         exact = [one.exact for one in prepared]
-        families.append(Family(basis, tuple(_levels(model, prepared, basis, samples, wanted, progress))))
+        families.append(LevelSet(basis, tuple(_levels(model, prepared, basis, samples, wanted, progress))))
     del samples, prepared, validation
     plan = make_plan(
         len(stats),
@@ -186,7 +186,7 @@ def calibrate(
     return measure(model, profile, families, cut["held-out"], settings.prefix, progress)
 
 
-def _numbered(families: Sequence[Family]) -> list[Planned]:
+def _numbered(families: Sequence[LevelSet]) -> list[Planned]:
     """The levels of all families, as if each coded the groups of all."""
     counts = [len(family.basis.transforms) for family in families]
     found: list[Planned] = []
@@ -198,7 +198,7 @@ def _numbered(families: Sequence[Family]) -> list[Planned]:
     return found
 
 
-def _profile_levels(families: Sequence[Family], codings: Sequence[tuple[Coding, ...]]) -> tuple[ProfileLevel, ...]:
+def _profile_levels(families: Sequence[LevelSet], codings: Sequence[tuple[Coding, ...]]) -> tuple[ProfileLevel, ...]:
     """Levels from coarse to fine, of equal promises the smaller first; ``codings`` are those of `_numbered`."""
     made, group, left = [], 0, iter(codings)
     for family in families:
@@ -323,7 +323,7 @@ def _first_step(transforms: Sequence[Transform], kl: float, rows: int) -> float:
     return float(np.sqrt(kl * 2 * 12 / (total * rows)))
 
 
-def _planes(family: Family, model: CalibrationModel) -> tuple[tuple[PlaneProfile, ...], tuple[Rotary, ...]]:
+def _planes(family: LevelSet, model: CalibrationModel) -> tuple[tuple[PlaneProfile, ...], tuple[Rotary, ...]]:
     """The planes that a family codes, and all rotations."""
     rotaries = family.basis.rotaries
     ropes = list(dict.fromkeys(rotaries[layer] for layer in sorted(rotaries)))

@@ -26,7 +26,7 @@ ctxreuse calibrate smollm2                       minutes; on a mix of prose, cha
 
 ctxreuse calibrate smollm2 --text notes.txt --text chats.txt   on your own texts
 
-ctxreuse calibrate ./my-model --levels 0.03,0.01+0.0015 --plot rate.svg
+ctxreuse calibrate ./my-model --levels 0.03,0.01+0.0015,0.05-joint --plot rate.svg
 
 ctxreuse calibrate smollm2 --chunks              error of documents reused at other positions
 
@@ -42,8 +42,9 @@ ctxreuse calibrate gemma3-270m --chunks --whole  a sliding-window model, with th
 
 A level kl-0.01 moves the distribution of the next token by at most 0.01 nats, measured on the kind of validation text
 that suffers most (each file is a kind); the table is measured on yet other text. 0.01+0.0015 is a level with a
-refinement, which can be fetched later. With --chunks the profile has the error of reused chunks under each recompute
-policy; a request's max_kl chooses among them.
+refinement, which can be fetched later. 0.05-joint codes K and V of up to ten layers as one: about half of the bytes,
+for links and disks, at four times the decoding. With --chunks the profile has the error of reused chunks under each
+recompute policy; a request's max_kl chooses among them.
 """
 
 

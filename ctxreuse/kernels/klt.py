@@ -124,8 +124,8 @@ def klt_name() -> str:
 class KltPlane:
     """One plane of a layer at one level, or planes of several layers that are coded as one, prepared.
 
-    ``tables``: the profile's. ``parts``: how many planes are coded as one; ``heads`` are those of each. ``groups`` cover
-    the heads in order. ``level``: its index in the profile, as in streams.
+    ``tables``: the profile's. ``parts``: how many planes are coded as one; ``heads`` are those of each. ``groups``
+    cover the heads in order. ``level``: its index in the profile, as in streams.
     ``base``: the plane at the level that this one refines; ``nested``: another level, of a third of this step, refines
     this one. ``rope``: how K is rotated ("half": pairs (i, i + r/2); "pairs": (2i, 2i + 1)); "none" for V. ValueError
     for arrays that do not fit, tables without a frequency for the escape 31, and numbers out of range.

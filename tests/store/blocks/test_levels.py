@@ -16,6 +16,7 @@ from ctxreuse.codec import Codec, profile_digest, write_profile
 from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.store import BlockStore, TieredStore
 from ctxreuse.store.lmdb.records import Record, footprint
+from ctxreuse.testing.profiles import plain_profile
 from ctxreuse.testing.store_levels import SPACE, CodedContext, codec
 from support.waiting import patient
 
@@ -134,6 +135,26 @@ def test_a_third_of_the_room_keeps_more_than_a_third(tmp_path: Path, max_kl: flo
     assert held[False] == 20 * SPACE.block_tokens
     # Packed blocks of random numbers take 9 pages of 10; lossily coded ones 1 of 5 or less.
     assert held[True] > held[False] * (1 if max_kl is None else 2)
+
+
+def test_of_levels_that_promise_the_same_the_smallest_is_taken(tmp_path: Path) -> None:
+    contexts = [CodedContext(6, seed=seed) for seed in range(10)]
+    profile = plain_profile(SPACE, [parse(contexts[0].block(i)) for i in range(2)], joint=True)
+    joint = Codec(SPACE, (profile_digest(write_profile(profile)).hex(), profile))
+    with BlockStore.open(tmp_path, capacity=20 * BLOCK) as store:
+        store.register_codec(joint)
+        for context in contexts:
+            put(store, context, max_kl=0.05)
+        assert kept(store)["kl-0.05-joint"] > 6
+        assert kept(store)["kl-0.05"] == 0
+        with store.read(0.05) as reader:
+            for context in contexts:
+                for i in range(len(context)):
+                    view = context.get(reader, i)
+                    if view is not None and family(view.header.level) == "kl-0.05-joint":
+                        near = parse(joint.decode(view)).array(0, "v")
+                        assert np.abs(near - parse(context.block(i)).array(0, "v")).max() < 2
+        store.check()
 
 
 def test_the_newest_stay_exact(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ class _Blocks:
         from ctxreuse.codec.planes import plane_coder
 
         tables, number = kernels.RansTables(codec.profile.tables), codec.profile.number(level)
-        places = [plane.places[0] for plane in codec.profile.planes_of(codec.profile.levels[number]).planes]
+        planes = codec.profile.planes_of(codec.profile.levels[number]).planes
+        places = [plane.parts[0].place for plane in planes]
         coders = [plane_coder(codec.profile, number, layer, role, tables) for layer, role in places]
         passes = [self._timed(codec.space, coders) for _ in range(rounds)]
         told = {}
@@ -80,7 +81,7 @@ class _Blocks:
         raw, counts = raw_type(space.dtype), [space.block_tokens] * len(self.views)
         spent = {name: np.zeros(len(parts), np.int64) for name, parts in _PARTS.items()}
         for coder in coders:
-            target = np.stack([self.target[place] for place in coder.plane.places])
+            target = np.stack([self.target[place] for place in coder.places])
             rows, dim = target.shape[2:]
             ropes = list(dict.fromkeys(rope for rope in coder.ropes if rope is not None))
             layout = [

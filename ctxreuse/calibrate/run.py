@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import JOINT, LevelInfo, expected_kl
+from ctxreuse.block.levels import JOINT
+from ctxreuse.calibrate.assemble import joint_planes, numbered, planes_alone, profile_levels
 from ctxreuse.calibrate.coding import Planned, make_plan
 from ctxreuse.calibrate.gather import (
     Progress,
@@ -27,12 +27,7 @@ from ctxreuse.calibrate.texts import KindWindow, Part, Texts, in_turn, windows_b
 from ctxreuse.calibrate.transform import Basis, Transform, solve
 from ctxreuse.calibrate.trial import Prepared, by_kind, compare, decode, prepare
 from ctxreuse.codec.profile import (
-    ChannelGroup,
     CodecProfile,
-    Coding,
-    Place,
-    PlaneProfile,
-    ProfileLevel,
     model_digest,
 )
 from ctxreuse.engines.calibration import CalibrationModel
@@ -165,58 +160,26 @@ def calibrate(
     plan = make_plan(
         len(stats),
         lambda i: _components(learnt, transforms[i], rotaries, _ROWS),
-        _numbered(families),
+        numbered(families),
         lambda i: progress("tables", i, len(stats)),
     )
     progress("tables", len(stats), len(stats))
     seen, unseen = _familiar(model, text, texts, [*cut["validation"], *cut["held-out"]])
-    (alone, ropes), *joint = (_planes(family, model) for family in families)
+    ropes = tuple(dict.fromkeys(rotaries[layer] for layer in sorted(rotaries)))
+    alone, *joint = families
     profile = CodecProfile(
         model=model_digest(model.space),
         ropes=ropes,
-        planes=alone,
+        planes=planes_alone(alone, ropes, model),
         tables=plan.tables,
-        levels=_profile_levels(families, plan.codings),
+        levels=profile_levels(families, plan.codings),
         notes=notes,
         seen=seen,
         unseen=unseen,
         version=3 if joint else 2,
-        joint=joint[0][0] if joint else (),
+        joint=joint_planes(joint[0], ropes, model) if joint else (),
     )
     return measure(model, profile, families, cut["held-out"], settings.prefix, progress)
-
-
-def _numbered(families: Sequence[LevelSet]) -> list[Planned]:
-    """The levels of all families, as if each coded the groups of all."""
-    counts = [len(family.basis.transforms) for family in families]
-    found: list[Planned] = []
-    for number, family in enumerate(families):
-        before, behind, first = (0,) * sum(counts[:number]), (0,) * sum(counts[number + 1 :]), len(found)
-        for level in family.levels:
-            base = None if level.base is None else first + level.base
-            found.append(level._replace(active=before + level.active + behind, base=base))
-    return found
-
-
-def _profile_levels(families: Sequence[LevelSet], codings: Sequence[tuple[Coding, ...]]) -> tuple[ProfileLevel, ...]:
-    """Levels from coarse to fine, of equal promises the smaller first; ``codings`` are those of `_numbered`."""
-    made, group, left = [], 0, iter(codings)
-    for family in families:
-        transforms = family.basis.transforms
-        for level in family.levels:
-            own = tuple(
-                msgspec.structs.replace(coding, narrow=min(transform.narrow(level.step), len(coding.table)))
-                for transform, coding in zip(transforms, next(left)[group:])
-            )
-            base = "" if level.base is None else family.levels[level.base].name
-            made.append(ProfileLevel(LevelInfo(level.name, True, 0.0, base=base), level.step, own))
-        group += len(transforms)
-    merged, later = list[ProfileLevel](), [level for level in made if level.joint]
-    for one in (level for level in made if not level.joint):  # in the order of their steps
-        while later and expected_kl(later[0].info.name) >= expected_kl(one.info.name):
-            merged.append(later.pop(0))
-        merged.append(one)
-    return (*merged, *later)
 
 
 def _familiar(
@@ -321,24 +284,3 @@ def _first_step(transforms: Sequence[Transform], kl: float, rows: int) -> float:
     """The step at which errors of step^2 / 12 in all components would add up to a divergence."""
     total = sum(len(t.variance) for t in transforms)
     return float(np.sqrt(kl * 2 * 12 / (total * rows)))
-
-
-def _planes(family: LevelSet, model: CalibrationModel) -> tuple[tuple[PlaneProfile, ...], tuple[Rotary, ...]]:
-    """The planes that a family codes, and all rotations."""
-    rotaries = family.basis.rotaries
-    ropes = list(dict.fromkeys(rotaries[layer] for layer in sorted(rotaries)))
-    groups: dict[tuple[Place, ...], list[ChannelGroup]] = {}
-    for i, transform in enumerate(family.basis.transforms):
-        components = max((level.active[i] for level in family.levels), default=0)
-        groups.setdefault(transform.stats.channels.places, []).append(transform.group(components))
-    planes = []
-    for places, own in groups.items():
-        turns = [
-            (layer, cast(Literal["k", "v"], role), ropes.index(rotaries[layer]) if role == "k" else -1)
-            for layer, role in places
-        ]
-        (layer, role, rope), *others = turns
-        spec = model.space.layers[layer]
-        dim = spec.k_dim if role == "k" else spec.v_dim
-        planes.append(PlaneProfile(layer, role, spec.kv_heads, dim, rope, tuple(own), tuple(others)))
-    return tuple(planes), tuple(ropes)

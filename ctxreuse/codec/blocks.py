@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ctxreuse import kernels
 from ctxreuse.block.format import BlockView, Layout
 from ctxreuse.codec.planes import PlaneCoder, raw_type
-from ctxreuse.codec.profile import Place, PlaneProfile
+from ctxreuse.codec.profile import Place
 from ctxreuse.errors import FormatError
 from ctxreuse.rope import Rotary
 
@@ -22,12 +22,12 @@ __all__ = ["BlockCoder", "source_of"]
 class BlockCoder(NamedTuple):
     """Planes of so many ``tokens`` of a layout of raw planes, as native calls take them.
 
-    ``profiles``: what they are, each with a stream; ``numbers``: indices in the layout of all that they code;
-    ``planes``: from the first plane on; ``ropes``: what turns them.
+    ``coders``: of each stream; ``numbers``: indices in the layout of all planes that they code; ``planes``: from the
+    first plane on; ``ropes``: what turns them.
     """
 
     tokens: int
-    profiles: tuple[PlaneProfile, ...]
+    coders: tuple[PlaneCoder, ...]
     numbers: npt.NDArray[np.intp]
     planes: kernels.KltPlanes
     ropes: tuple[Rotary, ...]
@@ -58,7 +58,7 @@ class BlockCoder(NamedTuple):
         turns: dict[int, tuple[int, Rotary]] = {}
         numbers, rows = [], []
         for coder in planes:
-            for place, rope in zip(coder.plane.places, coder.ropes):
+            for place, rope in zip(coder.places, coder.ropes):
                 i = layout.index.get(place, -1)
                 if i < 0 or layout.planes[i].shape[-2:-1] != (tokens,):
                     raise FormatError(
@@ -68,7 +68,7 @@ class BlockCoder(NamedTuple):
                 numbers.append(i)
                 rows.append((layout.offsets[i], tokens * coder.plane.dim, coder.plane.dim, 1, turn))
         return cls(
-            tokens, tuple(coder.plane for coder in planes), np.array(numbers, np.intp),
+            tokens, tuple(planes), np.array(numbers, np.intp),
             kernels.KltPlanes.of([coder.native for coder in planes], np.array(rows, np.int64)),
             tuple(rope for _, rope in turns.values()),
         )  # fmt: skip
@@ -79,7 +79,7 @@ class BlockCoder(NamedTuple):
         Planes whose stream stands in another's place are empty.
         """
         start = self._start(view)
-        sinks = {plane.sinks for plane in self.profiles}
+        sinks = {coder.plane.sinks for coder in self.coders}
         assert len(sinks) == 1  # all are of one level
         try:
             data, spans = self.planes.at(view.start).encode(
@@ -90,10 +90,8 @@ class BlockCoder(NamedTuple):
         except kernels.StreamError as error:
             raise self._named(error, view) from None
         whole = memoryview(data)
-        streams = {place: whole[:0] for plane in self.profiles for place in plane.places[1:]}
-        return streams | {
-            plane.places[0]: whole[at : at + size] for plane, (at, size) in zip(self.profiles, spans.tolist())
-        }
+        streams = {place: whole[:0] for coder in self.coders for place in coder.places[1:]}
+        return streams | {coder.place: whole[at : at + size] for coder, (at, size) in zip(self.coders, spans.tolist())}
 
     def decode(self, view: BlockView, more: BlockView | None, target: npt.NDArray[Any], first: int, dtype: str) -> None:
         """Decode the planes of ``view``, with the refinement ``more``, to ``target``, where they begin at ``first``.
@@ -113,11 +111,11 @@ class BlockCoder(NamedTuple):
 
     def _numbers(self, view: BlockView) -> list[int]:
         """Where the streams are among the planes of a coded block. FormatError for bytes where none belong."""
-        for plane in self.profiles:
-            for place in plane.places[1:]:
+        for coder in self.coders:
+            for place in coder.places[1:]:
                 if view.layout.sizes[_number(view, place)]:
                     raise FormatError(f"plane {place[1]!r} of layer {place[0]} is not empty in a joint block")
-        return [_number(view, plane.places[0]) for plane in self.profiles]
+        return [_number(view, coder.place) for coder in self.coders]
 
     def _start(self, view: BlockView) -> int:
         if self.tokens > view.header.end:
@@ -126,7 +124,7 @@ class BlockCoder(NamedTuple):
 
     def _named(self, error: kernels.StreamError, *views: BlockView | None) -> FormatError:
         """The error with its plane; where that is a checksum, as the block says it."""
-        places = self.profiles[error.plane].places
+        places = self.coders[error.plane].places
         for view in views:
             if view is not None:
                 for place in places:

@@ -271,7 +271,7 @@ class Codec:
         if row + end - first > target.shape[1]:
             raise FormatError(f"streams of {end - first} tokens for {target.shape[1] - row} rows")
         found = zip(views, more, counts, strict=True)
-        if not coder.plane.others:
+        if len(coder.ropes) == 1:
             sources = [source_of(view, extra, coder.place, count) for view, extra, count in found]
             coder.decode(target[None], row, self.space.dtype, first, sources)
             return end - first
@@ -284,7 +284,7 @@ class Codec:
 
         each = [(view.header.key, view.checksum(*coder.place)) for view in (*views, *more) if view is not None]
         run = level, name.profile, first, target.dtype, *each
-        target[:, row : row + end - first] = self._joint.take(run, coder.plane.places, (layer, role), decode)
+        target[:, row : row + end - first] = self._joint.take(run, coder.places, (layer, role), decode)
         return end - first
 
     def _raw(self, view: BlockView, coder: PlaneCoder, plane: Plane) -> Plane:
@@ -417,12 +417,16 @@ class _Coders:
         try:
             number = self.profile.number(level)
             planes = self.profile.planes_of(self.profile.levels[number])
-            place = planes.planes[planes.number[layer, role]].places[0]
+            place = planes.planes[planes.number[layer, role]].parts[0].place
         except KeyError:
             raise FormatError(f"the profile has no level {level} for plane {role!r} of layer {layer}") from None
         made = self._made.get((level, *place))
         if made is None:
-            made = self._made.setdefault((level, *place), plane_coder(self.profile, number, *place, self.tables))
+            try:
+                made = plane_coder(self.profile, number, *place, self.tables)
+            except ValueError as error:  # numbers that no calibration writes
+                raise FormatError(f"the profile's level {level} cannot be used: {error}") from None
+            made = self._made.setdefault((level, *place), made)
         return made
 
     def index(self, level: str) -> Container[Place]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse import kernels
-from ctxreuse.codec.profile import CodecProfile, Place, PlaneProfile
+from ctxreuse.codec.profile import ChannelGroup, CodecProfile, JointGroup, JointProfile, Place, PlaneProfile
 from ctxreuse.codec.stream import CELL, Cell, Coder, join_cells, read_cell, split_cells, write_cell
 from ctxreuse.codec.whole import WholeForward
 from ctxreuse.errors import FormatError
@@ -33,7 +33,7 @@ class PlaneCoder(NamedTuple):
     group; ``base``: the coder of the level that this one refines.
     """
 
-    plane: PlaneProfile
+    plane: PlaneProfile | JointProfile
     number: int
     ropes: tuple[Rotary | None, ...]
     coders: list[Coder]
@@ -43,7 +43,7 @@ class PlaneCoder(NamedTuple):
     @classmethod
     def of(
         cls,
-        plane: PlaneProfile,
+        plane: PlaneProfile | JointProfile,
         number: int,
         ropes: tuple[Rotary | None, ...],
         coders: list[Coder],
@@ -70,7 +70,12 @@ class PlaneCoder(NamedTuple):
     @property
     def place(self) -> Place:
         """Where the stream stands."""
-        return self.plane.layer, self.plane.role
+        return self.plane.parts[0].place
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Layers and roles of all planes that are coded as one."""
+        return tuple(part.place for part in self.plane.parts)
 
     def decode(
         self, target: npt.NDArray[Any], row: int, dtype: str, start: int, sources: Sequence[kernels.Source]
@@ -139,14 +144,15 @@ def plane_coder(profile: CodecProfile, number: int, layer: int, role: str, table
     base = profile.number(level.info.base) if level.info.base else -1
     nested = any(other.info.base == level.info.name for other in profile.levels)
     coders = []
-    for i, group in enumerate(plane.groups, first):
+    groups: Sequence[ChannelGroup | JointGroup] = plane.groups
+    for i, group in enumerate(groups, first):
         below = profile.levels[base].codings[i] if base >= 0 else None
         coding = level.codings[i]
         whole = None
         if profile.version > 1:
             whole = WholeForward.of(group, len(coding.table)).at(level.step, nested=nested)
         coders.append(Coder(group.rounded(coding.narrow), coding, tables, level.step, below, nested, whole))
-    turns = [profile.ropes[rope] if rope >= 0 else None for _, _, rope in plane.parts]
+    turns = [profile.ropes[part.rope] if part.rope >= 0 else None for part in plane.parts]
     ropes = tuple(None if rope is None or rope.style == "none" else rope for rope in turns)
     under = plane_coder(profile, base, layer, role, tables) if base >= 0 else None
     return PlaneCoder.of(plane, number, ropes, coders, under)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,8 +29,11 @@ __all__ = [
     "ChannelGroup",
     "CodecProfile",
     "Coding",
+    "JointGroup",
+    "JointProfile",
     "KindFigures",
     "Place",
+    "PlanePart",
     "PlaneProfile",
     "PlaneSet",
     "ProfileLevel",
@@ -51,11 +54,11 @@ Place = tuple[int, str]
 
 
 class ChannelGroup(msgspec.Struct, frozen=True, eq=False):
-    """One transform: the channels of ``heads`` heads from ``first`` on of each plane that is coded, plane by plane.
+    """One transform: the channels of ``heads`` heads from ``first`` on, C = heads * dim, head by head.
 
-    C channels are planes * heads * dim. ``mean`` and ``gain`` float32 [C]; ``forward`` float32 [n, C], largest variance
-    first; ``basis`` int16 [n, C], within ±8191 so that sums of 16-bit products stay in 32 bits. ``log_rms``: log2 of
-    the usual RMS of a centred token, by which tokens are scaled; ``large``: of the largest, and only larger ones are.
+    ``mean`` and ``gain`` float32 [C]; ``forward`` float32 [n, C], largest variance first; ``basis`` int16 [n, C],
+    within ±8191 so that sums of 16-bit products stay in 32 bits. ``log_rms``: log2 of the usual RMS of a centred token.
+    ``large``: it is that of the largest, and smaller tokens are not scaled (`JointGroup`).
     """
 
     first: int
@@ -78,12 +81,34 @@ class ChannelGroup(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, basis=np.concatenate([self.basis[:narrow], tail.astype(np.int16)]))
 
 
-class PlaneProfile(msgspec.Struct, frozen=True, eq=False):
-    """K or V of one layer, of ``heads`` heads; ``rope`` is the index of its rotation, -1 for V.
+class JointGroup(msgspec.Struct, frozen=True, eq=False):
+    """A transform of several planes: heads as in `ChannelGroup`, of each of the planes, which come one after another.
 
-    ``others``: planes of as many heads that are coded as one with it, with the index of what turns each. The stream
-    stands in the place of the first.
+    It has thousands of channels, so it is kept in as few bytes as it is used with: ``rows`` int16 [n, C] and
+    ``exponents`` int32 [n] of a `WholeForward`; of the basis the first w components as ``basis`` int16 [w, C], the
+    others, which every level rounds, as ``tail`` int8 [n - w, C], a 64th of them. ``log_rms``: of the largest token.
     """
+
+    first: int
+    heads: int
+    log_rms: float
+    mean: Floats
+    gain: Floats
+    rows: npt.NDArray[np.int16]
+    exponents: npt.NDArray[np.int32]
+    basis: npt.NDArray[np.int16]
+    tail: npt.NDArray[np.int8]
+
+    def rounded(self, narrow: int) -> ChannelGroup:
+        """Return the group as a level decodes with it, see `ChannelGroup.rounded`; without a forward map."""
+        basis = np.concatenate([self.basis, self.tail.astype(np.int16) * np.int16(64)])
+        forward = np.empty((0, len(self.mean)), np.float32)
+        group = ChannelGroup(self.first, self.heads, self.log_rms, self.mean, self.gain, forward, basis, large=True)
+        return group.rounded(narrow)
+
+
+class PlaneProfile(msgspec.Struct, frozen=True, eq=False):
+    """K or V of one layer: ``rope`` is the index of its rotation, -1 for V."""
 
     layer: int
     role: Literal["k", "v"]
@@ -91,22 +116,41 @@ class PlaneProfile(msgspec.Struct, frozen=True, eq=False):
     dim: int
     rope: int
     groups: tuple[ChannelGroup, ...]
-    others: tuple[tuple[int, Literal["k", "v"], int], ...] = ()
+
+    #: How many first tokens of a context are kept as they are.
+    sinks: ClassVar[int] = SINKS
 
     @property
-    def sinks(self) -> int:
-        """How many first tokens of a context are kept as they are."""
-        return JOINT_SINKS if self.others else SINKS
+    def parts(self) -> tuple[PlanePart, ...]:
+        """The plane."""
+        return (PlanePart(self.layer, self.role, self.rope),)
+
+
+class PlanePart(msgspec.Struct, frozen=True, array_like=True):
+    """One of the planes that are coded as one, and what turns it."""
+
+    layer: int
+    role: Literal["k", "v"]
+    rope: int
 
     @property
-    def parts(self) -> tuple[tuple[int, str, int], ...]:
-        """Layer, role and rotation of all planes, in the order of channels."""
-        return ((self.layer, self.role, self.rope), *self.others)
+    def place(self) -> Place:
+        return self.layer, self.role
 
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """Layer and role of all planes."""
-        return tuple((layer, role) for layer, role, _ in self.parts)
+
+class JointProfile(msgspec.Struct, frozen=True, eq=False):
+    """K and V of several layers that are coded as one, of ``heads`` heads each; the stream stands in the first's place.
+
+    ``parts``: the planes, in the order of the groups' channels.
+    """
+
+    parts: tuple[PlanePart, ...]
+    heads: int
+    dim: int
+    groups: tuple[JointGroup, ...]
+
+    #: See `PlaneProfile`.
+    sinks: ClassVar[int] = JOINT_SINKS
 
 
 class Coding(msgspec.Struct, frozen=True, eq=False):
@@ -150,14 +194,14 @@ class ProfileLevel(msgspec.Struct, frozen=True, eq=False):
 class PlaneSet(NamedTuple):
     """The planes of a level. ``number``: that of the plane by place; ``first_group``: each one's, of all groups."""
 
-    planes: tuple[PlaneProfile, ...]
+    planes: tuple[PlaneProfile | JointProfile, ...]
     number: dict[Place, int]
     first_group: tuple[int, ...]
 
     @classmethod
-    def of(cls, planes: tuple[PlaneProfile, ...]) -> PlaneSet:
+    def of(cls, planes: tuple[PlaneProfile | JointProfile, ...]) -> PlaneSet:
         """Number planes and their groups."""
-        number = {place: i for i, plane in enumerate(planes) for place in plane.places}
+        number = {part.place: i for i, plane in enumerate(planes) for part in plane.parts}
         return cls(planes, number, tuple(np.cumsum([0, *(len(plane.groups) for plane in planes)])[:-1].tolist()))
 
 
@@ -180,7 +224,7 @@ class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True):
     seen: bytes = b""
     unseen: float = 1.0
     version: int = 1
-    joint: tuple[PlaneProfile, ...] = ()
+    joint: tuple[JointProfile, ...] = ()
 
     def planes_of(self, level: ProfileLevel) -> PlaneSet:
         """Return the planes as a level codes them."""

@@ -7,17 +7,18 @@
     8       4     version (1 to 3)
     12      4     header length h
     16      h     header: MessagePack, see _Header
-    ...           arrays without padding: per group (those of joint planes last) mean, gain, forward, basis; tables;
-                  per level and group table, shift, refine
+    ...           arrays without padding: per group mean, gain, forward, basis; per group of joint planes mean, gain,
+                  rows, exponents, basis, tail; tables; per level and group table, shift, refine
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +30,10 @@ from ctxreuse.codec.profile import (
     ChannelGroup,
     CodecProfile,
     Coding,
+    JointGroup,
+    JointProfile,
     KindFigures,
+    PlanePart,
     PlaneProfile,
     ProfileLevel,
 )
@@ -42,7 +46,7 @@ __all__ = ["MAX_PROFILE", "profile_digest", "read_profile", "write_profile"]
 MAGIC, VERSIONS = b"CTXRCARD", (1, 2, 3)
 MAX_PROFILE = 1 << 30
 _PRELUDE = struct.Struct("<8sII")
-_MAX_SHIFT, _MAX_BASIS, _MAX_SEEN = 8, 8191, 1 << 20
+_MAX_SHIFT, _MAX_BASIS, _MAX_SEEN, _MAX_EXPONENT = 8, 8191, 1 << 20, 200
 
 
 class _Group(msgspec.Struct, array_like=True, frozen=True):
@@ -50,6 +54,22 @@ class _Group(msgspec.Struct, array_like=True, frozen=True):
     heads: int
     components: int
     log_rms: float
+
+
+class _Placed(Protocol):
+    """The head of a group, of either kind."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def components(self) -> int: ...
+    @property
+    def log_rms(self) -> float: ...
+
+
+G = TypeVar("G", bound=_Placed)
 
 
 class _Plane(msgspec.Struct, array_like=True, frozen=True):
@@ -61,9 +81,19 @@ class _Plane(msgspec.Struct, array_like=True, frozen=True):
     groups: tuple[_Group, ...]
 
 
+class _JointGroup(msgspec.Struct, array_like=True, frozen=True):
+    first: int
+    heads: int
+    components: int
+    wide: int
+    log_rms: float
+
+
 class _Joint(msgspec.Struct, array_like=True, frozen=True):
-    plane: _Plane
-    others: tuple[tuple[int, Literal["k", "v"], int], ...]
+    parts: tuple[PlanePart, ...]
+    heads: int
+    dim: int
+    groups: tuple[_JointGroup, ...]
 
 
 class _Rope(msgspec.Struct, array_like=True, frozen=True):
@@ -108,10 +138,14 @@ def profile_digest(data: bytes | bytearray | memoryview) -> bytes:
 
 def write_profile(profile: CodecProfile) -> bytes:
     """Return the bytes of a profile; equal profiles give equal bytes. FormatError if they could not be read back."""
-    planes, joint = (
-        tuple(map(_plane_head, profile.planes)),
-        tuple(_Joint(_plane_head(p), p.others) for p in profile.joint),
-    )
+    planes = tuple(map(_plane_head, profile.planes))
+    joint = tuple(
+        _Joint(
+            plane.parts, plane.heads, plane.dim,
+            tuple(_JointGroup(g.first, g.heads, len(g.rows), len(g.basis), float(g.log_rms)) for g in plane.groups),
+        )
+        for plane in profile.joint
+    )  # fmt: skip
     ropes = tuple(_Rope(r.style, float(r.scale), r.inv_freq) for r in profile.ropes)
     levels = tuple(
         _Level(
@@ -137,9 +171,13 @@ def write_profile(profile: CodecProfile) -> bytes:
         fields = fields[:-_OPTIONAL] if plain else fields[:-1]
     header = msgspec.msgpack.encode(fields)
     parts = [_PRELUDE.pack(MAGIC, profile.version, len(header)), header]
-    for group in (g for p in (*profile.planes, *profile.joint) for g in p.groups):
+    for group in (g for p in profile.planes for g in p.groups):
         parts += [np.ascontiguousarray(a, "<f4").tobytes() for a in (group.mean, group.gain, group.forward)]
         parts.append(np.ascontiguousarray(group.basis, "<i2").tobytes())
+    for own in (g for p in profile.joint for g in p.groups):
+        arrays = (own.mean, "<f4"), (own.gain, "<f4"), (own.rows, "<i2"), (own.exponents, "<i4"), (own.basis, "<i2")
+        parts += [np.ascontiguousarray(array, kind).tobytes() for array, kind in arrays]
+        parts.append(np.ascontiguousarray(own.tail, np.int8).tobytes())
     parts.append(np.ascontiguousarray(profile.tables, np.uint8).tobytes())
     parts += [
         a.astype(np.uint8).tobytes() for lv in profile.levels for c in lv.codings for a in (c.table, c.shift, c.refine)
@@ -180,10 +218,10 @@ def _read(view: memoryview) -> CodecProfile:
     take = _Taker(view, _PRELUDE.size + length)
     ropes = tuple(_rope(rope) for rope in header.ropes)
     planes = tuple(_plane(plane, len(ropes), take) for plane in header.planes)
-    joint = tuple(_plane(one.plane, len(ropes), take, one.others) for one in header.joint)
+    joint = tuple(_joint(one, len(ropes), take) for one in header.joint)
     if len({(p.layer, p.role) for p in planes}) != len(planes):
         raise _fail("has a plane twice")
-    whole, together = ([place for plane in some for place in plane.places] for some in (planes, joint))
+    whole, together = ([p.place for plane in some for p in plane.parts] for some in (planes, joint))
     if joint and (version < 3 or sorted(together) != sorted(whole)):
         raise _fail("has joint planes that are not its planes")
     tables = take("u1", (header.tables, 32))
@@ -192,7 +230,10 @@ def _read(view: memoryview) -> CodecProfile:
     if not tables[:, 31].all():
         # Where a cell has fewer than 64 tokens, a step holds components of several tables: all must know an escape.
         raise _fail("has a table without an escape")
-    sizes = [[len(group.forward) for plane in of for group in plane.groups] for of in (planes, joint)]
+    sizes = [
+        [len(group.forward) for plane in planes for group in plane.groups],
+        [len(group.rows) for plane in joint for group in plane.groups],
+    ]
     levels: list[ProfileLevel] = []
     for level in header.levels:
         is_joint = level.info.name.endswith(JOINT)
@@ -243,31 +284,59 @@ def _rope(rope: _Rope) -> Rotary:
     return Rotary(rope.style, rope.inv_freq, rope.scale)
 
 
-def _plane(
-    plane: _Plane, ropes: int, take: _Taker, others: tuple[tuple[int, Literal["k", "v"], int], ...] | None = None
-) -> PlaneProfile:
-    more = others or ()
-    good = 0 <= plane.layer < 1 << 16 and 0 < plane.heads <= 4096 and 0 < plane.dim <= 4096
-    good = good and all(0 <= layer < 1 << 16 and -1 <= rope < ropes for layer, _, rope in more)
-    if not good or not -1 <= plane.rope < ropes:
-        raise _fail(f"has a plane {plane.role[:8]!r} of layer {plane.layer}")
-    groups, head = [], 0
-    for group in plane.groups:
-        channels = group.heads * plane.dim * (1 + len(more))
+def _plane(plane: _Plane, ropes: int, take: _Taker) -> PlaneProfile:
+    _check_plane(plane.heads, plane.dim, [PlanePart(plane.layer, plane.role, plane.rope)], ropes)
+    groups = []
+    for group, channels in _in_order(plane.groups, plane.heads, plane.dim):
+        mean, gain = take("f4", (channels,)), take("f4", (channels,))
+        forward, basis = take("f4", (group.components, channels)), take("i2", (group.components, channels))
+        _check_basis(basis, _MAX_BASIS)
+        groups.append(ChannelGroup(group.first, group.heads, group.log_rms, mean, gain, forward, basis))
+    return PlaneProfile(plane.layer, plane.role, plane.heads, plane.dim, plane.rope, tuple(groups))
+
+
+def _joint(plane: _Joint, ropes: int, take: _Taker) -> JointProfile:
+    _check_plane(plane.heads, plane.dim, plane.parts, ropes)
+    groups = []
+    for group, channels in _in_order(plane.groups, plane.heads, plane.dim * len(plane.parts)):
+        n, wide = group.components, group.wide
+        if not 0 <= wide <= n:
+            raise _fail(f"has {wide} of {n} components in full")
+        mean, gain = take("f4", (channels,)), take("f4", (channels,))
+        rows, exponents = take("i2", (n, channels)), take("i4", (n,))
+        basis, tail = take("i2", (wide, channels)), take("i1", (n - wide, channels))
+        _check_basis(basis, _MAX_BASIS)
+        _check_basis(tail, _MAX_BASIS // 64)
+        if np.abs(exponents.astype(np.int64)).max(initial=0) > _MAX_EXPONENT:
+            raise _fail("has an exponent out of range")
+        groups.append(JointGroup(group.first, group.heads, group.log_rms, mean, gain, rows, exponents, basis, tail))
+    return JointProfile(plane.parts, plane.heads, plane.dim, tuple(groups))
+
+
+def _check_plane(heads: int, dim: int, parts: Sequence[PlanePart], ropes: int) -> None:
+    good = 0 < heads <= 4096 and 0 < dim <= 4096 and 0 < len(parts) <= MOST_CHANNELS
+    if not good or not all(0 <= part.layer < 1 << 16 and -1 <= part.rope < ropes for part in parts):
+        raise _fail(f"has a plane of {heads} heads of {dim}, or one of no layer")
+
+
+def _in_order(groups: Sequence[G], heads: int, width: int) -> Iterator[tuple[G, int]]:
+    """Groups with their channels, ``width`` a head; FormatError unless they cover all heads in order."""
+    head = 0
+    for group in groups:
+        channels = group.heads * width
         if group.first != head or group.heads <= 0 or channels > MOST_CHANNELS or not 0 <= group.components <= channels:
-            raise _fail(f"has a group of {group.heads} heads from {group.first} in a plane of {plane.heads}")
+            raise _fail(f"has a group of {group.heads} heads from {group.first} in a plane of {heads}")
         if not isfinite(group.log_rms) or abs(group.log_rms) > 100:
             raise _fail("has a scale out of range")
         head += group.heads
-        mean, gain = take("f4", (channels,)), take("f4", (channels,))
-        forward, basis = take("f4", (group.components, channels)), take("i2", (group.components, channels))
-        if basis.size and (basis.min() < -_MAX_BASIS or basis.max() > _MAX_BASIS):
-            raise _fail("has a basis out of range")
-        large = others is not None
-        groups.append(ChannelGroup(group.first, group.heads, group.log_rms, mean, gain, forward, basis, large))
-    if head != plane.heads:
-        raise _fail(f"covers {head} of {plane.heads} heads")
-    return PlaneProfile(plane.layer, plane.role, plane.heads, plane.dim, plane.rope, tuple(groups), more)
+        yield group, channels
+    if head != heads:
+        raise _fail(f"covers {head} of {heads} heads")
+
+
+def _check_basis(basis: npt.NDArray[Any], most: int) -> None:
+    if basis.size and (basis.min() < -most or basis.max() > most):
+        raise _fail("has a basis out of range")
 
 
 def _level(

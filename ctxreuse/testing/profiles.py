@@ -11,7 +11,17 @@ import numpy.typing as npt
 from ctxreuse.block.format import BlockView
 from ctxreuse.block.levels import JOINT, LevelInfo
 from ctxreuse.codec import Codec, ProfileStore, model_digest, write_profile
-from ctxreuse.codec.profile import ChannelGroup, CodecProfile, Coding, Place, PlaneProfile, ProfileLevel
+from ctxreuse.codec.profile import (
+    ChannelGroup,
+    CodecProfile,
+    Coding,
+    JointProfile,
+    Place,
+    PlanePart,
+    PlaneProfile,
+    ProfileLevel,
+)
+from ctxreuse.codec.whole import joint_group
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.convert import to_float32
 from ctxreuse.rope import Rotary
@@ -57,13 +67,21 @@ def plain_profile(
         given = [view for view in views if (layer, role) in view.layout.index]
         rotary = ropes[rope] if rope >= 0 else None
         found[layer, role] = np.concatenate([_rows(space, view, layer, role, rotary) for view in given]), rope
-    planes, levels = _planes(space, found, [[place] for place in found], "")
-    together: tuple[PlaneProfile, ...] = ()
+    coded, levels = _planes(space, found, [[place] for place in found], "")
+    planes = tuple(
+        PlaneProfile(parts[0].layer, parts[0].role, heads, dim, parts[0].rope, (group,))
+        for parts, heads, dim, group in coded
+    )
+    together: tuple[JointProfile, ...] = ()
     if joint:
         alike: dict[object, list[Place]] = {}
         for place, (x, _) in found.items():
             alike.setdefault((space.layers[place[0]], x.shape), []).append(place)
-        together, more = _planes(space, found, list(alike.values()), JOINT)
+        coded, more = _planes(space, found, list(alike.values()), JOINT)
+        together = tuple(
+            JointProfile(parts, heads, dim, (joint_group(group, len(group.basis)),))
+            for parts, heads, dim, group in coded
+        )
         levels = tuple(level for pair in zip(more, levels) for level in pair)
     return CodecProfile(
         model_digest(space), tuple(ropes), planes, gaussian_tables(), levels, {"text": "none"},
@@ -73,18 +91,16 @@ def plain_profile(
 
 def _planes(
     space: ModelSpace, found: Mapping[Place, tuple[Floats, int]], parts: Sequence[Sequence[Place]], suffix: str
-) -> tuple[tuple[PlaneProfile, ...], tuple[ProfileLevel, ...]]:
-    """Planes, each of some places that are coded as one, and the levels that code them."""
-    planes: list[PlaneProfile] = []
+) -> tuple[list[tuple[tuple[PlanePart, ...], int, int, ChannelGroup]], tuple[ProfileLevel, ...]]:
+    """Planes, each of some places that are coded as one, with heads, dims and a group; and levels that code them."""
+    planes: list[tuple[tuple[PlanePart, ...], int, int, ChannelGroup]] = []
     codings: dict[str, list[Coding]] = {name: [] for name in LEVELS}
     for places in parts:
         x = np.concatenate([found[place][0] for place in places], 1)
-        turns = [(layer, "k" if role == "k" else "v", found[layer, role][1]) for layer, role in places]
-        (layer, role, rope), *others = turns
-        heads = space.layers[layer].kv_heads
+        turned = tuple(PlanePart(layer, "k" if role == "k" else "v", found[layer, role][1]) for layer, role in places)
+        heads = space.layers[places[0][0]].kv_heads
         group, widths = _group(x, heads, large=bool(suffix))
-        dim = x.shape[1] // len(places) // heads
-        planes.append(PlaneProfile(layer, role, heads, dim, rope, (group,), tuple(others)))  # type: ignore[arg-type]
+        planes.append((turned, heads, x.shape[1] // len(places) // heads, group))
         for name in LEVELS:
             codings[name].append(_coding(widths / _step(name), refined=name == _REFINED))
     levels = [
@@ -101,7 +117,7 @@ def _planes(
         )
         for name, (_, bits) in LEVELS.items()
     ]
-    return tuple(planes), tuple(levels)
+    return planes, tuple(levels)
 
 
 def plain_codec(space: ModelSpace, views: Sequence[BlockView], folder: Path) -> Codec:

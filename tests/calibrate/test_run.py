@@ -43,7 +43,7 @@ def test_a_card_is_whole(made: Any, gauge_of: Any) -> None:
     assert profile.unseen_share(np.arange(space.vocab_size, dtype=np.int32)) > 0
     assert set(profile.alone.number) == {(i, role) for i, spec in enumerate(space.layers) for role in "kv"}
     # Windows and layers that keep all tokens are not coded as one.
-    assert {tuple(sorted({layer for layer, _ in plane.places})) for plane in profile.joint} == _KINDS[name]
+    assert {tuple(sorted({part.layer for part in plane.parts})) for plane in profile.joint} == _KINDS[name]
     read = read_profile(write_profile(profile))
     assert read.notes == {"text": "default"}
     assert write_profile(read) == write_profile(profile)

@@ -7,7 +7,8 @@ import numpy as np
 from ctxreuse.block.format import BlockView, BlockWriter, block_layout, parse
 from ctxreuse.block.levels import JOINT
 from ctxreuse.codec import ChannelGroup, CodecProfile, Coding, LevelInfo, PlaneProfile, ProfileLevel, model_digest
-from ctxreuse.codec.profile import MOST_CHANNELS
+from ctxreuse.codec.profile import MOST_CHANNELS, JointProfile
+from ctxreuse.codec.whole import joint_group
 from ctxreuse.identity.model import LayerSpec, ModelSpace
 from ctxreuse.kernels import rope_shift
 from ctxreuse.kernels.convert import from_float32
@@ -49,13 +50,14 @@ def make_profile(
         for role in ("k", "v"):
             made = _groups(rng, groups, dim, spread, alone, rounded=version > 1)
             planes.append(PlaneProfile(layer, role, HEADS, dim, 0 if role == "k" else -1, made))
-    levels, joint = _levels(alone, ""), tuple[PlaneProfile, ...]()
+    levels, joint = _levels(alone, ""), tuple[JointProfile, ...]()
     if version > 2:
         together: dict[str, list[Coding]] = {name: [] for name in _STEPS}
-        (layer, role, rope), *others = [plane.parts[0] for plane in planes]
         # The maps of planes and of their union have nothing in common, so components of the latter are about alike.
         made = _groups(rng, groups, dim, (spread[0] / 2, 0.999), together, parts=len(planes))
-        joint = (PlaneProfile(layer, role, HEADS, dim, rope, made, tuple(others)),)
+        narrow = max(int(coding.narrow) for own in together.values() for coding in own)
+        whole = tuple(joint_group(group, min(narrow, len(group.basis))) for group in made)
+        joint = (JointProfile(tuple(plane.parts[0] for plane in planes), HEADS, dim, whole),)
         levels = tuple(level for pair in zip(_levels(together, JOINT), levels) for level in pair)
     return CodecProfile(
         model_digest(space), ropes, tuple(planes), gaussian_tables(), levels, {"text": "none"}, version=version,

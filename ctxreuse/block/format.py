@@ -280,7 +280,7 @@ class BlockWriter:
 class BlockView:
     """A parsed block over the caller's buffer, valid as long as that buffer is. Safe for concurrent readers."""
 
-    __slots__ = ("_spans", "_start", "_sums", "buffer", "header", "layout")
+    __slots__ = ("__weakref__", "_spans", "_start", "_sums", "buffer", "header", "layout")
 
     def __init__(self, header: Header, layout: Layout, start: int, buffer: memoryview) -> None:
         self.header, self.layout, self.buffer, self._start = header, layout, buffer, start

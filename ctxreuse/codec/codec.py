@@ -282,9 +282,10 @@ class Codec:
             coder.decode(whole, 0, self.space.dtype, first, sources)
             return whole
 
+        # Loads do not share planes: the bytes of one may be gone once it went on to the next layers.
         each = [(view.header.key, view.checksum(*coder.place)) for view in (*views, *more) if view is not None]
-        run = level, name.profile, first, target.dtype, *each
-        target[:, row : row + end - first] = self._joint.take(run, coder.places, (layer, role), decode)
+        run = id(views[0]), level, name.profile, first, target.dtype, *each
+        target[:, row : row + end - first] = self._joint.take(run, views[0], coder.places, (layer, role), decode)
         return end - first
 
     def _raw(self, view: BlockView, coder: PlaneCoder, plane: Plane) -> Plane:

@@ -63,13 +63,14 @@ static card random_card(size_t first, size_t parts, size_t heads, size_t dim, si
         c.low_shift[i] = i < 2 ? c.low_shift[i] % 3 : 0;
     }
     /* Whole numbers, now and then too large for either kind. */
+    const int large = below(2) != 0;
     const float unit = below(2) ? 0 : below(4) ? 1024 : 1 << 14;
     c.whole = malloc(2 * n * C + 1), c.quantum = malloc(4 * n + 1);
     for (size_t i = 0; i < n * C; i++) c.whole[i] = (int16_t)(below(200) ? c.forward[i] * 4096 : below(2) ? INT16_MIN : INT16_MAX);
     for (size_t i = 0; i < n; i++) c.quantum[i] = 1 / (4096 * 1024 * (0.05f + (float)below(8) / 16));
-    c.spec = (ctx_klt_spec){first, heads, n, refined, 1.0 / (double)C, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
+    c.spec = (ctx_klt_spec){first, heads, n, refined, 1.0 / (double)C, large, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
                             c.basis, c.table, c.shift, c.refine};
-    c.base = (ctx_klt_spec){first, heads, refined, 0, 1.0 / (double)C, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
+    c.base = (ctx_klt_spec){first, heads, refined, 0, 1.0 / (double)C, large, c.mean, c.gain, c.forward, c.whole, c.quantum, unit,
                             c.basis, c.low_table, c.low_shift, NULL};
     return c;
 }

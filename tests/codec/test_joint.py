@@ -16,6 +16,8 @@ from ctxreuse.testing.codec import resealed
 from support.profiles import make_block, make_space
 
 PLACES = tuple((layer, role) for layer in range(3) for role in "kv")
+SPACE = make_space("bfloat16")
+BLOCK = make_block(SPACE, codec_of(SPACE).profile)
 
 
 def rows(number: int = 0) -> np.ndarray:
@@ -30,10 +32,10 @@ def test_planes_are_decoded_once_and_dropped_when_all_were_taken() -> None:
         return rows()
 
     for i, place in enumerate(PLACES):
-        assert (kept.take("run", PLACES, place, decode) == rows()[i]).all()
+        assert (kept.take("run", BLOCK, PLACES, place, decode) == rows()[i]).all()
         assert kept.nbytes == (rows().nbytes if i + 1 < len(PLACES) else 0)
     assert len(calls) == 1
-    kept.take("run", PLACES, PLACES[0], decode)
+    kept.take("run", BLOCK, PLACES, PLACES[0], decode)
     assert len(calls) == 2
 
 
@@ -46,7 +48,7 @@ def test_threads_wait_for_the_one_that_decodes() -> None:
 
     def take(i: int) -> bool:
         started.wait(30)
-        return bool((kept.take("run", PLACES, PLACES[i], decode) == rows()[i]).all())
+        return bool((kept.take("run", BLOCK, PLACES, PLACES[i], decode) == rows()[i]).all())
 
     with ThreadPoolExecutor(len(PLACES)) as pool:
         assert all(pool.map(take, range(len(PLACES))))
@@ -57,11 +59,24 @@ def test_threads_wait_for_the_one_that_decodes() -> None:
 def test_the_oldest_go_where_there_are_too_many() -> None:
     kept = JointPlanes(kept=2 * rows().nbytes)
     for number in range(5):
-        kept.take(number, PLACES, PLACES[0], lambda n=number: rows(n))
+        kept.take(number, BLOCK, PLACES, PLACES[0], lambda n=number: rows(n))
         assert kept.nbytes <= 2 * rows().nbytes
     small = JointPlanes(kept=0)
     for i, place in enumerate(PLACES):
-        assert (small.take("run", PLACES, place, rows) == rows()[i]).all()
+        assert (small.take("run", BLOCK, PLACES, place, rows) == rows()[i]).all()
+
+
+def test_what_a_load_that_ended_has_not_taken_goes_with_its_blocks() -> None:
+    kept = JointPlanes()
+    one, two = (make_block(SPACE, codec_of(SPACE).profile, seed=seed) for seed in (1, 2))
+    kept.take("one", one, PLACES, PLACES[0], rows)
+    kept.take("two", two, PLACES, PLACES[0], rows)
+    assert kept.nbytes == 2 * rows().nbytes
+    del one
+    assert kept.nbytes == rows().nbytes
+    assert (kept.take("one", two, PLACES, PLACES[1], rows) == rows()[1]).all()
+    del two
+    assert kept.nbytes == 0
 
 
 def test_what_cannot_be_decoded_is_an_error_each_time_and_nothing_stays() -> None:
@@ -72,9 +87,9 @@ def test_what_cannot_be_decoded_is_an_error_each_time_and_nothing_stays() -> Non
 
     for _ in range(2):
         with pytest.raises(FormatError, match="corrupt"):
-            kept.take("run", PLACES, PLACES[1], corrupt)
+            kept.take("run", BLOCK, PLACES, PLACES[1], corrupt)
     assert kept.nbytes == 0
-    assert (kept.take("run", PLACES, PLACES[1], rows) == rows()[1]).all()
+    assert (kept.take("run", BLOCK, PLACES, PLACES[1], rows) == rows()[1]).all()
 
 
 @pytest.mark.parametrize("damage", [9, 300])

@@ -49,7 +49,7 @@ def _klt() -> Iterator[tuple[str, bytes]]:
 
     def coded(coder: Any, rows: Any, *, refinement: bool = False) -> bytes:
         _, tokens, dim = rows.shape
-        undo = coder.rope.span_tables(64, tokens, undo=True) if coder.rope is not None else None
+        undo = coder.ropes[0].span_tables(64, tokens, undo=True) if coder.ropes[0] is not None else None
         strides = tokens * dim, dim, 1
         how = {"raw_dtype": "bfloat16", "angles": undo, "refinement": refinement}
         data, _ = encode_plane(coder.native, rows, "float32", 0, strides, [tokens], **how)

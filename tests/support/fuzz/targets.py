@@ -220,7 +220,7 @@ def _klt(data: bytes) -> None:
     tokens, stream = 1 + data[1] % 64, data[2:]
     heads, dim = coder.plane.heads, coder.plane.dim
     target = np.full((heads, tokens + 1, dim), 7.0, np.float32)
-    angles = coder.rope.span_tables(0, tokens) if coder.rope is not None else None
+    angles = coder.ropes[0].span_tables(0, tokens) if coder.ropes[0] is not None else None
     cut = 2 + int.from_bytes(stream[:2], "little")
     base, more = (stream[2:cut], [stream[cut:]]) if refined else (stream, None)
     box = ((tokens + 1) * dim, dim)

@@ -42,8 +42,8 @@ def permissions(names: Sequence[str]) -> list[float | None]:
 
 def calibrate(engine: TorchEngine) -> None:
     """Calibrate with few windows of text and store the profile where the demo's cloud finds it."""
+    from ctxreuse.calibrate import DEFAULT_TARGETS, default_texts, settings_for
     from ctxreuse.calibrate import calibrate as learn
-    from ctxreuse.calibrate import default_texts, settings_for
     from ctxreuse.codec import Codec, ProfileStore, write_profile
     from ctxreuse.engines.torch_hf.fisher import TorchCalibrationModel
 
@@ -52,7 +52,9 @@ def calibrate(engine: TorchEngine) -> None:
 
     assert engine.text is not None
     gauge = TorchCalibrationModel(engine)
-    settings = settings_for(gauge, calibration=_WINDOWS, validation=1, held_out=1)
+    # Joint levels learn from more text than this.
+    targets = tuple(target for target in DEFAULT_TARGETS if not target.joint)
+    settings = settings_for(gauge, calibration=_WINDOWS, validation=1, held_out=1)._replace(targets=targets)
     notes = {"model": "smollm2", "text": "Python's reference and library", "windows": f"{_WINDOWS}, for the demo"}
     ProfileStore().add(write_profile(learn(gauge, engine.text, default_texts(), settings, progress, notes)))
     engine.codec = Codec.open(engine.space)

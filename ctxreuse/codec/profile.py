@@ -205,7 +205,7 @@ class PlaneSet(NamedTuple):
         return cls(planes, number, tuple(np.cumsum([0, *(len(plane.groups) for plane in planes)])[:-1].tolist()))
 
 
-class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True):
+class CodecProfile(msgspec.Struct, frozen=True, eq=False, dict=True, weakref=True):
     """What a calibration measured; immutable, named by the SHA-256 of its bytes (profile_bytes.py).
 
     ``model`` is model_digest of the spaces it serves; ``tables`` uint8 [tables, 32], frequencies of 256. ``notes``:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import platformdirs
 
@@ -20,6 +21,9 @@ from ctxreuse.private import make_private_folder
 __all__ = ["ProfileStore", "SingleProfileStore"]
 
 log = logging.getLogger(__name__)
+
+#: Profiles that are in use in this process, by digest: one may weigh a hundred megabytes, and several codecs have it.
+_SHARED: WeakValueDictionary[str, CodecProfile] = WeakValueDictionary()
 
 
 class ProfileStore:
@@ -51,18 +55,23 @@ class ProfileStore:
 
     def find(self, space: ModelSpace, digest16: str) -> tuple[str, CodecProfile] | None:
         """The model's profile whose digest begins with these 16 hex digits; FormatError if its file is damaged."""
-        path = self.folder / model_digest(space).hex()[:16] / f"{digest16}.card"
-        return self._read(path, space) if len(digest16) == 16 and digest16.isalnum() and path.exists() else None
+        return self._read(self._path(space, digest16), space) if self.holds(space, digest16) else None
+
+    def holds(self, space: ModelSpace, digest16: str) -> bool:
+        """Return True if there is a file of that name; what is in it was not looked at."""
+        return len(digest16) == 16 and digest16.isalnum() and self._path(space, digest16).exists()
 
     def data(self, space: ModelSpace, digest16: str) -> bytes | None:
         """The bytes of a profile, to hand to a peer; None if it is not here."""
-        path = self.folder / model_digest(space).hex()[:16] / f"{digest16}.card"
-        return path.read_bytes() if len(digest16) == 16 and digest16.isalnum() and path.exists() else None
+        return self._path(space, digest16).read_bytes() if self.holds(space, digest16) else None
 
     def add(self, data: bytes) -> Path:
         """Check and keep a profile; returns its file. Raises FormatError for bytes that are none."""
         profile = read_profile(data)
         return _put(self.folder / profile.model.hex()[:16] / f"{profile_digest(data).hex()[:16]}.card", data)
+
+    def _path(self, space: ModelSpace, digest16: str) -> Path:
+        return self.folder / model_digest(space).hex()[:16] / f"{digest16}.card"
 
     def _read(self, path: Path, space: ModelSpace) -> tuple[str, CodecProfile]:
         if path.stat().st_size > MAX_PROFILE:
@@ -71,7 +80,7 @@ class ProfileStore:
         digest = profile_digest(data).hex()
         if digest[:16] != path.stem:
             raise FormatError("profile is damaged", where=str(path), fix="Delete it and calibrate again")
-        profile = read_profile(data)
+        profile = _SHARED.get(digest) or _SHARED.setdefault(digest, read_profile(data))
         if profile.model != model_digest(space):
             raise FormatError("profile belongs to another model", where=str(path))
         return digest, profile

@@ -109,6 +109,21 @@ def test_equal_input_gives_equal_bytes(gauge_of: Any, text: Any, texts: Texts, s
     assert other != first
 
 
+def test_joint_levels_alone(gauge_of: Any, engine_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
+    counts: Any = {"calibration": 2, "validation": 1, "held-out": 1}
+    few = settings._replace(windows=counts, targets=(Target(0.05, 0.02, joint=True),))
+    profile = read_profile(write_profile(calibrate(gauge_of("llama"), text, texts, few, silent, NO_NOTES)))
+    assert [level.info.name for level in profile.levels] == ["kl-0.05-joint", "kl-0.02-joint"]
+    engine = engine_of("llama")
+    context = engine.new_context()
+    engine.prefill(context, text.encode(texts["held-out"]["prose"][0])[:32])
+    view = parse(list(engine.export(context, [bytes([i]) * 32 for i in range(2)], bytes(32), 0))[1])
+    codec = Codec(engine.space, (profile_digest(write_profile(profile)).hex(), profile))
+    base, more = parse(codec.encode(view, "kl-0.05-joint")), parse(codec.refinement(view, "kl-0.02-joint"))
+    assert codec.merge(base, more).tobytes() == codec.encode(view, "kl-0.02-joint").tobytes()
+    assert [plane.nbytes > 0 for plane in base.layout.planes] == [True, False, False, False]
+
+
 def test_hybrid_layers_and_unrotated_keys(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:
     few = settings._replace(windows={"calibration": 2, "validation": 1, "held-out": 1}, targets=(Target(0.02),))
     for name, style in (("falconh1", "half"), ("gpt2", "none")):

@@ -103,6 +103,11 @@ def test_groups_cover_all_heads(heads: int, dim: int) -> None:
         assert sorted(covered) == [(at, h) for at in places for h in range(heads)]
 
 
+def test_layers_whose_k_and_v_differ_are_not_joint() -> None:
+    planes = {(0, "k"): np.empty((2, 1, 64), np.float32), (0, "v"): np.empty((2, 1, 32), np.float32)}
+    assert joint_groups(planes, [LayerSpec("full", 2, 64, 32)]) == []
+
+
 counts = st.lists(st.integers(0, 10**6), min_size=31, max_size=31)
 
 

@@ -290,6 +290,8 @@ def test_a_shelf_keeps_cards_by_model_and_digest(tmp_path):
     digest, card = shelf.newest(space)
     assert digest == profile_digest(data).hex()
     assert shelf.data(space, digest[:16]) == data == write_profile(card)
+    # One object for all who have it: a profile may be large.
+    assert ProfileStore(tmp_path).find(space, digest[:16])[1] is shelf.newest(space)[1] is card
     other = Codec.open(space, shelf)
     assert other.digest == digest
     assert Codec(space, profiles=shelf).knows(f"kl-0.01@{digest[:16]}")

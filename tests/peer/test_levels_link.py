@@ -279,3 +279,31 @@ def test_more_damage_than_allowed_is_refused(tmp_path: Path, given: Any) -> None
             assert lies == [("cloud", "card")]
             assert (cards.taken, cards.refused) == (0, 1)
         liar.close()
+
+
+class Counting(ProfileStore):
+    """Counts how often a profile's file is read."""
+
+    reads = 0
+
+    def find(self, space: Any, digest16: str) -> Any:
+        self.reads += 1
+        return super().find(space, digest16)
+
+
+def test_a_profile_that_is_there_is_not_read_again_at_each_look(tmp_path: Path, given: Any) -> None:
+    mine = Counting(tmp_path / "mine")
+    with cloud(tmp_path, given) as node, client(node.server, given) as link:
+        until(lambda: link.state == "up")
+        cards = ProfileFetcher([link], given.space, mine, on_forged=lambda *lie: None)
+        until(lambda: cards.taken == 1)
+        for _ in range(3):
+            assert cards.fetch_missing() == 0
+        before = mine.reads
+        for _ in range(5):
+            cards.fetch_missing()
+        assert mine.reads == before
+        mine.paths(given.space)[0].unlink()
+        until(lambda: cards.fetch_missing() or cards.taken == 2)
+        assert mine.newest(given.space) is not None
+        cards.close()

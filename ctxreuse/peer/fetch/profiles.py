@@ -17,8 +17,9 @@ __all__ = ["ProfileFetcher", "ProfileSource"]
 
 log = logging.getLogger(__name__)
 
-#: Seconds between checks of the links, for one profile to arrive, and until a missing profile is requested again.
-_LOOK, _WAIT, _AGAIN = 0.5, 300.0, 60.0
+#: Seconds between checks of the links, for one profile to arrive (68 MB of a small model with joint levels, over a link
+#: of 200 kbit/s), and until a missing profile is requested again.
+_LOOK, _WAIT, _AGAIN = 0.5, 3600.0, 60.0
 
 
 class ProfileSource(Link, Protocol):
@@ -55,6 +56,7 @@ class ProfileFetcher:
         self._on_forged, self._on_profile, self._clock = on_forged, on_profile, clock
         self._later: dict[tuple[str, bytes], float] = {}
         self._forged: set[tuple[str, bytes]] = set()
+        self._whole: set[bytes] = set()
         #: Profiles added, profiles refused, and bytes of the former.
         self.taken = self.refused = self.nbytes = 0
         self._stop = threading.Event()
@@ -100,10 +102,15 @@ class ProfileFetcher:
             self._on_profile()
 
     def _stored(self, digest: bytes) -> bool:
+        if digest in self._whole and self._profiles.holds(self._space, digest.hex()[:16]):
+            return True  # it was read and compared, which takes a while
         try:
-            return self._profiles.find(self._space, digest.hex()[:16]) is not None
+            found = self._profiles.find(self._space, digest.hex()[:16]) is not None
         except (CtxReuseError, OSError):
-            return False  # damaged: a good one takes its place
+            found = False  # damaged: a good one takes its place
+        if found:
+            self._whole.add(digest)
+        return found
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK):

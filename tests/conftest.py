@@ -32,7 +32,7 @@ def smollm2() -> TorchEngine:
 
 @pytest.fixture(scope="session")
 def smollm2_card() -> bytes:
-    """A profile of SmolLM2 with all usual levels, from a third of the usual text."""
+    """A profile of SmolLM2 with most usual levels, from a part of the usual text."""
     return shared.smollm2_card()
 
 

@@ -10,12 +10,21 @@ import msgspec
 from ctxreuse.block.levels import LevelInfo, expected_kl
 from ctxreuse.calibrate.coding import Planned
 from ctxreuse.calibrate.measure import LevelSet
-from ctxreuse.codec.profile import ChannelGroup, Coding, JointProfile, Place, PlanePart, PlaneProfile, ProfileLevel
+from ctxreuse.codec.profile import (
+    ChannelGroup,
+    CodecProfile,
+    Coding,
+    JointProfile,
+    Place,
+    PlanePart,
+    PlaneProfile,
+    ProfileLevel,
+)
 from ctxreuse.codec.whole import joint_group
 from ctxreuse.engines.calibration import CalibrationModel
 from ctxreuse.rope import Rotary
 
-__all__ = ["joint_planes", "numbered", "planes_alone", "profile_levels"]
+__all__ = ["joint_planes", "numbered", "planes_alone", "profile_levels", "without_waste"]
 
 
 def numbered(families: Sequence[LevelSet]) -> list[Planned]:
@@ -49,6 +58,25 @@ def profile_levels(families: Sequence[LevelSet], codings: Sequence[tuple[Coding,
             merged.append(later.pop(0))
         merged.append(one)
     return (*merged, *later)
+
+
+def without_waste(profile: CodecProfile) -> CodecProfile:
+    """Return the measured profile without joint levels that take no fewer bits than others that promise as much.
+
+    Of too little text their transforms have not learnt enough.
+    """
+    alone = [level.info for level in profile.levels if not level.joint]
+
+    def wasted(info: LevelInfo) -> bool:
+        return any(expected_kl(one.name) <= expected_kl(info.name) and one.bits <= info.bits for one in alone)
+
+    waste = {level.info.name for level in profile.levels if level.joint and wasted(level.info)}
+    left = tuple(level for level in profile.levels if not waste & {level.info.name, level.info.base})
+    if len(left) == len(profile.levels):
+        return profile
+    if any(level.joint for level in left):
+        return msgspec.structs.replace(profile, levels=left)
+    return msgspec.structs.replace(profile, levels=left, joint=(), version=2)
 
 
 def planes_alone(levels: LevelSet, ropes: Sequence[Rotary], model: CalibrationModel) -> tuple[PlaneProfile, ...]:

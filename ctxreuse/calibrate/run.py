@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.levels import JOINT
-from ctxreuse.calibrate.assemble import joint_planes, numbered, planes_alone, profile_levels
+from ctxreuse.calibrate.assemble import joint_planes, numbered, planes_alone, profile_levels, without_waste
 from ctxreuse.calibrate.coding import Planned, make_plan
 from ctxreuse.calibrate.gather import (
     Progress,
@@ -179,7 +179,7 @@ def calibrate(
         version=3 if joint else 2,
         joint=joint_planes(joint[0], ropes, model) if joint else (),
     )
-    return measure(model, profile, families, cut["held-out"], settings.prefix, progress)
+    return without_waste(measure(model, profile, families, cut["held-out"], settings.prefix, progress))
 
 
 def _familiar(

@@ -31,7 +31,7 @@ class _Run:
 
 
 class JointPlanes:
-    """Decoded joint planes until each of them was taken, or nobody has the blocks any more. Any thread may call.
+    """Decoded joint planes until each of them was taken, or no load has the blocks any more. Any thread may call.
 
     Engines load layer after layer, and a load may end in the middle.
 
@@ -42,7 +42,7 @@ class JointPlanes:
     def __init__(self, kept: int = _KEPT) -> None:
         self._kept = kept
         self._lock = threading.Lock()
-        #: The last used last. Entries may go at any moment, see `_gone`, so it is never iterated over itself.
+        #: The last used last. Entries may go at any moment, see `_removed`, so it is never iterated over itself.
         self._runs: dict[Hashable, _Run] = {}
 
     @property
@@ -59,7 +59,7 @@ class JointPlanes:
         nothing is kept.
         """
         with self._lock:
-            run = self._runs.pop(name, None) or _Run(places, weakref.ref(block, partial(self._gone, name)))
+            run = self._runs.pop(name, None) or _Run(places, weakref.ref(block, partial(self._removed, name)))
             self._runs[name] = run
         done = True
         try:
@@ -74,8 +74,8 @@ class JointPlanes:
             self._shrink(name if done else None)
         return rows
 
-    def _gone(self, name: Hashable, alive: weakref.ref[BlockView]) -> None:
-        """Drop a run whose blocks nobody has; called wherever the last one lets go, in any thread."""
+    def _removed(self, name: Hashable, alive: weakref.ref[BlockView]) -> None:
+        """Drop a run whose blocks no load has; called wherever the last one lets go, in any thread."""
         run = self._runs.get(name)  # without the lock, which this thread may hold
         if run is not None and run.alive is alive:
             self._runs.pop(name, None)

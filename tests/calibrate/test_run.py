@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ctxreuse.block.format import parse
 from ctxreuse.calibrate import Settings, Target, Texts, calibrate, default_texts, read_texts, settings_for
+from ctxreuse.calibrate.assemble import without_waste
 from ctxreuse.calibrate.texts import PARTS, in_turn, windows, windows_by_kind
 from ctxreuse.codec import Codec, CodecProfile, model_digest, profile_digest, read_profile, write_profile
 from ctxreuse.errors import ConfigError
@@ -122,6 +124,18 @@ def test_joint_levels_alone(gauge_of: Any, engine_of: Any, text: Any, texts: Tex
     base, more = parse(codec.encode(view, "kl-0.05-joint")), parse(codec.refinement(view, "kl-0.02-joint"))
     assert codec.merge(base, more).tobytes() == codec.encode(view, "kl-0.02-joint").tobytes()
     assert [plane.nbytes > 0 for plane in base.layout.planes] == [True, False, False, False]
+
+
+def test_joint_levels_that_save_nothing_are_left_out(made: Any) -> None:
+    profile = made[1]
+    assert any(level.joint for level in profile.levels)
+    assert without_waste(profile) is profile
+    dear = [replace(level, info=replace(level.info, bits=20.0)) if level.joint else level for level in profile.levels]
+    left = without_waste(replace(profile, levels=tuple(dear)))
+    assert [level.info.name for level in left.levels] == [x.info.name for x in profile.levels if not x.joint]
+    assert (left.version, left.joint) == (2, ())
+    again = read_profile(write_profile(left))
+    assert [level.info for level in again.levels] == [level.info for level in left.levels]
 
 
 def test_hybrid_layers_and_unrotated_keys(gauge_of: Any, text: Any, texts: Texts, settings: Settings) -> None:

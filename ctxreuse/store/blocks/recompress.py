@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, Kind, parse
-from ctxreuse.block.levels import EXACT, JOINT, PACKED, allowed_by, check_lossy, expected_kl, is_exact
+from ctxreuse.block.levels import EXACT, PACKED, allowed_by, check_lossy, expected_kl, is_exact
 from ctxreuse.errors import ConfigError, CtxReuseError, FormatError, StoreError
 from ctxreuse.store.base import BlockCodec
 from ctxreuse.store.blocks.index import Index
@@ -75,7 +75,7 @@ class BlockCodecs:
         with self._lock:
             found = {info.name for codec in self._codecs.values() for info in codec.levels if not is_exact(info.name)}
         allowed = (name for name in found if allowed_by(name, max_kl))
-        return max(allowed, key=lambda name: (expected_kl(name), name.endswith(JOINT)), default="")
+        return max(allowed, key=lambda name: (expected_kl(name), -(self.ratio(name) or 1.0)), default="")
 
     def target(self, put: Put) -> str:
         """Return the level at which a put will be stored, if that makes it smaller."""

@@ -15,9 +15,9 @@
  *   encode   q[c] = rint(sum over d of forward[c][d] * (x[d] - mean[d]) / s / step)      (fp32, d upwards, no contraction)
  *       or   q[c] = rint(quantum[c] * sum over d of whole[c][d] * rint((x[d] - mean[d]) / s * unit))   (sum: as above)
  *
- * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group, 1 for small tokens of some groups, whose squares are added channel after channel in
- * fp32; in front of whole numbers those of d % 16 each, then 16 sums by halves. K is un-rotated before and rotated after. A
- * refinement carries q - 3 * q_base of a level whose step is a third of its base's.
+ * with s = 2^((code - 0x8000) / 32) of the token's RMS over the group (in `large` groups 1 for smaller tokens), whose squares
+ * are added channel after channel in fp32; in front of whole numbers those of d % 16 each, then 16 sums by halves. K is
+ * un-rotated before and rotated after. A refinement carries q - 3 * q_base of a level whose step is a third of its base's.
  *
  * The decoder takes any bytes: it reads nothing outside of the streams, writes nothing outside of the destination box,
  * and says what is wrong with them. All instruction sets give the same bytes and the same numbers.
@@ -76,8 +76,8 @@ typedef struct ctx_klt_plane {
 /* Prepare a plane at a level. Groups cover all heads of a part in order. `base` and `tables` must outlive the plane. NULL with
  * *wrong = NULL: no memory; else *wrong says which argument cannot be. */
 ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t parts, size_t heads, size_t dim,
-                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
-                               const char **wrong);
+                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope,
+                               const ctx_klt_plane *base, const char **wrong);
 void ctx_klt_free(ctx_klt_plane *plane);
 
 /* Rows of one part, [heads, tokens, dim] as a view that has passed ctx_view_check, and the angles of their positions:

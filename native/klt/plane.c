@@ -155,8 +155,8 @@ static const char *check_plane(const ctx_klt_plane *p, const ctx_klt_plane *base
 }
 
 ctx_klt_plane *ctx_klt_prepare(const ctx_rans_tables *tables, size_t parts, size_t heads, size_t dim,
-                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope, const ctx_klt_plane *base,
-                               const char **wrong) {
+                               const ctx_klt_spec *specs, size_t groups, int level, float step, int nested, int rope,
+                               const ctx_klt_plane *base, const char **wrong) {
     ctx_klt_plane p = {.tables = tables, .base = base, .parts = parts, .heads = heads, .dim = dim, .groups = groups, .step = step,
                        .inverse_step = 1.0f / (nested ? step / 3.0f : step), .level = level, .nested = nested, .rope = rope};
     *wrong = check_plane(&p, base);

@@ -20,7 +20,7 @@ from typing import TypeVar
 from benchmarks.rate.curve import Point, Rate, at_divergence, best_meeting
 from ctxreuse.bench.measure import Options
 from ctxreuse.bench.report import Figure
-from ctxreuse.block.levels import JOINT, expected_kl
+from ctxreuse.block.levels import expected_kl, is_joint
 from ctxreuse.errors import ConfigError
 
 __all__ = ["BARS", "OPTIONS", "figures_of", "figures_on", "means", "points_by_text", "run"]
@@ -95,7 +95,7 @@ def points_by_text(model: str, options: Options) -> dict[str, list[Point]]:
         context = measured(name, "exact", lambda ids=ids: Context(engine, rotaries, ids))  # type: ignore[misc]
         for level in levels:
             fidelity, bits = measured(name, level, lambda c=context, n=level: c.ours(codec, n))  # type: ignore[misc]
-            family = JOINTLY if level.endswith(JOINT) else OURS
+            family = JOINTLY if is_joint(level) else OURS
             found.setdefault(name, []).append(Point(family, level, bits / context.values, *fidelity))
         for rival in rivals:
             what = f"{rival.family}, {rival.setting}"

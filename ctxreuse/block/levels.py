@@ -40,6 +40,7 @@ __all__ = [
     "family",
     "is_approx",
     "is_exact",
+    "is_joint",
     "is_raw",
     "limit_name",
     "limit_of",
@@ -84,6 +85,11 @@ def is_raw(level: str) -> bool:
 def is_approx(level: str) -> bool:
     """Return True if the KV was derived from lossy KV, or relocated."""
     return level.startswith(_APPROX)
+
+
+def is_joint(level: str) -> bool:
+    """Return True if blocks of this level have planes of several layers coded as one."""
+    return not is_raw(level) and level.partition("@")[0].endswith(JOINT)
 
 
 def family(level: str) -> str:

@@ -24,7 +24,6 @@ __all__ = [
     "group_rows",
     "joint_groups",
     "normalise",
-    "plane_rows",
     "positions",
     "window_rows",
 ]
@@ -35,7 +34,7 @@ Doubles = npt.NDArray[np.float64]
 Progress = Callable[[str, int, int], None]
 
 _MAX_CHANNELS = 256
-#: Most layers whose planes are coded as one: ten take a third of the bits of one; thirty take no fewer than ten.
+#: Most layers whose planes are coded as one: ten take less than half of the bits of one, thirty no fewer than ten.
 _LAYERS = 10
 
 
@@ -123,20 +122,16 @@ def positions(reading: Prefix, rows: int) -> npt.NDArray[np.int64]:
     return np.arange(reading.n - rows, reading.n)
 
 
-def plane_rows(reading: Prefix, planes: Planes, place: Place, rotary: Rotary, sinks: int = SINKS) -> Floats:
-    """A plane's vectors before rotation, [rows, heads * dim], the first tokens of the context left out."""
-    plane = planes[place]
-    at = positions(reading, plane.shape[1])
-    if place[1] == "k":
-        plane = rotary.rotate(plane, at, undo=True)
-    kept = plane[:, at >= sinks]
-    return np.ascontiguousarray(kept.transpose(1, 0, 2).reshape(kept.shape[1], -1))
-
-
 def group_rows(reading: Prefix, planes: Planes, channels: Channels, rotaries: dict[int, Rotary]) -> Floats:
-    """A group's channels before rotation, [rows, C], see `plane_rows`."""
-    own = slice(channels.first * channels.dim, (channels.first + channels.heads) * channels.dim)
-    parts = [plane_rows(reading, planes, at, rotaries[at[0]], channels.sinks)[:, own] for at in channels.places]
+    """A group's channels before rotation, [rows, C], the first tokens of the context left out."""
+    parts = []
+    for layer, role in channels.places:
+        heads = planes[layer, role][channels.first : channels.first + channels.heads]
+        at = positions(reading, heads.shape[1])
+        if role == "k":
+            heads = rotaries[layer].rotate(heads, at, undo=True)
+        kept = heads[:, at >= channels.sinks]
+        parts.append(kept.transpose(1, 0, 2).reshape(kept.shape[1], -1))
     return np.concatenate(parts, 1)
 
 

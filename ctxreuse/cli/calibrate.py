@@ -111,11 +111,15 @@ def calibrate(
     with ProgressBars(quiet=quiet, lines=True) as bars:
         profile = work.calibrate(engine, tokenizer, given or work.default_texts(), settings, bars.advance, notes)
     data = write_profile(profile)
-    points = [(level.info.bits, level.info.kl) for level in profile.levels]
+    # Two curves: levels of each plane alone, and joint ones.
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for level in profile.levels:
+        name = notes["model"] + (", joint" if level.joint else "")
+        curves.setdefault(name, []).append((level.info.bits, level.info.kl))
     output.write(
         ProfileStore().add(data),
         data,
-        lambda file: draw({notes["model"]: points}, f"Levels of {notes['model']}", file),
+        lambda file: draw(curves, f"Levels of {notes['model']}", file),
         lambda console: show_profile(profile, profile_digest(data).hex(), console),
     )
 

@@ -13,7 +13,6 @@ from ctxreuse import kernels
 from ctxreuse.block.format import BlockView, Layout, Plane, layout_of, reseal, rewriter
 from ctxreuse.block.levels import (
     EXACT,
-    JOINT,
     PACKED,
     LevelInfo,
     LevelName,
@@ -21,6 +20,7 @@ from ctxreuse.block.levels import (
     expected_kl,
     family,
     is_exact,
+    is_joint,
     parse_level,
 )
 from ctxreuse.codec import lossless
@@ -133,13 +133,13 @@ class Codec:
         if self.profile.unseen_share(np.frombuffer(view.header.tokens, "<i4")) <= self.profile.unseen:
             return level
         most = expected_kl(plain) / _STRICTER
-        joint = plain.endswith(JOINT)
+        joint = is_joint(plain)
         finer = [info.name for info in self.levels if info.lossy and expected_kl(info.name) <= most]
         if not joint:  # who asked for a quick level gets none that takes longer
-            finer = [name for name in finer if not name.endswith(JOINT)]
+            finer = [name for name in finer if not is_joint(name)]
         if not finer:
             return PACKED
-        stricter = max(finer, key=lambda name: (name.endswith(JOINT) == joint, expected_kl(name)))
+        stricter = max(finer, key=lambda name: (is_joint(name) == joint, expected_kl(name)))
         return str(LevelName(stricter, digest))
 
     # ---- whole blocks
@@ -330,8 +330,7 @@ class Codec:
     def _write(self, view: BlockView, name: LevelName, into: Bytes | None) -> Bytes:
         coders, streams = self._coders[name.profile], dict[tuple[int, str], memoryview]()
         found = None
-        joint = coders.profile.levels[coders.profile.number(name.name)].joint
-        if self.device is not None and not name.base and not joint:
+        if self.device is not None and not name.base and not is_joint(name.name):
             found = self.device.encode(view, coders.profile, name.name, self.space.dtype)
         for block in () if found is not None else coders.blocks(name.name, view.layout, self.space.dtype):
             streams |= block.encode(view, self.space.dtype, refinement=bool(name.base))

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import JOINT, LevelInfo
+from ctxreuse.block.levels import LevelInfo, is_joint
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.rope import Rotary
 
@@ -188,7 +188,7 @@ class ProfileLevel(msgspec.Struct, frozen=True, eq=False):
     @property
     def joint(self) -> bool:
         """True if the planes are `CodecProfile.joint`."""
-        return self.info.name.endswith(JOINT)
+        return is_joint(self.info.name)
 
 
 class PlaneSet(NamedTuple):

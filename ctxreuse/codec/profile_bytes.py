@@ -18,13 +18,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.levels import JOINT, LevelInfo, parse_level
+from ctxreuse.block.levels import LevelInfo, is_joint, parse_level
 from ctxreuse.codec.profile import (
     MOST_CHANNELS,
     ChannelGroup,
@@ -56,22 +56,6 @@ class _Group(msgspec.Struct, array_like=True, frozen=True):
     log_rms: float
 
 
-class _Placed(Protocol):
-    """The head of a group, of either kind."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def components(self) -> int: ...
-    @property
-    def log_rms(self) -> float: ...
-
-
-G = TypeVar("G", bound=_Placed)
-
-
 class _Plane(msgspec.Struct, array_like=True, frozen=True):
     layer: int
     role: Literal["k", "v"]
@@ -81,12 +65,8 @@ class _Plane(msgspec.Struct, array_like=True, frozen=True):
     groups: tuple[_Group, ...]
 
 
-class _JointGroup(msgspec.Struct, array_like=True, frozen=True):
-    first: int
-    heads: int
-    components: int
+class _JointGroup(_Group, array_like=True, frozen=True):
     wide: int
-    log_rms: float
 
 
 class _Joint(msgspec.Struct, array_like=True, frozen=True):
@@ -142,7 +122,7 @@ def write_profile(profile: CodecProfile) -> bytes:
     joint = tuple(
         _Joint(
             plane.parts, plane.heads, plane.dim,
-            tuple(_JointGroup(g.first, g.heads, len(g.rows), len(g.basis), float(g.log_rms)) for g in plane.groups),
+            tuple(_JointGroup(g.first, g.heads, len(g.rows), float(g.log_rms), len(g.basis)) for g in plane.groups),
         )
         for plane in profile.joint
     )  # fmt: skip
@@ -221,8 +201,8 @@ def _read(view: memoryview) -> CodecProfile:
     joint = tuple(_joint(one, len(ropes), take) for one in header.joint)
     if len({(p.layer, p.role) for p in planes}) != len(planes):
         raise _fail("has a plane twice")
-    whole, together = ([p.place for plane in some for p in plane.parts] for some in (planes, joint))
-    if joint and (version < 3 or sorted(together) != sorted(whole)):
+    alone, coded = ({p.place: (x.heads, x.dim) for x in some for p in x.parts} for some in (planes, joint))
+    if joint and (version < 3 or alone != coded or len(coded) != sum(len(x.parts) for x in joint)):
         raise _fail("has joint planes that are not its planes")
     tables = take("u1", (header.tables, 32))
     if (tables.sum(1, dtype=np.int64) != 256).any() or ((tables > 0).sum(1) < 2).any():
@@ -236,10 +216,10 @@ def _read(view: memoryview) -> CodecProfile:
     ]
     levels: list[ProfileLevel] = []
     for level in header.levels:
-        is_joint = level.info.name.endswith(JOINT)
-        if is_joint and not joint:
+        together = is_joint(level.info.name)
+        if together and not joint:
             raise _fail(f"has level {level.info.name} without joint planes")
-        levels.append(_level(level, sizes[is_joint], header.tables, {lv.info.name: lv for lv in levels}, take, version))
+        levels.append(_level(level, sizes[together], header.tables, {lv.info.name: lv for lv in levels}, take, version))
     if take.at != len(view):
         raise _fail("has bytes left over")
     if header.kinds and len(header.kinds) != len(levels):
@@ -316,7 +296,10 @@ def _joint(plane: _Joint, ropes: int, take: _Taker) -> JointProfile:
 def _check_plane(heads: int, dim: int, parts: Sequence[PlanePart], ropes: int) -> None:
     good = 0 < heads <= 4096 and 0 < dim <= 4096 and 0 < len(parts) <= MOST_CHANNELS
     if not good or not all(0 <= part.layer < 1 << 16 and -1 <= part.rope < ropes for part in parts):
-        raise _fail(f"has a plane of {heads} heads of {dim}, or one of no layer")
+        raise _fail(f"has a plane of {heads} heads of {dim} in layers {[part.layer for part in parts[:8]]}")
+
+
+G = TypeVar("G", bound=_Group)
 
 
 def _in_order(groups: Sequence[G], heads: int, width: int) -> Iterator[tuple[G, int]]:
@@ -351,7 +334,7 @@ def _level(
     ):
         raise _fail(f"has {len(level.active)} codings in level {info.name} for {len(sizes)} groups")
     base = before.get(info.base)
-    if base is not None and base.joint != info.name.endswith(JOINT):
+    if base is not None and base.joint != is_joint(info.name):
         raise _fail(f"has level {info.name} that refines {info.base}")
     if bool(info.base) != (base is not None) or not isfinite(level.step) or not 0 < level.step < 1e30:
         raise _fail(f"has level {info.name} of step {level.step} over {info.base!r}")

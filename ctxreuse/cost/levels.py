@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ctxreuse.block.levels import JOINT, PACKED
+from ctxreuse.block.levels import PACKED, is_joint
 from ctxreuse.cost.lines import DiskLine
 
 __all__ = ["JOINT_WORK", "Level", "Unpacking", "Work", "work_of"]
@@ -25,7 +25,7 @@ _GUESS = 1e9
 def work_of(level: str) -> Work:
     """Return how blocks of a level, not ``exact``, are coded; with or without a profile's digest."""
     name = level.partition("@")[0]
-    return "packed" if name == PACKED else "joint" if name.endswith(JOINT) else "lossy"
+    return "packed" if name == PACKED else "joint" if is_joint(name) else "lossy"
 
 
 class Level(msgspec.Struct, frozen=True):

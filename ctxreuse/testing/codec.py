@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, parse, reseal
-from ctxreuse.block.levels import EXACT, JOINT, expected_kl, family, is_exact, is_raw
+from ctxreuse.block.levels import EXACT, expected_kl, family, is_exact, is_joint, is_raw
 from ctxreuse.codec import LevelInfo
 from ctxreuse.errors import ConfigError, CtxReuseError, FormatError
 from ctxreuse.identity.model import ModelSpace
@@ -138,7 +138,7 @@ class CodecContract(ABC):
             for info in codec.levels
         }
         for joint in (False, True):
-            lossy = [size for name, size in sizes.items() if not is_exact(name) and name.endswith(JOINT) is joint]
+            lossy = [size for name, size in sizes.items() if not is_exact(name) and is_joint(name) is joint]
             assert lossy == sorted(lossy)
             assert all(size <= sizes[EXACT] for size in lossy)
 

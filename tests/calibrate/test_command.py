@@ -48,7 +48,7 @@ def test_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None
         "--windows",
         "3",
         "--levels",
-        "0.05+0.01",
+        "0.05+0.01,0.05-joint",
         "--plot",
         str(plot),
         "--out",
@@ -62,7 +62,10 @@ def test_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) -> None
     profile = read_profile(out.read_bytes())
     assert profile.notes["text"] == "words.txt"
     assert profile.notes["windows"].startswith("3/1/1 of 768+192")
-    assert "<svg" in plot.read_text()
+    drawn = plot.read_text()
+    assert "<svg" in drawn
+    # A curve of its own, if this little text was enough for a joint level.
+    assert (", joint" in drawn) == any(level.joint for level in profile.levels)
     for level in profile.levels:
         assert level.info.name in error
         assert level.info.bits > 0

@@ -337,4 +337,18 @@ def test_a_profile_of_the_first_version_has_neither_whole_numbers_nor_rounded_le
         read_profile(GOOD_CARD[:8] + b"\x04" + GOOD_CARD[9:])
 
 
+def test_joint_planes_must_be_those_that_are_coded_alone():
+    profile = make_profile(make_space())
+    (whole,) = profile.joint
+    parts, one = whole.parts, whole.groups[0]
+    half = msgspec.structs.replace(one, heads=HEADS * 2)
+    for joint in (
+        msgspec.structs.replace(whole, parts=(*parts[:-1], msgspec.structs.replace(parts[-1], layer=7))),
+        msgspec.structs.replace(whole, parts=(*parts[:-1], parts[0])),
+        msgspec.structs.replace(whole, heads=HEADS * 2, dim=DIM // 2, groups=(half,)),
+    ):
+        with pytest.raises(FormatError, match="joint planes that are not its planes"):
+            write_profile(msgspec.structs.replace(profile, joint=(joint,)))
+
+
 GOOD_CARD = write_profile(make_profile(make_space()))

@@ -8,7 +8,7 @@ import numpy as np
 
 from ctxreuse import kernels
 from ctxreuse.block.format import BlockView
-from ctxreuse.block.levels import JOINT, family, is_raw
+from ctxreuse.block.levels import is_joint, is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.engines.chunks import Relocation, RelocationError
 from ctxreuse.engines.rows import Bits, fill_rows_of
@@ -100,7 +100,7 @@ def _copy_part(target: Bits, one: Relocation, layer: int, role: str, codec: Code
 
 def _corrupt(view: BlockView, layer: int, role: str) -> bool:
     # Of joint levels the stream may stand in another layer's place.
-    joint = family(view.header.level).endswith(JOINT)
+    joint = is_joint(view.header.level)
     places = [(plane.layer, plane.role) for plane in view.layout.planes] if joint else [(layer, role)]
     try:
         for place in places:

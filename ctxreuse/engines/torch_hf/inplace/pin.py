@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, Layout
-from ctxreuse.block.levels import JOINT, family, is_raw
+from ctxreuse.block.levels import is_joint, is_raw
 from ctxreuse.codec import Codec
 from ctxreuse.dtypes import BITS, KERNEL_NAMES, VALUES
 from ctxreuse.engines.checks import check_rows
@@ -56,8 +56,8 @@ def _as_stored(
     Of joint levels all layers would be decoded for each: those are decoded once, to raw planes.
     """
     name, slabs, at = KERNEL_NAMES[space.dtype], list[Slab | CodedSlab](), 0
-    levels = [family(one.view.header.level) for one in rows]
-    coded = [codec is not None and not is_raw(level) and not level.endswith(JOINT) for level in levels]
+    levels = [one.view.header.level for one in rows]
+    coded = [codec is not None and not is_raw(level) and not is_joint(level) for level in levels]
     for index, one in enumerate(rows):
         # For coded ones this is the check: damage must be found here.
         k, v = (Plane(name, _plane(rows, index, layer, role, space, codec)) for role in ("k", "v"))

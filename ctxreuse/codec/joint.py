@@ -45,11 +45,6 @@ class JointPlanes:
         #: The last used last. Entries may go at any moment, see `_removed`, so it is never iterated over itself.
         self._runs: dict[Hashable, _Run] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of decoded planes that wait."""
-        return sum(run.nbytes for run in list(self._runs.values()))
-
     def take(
         self, name: Hashable, block: BlockView, places: tuple[Place, ...], place: Place, decode: Callable[[], Bits]
     ) -> Bits:

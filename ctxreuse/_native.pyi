@@ -191,6 +191,22 @@ def linear_top(
     threads: int,
     /,
 ) -> None: ...
+def decoder_layer(
+    parts: Sequence[tuple[Memory, int, Memory | None, Memory | None, int, int]],
+    norms: Sequence[Memory | None],
+    eps: float,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    gate: int,
+    /,
+) -> object: ...
+def layer_enter(
+    layer: object, x: Memory, cos: Memory, sin: Memory, qkv: Memory, dtype: int, rows: int, threads: int, /
+) -> None: ...
+def layer_leave(
+    layer: object, attended: Memory, x: Memory, y: Memory, dtype: int, rows: int, threads: int, /
+) -> None: ...
 def shadow_new(
     kind: int, capacity: int, per_token: float, per_pair: float, alpha: float, beside: object | None, /
 ) -> object: ...

@@ -18,14 +18,15 @@ from numpy.typing import NDArray
 
 from ctxreuse.kernels.dispatch import native
 
-__all__ = ["TOP", "Weights", "linear", "linear_top", "quantise_weights"]
+__all__ = ["ACTIVATIONS", "FORMATS", "TOP", "Weights", "linear", "linear_top", "quantise_weights"]
 
 #: What `linear_top` gives of a row: the largest output, the next one, the log-sum-exp of all, its number.
 TOP: Final = np.dtype([("best", "<f4"), ("second", "<f4"), ("total", "<f4"), ("index", "<u4")])
 
-_FORMATS: Final = {np.dtype(np.float32): 0, np.dtype(np.int16): 1, np.dtype(np.uint16): 1, np.dtype(np.int8): 2}
+#: How the kernels number the types of weights: fp32, bf16, int8.
+FORMATS: Final = {np.dtype(np.float32): 0, np.dtype(np.int16): 1, np.dtype(np.uint16): 1, np.dtype(np.int8): 2}
 #: fp32 and bf16, as the kernels number them.
-_ACTIVATIONS: Final = {np.dtype(np.float32): 0, np.dtype(np.int16): 2, np.dtype(np.uint16): 2}
+ACTIVATIONS: Final = {np.dtype(np.float32): 0, np.dtype(np.int16): 2, np.dtype(np.uint16): 2}
 
 
 class Weights(NamedTuple):
@@ -45,7 +46,7 @@ def linear(x: NDArray[Any], weights: Weights, y: NDArray[Any], threads: int = 1)
     ``threads``: at most. ValueError for types and shapes that do not fit, or memory that is not contiguous.
     """
     data = weights.data
-    kind, format = _ACTIVATIONS.get(x.dtype), _FORMATS.get(data.dtype)
+    kind, format = ACTIVATIONS.get(x.dtype), FORMATS.get(data.dtype)
     if kind is None or format is None or y.dtype != x.dtype:
         raise ValueError(f"linear: cannot multiply {x.dtype} with weights of {data.dtype} to {y.dtype}")
     outputs, inputs = data.shape
@@ -61,7 +62,7 @@ def linear_top(x: NDArray[Any], weights: Weights, threads: int = 1) -> NDArray[A
     has a ``total`` that is none. ValueError as `linear`.
     """
     data = weights.data
-    kind, format = _ACTIVATIONS.get(x.dtype), _FORMATS.get(data.dtype)
+    kind, format = ACTIVATIONS.get(x.dtype), FORMATS.get(data.dtype)
     if kind is None or format is None:
         raise ValueError(f"linear_top: cannot multiply {x.dtype} with weights of {data.dtype}")
     outputs, inputs = data.shape

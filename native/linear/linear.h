@@ -25,14 +25,22 @@ typedef struct ctx_linear {
 /* All outputs, by up to `threads` threads (core/pool.h). CTX_NO_MEMORY, or CTX_OK. */
 ctx_status ctx_linear_run(const ctx_kernels *k, const ctx_linear *a, size_t threads);
 
-/* What a table holds: outputs first..last; `room` has 4 * inputs floats. */
-typedef void (*ctx_linear_fn)(const ctx_linear *a, size_t first, size_t last, float *room);
+typedef enum ctx_gate { CTX_GATE_SILU = 0, CTX_GATE_GELU_TANH = 1, CTX_GATES = 2 } ctx_gate;
+
+/* Several layers of the same x, their pieces shared out together. With `gate`, count is 2, and all[0].y becomes
+ * gate(all[0].y) * all[1].y. */
+ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads);
 
 typedef struct ctx_linear_kernels {
-    ctx_linear_fn run;
+    /* Outputs first..last; `room` has 4 * inputs floats. */
+    void (*run)(const ctx_linear *a, size_t first, size_t last, float *room);
+    /* x = kind(x) * y. */
+    void (*gate)(float *x, const float *y, size_t n, ctx_gate kind);
+    /* y = x / sqrt(mean(x^2) + eps) * w; x may be y. */
+    void (*norm)(const float *x, const float *w, float eps, float *y, size_t n);
 } ctx_linear_kernels;
 
 /* The active table's loops. */
-ctx_linear_fn ctx_linear_of(const ctx_kernels *k);
+const ctx_linear_kernels *ctx_linear_of(const ctx_kernels *k);
 
 #endif

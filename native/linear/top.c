@@ -10,7 +10,7 @@ enum { PIECE = 64 /* outputs: with 576 inputs of one byte some 4 microseconds */
 
 typedef struct job {
     const ctx_linear *linear;
-    ctx_linear_fn run;
+    const ctx_linear_kernels *kernels;
     ctx_top *parts; /* [pieces, rows]; `total` is the sum of exponentials above `best` */
     _Atomic int failed;
 } job;
@@ -32,7 +32,7 @@ static void piece(void *what, size_t i) {
     a.w += first * a.inputs * ctx_weights_bytes(a.format), a.outputs = count, a.y = y;
     if (a.scales) a.scales += first;
     if (a.bias) a.bias += first;
-    j->run(&a, 0, count, y + a.rows * count);
+    j->kernels->run(&a, 0, count, y + a.rows * count);
     for (size_t r = 0; r < a.rows; r++) {
         ctx_top top = {.best = -INFINITY, .second = -INFINITY, .index = (uint32_t)first};
         const float *row = y + r * count;
@@ -45,7 +45,7 @@ static void piece(void *what, size_t i) {
 
 ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *tops, size_t threads) {
     const size_t pieces = (a->outputs + PIECE - 1) / PIECE;
-    job j = {.linear = a, .run = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
+    job j = {.linear = a, .kernels = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
     if (!j.parts) return CTX_NO_MEMORY;
     ctx_pool_run(piece, &j, pieces, threads);
     for (size_t r = 0; r < a->rows && !j.failed; r++) {

@@ -36,6 +36,7 @@ int main(void) {
     test_klt();
     test_attend();
     test_linear();
+    test_decoder();
     test_policy();
     test_suffix();
     puts("all native tests passed");

@@ -58,6 +58,7 @@ void test_checksums(void);
 void test_rans(void);
 void test_attend(void);
 void test_linear(void);
+void test_decoder(void);
 void test_policy(void);
 void test_suffix(void);
 

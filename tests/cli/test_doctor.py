@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ctxreuse import kernels
-from ctxreuse.cpu import cpu_features
+from ctxreuse.cpu import cpu_features, multiplies_bfloat16
 from ctxreuse.doctor import run_checks, satisfies
 from ctxreuse.store import Ledger, NewTurn
 
@@ -102,3 +102,8 @@ def test_features_of_other_machines(tmp_path: Path) -> None:
     info.write_text("processor\t: 0\nFeatures\t: fp asimd asimdhp sve\n")
     assert cpu_features(info) == ("asimd", "asimdhp", "sve")
     assert cpu_features(tmp_path / "none") == ()
+    assert not multiplies_bfloat16(info)
+    assert multiplies_bfloat16(tmp_path / "none")
+    for name in ("avx512_bf16", "amx_bf16", "bf16"):
+        info.write_text(f"flags\t: fpu avx2 {name} sse\n")
+        assert multiplies_bfloat16(info)

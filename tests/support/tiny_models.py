@@ -59,6 +59,8 @@ def _made(name: str) -> hf.PreTrainedModel:
         return hf.LlamaForCausalLM(hf.LlamaConfig(**_BASE, num_hidden_layers=2, head_dim=64))
     if name == "qwen2":
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**_BASE, num_hidden_layers=2))
+    if name == "qwen3":
+        return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_BASE, head_dim=16, num_hidden_layers=2))
     if name == "gemma3":
         types = ["sliding_attention", "full_attention", "sliding_attention"]
         config = hf.Gemma3TextConfig(

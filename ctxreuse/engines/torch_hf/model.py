@@ -23,6 +23,7 @@ from ctxreuse.engines.torch_hf.cache import states
 from ctxreuse.engines.torch_hf.cache.arena import Pool
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer, FullWindowLayer, WindowLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
+from ctxreuse.engines.torch_hf.decoder import checking_layers, install_layers
 from ctxreuse.engines.torch_hf.devices import TorchDevice, device_errors, device_of
 from ctxreuse.engines.torch_hf.linears import install_linears
 from ctxreuse.engines.torch_hf.modes import inference
@@ -39,6 +40,9 @@ __all__ = ["Forward", "TorchModel", "first_keys", "open_model", "plain_cache"]
 _TOKENS, _PREFIX = 12, 8
 #: Rounding moves float32 logits by about 1e-6 of their scale; Jamba, which drops its state, by 1e-3.
 _TOLERANCE = 5e-5
+#: Share of all logits' deviation that sums in another order move in 16 bits: up to .09 with SmolLM2 in bfloat16, where
+#: tokens at positions one too low move .26 to 1.2.
+_ROUNDED = 0.2
 
 
 def open_model(name_or_folder: str, dtype: str, device: str = "cpu") -> tuple[Any, Path]:
@@ -212,6 +216,7 @@ class TorchModel(UserCodec):
         weights = weights_of(module, folder, int8=int8_weights)
         if not self.place.apart:
             install_linears(module, int8=int8_weights)
+            install_layers(module)
         elif int8_weights:
             raise ConfigError(f"int8 weights are computed with on processors, not on {self.place.device}")
         self.new_cache()  # refuses kinds of layers that cannot be exported, before the model is run
@@ -230,7 +235,8 @@ class TorchModel(UserCodec):
     @inference
     def _measure(self, folder: Path | None, weights: str, attention: str, block_tokens: int) -> ModelSpace:
         cache = plain_cache(self.module)
-        self.forward.call(_ids(self.module, _PREFIX), 0, cache)
+        with checking_layers():
+            self.forward.call(_ids(self.module, _PREFIX), 0, cache)
         self.linear = any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
         self.stepwise = False
         if self.linear and not _continues(self.module, self.forward, step=False):
@@ -284,7 +290,7 @@ class TorchModel(UserCodec):
     def _packs_well(self) -> bool:
         ids = _ids(self.module, _TOKENS).numpy().astype("<i4")
         contexts = [self.new_context(), self.new_context()]
-        parts = [(ids[:1], ids[1:_PREFIX]), (ids[:_PREFIX], ids[_PREFIX:])]
+        parts = [(ids[:at], ids[at:]) for at in (_TOKENS // 2, _PREFIX)]
         for context, (first, _) in zip(contexts, parts):
             self.prefill(context, first)
         try:
@@ -296,13 +302,12 @@ class TorchModel(UserCodec):
             # In the same parts: in one pass bfloat16 rounds so differently that it would look like another text.
             self.prefill(alone, first)
             expected = self.prefill(alone, rest)
-            if not np.abs(logits - expected).max() <= self._packed_tolerance * np.abs(expected).max():
+            if self.space.dtype == "float32":
+                if not np.abs(logits - expected).max() <= _TOLERANCE * np.abs(expected).max():
+                    return False
+            elif not np.linalg.norm(logits - expected) <= _ROUNDED * np.linalg.norm(expected - expected.mean()):
                 return False
         return True
-
-    @property
-    def _packed_tolerance(self) -> float:
-        return _TOLERANCE if self.space.dtype == "float32" else 0.05
 
     def prefill(self, context: TorchContext, tokens: Tokens) -> Logits:
         """See `Engine.prefill`; the context is checked."""
@@ -480,7 +485,9 @@ def first_keys(
 
 
 def _ids(model: Any, count: int) -> torch.Tensor:
-    return torch.arange(1, count + 1) % config_of(model).vocab_size
+    """Tokens from all over the vocabulary: a row of control tokens is nothing that a model knows, and any rounding
+    turns what it says of them."""
+    return torch.arange(1, count + 1) * 7_919 % config_of(model).vocab_size
 
 
 @inference

@@ -57,8 +57,10 @@ class PackedKeys:
         self._layer.pending = False
         plain = [call_of(segment.keys) is None for segment in self._segments]
         single = [one for one, own in zip(self._segments, plain) if own and one.stop - one.start == 1]
-        rows = [segment.start for segment in single]
+        rows = slice(None) if len(single) == q.shape[2] else [segment.start for segment in single]
         found = each(q[0, :, rows].transpose(0, 1), [(s.keys, s.values) for s in single]) if each and single else None
+        if found is not None and len(found) == q.shape[2]:
+            return found[None]
         out = q.new_empty(1, q.shape[2], q.shape[1], self._segments[0].values.shape[3])
         if found is not None:
             out[0, rows] = found
@@ -112,7 +114,7 @@ class _PackedLayer(DynamicLayer):  # type: ignore[misc]
         segments, start = [], 0
         for layer, count in zip(self._layers, self._counts):
             stop = start + count
-            k, v = layer.update(key_states[:, :, start:stop], value_states[:, :, start:stop])
+            k, v = layer.update(key_states.narrow(2, start, count), value_states.narrow(2, start, count))
             segments.append(_Segment(start, stop, k, v))
             start = stop
         keys = key_states[:]

@@ -90,8 +90,9 @@ def test_the_tokenizer_knows_text_of_all_kinds(smollm2):
     assert text.render(messages, generate=True).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_contexts_of_bfloat16_go_through_the_model_together():
-    engine = TorchEngine.open("smollm2", dtype="bfloat16", threads=1)
+@pytest.mark.parametrize("threads", [1, 2])  # torch rounds in another way with each number of them
+def test_contexts_of_bfloat16_go_through_the_model_together(threads):
+    engine = TorchEngine.open("smollm2", dtype="bfloat16", threads=threads)
     assert engine.batches
     ids = [np.asarray(one, "<i4")[:64] for one in prompts(engine)]
     together, alone = [engine.new_context() for _ in ids], [engine.new_context() for _ in ids]
@@ -102,4 +103,4 @@ def test_contexts_of_bfloat16_go_through_the_model_together():
         found = engine.step([(one, tokens[at : at + 1]) for one, tokens in zip(together, ids)])
         expected = [engine.prefill(two, tokens[at : at + 1]) for two, tokens in zip(alone, ids)]
         for got, want in zip(found, expected):
-            assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
+            assert np.array_equal(got, want)

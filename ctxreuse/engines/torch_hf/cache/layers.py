@@ -69,7 +69,7 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
         assert self._k is not None
         assert self._v is not None
         self.length = n
-        self.keys, self.values = self._k[:, :, :n], self._v[:, :, :n]
+        self.keys, self.values = self._k.narrow(2, 0, n), self._v.narrow(2, 0, n)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise AssertionError("an arena layer is bound by its context before it is used")
@@ -94,10 +94,10 @@ class ArenaLayer(DynamicLayer):  # type: ignore[misc]
             scatter.write(self.keys, key_states)
             scatter.write(self.values, value_states)
             return self.keys[:, :, : scatter.end], self.values[:, :, : scatter.end]
-        n, m = self.length, self.length + key_states.shape[-2]
-        self.resize(m)
-        self.keys[:, :, n:] = key_states
-        self.values[:, :, n:] = value_states
+        n, count = self.length, key_states.shape[-2]
+        self.resize(n + count)
+        self.keys.narrow(2, n, count).copy_(key_states)
+        self.values.narrow(2, n, count).copy_(value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:

@@ -54,8 +54,23 @@ static PyObject *map_from(PyObject *module, PyObject *size) {
     Py_RETURN_NONE;
 }
 
+/* Keep up to so many bytes of what was freed, mappings of up to 32 MiB among them: to give pages back and get them again,
+ * zeroed, takes as long as some computing on them. */
+static PyObject *keep_freed(PyObject *module, PyObject *size) {
+    (void)module;
+    long bytes = PyLong_AsLong(size);
+    if (bytes == -1 && PyErr_Occurred()) return NULL;
+    if (bytes < 0 || bytes > 1 << 30) return PyErr_Format(PyExc_ValueError, "%ld bytes; 0 to 1073741824 can be", bytes);
+#ifdef __GLIBC__
+    mallopt(M_TRIM_THRESHOLD, (int)bytes);
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+#endif
+    Py_RETURN_NONE;
+}
+
 PyMethodDef memory_methods[] = {
     {"heap_bytes", heap_bytes, METH_NOARGS, NULL},
+    {"keep_freed", keep_freed, METH_O, NULL},
     {"limit_arenas", limit_arenas, METH_O, NULL},
     {"map_from", map_from, METH_O, NULL},
     {"trim_memory", trim_memory, METH_NOARGS, NULL},

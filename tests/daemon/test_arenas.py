@@ -62,6 +62,42 @@ def test_a_size_that_cannot_be_mapped_from_is_refused(nbytes: int) -> None:
         _native.map_from(nbytes)
 
 
+@pytest.mark.parametrize("nbytes", [-1, (1 << 30) + 1])
+def test_a_size_that_cannot_be_kept_is_refused(nbytes: int) -> None:
+    from ctxreuse import _native
+
+    with pytest.raises(ValueError, match="0 to 1073741824"):
+        _native.keep_freed(nbytes)
+
+
+_FREED = """
+import resource, sys
+import numpy as np
+from ctxreuse import _native
+
+if int(sys.argv[1]):
+    _native.keep_freed(int(sys.argv[1]))
+
+def faults():
+    held = [np.ones(1 << 20) for _ in range(4)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+first = faults()
+for _ in range(10):
+    last = faults()
+print(last - first)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="thresholds are glibc's")
+def test_freed_memory_is_kept_once_told_to() -> None:
+    def new_pages(kept: int) -> int:
+        done = subprocess.run([sys.executable, "-c", _FREED, str(kept)], capture_output=True, check=True, text=True)
+        return int(done.stdout)
+
+    assert new_pages(1 << 28) < new_pages(0) / 10
+
+
 _HELD = """
 import ctypes
 from ctxreuse.metrics import Metrics

@@ -1,4 +1,4 @@
-"""The child's side: an engine behind a pipe, its calls run by a thread that computes and a few that do the rest."""
+"""The child's side: an engine behind a pipe, its calls run by the main thread, which computes, and a few others."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -49,14 +50,20 @@ from ctxreuse.engines.scoring import score_tokens
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.exits import ExitPlan
+from ctxreuse.kernels.dispatch import native
 
 __all__ = ["open_config", "serve"]
 
 log = logging.getLogger(__name__)
 
+#: Bytes of freed memory that the process keeps, as each pass needs about what the last one had; a pass of 512 tokens in
+#: float32 took 1.2 times as long with 70,000 new pages each.
+_KEPT = 256 << 20
 # Threads for what does not compute: waits for loads, exports, texts.
 _THREADS = 8
-#: Verbs of the thread that computes: with more threads, libraries would keep a team of workers for each.
+#: Verbs of the thread that computes, which is the one that opened the engine: libraries keep a team of workers for each
+#: thread that computes, and with more workers than cores OpenMP's sleep after each piece. On two cores passes of 128
+#: tokens of SmolLM2 took torch 1.5 to 1.8 times as long in another thread.
 _COMPUTES = frozenset((
     "fork", "prefill", "score", "step", "first_rows", "row_errors", "insert_rows", "deviations", "attention",
     "recompute_rows", "ramps", "exit_step", "complete_rows", "use_drafts",
@@ -134,10 +141,25 @@ class _Server:
         self._loads_of: dict[int, list[int]] = {}
         self._computing: queue.SimpleQueue[tuple[Call, Payload]] = queue.SimpleQueue()
         self._others = ThreadPoolExecutor(_THREADS, "engine-call")
-        threading.Thread(target=self._compute, name="engine-compute", daemon=True).start()
 
-    def run(self) -> None:
-        """Receive until the parent closes its end."""
+    def run(self) -> NoReturn:
+        """Compute on this thread, which must be the one that opened the engine; the process ends with its parent."""
+        threading.Thread(target=self._receive_all, name="engine-receive", daemon=True).start()
+        while True:
+            self._answer(*self._computing.get())
+
+    def _receive_all(self) -> None:
+        status = 1
+        try:
+            with contextlib.suppress(OSError):
+                self._receive()
+            status = 0
+        except BaseException:
+            traceback.print_exc()  # its last words
+        finally:
+            os._exit(status)  # whatever is being computed
+
+    def _receive(self) -> None:
         while (received := self._pipe.receive()) is not None:
             message, payload = received
             if isinstance(message, Call) and message.verb in _COMPUTES:
@@ -151,10 +173,6 @@ class _Server:
                 self._contexts.pop(message.context, None)
                 for number in self._loads_of.pop(message.context, ()):
                     self._loads.pop(number, None)
-
-    def _compute(self) -> None:
-        while True:
-            self._answer(*self._computing.get())
 
     def _answer(self, call: Call, payload: Payload) -> None:
         try:
@@ -376,6 +394,7 @@ def serve(pipe: FramePipe[EngineMessage]) -> None:
         os._exit(0)
     opening = received[0]
     memory = SharedMemory(opening.memory)
+    native.keep_freed(_KEPT)
     # The parent may go while the engine is opened, which takes seconds.
     try:
         engine = _opened(opening)
@@ -390,9 +409,7 @@ def serve(pipe: FramePipe[EngineMessage]) -> None:
     server = _Server(engine, pipe, memory)
     least = engine.least_slice if isinstance(engine, SlicingEngine) else 1
     pipe.send(EngineOpened(engine.space, engine.batches, chunks, codec, facts, least))
-    with contextlib.suppress(OSError):
-        server.run()
-    os._exit(0)
+    server.run()
 
 
 def _failed(error: Exception) -> OpenFailed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,26 @@ def of_version(folder: str) -> Any:
     return open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
 
 
+def of_one_thread(folder: str) -> Any:
+    """An engine that notes each thread that opens it or computes."""
+    engine = open_engine(str(Path(folder) / "tiny.gguf"), block_tokens=16, threads=1)
+    opener = threading.get_ident()
+
+    def noted(name: str) -> None:
+        plain = getattr(engine, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with open(Path(folder) / "threads", "a", encoding="utf-8") as file:
+                file.write(f"{name} {threading.get_ident() == opener}\n")
+            return plain(*args, **kwargs)
+
+        setattr(engine, name, call)
+
+    for name in ("prefill", "step"):
+        noted(name)
+    return engine
+
+
 def slowly_refused(folder: str) -> Any:
     """Opened in a child: says that it began, and refuses when it is told to."""
     (Path(folder) / "began").touch()
@@ -76,6 +97,18 @@ def test_a_caller_who_comes_while_it_is_opened_hears_that_it_is_refused(python_p
                 opened.result(patient(3))
         finally:
             start.close()  # a call that still waits ends
+
+
+def test_the_thread_that_opened_an_engine_computes(python_path: None, tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    engine = EngineStart(f"{__name__}:of_one_thread", {"folder": str(tmp_path)}).opened()
+    contexts = [engine.new_context() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda context: engine.prefill(context, IDS), contexts))
+        list(pool.map(lambda context: engine.step([(context, IDS[:1])]), contexts))
+    engine.close()
+    lines = (tmp_path / "threads").read_text("utf-8").splitlines()
+    assert Counter(lines) == {"prefill True": 4, "step True": 4}
 
 
 def test_a_model_that_is_not_there_is_for_the_caller(python_path: None, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -26,6 +26,10 @@ WINDOW = "_ctxreuse_window"
 # transformers hands a model's attention the very tensor that the cache returned; nothing else tells the contexts apart.
 _MARK = "_ctxreuse_packed"
 _packing: ContextVar[bool] = ContextVar("ctxreuse_packing", default=False)
+
+
+#: Masks of one pass by queries, keys and window.
+_Masks: TypeAlias = dict[tuple[int, int, int | None], torch.Tensor | None]
 
 
 class _Segment(NamedTuple):
@@ -66,7 +70,7 @@ class PackedKeys:
             out[0, rows] = found
         for (start, stop, keys, values), own in zip(self._segments, plain):
             if found is None or stop - start > 1 or not own:
-                mask = _mask(stop - start, keys.shape[2], self._layer.window, q) if own else None
+                mask = self._layer.mask(stop - start, keys.shape[2], q) if own else None
                 out[:, start:stop] = one(q[:, :, start:stop], keys, values, mask)
         return out
 
@@ -99,13 +103,21 @@ def seen(queries: int, keys: int, window: int | None, device: torch.device) -> t
 class _PackedLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of several contexts. ``pending``: the model has not attended to what the last call returned."""
 
-    def __init__(self, layers: Sequence[Any], counts: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[Any], counts: Sequence[int], masks: _Masks) -> None:
         super().__init__()
         self._layers, self._counts = layers, counts
         self.is_sliding = bool(getattr(layers[0], "is_sliding", False))
         self.window: int | None = int(layers[0].sliding_window) if self.is_sliding else None
         self.is_initialized, self.pending = True, False
         self.sliding_window = self.window
+        self._masks = masks
+
+    def mask(self, queries: int, keys: int, like: torch.Tensor) -> torch.Tensor | None:
+        """See `_mask`; made once for all layers."""
+        what = queries, keys, self.window
+        if what not in self._masks:
+            self._masks[what] = _mask(*what, like)
+        return self._masks[what]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -132,7 +144,8 @@ class _PackedLayer(DynamicLayer):  # type: ignore[misc]
 def packed_cache(caches: Sequence[DynamicCache], counts: Sequence[int]) -> DynamicCache:
     """A cache that appends the first ``counts[0]`` tokens of a pass to the first cache, and so on."""
     found = DynamicCache()
-    found.layers = [_PackedLayer(layers, counts) for layers in zip(*(cache.layers for cache in caches))]
+    masks: _Masks = {}
+    found.layers = [_PackedLayer(layers, counts, masks) for layers in zip(*(cache.layers for cache in caches))]
     return found
 
 

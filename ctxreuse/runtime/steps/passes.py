@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
-from ctxreuse.runtime.steps.slices import LARGEST, STALL, SliceEstimator
+from ctxreuse.runtime.steps.slices import LARGEST, SliceEstimator, stall
 from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class StepStats(NamedTuple):
     Attributes:
         passes: passes.
         contexts: contexts in them, together.
-        stalled: passes that made others' tokens wait longer than `STALL` of their steps.
+        stalled: passes that made others' tokens wait longer than `stall` allows.
         waiting: contexts that wait for a pass now.
         started: requests that had their first pass, by priority.
         waited: seconds that they had waited for it, by priority.
@@ -186,7 +186,7 @@ class PassPlanner:
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
-            self._stalled += bool(computed) and step is not None and seconds > STALL * step
+            self._stalled += bool(computed) and step is not None and seconds > stall(step)
         if self._sliced and rows == decoding and (computed or not prefills) and plain:
             self._slices.observe(decoding, computed, seconds)
 

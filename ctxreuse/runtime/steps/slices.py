@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "SliceEstimator"]
+__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "UNSEEN", "SliceEstimator", "stall"]
 
-#: A pass with a slice of a prefill may take so many times as long as one that only decodes.
-STALL = 3.0
+#: A pass with a slice of a prefill may take so many times as long as one that only decodes, and in any case so many
+#: seconds: a tenth of one is not seen to be a pause (Nielsen, Usability Engineering, 1993), and slices as short as fast
+#: steps are compute prompts at half the speed.
+STALL, UNSEEN = 3.0, 0.1
 #: The share of that which is aimed at, as passes differ.
 _AIM = 0.85
 #: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
@@ -18,6 +20,11 @@ _LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
 #: Passes that only decode, of which the second shortest counts, as what disturbs a pass makes it longer; and how many
 #: are enough to begin with.
 _PASSES, _KNOWN = 5, 3
+
+
+def stall(step: float) -> float:
+    """Return the seconds that a pass with a slice may take where one without takes ``step`` seconds."""
+    return max(STALL * step, UNSEEN)
 
 
 class SliceEstimator:
@@ -48,7 +55,7 @@ class SliceEstimator:
         elif step is not None:
             ratio, planned = (seconds if decoding else seconds + step) / step, self.tokens(decoding)
             # What a slice adds to a step is at most proportional to its length.
-            change = max(_LEAST_CHANGE, min((STALL * _AIM - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
+            change = max(_LEAST_CHANGE, min((_AIM * stall(step) / step - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
             if change < 1:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end

@@ -3,7 +3,7 @@
 Each agent streams its whole chat in every turn: a system prompt that all share, a first message of its own, answers of
 32 tokens, pauses. The peer has as many slots as there are agents. Both run in turns, on all cores. ``--model``: a GGUF
 file, or a known name, instead of SmolLM2. Where ``CTXREUSE_VLLM`` names an environment with vLLM, its server is
-compared with a daemon on torch as well, both in bfloat16.
+compared with a daemon on torch in bfloat16 as well.
 """
 
 from __future__ import annotations

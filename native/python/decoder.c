@@ -31,7 +31,7 @@ static int numbers_of(held *h, PyObject *obj, size_t item, size_t count, const c
 /* One of `parts`: (w [outputs, inputs], format, scales or None, bias or None, outputs, inputs). */
 static int part_of(PyObject *obj, held *h, ctx_linear *a) {
     PyObject *fields = fields_of(obj, 6, "part");
-    size_t format, weights;
+    size_t format = 0, weights = 0;
     const void *w, *scales, *bias;
     if (!fields) return -1;
     int failed = size_of(PyTuple_GetItem(fields, 1), "format", &format) < 0 || size_of(PyTuple_GetItem(fields, 4), "outputs", &a->outputs) < 0 ||

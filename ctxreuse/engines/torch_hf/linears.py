@@ -1,7 +1,7 @@
 """Linear layers of few rows by the project's own kernel: a decode step reads the weights once, where they lie.
 
 torch packs the weights of a matrix product in each call. All linear layers of SmolLM2, one thread of a Xeon with AMX,
-ms of processor time (torch / this):
+ms of processor time (torch / this, as it was when it computed 8 rows in two turns):
 
   rows                    1          4          8         16         32
   float32         43.1/45.8  78.3/49.5   107/57.6   110/80.7    136/118
@@ -20,8 +20,7 @@ way, some megabytes at a time: 2.2 s. All of SmolLM2 with those and with kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, Final
@@ -29,6 +28,7 @@ from typing import Any, Final
 import torch
 
 from ctxreuse.cpu import multiplies_bfloat16
+from ctxreuse.engines.torch_hf.modes import setting
 from ctxreuse.engines.torch_hf.packed import is_packing
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
@@ -57,15 +57,10 @@ def uses_kernels(dtype: torch.dtype) -> bool:
     return (dtype != torch.float32 or is_packing() or _few.get()) and not torch.is_grad_enabled()
 
 
-@contextmanager
-def few_rows(count: int) -> Iterator[None]:
+def few_rows(count: int) -> AbstractContextManager[None]:
     """Inside, several rows of one context are computed by the kernels in float32 too: torch takes twice as long for
     four of them as for one."""
-    token = _few.set(count > 1)
-    try:
-        yield
-    finally:
-        _few.reset(token)
+    return setting(_few, count > 1)
 
 
 def install_linears(model: torch.nn.Module, *, int8: bool = False) -> None:

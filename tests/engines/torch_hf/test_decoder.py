@@ -161,3 +161,14 @@ def test_whoever_looks_into_a_layer_sees_it_compute(entered):
     hook.remove()
     engine.prefill(context, random_tokens(engine, 1))
     assert entered == [1, 1, 1]
+
+
+def test_an_engine_with_another_attention_uses_the_models_own_layers(entered):
+    model = tiny_model("llama").to(torch.bfloat16)
+    TorchEngine(model)
+    engine = TorchEngine(model, attention="eager")
+    context = engine.new_context()
+    engine.prefill(context, random_tokens(engine, 60))
+    entered.clear()
+    engine.prefill(context, random_tokens(engine, 1))
+    assert not entered

@@ -13,6 +13,7 @@ import torch
 
 from ctxreuse.engines.torch_hf.chunks.blockwise import Blockwise
 from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
+from ctxreuse.engines.torch_hf.modes import setting
 
 __all__ = ["AttentionScores", "ComparedError", "RowComparison", "Scatter", "active", "by_position", "scattered"]
 
@@ -141,11 +142,8 @@ def scattered(
     scatter = Scatter(rows, scores, unseen, drift, compared)
     if drift is not None:
         drift.begin(rows)
-    token = _active.set(scatter)
-    try:
+    with setting(_active, scatter):
         yield scatter
-    finally:
-        _active.reset(token)
 
 
 def by_position(scatter: Scatter, allowed: Callable[..., Any]) -> Callable[..., Any]:

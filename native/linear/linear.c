@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/pool.h"
 #include "core/variants.h"
@@ -15,7 +16,7 @@ static const ctx_variant variants[] = {
     CTX_GENERIC(ctx_linear)
 };
 
-enum { PIECE = 128 << 10 /* bytes of weights: some microseconds, so that nobody waits long for the last */, BLOCK = 4 };
+enum { PIECE = 128 << 10 /* bytes of weights: some microseconds, so that nobody waits long for the last */, BLOCK = CTX_GROUP };
 
 typedef struct job {
     const ctx_linear_kernels *kernels;
@@ -30,7 +31,7 @@ static void piece(void *what, size_t i) {
     const ctx_linear *a = j->all;
     for (size_t pieces; !j->gate && i >= (pieces = (a->outputs + j->each - 1) / j->each); a++) i -= pieces;
     const size_t first = i * j->each, last = first + j->each < a->outputs ? first + j->each : a->outputs;
-    float *room = malloc(BLOCK * a->inputs * sizeof *room);
+    float *room = ctx_linear_room(CTX_GROUP, a->inputs);
     if (!room) {
         j->failed = 1;
         return;
@@ -46,12 +47,36 @@ static void piece(void *what, size_t i) {
 
 const ctx_linear_kernels *ctx_linear_of(const ctx_kernels *k) { return ctx_variant_of(variants, k->name)->table; }
 
+float *ctx_linear_room(size_t rows, size_t inputs) {
+    const size_t sets = (rows + CTX_SET - 1) / CTX_SET;
+    return aligned_alloc(64, sets * CTX_SET * ctx_linear_chunks(inputs) * ctx_linear_chunk(inputs) * sizeof(float));
+}
+
+float *ctx_linear_pack(const ctx_linear *a) {
+    const size_t chunks = ctx_linear_chunks(a->inputs), chunk = ctx_linear_chunk(a->inputs);
+    float *packed = ctx_linear_room(a->rows, a->inputs);
+    for (size_t r = 0; packed && r < a->rows; r++)
+        for (size_t c = 0; c < chunks; c++) {
+            float *to = packed + ((r / CTX_SET * chunks + c) * CTX_SET + r % CTX_SET) * chunk;
+            const size_t at = c * chunk, left = at < a->inputs ? a->inputs - at : 0, count = left < chunk ? left : chunk;
+            memcpy(to, a->x + r * a->inputs + at, count * sizeof *to);
+            memset(to + count, 0, (chunk - count) * sizeof *to);
+        }
+    return packed;
+}
+
 ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads) {
+    ctx_linear mine[CTX_LAYERS];
+    memcpy(mine, all, count * sizeof *mine);
+    float *packed = NULL;
+    if (all->rows > CTX_FEW && !(packed = ctx_linear_pack(all))) return CTX_NO_MEMORY;
+    for (size_t i = 0; i < count; i++) mine[i].packed = packed;
     const size_t blocks = PIECE / (BLOCK * all->inputs * ctx_weights_bytes(all->format) * (gate ? 2 : 1) + 1);
-    job j = {.kernels = ctx_linear_of(k), .all = all, .each = BLOCK * (blocks ? blocks : 1), .gate = gate};
+    job j = {.kernels = ctx_linear_of(k), .all = mine, .each = BLOCK * (blocks ? blocks : 1), .gate = gate};
     size_t pieces = 0;
     for (size_t i = 0; i < (gate ? 1 : count); i++) pieces += (all[i].outputs + j.each - 1) / j.each;
     ctx_pool_run(piece, &j, pieces, threads);
+    free(packed);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }
 

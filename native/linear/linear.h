@@ -20,19 +20,41 @@ typedef struct ctx_linear {
     const float *x;             /* [rows, inputs] */
     float *y;                   /* [rows, outputs] */
     size_t rows, outputs, inputs;
+    const float *packed; /* x of more than CTX_FEW rows, by ctx_linear_pack; else NULL. Callers of ctx_linear_run leave it NULL. */
 } ctx_linear;
+
+/* Of more rows than CTX_FEW, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a first-level
+ * cache holds. `packed` is [sets][chunks][CTX_SET][chunk], so that no stride of x makes its rows share a part of the cache. */
+enum { CTX_FEW = 8, CTX_SET = 8, CTX_GROUP = 8, CTX_CHUNK = 512, CTX_STEP = 16 /* what a chunk is a multiple of */ };
+
+static inline size_t ctx_linear_chunks(size_t inputs) { return inputs ? (inputs + CTX_CHUNK - 1) / CTX_CHUNK : 1; }
+
+/* All chunks have this length, the last with zeros behind. */
+static inline size_t ctx_linear_chunk(size_t inputs) {
+    const size_t chunks = ctx_linear_chunks(inputs);
+    return (inputs + chunks * CTX_STEP - 1) / (chunks * CTX_STEP) * CTX_STEP;
+}
+
+/* Memory for `room`, or for `packed` of so many rows. Aligned to what a vector reads: one that crosses a line of the cache is read
+ * twice, which takes as long as all products. To be freed; NULL: there is none. */
+float *ctx_linear_room(size_t rows, size_t inputs);
+
+/* `packed` of a, to be freed; NULL without memory. */
+float *ctx_linear_pack(const ctx_linear *a);
 
 /* All outputs, by up to `threads` threads (core/pool.h). CTX_NO_MEMORY, or CTX_OK. */
 ctx_status ctx_linear_run(const ctx_kernels *k, const ctx_linear *a, size_t threads);
 
 typedef enum ctx_gate { CTX_GATE_SILU = 0, CTX_GATE_GELU_TANH = 1, CTX_GATES = 2 } ctx_gate;
 
+enum { CTX_LAYERS = 3 /* at most in one call */ };
+
 /* Several layers of the same x, their pieces shared out together. With `gate`, count is 2, and all[0].y becomes
  * gate(all[0].y) * all[1].y. */
 ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads);
 
 typedef struct ctx_linear_kernels {
-    /* Outputs first..last; `room` has 4 * inputs floats. */
+    /* Outputs first..last; `room` is ctx_linear_room(CTX_GROUP, inputs). */
     void (*run)(const ctx_linear *a, size_t first, size_t last, float *room);
     /* x = kind(x) * y. */
     void (*gate)(float *x, const float *y, size_t n, ctx_gate kind);

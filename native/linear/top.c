@@ -6,7 +6,7 @@
 
 #include "core/pool.h"
 
-enum { PIECE = 64 /* outputs: with 576 inputs of one byte some 4 microseconds */, BLOCK = 4 };
+enum { PIECE = 64 /* outputs: with 576 inputs of one byte some 4 microseconds */ };
 
 typedef struct job {
     const ctx_linear *linear;
@@ -24,15 +24,18 @@ static void piece(void *what, size_t i) {
     job *j = what;
     ctx_linear a = *j->linear;
     const size_t first = i * PIECE, count = a.outputs - first < PIECE ? a.outputs - first : PIECE;
-    float *y = malloc((a.rows * count + BLOCK * a.inputs) * sizeof *y);
-    if (!y) {
+    float *y = malloc(a.rows * count * sizeof *y), *room = ctx_linear_room(CTX_GROUP, a.inputs);
+    if (!y || !room) {
+        free(y);
+        free(room);
         j->failed = 1;
         return;
     }
     a.w += first * a.inputs * ctx_weights_bytes(a.format), a.outputs = count, a.y = y;
     if (a.scales) a.scales += first;
     if (a.bias) a.bias += first;
-    j->kernels->run(&a, 0, count, y + a.rows * count);
+    j->kernels->run(&a, 0, count, room);
+    free(room);
     for (size_t r = 0; r < a.rows; r++) {
         ctx_top top = {.best = -INFINITY, .second = -INFINITY, .index = (uint32_t)first};
         const float *row = y + r * count;
@@ -45,8 +48,14 @@ static void piece(void *what, size_t i) {
 
 ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *tops, size_t threads) {
     const size_t pieces = (a->outputs + PIECE - 1) / PIECE;
-    job j = {.linear = a, .kernels = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
-    if (!j.parts) return CTX_NO_MEMORY;
+    ctx_linear mine = *a;
+    job j = {.linear = &mine, .kernels = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
+    float *packed = j.parts && a->rows > CTX_FEW ? ctx_linear_pack(a) : NULL;
+    if (!j.parts || (a->rows > CTX_FEW && !packed)) {
+        free(j.parts);
+        return CTX_NO_MEMORY;
+    }
+    mine.packed = packed;
     ctx_pool_run(piece, &j, pieces, threads);
     for (size_t r = 0; r < a->rows && !j.failed; r++) {
         ctx_top top = {.best = -INFINITY, .second = -INFINITY};
@@ -60,6 +69,7 @@ ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *to
         top.total = top.best + (float)log(sum);
         tops[r] = top;
     }
+    free(packed);
     free(j.parts);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }

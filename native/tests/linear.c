@@ -53,5 +53,6 @@ void test_linear(void) {
     const ctx_kernels *tables[TABLES];
     for (size_t t = 0, count = all_tables(tables); t < count; t++)
         for (int format = 0; format < CTX_WEIGHTS; format++)
-            for (int round = 0; round < 12; round++) one(tables[t], (ctx_weights)format, 1 + below(9), 1 + below(200), 1 + below(90));
+            for (int round = 0; round < 16; round++)
+                one(tables[t], (ctx_weights)format, 1 + below(20), 1 + below(200), round < 12 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
 }

@@ -39,7 +39,7 @@ _few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
 #: Most rows of a call to the kernel, by the type of weights; the last: of bfloat16 that the processor cannot multiply.
 #: In the first table 8 rows of bfloat16 are about even; since, the kernel does 5 to 8 at once, and what surrounds them.
 _MOST: Final = {torch.float32: 48, torch.bfloat16: 8}
-_MOST_WIDE: Final = 48
+_MOST_WIDE: Final = 128
 #: Weights that are float32 at a time: 4 MB stay in the cache, and the allocator keeps them.
 _WIDE: Final = 1 << 20
 #: The same where weights are int8: for more they become what the rows are, and go through torch.
@@ -140,10 +140,10 @@ class _Int8(torch.nn.Linear):  # type: ignore[misc]
 
 def most_rows(layer: torch.nn.Linear) -> int:
     """Most rows that the kernel computes: torch is faster for more."""
-    if isinstance(layer, _Int8):
-        return _MOST_CODES
-    dtype = layer.weight.dtype
-    return _MOST_WIDE if dtype == torch.bfloat16 and not _has_products() else _MOST.get(dtype, 0)
+    codes, dtype = isinstance(layer, _Int8), layer.weight.dtype
+    if dtype == torch.bfloat16 and not _has_products():
+        return _MOST_WIDE
+    return _MOST_CODES if codes else _MOST.get(dtype, 0)
 
 
 def _widened(

@@ -16,7 +16,8 @@ _AIM = 0.85
 #: the weights are read once for all: with fewer, prefills would take for ever, and nothing would wait much less.
 FIRST_SLICE, LARGEST = 16, 512
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
-_LEAST_CHANGE, _MOST_CHANGE = 0.7, 1.25
+#: What disturbs a pass makes it longer, so a quick one may be believed more.
+_LEAST_CHANGE, _MOST_CHANGE = 0.7, 2.0
 #: Passes that only decode, of which the second shortest counts, as what disturbs a pass makes it longer; and how many
 #: are enough to begin with.
 _PASSES, _KNOWN = 5, 3

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from ctxreuse.engines.detokenize import Detokenizer, StopStrings
+from ctxreuse.engines.pieces import pieces_of
 from ctxreuse.engines.text import HFText, Message, TextModel
 from ctxreuse.errors import ConfigError, EngineError
 
@@ -168,6 +169,21 @@ def test_pieces_of_text_join_to_the_whole_and_hold_whole_characters(text, before
     parts = [words.add(int(i)) for i in tokenizer.encode(text)]
     assert not any("\ufffd" in part for part in parts)
     assert "".join(parts) + words.flush() == tokenizer.decode(tokenizer.encode(text))
+
+
+JOINED = HFText(byte_level())
+PIECES = pieces_of(JOINED)
+
+
+@given(st.lists(st.integers(0, 257), max_size=40))
+def test_pieces_of_a_byte_level_vocabulary_join_to_what_its_tokenizer_decodes(ids):
+    assert PIECES is not None
+    assert PIECES.decode(ids) == JOINED.decode(ids)
+    assert PIECES.decode([*ids, 258]) is None, "no token of this vocabulary"
+
+
+def test_pieces_are_not_joined_where_the_first_one_is_another_than_the_same_one_later():
+    assert pieces_of(HFText(metaspace())) is None
 
 
 def test_bytes_that_never_become_a_character_come_out_in_the_end():

@@ -25,6 +25,7 @@ from ctxreuse.engines.base import Context, DraftEngine, Engine, Loading, Slicing
 from ctxreuse.engines.chunks import ChunkEngine, ChunkOps, CompressingOps, Relocation
 from ctxreuse.engines.exits import ExitEngine
 from ctxreuse.engines.fork import fork_context
+from ctxreuse.engines.pieces import pieces_of
 from ctxreuse.engines.process.loading import placed_planes
 from ctxreuse.engines.process.memory import SharedMemory
 from ctxreuse.engines.process.pipe import FramePipe, Payload
@@ -346,6 +347,11 @@ class _Server:
         tokens, special = text.vocabulary()
         ends = np.cumsum([len(token) for token in tokens], dtype="<i8")
         return None, [np.frombuffer(b"".join(tokens), np.uint8), ends, np.asarray(special, "<i8")]
+
+    def do_pieces(self, *, call: Call) -> Outcome:
+        assert self._engine.text is not None
+        found = pieces_of(self._engine.text)
+        return None, [] if found is None else [np.frombuffer(found.text, np.uint8), found.ends]
 
     def do_encode(self, markers: bool, text: Array, *, call: Call) -> Outcome:
         assert self._engine.text is not None

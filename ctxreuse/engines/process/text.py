@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ctxreuse.constrain.vocabulary import Vocabulary
+from ctxreuse.engines.pieces import TokenPieces
 from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.wire import TextFacts
 from ctxreuse.engines.text import Message
@@ -18,17 +20,23 @@ from ctxreuse.identity.keys import Tokens
 
 __all__ = ["ChildText"]
 
-#: Texts of so few ids are remembered, and so many of them. Each token of an answer needs those of itself, and of itself
-#: and the one before; asking for both each time took as long as the rest of what a token costs beside computing it.
+#: Texts of so few ids are remembered, and so many of them, until their pieces are here. Each token of an answer needs
+#: those of itself, and of itself and the one before; asking for both each time took as long as the rest of what a token
+#: costs beside computing it.
 _FEW, _REMEMBERED = 4, 1 << 13
 
 
 class ChildText:
-    """See `ctxreuse.engines.text.TextModel`. Each call is one of the process that has the tokenizer."""
+    """See `ctxreuse.engines.text.TextModel`. Each call is one of the process that has the tokenizer.
+
+    But to decode is none once the pieces of all ids are here, if they can be joined.
+    """
 
     def __init__(self, facts: TextFacts, call: Callable[..., Result]) -> None:
         self._facts, self._call = facts, call
         self._remembered = lru_cache(_REMEMBERED)(self._decode)
+        self._once = threading.Lock()
+        self._pieces: TokenPieces | None = None
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -62,8 +70,21 @@ class ChildText:
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """See `TextModel.decode`."""
+        if self._pieces is None and self._once.acquire(blocking=False):  # never released: it is asked for once
+            threading.Thread(target=self._fetch_pieces, name="engine-pieces", daemon=True).start()
         given = np.asarray(ids, "<i4")
+        joined = None if self._pieces is None else self._pieces.decode(given.tolist())
+        if joined is not None:
+            return joined
         return self._remembered(*given.tolist()) if len(given) <= _FEW else self._decode(*given.tolist())
+
+    def _fetch_pieces(self) -> None:
+        try:
+            found = self._call("pieces").arrays
+        except EngineError:
+            return  # it stays as it is
+        if found:
+            self._pieces = TokenPieces(found[0].tobytes(), found[1])
 
     def _decode(self, *ids: int) -> str:
         return self._call("decode", arrays=[np.array(ids, "<i4")]).arrays[0].tobytes().decode()

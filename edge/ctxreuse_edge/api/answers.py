@@ -7,6 +7,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -344,7 +345,7 @@ class OpenAiAnswer(HttpAnswer):
             ids = as_tokens(np.concatenate([prompt.ids, as_tokens(self.completions[0].tokens)]))
             await asyncio.to_thread(take_hints, self._node, self._model.runtime, read_hints(hints), ids)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What answers depend on: the model space, as 16 hex digits."""
         return self._model.runtime.space.digest.hex()[:16]

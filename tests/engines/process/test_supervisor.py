@@ -18,6 +18,7 @@ import pytest
 
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines import open_engine
+from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.engine import ChildEngine, EngineStart
 from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.text import Message
@@ -202,24 +203,49 @@ def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_pat
     again.close()
 
 
-def test_texts_of_few_tokens_are_asked_for_once(
-    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An answer needs two for each of its tokens."""
-    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
-    assert isinstance(child, ChildEngine)
+def counted(child: ChildEngine, monkeypatch: pytest.MonkeyPatch, *refused: str) -> list[str]:
+    """Return the verbs of a text's calls from now on; those that are refused find nothing."""
     assert child.text is not None
     verbs, call = list[str](), child.text._call
 
-    def counted(verb: str, *args: Any, **more: Any) -> Any:
+    def made(verb: str, *args: Any, **more: Any) -> Any:
         verbs.append(verb)
-        return call(verb, *args, **more)
+        return Result(None, [], ()) if verb in refused else call(verb, *args, **more)
 
-    monkeypatch.setattr(child.text, "_call", counted)
+    monkeypatch.setattr(child.text, "_call", made)
+    return verbs
+
+
+def test_texts_of_few_tokens_are_asked_for_once(
+    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer needs two for each of its tokens. It is so where the tokens' pieces cannot be joined."""
+    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
+    assert isinstance(child, ChildEngine)
+    assert child.text is not None
+    verbs = counted(child, monkeypatch, "pieces")
     found = [child.text.decode(ids) for ids in ([5], [5, 6], np.array([5], "<i4"), [5, 6], [*range(9)], [*range(9)])]
-    assert verbs == ["decode"] * 4
+    assert [verb for verb in verbs if verb != "pieces"] == ["decode"] * 4
     assert found[:2] == found[2:4]
     assert found[4] == found[5]
+    child.close()
+
+
+def test_texts_are_joined_from_pieces_once_these_have_come(
+    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
+    assert isinstance(child, ChildEngine)
+    assert child.text is not None
+    given = [*map(int, child.text.encode("so it is \u00e9 joined")), *range(200)]
+    asked = child.text.decode(given)
+    until(lambda: child.text is not None and child.text._pieces is not None)
+    verbs = counted(child, monkeypatch)
+    assert child.text.decode(given) == asked
+    assert verbs == []
+    with pytest.raises(EngineError):
+        child.text.decode([1 << 20])  # the tokenizer says what is wrong
+    assert verbs == ["decode"]
     child.close()
 
 

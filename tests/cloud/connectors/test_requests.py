@@ -105,6 +105,23 @@ def test_a_failed_page_is_saved_again_with_all_that_follows() -> None:
     assert [b.page for b in plan.saves[0]] == [6, 7]
 
 
+def test_pages_of_several_blocks_are_loaded_whole_and_saved_as_their_blocks_fill() -> None:
+    planned, stored = RequestBlocks(bytes(32), SIZE, page_blocks=2), Stored()
+    planned.match("a", list(range(13)), "", 0, stored)
+    plan = planned.step([StepProgress("a", 13, [7, 3])])
+    assert [block.page for block in plan.saves[0]] == [14, 15, 6], "numbers of blocks, not of pages"
+    stored.take(plan)
+    prompt = [*range(12), 50, 51, 52, 53, 54]
+    assert planned.match("b", prompt, "", 0, stored) == 8, "half a page is computed"
+    planned.allocated("b", [9, 2, 5], 8)
+    plan = planned.step([StepProgress("b", 17, [9, 2, 5])])
+    assert [block.page for block in plan.loads[0]] == [18, 19]
+    assert [(block.page, block.end) for block in plan.saves[0]] == [(4, 12), (5, 16)]
+    assert plan.saves[0][0].parent == plan.loads[0][-1].key, "known to follow what may fail to load"
+    planned.failed({9})
+    assert [block.page for block in planned.step([StepProgress("b", 17, [9, 2, 5])]).saves[0]] == [18, 19, 4, 5]
+
+
 def test_a_preempted_request_starts_over() -> None:
     planned, stored = blocks(), Stored()
     planned.match("a", list(range(12)), "", 0, stored)

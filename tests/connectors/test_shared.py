@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ctxreuse.block.format import parse
+from ctxreuse.block.levels import EXACT
+from ctxreuse.codec import ProfileStore
 from ctxreuse.engines.text import HFText, Message
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.identity.keys import ROOT, as_tokens, prefix_keys, tenant_salt
@@ -32,13 +35,13 @@ def keys_of(engine: TorchEngine, tokens: Sequence[int]) -> list[bytes]:
     return prefix_keys(engine.space.digest, tenant_salt("local"), as_tokens(tokens), size)
 
 
-def compute(engine: TorchEngine, store: Path, tokens: Sequence[int]) -> None:
-    """Let the torch engine compute a context, and store its whole blocks."""
+def compute(engine: TorchEngine, store: Path, tokens: Sequence[int], level: str = EXACT) -> None:
+    """Let the torch engine compute a context, and store its whole blocks at a level."""
     context, keys = engine.new_context(), keys_of(engine, tokens)
     engine.prefill(context, as_tokens(tokens))
     with open_store(store) as opened:
         for key, data in zip(keys, engine.export(context, keys, ROOT, 0)):
-            assert opened.put(key, data)
+            assert opened.put(key, engine.codec.encode(parse(data), level))
         opened.flush()
 
 
@@ -58,16 +61,21 @@ def rows_of_torch(engine: TorchEngine, tokens: Sequence[int], store: Path | None
             engine.load(context, views).wait()  # type: ignore[arg-type]
             views.clear()
     assert context.n == REUSED
-    rows = np.array([engine.prefill(context, ids[at : at + 1]) for at in range(REUSED, REUSED + COMPARED)], np.float64)
-    rows -= rows.max(1, keepdims=True)
-    return rows - np.log(np.exp(rows).sum(1, keepdims=True))
+    return normalised([engine.prefill(context, ids[at : at + 1]) for at in range(REUSED, REUSED + COMPARED)])
 
 
 def rows_of_vllm(vllm: Vllm, tokens: Sequence[int]) -> Any:
     """The same of vLLM, which reuses what its connector finds; all of it must be found."""
     found = vllm.ask(*(tokens[: REUSED + 1 + i] for i in range(COMPARED)), new=1, whole=True)
     assert {one["cached"] for one in found} == {REUSED}
-    return np.array([one["whole"][0] for one in found], np.float64)
+    return normalised([one["whole"][0] for one in found])
+
+
+def normalised(rows: Sequence[Any]) -> Any:
+    """Log-probabilities in float64, that add up to one more exactly than those of float32."""
+    found = np.array(rows, np.float64)
+    found -= found.max(1, keepdims=True)
+    return found - np.log(np.exp(found).sum(1, keepdims=True))
 
 
 def difference(one: Any, other: Any) -> dict[str, float]:
@@ -78,16 +86,21 @@ def difference(one: Any, other: Any) -> dict[str, float]:
     return {"largest": largest, "kl": kl, "greedy": float((one.argmax(1) == other.argmax(1)).mean())}
 
 
-@pytest.mark.parametrize(("dtype", "largest", "kl"), [("float32", 1e-3, 1e-5), ("bfloat16", 2.0, 0.02)])
+def english(engine: TorchEngine) -> list[int]:
+    assert engine.text is not None
+    found: list[int] = engine.text.encode((REPOSITORY / "LICENSE").read_text("utf-8"))[: REUSED + COMPARED].tolist()
+    return found
+
+
+OPTIONS: dict[str, Any] = {"block_size": 128, "max_model_len": 1536, "max_logprobs": -1}
+
+
+@pytest.mark.parametrize(("dtype", "largest", "kl"), [("float32", 1e-3, 1e-8), ("bfloat16", 2.0, 0.01)])
 def test_smollm2_continues_the_others_kv_as_its_own(
     smollm2: Path, tmp_path: Path, dtype: str, largest: float, kl: float
 ) -> None:
     engine = TorchEngine.open(smollm2, dtype=dtype)
-    assert engine.text is not None
-    prompt = engine.text.encode((REPOSITORY / "LICENSE").read_text("utf-8"))[: REUSED + COMPARED].tolist()
-    options: dict[str, Any] = {
-        "dtype": dtype, "block_size": 128, "max_model_len": 1536, "max_logprobs": -1, "settings": SHARED,
-    }  # fmt: skip
+    prompt, options = english(engine), OPTIONS | {"dtype": dtype, "settings": SHARED}
     theirs, ours = tmp_path / "vllm", tmp_path / "torch"
     compute(engine, ours, prompt)
     with Vllm(smollm2, theirs, tmp_path / "log", **options) as vllm:
@@ -111,6 +124,22 @@ def test_smollm2_continues_the_others_kv_as_its_own(
     if dtype == "float32":
         assert shared["ids"] == alone["ids"]
         assert all(one["greedy"] == 1 for one in found.values())
+
+
+def test_lossy_blocks_of_a_device_are_loaded_where_the_engine_allows_them(
+    smollm2: Path, smollm2_card: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CTXREUSE_CARDS", str(tmp_path / "cards"))
+    ProfileStore().add(smollm2_card)
+    engine, store = TorchEngine.open(smollm2, dtype="float32"), tmp_path / "store"
+    prompt, options = english(engine), OPTIONS | {"role": "kv_consumer"}
+    compute(engine, store, prompt, "kl-0.01")
+    with Vllm(smollm2, store, tmp_path / "log", settings=SHARED, **options) as vllm:
+        assert vllm.ask(prompt)[0]["cached"] == 0
+    with Vllm(smollm2, store, tmp_path / "log", settings=SHARED | {"max_kl": "0.01"}, **options) as vllm:
+        found = difference(rows_of_torch(engine, prompt, None), rows_of_vllm(vllm, prompt))
+    print("kl-0.01", json.dumps(found))
+    assert 1e-5 < found["kl"] < 0.03, "of a level's mean over much text, these are 32 positions"
 
 
 def stored(store: Path) -> int:

@@ -29,8 +29,8 @@ ENVIRONMENT = {
 class Vllm:
     """An offline vLLM. With ``store`` it has our connector, over that folder.
 
-    ``capacity``: of that store. ``settings``: more of the connector's. ``processes``: scheduler and worker in one each,
-    as `vllm serve` has them, not both in one that starts sooner.
+    ``capacity``: of that store. ``settings``: more of the connector's, ``role``: in vLLM's words. ``processes``:
+    scheduler and worker in one each, as `vllm serve` has them, not both in one that starts sooner.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Vllm:
         *,
         capacity: str = "1GB",
         settings: Mapping[str, str] | None = None,
+        role: str = "kv_both",
         processes: bool = False,
         **options: Any,
     ) -> None:
@@ -51,7 +52,7 @@ class Vllm:
         if store is not None:
             chosen["kv_transfer_config"] = {
                 "kv_connector": "CtxReuseConnector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "kv_connector_module_path": "ctxreuse_cloud.connectors.vllm",
                 "kv_connector_extra_config": {"path": str(store), "capacity": capacity, **(settings or {})},
             }

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, BlockWriter
-from ctxreuse.dtypes import ITEM_BYTES
-from ctxreuse.errors import ConfigError
+from ctxreuse.block.levels import is_raw
+from ctxreuse.codec import Codec
+from ctxreuse.dtypes import BITS, ITEM_BYTES
+from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.kernels import copy_box, scatter_checked
 
 __all__ = ["LAYOUTS", "LayerPages", "PageLayout", "PageShape", "find_layout", "host_memory"]
@@ -123,18 +125,28 @@ class LayerPages:
                 src_strides=strides,
             )
 
-    def load(self, view: BlockView, layer: int, number: int) -> bool:
-        """Copy a block's planes of ``layer`` into its place; False if their bytes differ from their checksums.
+    def load(self, view: BlockView, layer: int, number: int, codec: Codec | None = None) -> bool:
+        """Copy or decode a block's planes of ``layer`` into its place; False if their bytes are damaged.
 
-        The place's content is undefined then. Raises ValueError for one that does not exist.
+        The place's content is undefined then. ``codec`` knows the block's level, if its planes are no raw numbers.
+        Raises ValueError for a place that does not exist.
         """
         heads, tokens, dim = self._box
+        kind = self.shape.dtype
         page, part = self._place(number)
         for role, offset, strides, step in self._boxes:
-            plane = [view.buffer], [view.offset(layer, role)], self.shape.dtype
+            at = page + offset + part * step
+            if codec is not None and not is_raw(view.header.level):
+                rows = np.empty(self._box, BITS[kind])
+                try:
+                    codec.fill([view], layer, role, rows, 0)
+                except FormatError:
+                    return False
+                copy_box(self._memory, rows, kind, self._box, dst_offset=at, dst_strides=strides)
+                continue
+            plane = [view.buffer], [view.offset(layer, role)], kind
             sums = [view.checksum(layer, role)]
-            to = self._memory, self.shape.dtype, page + offset + part * step, strides
-            if scatter_checked(*to, *plane, heads, dim, [tokens], sums) >= 0:
+            if scatter_checked(self._memory, kind, at, strides, *plane, heads, dim, [tokens], sums) >= 0:
                 return False
         return True
 

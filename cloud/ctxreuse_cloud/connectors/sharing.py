@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import msgspec
 
+from ctxreuse.block.levels import check_limit
 from ctxreuse.bus.auth.curve import LOCAL
 from ctxreuse.bus.transport.sockets import check_endpoint
 from ctxreuse.config import StoreConfig
@@ -22,7 +23,7 @@ __all__ = ["SHARING_OPTIONS", "Sharing", "blocks_of_page", "read_sharing"]
 log = logging.getLogger(__name__)
 
 #: Settings of `read_sharing`, with their defaults.
-SHARING_OPTIONS = {"share_with": "", "tenant": "", "bus": "", "bus_key": "", "bus_allow": ""}
+SHARING_OPTIONS = {"share_with": "", "tenant": "", "max_kl": "", "bus": "", "bus_key": "", "bus_allow": ""}
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -30,10 +31,12 @@ class Sharing(msgspec.Struct, frozen=True):
 
     Args:
         tenant: whose the requests without a tenant are.
+        max_kl: how lossy loaded KV may be, in nats; None: exact only.
         bus: where devices connect; None: the store is not served.
     """
 
     tenant: str
+    max_kl: float | None = None
     bus: BusConfig | None = None
 
     def secret(self, config: StoreConfig) -> bytes:
@@ -61,8 +64,11 @@ class Sharing(msgspec.Struct, frozen=True):
         return serve
 
 
-def read_sharing(options: Mapping[str, str]) -> Sharing | None:
-    """Return what `SHARING_OPTIONS` say; None where an engine keeps its KV to itself. Raises ConfigError."""
+def read_sharing(options: Mapping[str, str], *, saves: bool) -> Sharing | None:
+    """Return what `SHARING_OPTIONS` say; None where an engine keeps its KV to itself. Raises ConfigError.
+
+    ``saves``: the engine saves what it computes.
+    """
     engine = options["share_with"]
     if not engine:
         for name in SHARING_OPTIONS:
@@ -75,10 +81,27 @@ def read_sharing(options: Mapping[str, str]) -> Sharing | None:
         for name in ("bus_key", "bus_allow"):
             if options[name]:
                 raise ConfigError(f'"{name}" without "bus"', fix='Add "bus": "tcp://HOST:PORT", where devices connect')
+    if options["bus"] and not saves:
+        raise ConfigError("only an engine that saves can serve its store", where="bus", fix='Set "kv_role": "kv_both"')
     if options["bus"] and options["secret_file"]:
         raise ConfigError("a store that is served has its own secret", fix='Leave "secret_file" or "bus" out')
     bus = BusConfig(bind=options["bus"], key_file=options["bus_key"], allow_file=options["bus_allow"])
-    return Sharing(options["tenant"] or LOCAL, bus if options["bus"] else None)
+    return Sharing(options["tenant"] or LOCAL, _limit(options["max_kl"], saves), bus if options["bus"] else None)
+
+
+def _limit(text: str, saves: bool) -> float | None:
+    try:
+        limit = check_limit(float(text)) if text else None
+    except ValueError:
+        raise ConfigError(f"max_kl is {text!r}", fix="Give nats a token, such as 0.01") from None
+    if limit is not None and saves:
+        # In an engine's own cache pages that were computed on lossy ones look like all others.
+        raise ConfigError(
+            "an engine that loads lossy KV cannot save: what it computes is not exact",
+            where="max_kl",
+            fix='Set "kv_role" to "kv_consumer"',
+        )
+    return limit
 
 
 def blocks_of_page(page_tokens: int, block_tokens: int) -> int:

@@ -16,6 +16,7 @@ import atexit
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ctxreuse.codec import Codec
 from ctxreuse.errors import ConfigError, StoreError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.units import parse_bytes
@@ -139,7 +141,9 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         extra = self._kv_transfer_config.kv_connector_extra_config
         options = read_options(extra, _OPTIONS, "kv_connector_extra_config")
         self._model = _model_of(vllm_config, kv_cache_config)
-        self._sharing = sharing = read_sharing(options)
+        self._sharing = sharing = read_sharing(options, saves=self._kv_transfer_config.is_kv_producer)
+        #: Whose the requests without ``cache_salt`` are, and how lossy what they load may be.
+        self._tenant, self._max_kl = (sharing.tenant, sharing.max_kl) if sharing else ("", None)
         text_config = vllm_config.model_config.hf_text_config
         self._space = torch_space_of(self._model, text_config) if sharing else space_of(self._model)
         self._page_blocks = blocks_of_page(self._model.page_tokens, self._space.block_tokens)
@@ -159,6 +163,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._layers: dict[str, int] = {name: i for i, name in enumerate(_layer_names(kv_cache_config))}
         self._pages: list[LayerPages] = []
         self._tensors: list[Any] = []
+        self._codec = cache(partial(Codec.open, self._space))
         self._saver: PageSaver | None = None
         self._load: PageLoad | None = None
         self._failed: set[int] = set()
@@ -183,7 +188,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _stored(self, keys: Any) -> int:
         store = self._access.reading()
         try:
-            return store.match(keys).blocks if store is not None else 0
+            return store.match(keys, self._max_kl).blocks if store is not None else 0
         except StoreError as error:
             log.warning("a lookup failed and counts as a miss: %s", error)
             return 0
@@ -212,6 +217,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         changed = connector_output.kv_connector_worker_meta
         if isinstance(changed, StoreMetadata):
             for block, tenant in self._blocks.stored(changed.stored):
+                salt = "" if tenant == self._tenant else tenant
                 self._events.append(
                     BlockStored(
                         block_hashes=[block.key],
@@ -221,7 +227,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
                         lora_id=None,
                         medium=MEDIUM_STORAGE,
                         lora_name=None,
-                        extra_keys=[(tenant,)] if tenant else None,
+                        extra_keys=[(salt,)] if salt else None,
                     )
                 )
             if changed.removed:
@@ -293,7 +299,8 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin to load, layer by layer."""
         plan = self._get_connector_metadata().plan
         if plan.loads:
-            self._load = PageLoad(self._access, self._space, self._pages, plan.loads)
+            rules: Any = {"max_kl": self._max_kl, "codec": self._codec}
+            self._load = PageLoad(self._access, self._space, self._pages, plan.loads, **rules)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when a layer's pages are loaded."""

@@ -22,7 +22,7 @@ from support.paged import PagedEngine
 from support.waiting import until
 
 TOKENS = np.arange(160, dtype=np.int32)
-NONE = {"share_with": "", "tenant": "", "bus": "", "bus_key": "", "bus_allow": "", "secret_file": ""}
+NONE = {"share_with": "", "tenant": "", "max_kl": "", "bus": "", "bus_key": "", "bus_allow": "", "secret_file": ""}
 
 
 def address() -> str:
@@ -40,25 +40,33 @@ def test_pages_that_hold_no_whole_blocks_are_refused(tokens: int) -> None:
 
 
 def test_settings_say_what_is_wrong(tmp_path: Path) -> None:
-    assert read_sharing(NONE) is None
-    assert read_sharing(NONE | {"share_with": "torch"}) is not None
+    assert read_sharing(NONE, saves=True) is None
+    assert read_sharing(NONE | {"share_with": "torch"}, saves=True) is not None
     for given, reason in (
         ({"bus": "tcp://127.0.0.1:7353"}, 'no use without "share_with"'),
         ({"share_with": "llama.cpp"}, "cannot be shared with 'llama.cpp'"),
         ({"share_with": "torch", "bus": "tcp://127.0.0.1:1", "secret_file": "s"}, "its own secret"),
         ({"share_with": "torch", "bus_key": "key"}, '"bus_key" without "bus"'),
+        ({"share_with": "torch", "max_kl": "much"}, "max_kl is 'much'"),
+        ({"share_with": "torch", "max_kl": "-1"}, "max_kl is -1"),
+        ({"share_with": "torch", "max_kl": "0.05"}, "cannot save"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            read_sharing(NONE | given)
+            read_sharing(NONE | given, saves=True)
+    lossy = read_sharing(NONE | {"share_with": "torch", "max_kl": "0.05"}, saves=False)
+    assert lossy is not None
+    assert lossy.max_kl == 0.05
+    with pytest.raises(ConfigError, match="only an engine that saves"):
+        read_sharing(NONE | {"share_with": "torch", "bus": "tcp://127.0.0.1:7353"}, saves=False)
     for bus, reason in (("tcp://0.0.0.0:7353", "plain TCP beyond this machine"), ("nonsense", "tcp://")):
-        sharing = read_sharing(NONE | {"share_with": "torch", "bus": bus})
+        sharing = read_sharing(NONE | {"share_with": "torch", "bus": bus}, saves=True)
         assert sharing is not None
         with pytest.raises(ConfigError, match=reason):
             sharing.server(StoreConfig(path=str(tmp_path)))
 
 
 def served(folder: Path, bus: str) -> tuple[StoreAccess, Sharing]:
-    sharing = read_sharing(NONE | {"share_with": "torch", "bus": bus})
+    sharing = read_sharing(NONE | {"share_with": "torch", "bus": bus}, saves=True)
     assert sharing is not None
     access = StoreAccess(StoreConfig(path=str(folder), capacity=64 << 20))
     access.serve = sharing.server(access.config)

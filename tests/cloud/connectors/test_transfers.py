@@ -18,14 +18,19 @@ from ctxreuse_cloud.connectors.pages import LAYOUTS, LayerPages, layout_of_pages
 from ctxreuse_cloud.connectors.requests import PagedBlock, RequestBlocks, StepProgress
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver, SaveBuffers
 
+from ctxreuse.block.format import BlockWriter, block_layout, parse, rekey
+from ctxreuse.block.levels import PACKED
+from ctxreuse.codec import Codec
+from ctxreuse.codec.profile_bytes import profile_digest, write_profile
 from ctxreuse.config import StoreConfig
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError
-from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.keys import ROOT, Tokens, prefix_keys, tenant_salt
 from ctxreuse.llm import LLM
 from ctxreuse.store import open_store
 from ctxreuse.testing.clock import FakeClock
 from support.paged import PagedEngine
+from support.profiles import make_block, make_profile, make_space
 from support.tiny_text import save_model
 from support.waiting import patient, until
 
@@ -213,6 +218,7 @@ from ctxreuse.config import StoreConfig
 from ctxreuse_cloud.connectors.access import StoreAccess
 from ctxreuse_cloud.connectors.transfers import PageSaver
 from support.paged import PagedEngine
+from support.profiles import make_block, make_profile, make_space
 from support.tiny_text import save_model
 access = StoreAccess(StoreConfig(path=sys.argv[1]))
 engine = PagedEngine(pages=70)
@@ -356,3 +362,65 @@ def test_blocks_of_the_torch_engine_go_through_pages_of_another_size_and_back(
         again.drain()
         assert again.usage.tokens.by_source["disk"] == 256
     assert again.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("level", [PACKED, "kl-0.01", "kl-0.01-joint"])
+def test_coded_blocks_are_decoded_into_pages_where_the_engine_allows_their_level(
+    access: StoreAccess, level: str
+) -> None:
+    space = make_space()
+    profile = make_profile(space)
+    codec = Codec(space, (profile_digest(write_profile(profile)).hex(), profile))
+    views = [make_block(space, profile, start=64 * i, seed=i) for i in range(4)]
+    prompt = np.concatenate([view.tokens for view in views])
+    keys = prefix_keys(space.digest, tenant_salt(""), prompt, 64)
+    store = access.writing()
+    assert store is not None
+    decoded = []
+    for key, parent, view in zip(keys, [ROOT, *keys], views):
+        coded = codec.encode(parse(rekey(view.buffer, key, parent)), level)
+        assert store.put(key, coded)
+        decoded.append(parse(codec.decode(parse(coded))))
+    store.flush()
+    engine = PagedEngine("transposed", tokens=128, dtype="float32")
+    engine.space = space
+    found = layout_of_pages("transposed", engine.shape)
+    assert found is not None
+    pages = [LayerPages(memory, engine.shape, found, 64) for memory in engine.memory]
+    planned = RequestBlocks(space.digest, 64, page_blocks=2)
+    planned.match("a", [*prompt.tolist(), 1], "", 0, len)
+    planned.allocated("a", [5, 3, 1], 256)
+    runs = planned.step([]).loads
+    exact = PageLoad(access, space, pages, runs, codec=lambda: codec).finish()
+    loaded = PageLoad(access, space, pages, runs, max_kl=0.01, codec=lambda: codec).finish()
+    assert exact[1] == (4 if level == PACKED else 0)
+    assert loaded[:2] == (set(), 4)
+    for block, view in zip(runs[0], decoded):
+        for layer, own in enumerate(pages):
+            writer = BlockWriter(
+                block_layout(space), kind="block", space=space.digest, key=block.key, parent=block.parent,
+                end=block.end, tokens=view.tokens, rope_at=0,
+            )  # fmt: skip
+            own.save(writer, layer, block.page)
+            for role in "kv":
+                assert bytes(writer.plane(layer, role)) == bytes(view.plane(layer, role))
+    unknown = PageLoad(access, space, pages, runs, max_kl=0.01, codec=lambda: Codec(space)).finish()
+    assert unknown[1] == (4 if level == PACKED else 0), "without its profile a lossy block is a miss"
+    assert store.match(keys, 0.01).blocks == 4, "and stays"
+
+
+def test_a_damaged_coded_block_spoils_its_run_only_from_there(access: StoreAccess) -> None:
+    space = make_space()
+    profile = make_profile(space)
+    view = make_block(space, profile, start=0)
+    key = prefix_keys(space.digest, tenant_salt(""), view.tokens, 64)[0]
+    coded = Codec(space).encode(parse(rekey(view.buffer, key, ROOT)), PACKED).copy()
+    parsed = parse(coded)
+    coded[parsed.offset(1, "v") + 50] ^= 0x10
+    store = access.writing()
+    assert store is not None
+    assert store.put(key, coded)
+    engine = PagedEngine(tokens=64, dtype="float32")
+    run = [PagedBlock(key, ROOT, view.tokens.tobytes(), 64, 7)]
+    assert PageLoad(access, space, engine.pages, [run]).finish()[:2] == ({7}, 0)
+    assert store.match([key]).blocks == 0

@@ -165,14 +165,14 @@ class CloudNode:
         auth = self._auth
         encoder = BlockEncoder()
         stack.callback(encoder.close)
-        audited = cloud.prefill_workers > 0
+        computes = cloud.prefill_workers > 0
         self._service = open_service(
             store,
             folder,
             auth,
-            prefiller=workers if audited else None,
-            verifier=workers if audited else None,
-            audit=StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS) if audited else None,
+            prefiller=workers if computes else None,
+            verifier=workers if computes else None,
+            audit=StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS) if computes else None,
             encoder=encoder,
         )
         stack.callback(self._service.close)

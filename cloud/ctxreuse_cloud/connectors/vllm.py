@@ -181,7 +181,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return how many tokens are stored beyond those that vLLM has, to be loaded in the step itself."""
         if not _is_plain(request):
             return 0, False
-        tenant = request.cache_salt or (self._sharing.tenant if self._sharing else "")
+        tenant = request.cache_salt or self._tenant
         found = self._blocks.match(request.request_id, request.all_token_ids, tenant, num_computed_tokens, self._stored)
         return found if self._kv_transfer_config.is_kv_consumer else 0, False
 
@@ -299,8 +299,9 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin to load, layer by layer."""
         plan = self._get_connector_metadata().plan
         if plan.loads:
-            rules: Any = {"max_kl": self._max_kl, "codec": self._codec}
-            self._load = PageLoad(self._access, self._space, self._pages, plan.loads, **rules)
+            self._load = PageLoad(
+                self._access, self._space, self._pages, plan.loads, max_kl=self._max_kl, codec=self._codec
+            )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when a layer's pages are loaded."""

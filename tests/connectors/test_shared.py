@@ -231,7 +231,8 @@ def test_a_device_and_vllm_answer_from_what_the_other_computed(cluster: Cluster,
         messages = [Message(one["role"], one["content"]) for one in body(document)["messages"]]
         prompts.append(text.encode(text.render(messages, generate=True)).tolist())
     store, log = tmp_path / "vllm", tmp_path / "log"
-    with Vllm(cluster.model, store, log, block_size=128, max_model_len=4096, settings=settings) as vllm:
+    options: dict[str, Any] = {"block_size": 128, "max_model_len": 4096, "processes": True}
+    with Vllm(cluster.model, store, log, settings=settings, **options) as vllm:
         device.start().ready()
         answer, sources = device.ask(DOCUMENTS[0])
         assert sources["cloud"] == 0

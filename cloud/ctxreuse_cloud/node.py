@@ -17,10 +17,6 @@ import msgspec
 from prometheus_client import Gauge
 
 import ctxreuse
-from ctxreuse.bus.auth.allowlist import ALLOW_FILE, keys_folder
-from ctxreuse.bus.auth.curve import LOCAL, ServerAuth
-from ctxreuse.bus.protocol.messages import Terms
-from ctxreuse.bus.protocol.session import Limits
 from ctxreuse.bus.transport import BusServer
 from ctxreuse.bus.transport.sockets import check_endpoint
 from ctxreuse.config import Settings
@@ -28,7 +24,6 @@ from ctxreuse.config.hosts import is_loopback
 from ctxreuse.daemon.bodies import BodyBudget
 from ctxreuse.daemon.key_file import KeyFile
 from ctxreuse.errors import ConfigError
-from ctxreuse.identity.keys import giver_id
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels.dispatch import native as _native
 from ctxreuse.lab.recorder import open_recorder
@@ -36,7 +31,7 @@ from ctxreuse.metrics import Metrics, watch_store
 from ctxreuse.metrics.registry import level_label
 from ctxreuse.peer.serve.audit import StoreAudit
 from ctxreuse.peer.serve.encoder import BlockEncoder
-from ctxreuse.peer.serve.service import ServeOptions, StoreService
+from ctxreuse.peer.serve.service import StoreService
 from ctxreuse.private import make_private_folder
 from ctxreuse.routing import Router
 from ctxreuse.runtime.fetch.audit import SPAN_TOKENS
@@ -53,6 +48,7 @@ from ctxreuse_cloud.proxy.request_log import FILE, ProxyRequestLog
 from ctxreuse_cloud.proxy.stored import FILE as STORED
 from ctxreuse_cloud.proxy.stored import StoredObjects
 from ctxreuse_cloud.proxy.tenants import Tenants
+from ctxreuse_cloud.serving import open_auth, open_server, open_service
 from ctxreuse_cloud.workers.audit import WorkerAudit
 from ctxreuse_cloud.workers.pool import WorkerPool
 from ctxreuse_cloud.workers.process import WorkerStatus
@@ -97,7 +93,7 @@ class CloudNode:
         router = Router(settings.cloud.backend_tokens) if priced else None
         self.backends = Backends(settings.cloud.backends, router=router)
         self.counts = ProxyCounts(self.metrics.registry, self.backends)
-        self._auth = _auth(settings)
+        self._auth = open_auth(settings.bus)
         # Before models are loaded.
         check_endpoint(settings.bus.bind, secured=self._auth is not None, insecure=settings.bus.insecure)
         self.proxy: Proxy | None = None
@@ -169,28 +165,21 @@ class CloudNode:
         auth = self._auth
         encoder = BlockEncoder()
         stack.callback(encoder.close)
-        self._service = StoreService(
+        computes = cloud.prefill_workers > 0
+        self._service = open_service(
             store,
             folder,
-            ServeOptions(
-                tenant_of=auth.tenant if auth is not None else _local,
-                giver_of=auth.giver if auth is not None else lambda user: giver_id(user.encode()),
-                revoked=(lambda: auth.allow.revoked) if auth is not None else frozenset,
-                tenants=[entry.tenant for entry in auth.allow.entries] if auth is not None else [LOCAL],
-                prefiller=workers if cloud.prefill_workers else None,
-                verifier=workers if cloud.prefill_workers else None,
-                audit=StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS) if cloud.prefill_workers else None,
-                encoder=encoder,
-            ),
+            auth,
+            prefiller=workers if computes else None,
+            verifier=workers if computes else None,
+            audit=StoreAudit(store, WorkerAudit(workers), reach=SPAN_TOKENS) if computes else None,
+            encoder=encoder,
         )
         stack.callback(self._service.close)
         # Also before the service: a running audit waits for them.
         stack.callback(workers.close)
         workers.settle(_LOADING)
-        bus, heartbeat = settings.bus, int(settings.bus.heartbeat * 1000)
-        terms = Terms(max_payload=bus.max_payload, heartbeat_ms=heartbeat, silence_ms=5 * heartbeat)
-        self.bus = BusServer(self._service, bus.bind, auth=auth, limits=Limits(terms=terms), insecure=bus.insecure)
-        self.bus.start()
+        self.bus = open_server(self._service, settings.bus, auth)
         stack.callback(self.bus.close, cloud.drain)
         self._work_when_idle(stack, store, self._service)
         self._watch(workers, self.bus)
@@ -291,14 +280,3 @@ class CloudNode:
 
 def _plain(status: WorkerStatus | BackendStatus) -> dict[str, Any]:
     return {**msgspec.to_builtins(status), "said": status.error}  # its name in version 0.1.0
-
-
-def _local(user: str) -> str | None:
-    return LOCAL if user == LOCAL else None
-
-
-def _auth(settings: Settings) -> ServerAuth | None:
-    bus = settings.bus
-    if not bus.key_file:
-        return None
-    return ServerAuth.open(bus.key_file, bus.allow_file or keys_folder() / ALLOW_FILE)

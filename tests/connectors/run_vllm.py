@@ -1,9 +1,10 @@
 """An offline vLLM that answers lines of JSON: ``python run_vllm.py OPTIONS`` in the environment that has vLLM.
 
 A line is a list of prompts for one batch: {"tokens": [...], "salt": "", "new": 8}; with "hints", an envelope of KV
-hints, they come one after another, as what is built on vLLM's engine hands them over. The answer is a line that begins
-with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready. With
-``disable_log_stats`` false the first of a batch also says how many requests were preempted so far.
+hints, they come one after another, as what is built on vLLM's engine hands them over. With "whole" the answer has the
+log-probabilities of all tokens at each step, by id, for which ``max_logprobs`` must be -1. The answer is a line that
+begins with ANSWER, with ids, log-probabilities and cached tokens of each; its first one says that the engine is ready.
+With ``disable_log_stats`` false the first of a batch also says how many requests were preempted so far.
 """
 
 from __future__ import annotations
@@ -47,15 +48,24 @@ def main() -> None:
             for one in wanted
         ]
         sampling = [
-            SamplingParams(temperature=0, max_tokens=one.get("new", 8), ignore_eos=True, logprobs=0) for one in wanted
+            SamplingParams(
+                temperature=0,
+                max_tokens=one.get("new", 8),
+                ignore_eos=True,
+                logprobs=-1 if one.get("whole") else 0,
+            )
+            for one in wanted
         ]
         answers = [
             {
                 "ids": list(done.outputs[0].token_ids),
                 "logprobs": [next(iter(step.values())).logprob for step in done.outputs[0].logprobs],
                 "cached": done.num_cached_tokens,
+                "whole": [[step[i].logprob for i in range(len(step))] for step in done.outputs[0].logprobs]
+                if one.get("whole")
+                else [],
             }
-            for done in answered(llm, wanted, prompts, sampling)
+            for one, done in zip(wanted, answered(llm, wanted, prompts, sampling))
         ]
         if options.get("disable_log_stats") is False:  # vLLM counts only if it logs
             found = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ ENVIRONMENT = {
 class Vllm:
     """An offline vLLM. With ``store`` it has our connector, over that folder.
 
-    ``capacity``: of that store. ``processes``: scheduler and worker in one each, as `vllm serve` has them, not both in
-    one that starts sooner.
+    ``capacity``: of that store. ``settings``: more of the connector's, ``role``: in vLLM's words. ``processes``:
+    scheduler and worker in one each, as `vllm serve` has them, not both in one that starts sooner.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Vllm:
         log: Path,
         *,
         capacity: str = "1GB",
+        settings: Mapping[str, str] | None = None,
+        role: str = "kv_both",
         processes: bool = False,
         **options: Any,
     ) -> None:
@@ -50,9 +52,9 @@ class Vllm:
         if store is not None:
             chosen["kv_transfer_config"] = {
                 "kv_connector": "CtxReuseConnector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "kv_connector_module_path": "ctxreuse_cloud.connectors.vllm",
-                "kv_connector_extra_config": {"path": str(store), "capacity": capacity},
+                "kv_connector_extra_config": {"path": str(store), "capacity": capacity, **(settings or {})},
             }
         command = [str(PLACE / "bin" / "python"), str(PROGRAM), json.dumps(chosen)]
         self.log = log
@@ -69,11 +71,19 @@ class Vllm:
         assert self._answer() == "ready"
 
     def ask(
-        self, *prompts: Sequence[int], salt: str = "", new: int = 8, hints: dict[str, Any] | None = None
+        self,
+        *prompts: Sequence[int],
+        salt: str = "",
+        new: int = 8,
+        hints: dict[str, Any] | None = None,
+        whole: bool = False,
     ) -> list[dict[str, Any]]:
-        """Answer prompts in one batch: ids, logprobs and cached tokens of each. ``hints``: an envelope of KV hints."""
+        """Answer prompts in one batch: ids, logprobs and cached tokens of each.
+
+        ``hints``: an envelope of KV hints. ``whole``: also the log-probabilities of all tokens at each step.
+        """
         assert self._process.stdin is not None
-        wanted = [{"tokens": list(tokens), "salt": salt, "new": new, "hints": hints} for tokens in prompts]
+        wanted = [{"tokens": list(each), "salt": salt, "new": new, "hints": hints, "whole": whole} for each in prompts]
         self._process.stdin.write(json.dumps(wanted) + "\n")
         self._process.stdin.flush()
         found: list[dict[str, Any]] = self._answer()

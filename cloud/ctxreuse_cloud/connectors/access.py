@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ class StoreAccess:
         self._lock = threading.Lock()
         self._store: TieredStore | None = None
         self._pins: PrefixPins | None = None
+        #: Opens what else uses the store while this process writes it, and is closed before it.
+        self.serve: Callable[[TieredStore], ExitStack] | None = None
+        self._served: ExitStack | None = None
         self._writes = False
         self._retry_at = self._write_at = float("-inf")
         self._said = ""
@@ -73,6 +77,8 @@ class StoreAccess:
             self._said = ""
             if writes and self._pins_file.is_file():  # what was pinned before the process ended
                 self._begin_pins()
+            if writes and self.serve is not None:
+                self._served = self.serve(self._store)
         except StoreOwnedError:
             self._open(writes=False)
         except StoreError as error:
@@ -148,6 +154,9 @@ class StoreAccess:
             store, self._store, self._writes = self._store, None, False
             self._retry_at = self._write_at = float("inf")
             pins, self._pins = self._pins, None
+            served, self._served = self._served, None
+        if served is not None:
+            served.close()
         if pins is not None:
             pins.close()
         if store is not None:

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ctxreuse.block.format import BlockView, BlockWriter
-from ctxreuse.dtypes import ITEM_BYTES
-from ctxreuse.errors import ConfigError
+from ctxreuse.block.levels import is_raw
+from ctxreuse.codec import Codec
+from ctxreuse.dtypes import BITS, ITEM_BYTES
+from ctxreuse.errors import ConfigError, FormatError
 from ctxreuse.kernels import copy_box, scatter_checked
 
 __all__ = ["LAYOUTS", "LayerPages", "PageLayout", "PageShape", "find_layout", "host_memory"]
@@ -85,25 +87,33 @@ def host_memory(address: int, nbytes: int) -> _Bytes:
 
 
 class LayerPages:
-    """The pages of one layer in host memory. Different pages may be read and written from different threads."""
+    """The pages of one layer in host memory. Different pages may be read and written from different threads.
 
-    def __init__(self, memory: _Bytes, shape: PageShape, layout: PageLayout) -> None:
-        """Take memory of ``shape.nbytes`` bytes. Raises ConfigError if it has another size."""
+    A page holds one block or several: block ``i`` of page ``p`` is number ``p * n + i`` of all, where ``n`` is how many
+    a page holds.
+    """
+
+    def __init__(self, memory: _Bytes, shape: PageShape, layout: PageLayout, block_tokens: int = 0) -> None:
+        """Take memory of ``shape.nbytes`` bytes, of pages that hold whole blocks of ``block_tokens`` (0: one each).
+
+        Raises ConfigError if it has another size.
+        """
         if memory.nbytes != shape.nbytes:
             raise ConfigError(f"KV pages of {shape.nbytes} bytes lie in a buffer of {memory.nbytes}")
         self.shape, self.layout = shape, layout
         self._memory = memory
-        self._box = shape.heads, shape.tokens, shape.dim
-        self._page_bytes = shape.strides[0] * ITEM_BYTES[shape.dtype]
+        size, item = block_tokens or shape.tokens, ITEM_BYTES[shape.dtype]
+        self._box, self._count = (shape.heads, size, shape.dim), shape.tokens // size
+        self._page_bytes = shape.strides[0] * item
         self._boxes = [
-            (role, box.offset * ITEM_BYTES[shape.dtype], box.strides)
+            (role, box.offset * item, box.strides, size * box.strides[1] * item)
             for role, box in (("k", layout.k), ("v", layout.v))
         ]
 
-    def save(self, writer: BlockWriter, layer: int, page: int) -> None:
-        """Copy K and V of a page into the planes of a block. Raises ValueError for a page that does not exist."""
-        at = self._place(page)
-        for role, offset, strides in self._boxes:
+    def save(self, writer: BlockWriter, layer: int, number: int) -> None:
+        """Copy K and V out of a block's place in a page. Raises ValueError for a place that does not exist."""
+        page, part = self._place(number)
+        for role, offset, strides, step in self._boxes:
             start = writer.offset(layer, role)
             copy_box(
                 writer.buffer,
@@ -111,29 +121,41 @@ class LayerPages:
                 self.shape.dtype,
                 self._box,
                 dst_offset=start,
-                src_offset=at + offset,
+                src_offset=page + offset + part * step,
                 src_strides=strides,
             )
 
-    def load(self, view: BlockView, layer: int, page: int) -> bool:
-        """Copy a block's planes of ``layer`` into a page; False if their bytes differ from their checksums.
+    def load(self, view: BlockView, layer: int, number: int, codec: Codec | None = None) -> bool:
+        """Copy or decode a block's planes of ``layer`` into its place; False if their bytes are damaged.
 
-        The page's content is undefined then. Raises ValueError for a page that does not exist.
+        The place's content is undefined then. ``codec`` knows the block's level, if its planes are no raw numbers.
+        Raises ValueError for a place that does not exist.
         """
         heads, tokens, dim = self._box
-        at = self._place(page)
-        for role, offset, strides in self._boxes:
-            plane = [view.buffer], [view.offset(layer, role)], self.shape.dtype
+        kind = self.shape.dtype
+        page, part = self._place(number)
+        for role, offset, strides, step in self._boxes:
+            at = page + offset + part * step
+            if codec is not None and not is_raw(view.header.level):
+                rows = np.empty(self._box, BITS[kind])
+                try:
+                    codec.fill([view], layer, role, rows, 0)
+                except FormatError:
+                    return False
+                copy_box(self._memory, rows, kind, self._box, dst_offset=at, dst_strides=strides)
+                continue
+            plane = [view.buffer], [view.offset(layer, role)], kind
             sums = [view.checksum(layer, role)]
-            to = self._memory, self.shape.dtype, at + offset, strides
-            if scatter_checked(*to, *plane, heads, dim, [tokens], sums) >= 0:
+            if scatter_checked(self._memory, kind, at, strides, *plane, heads, dim, [tokens], sums) >= 0:
                 return False
         return True
 
-    def _place(self, page: int) -> int:
+    def _place(self, number: int) -> tuple[int, int]:
+        """The byte at which a block's page begins, and which of its blocks it is."""
+        page, part = divmod(number, self._count)
         if not 0 <= page < self.shape.pages:
             raise ValueError(f"page {page} of {self.shape.pages}")
-        return page * self._page_bytes
+        return page * self._page_bytes, part
 
 
 def find_layout(memory: _Bytes, shape: PageShape, page: int, k: _Bytes, v: _Bytes) -> PageLayout:

@@ -24,7 +24,10 @@ _MOST_PLANNED = 1 << 16
 
 
 class PagedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block and the page that it is in or shall be in: ``tokens`` as int32 bytes, ``end`` after the last of them."""
+    """A block and the page that it is in or shall be in: ``tokens`` as int32 bytes, ``end`` after the last of them.
+
+    ``page``: where pages hold several blocks, the number of the block among those of all pages (`LayerPages`).
+    """
 
     key: bytes
     parent: bytes
@@ -78,12 +81,14 @@ class _Known:
 class RequestBlocks:
     """The blocks of all requests under way. Not thread-safe: a scheduler has one thread."""
 
-    def __init__(self, space: bytes, block_tokens: int, secret: bytes = b"", *, announces: bool = False) -> None:
+    def __init__(
+        self, space: bytes, block_tokens: int, secret: bytes = b"", *, announces: bool = False, page_blocks: int = 1
+    ) -> None:
         """Make keys in the space of that digest; ``secret`` makes those of tenants unguessable.
 
-        ``announces``: remember the blocks of saves for `stored`.
+        ``announces``: remember the blocks of saves for `stored`. ``page_blocks``: how many blocks a page holds.
         """
-        self._space, self._size, self._secret = space, block_tokens, secret
+        self._space, self._size, self._secret, self._page_blocks = space, block_tokens, secret, page_blocks
         self._planned: dict[bytes, PlannedSave] | None = {} if announces else None
         self._known: dict[str, _Known] = {}
         self._loads: list[list[PagedBlock]] = []
@@ -102,18 +107,21 @@ class RequestBlocks:
     ) -> int:
         """Return how many tokens of a prompt after the first ``computed`` ones are stored; a request may come again.
 
+        Only whole pages count: an engine computes the rest of one that is stored in part.
+
         Args:
             request: its id.
             tokens: its tokens, a sequence that grows with its answer.
             tenant: what separates its KV from that of others, such as vLLM's ``cache_salt``.
-            computed: tokens that the engine has already, whole blocks.
+            computed: tokens that the engine has already, whole pages.
             stored: called with keys; returns how many of the first are stored.
         """
         known = _Known(tokens, tenant, tenant_salt(tenant, self._secret))
         self._known[request] = known
         # An engine needs at least one token to compute, for its logits.
         self._extend(known, (len(tokens) - 1) // self._size)
-        known.stored = stored(known.keys) if known.keys else 0
+        found = stored(known.keys) if known.keys else 0
+        known.stored = found - found % self._page_blocks
         known.local = computed // self._size
         return max(0, known.stored * self._size - computed)
 
@@ -135,7 +143,7 @@ class RequestBlocks:
                 continue
             # Tokens that a draft proposes are computed too, and may be dropped: only those of the request count.
             whole = min(end, len(known.tokens)) // self._size
-            known.pages = list(pages[:whole])
+            known.pages = list(pages[: -(-whole // self._page_blocks)])
             if whole > known.stored:
                 self._extend(known, whole)
                 run = self._blocks(known, known.stored, whole, pages)
@@ -158,7 +166,7 @@ class RequestBlocks:
         for known in self._known.values():
             bad = next((i for i, page in enumerate(known.pages) if page in pages), None)
             if bad is not None:
-                known.stored = min(known.stored, bad)
+                known.stored = min(known.stored, bad * self._page_blocks)
 
     def finished(self, request: str, orders: Iterable[HintOrder] = ()) -> None:
         """Forget a request; ``orders``: what it asked for its context, for the next step."""
@@ -178,7 +186,7 @@ class RequestBlocks:
             known.keys += prefix_keys(self._space, known.salt, more, self._size, parent)
 
     def _blocks(self, known: _Known, first: int, last: int, pages: Sequence[int]) -> list[PagedBlock]:
-        size = self._size
+        size, count = self._size, self._page_blocks
         ids = as_tokens(np.asarray(known.tokens[first * size : last * size], np.int64))
         return [
             PagedBlock(
@@ -186,7 +194,7 @@ class RequestBlocks:
                 known.keys[i - 1] if i else ROOT,
                 ids[(i - first) * size : (i - first + 1) * size].tobytes(),
                 (i + 1) * size,
-                int(pages[i]),
+                int(pages[i // count]) * count + i % count,
             )
             for i in range(first, last)
         ]

@@ -10,18 +10,24 @@ from typing import Any
 
 import msgspec
 
+from ctxreuse.engines.hf_config import architecture_of, positions_of, rope_of
 from ctxreuse.engines.text import tokenizer_digest
 from ctxreuse.errors import ConfigError
 from ctxreuse.identity.model import LayerSpec, ModelSpace
 from ctxreuse.models import file_digest, weights_digest
 
-__all__ = ["EngineModel", "space_of"]
+__all__ = ["EngineModel", "space_of", "torch_space_of"]
 
 #: Fields of a model's configuration that do not touch the numbers in K and V.
 _NEUTRAL = {
     "_name_or_path", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "pad_token_id", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
+
+#: Models and kinds of rotation whose K and V were compared with the torch engine's (tests/connectors/test_shared.py):
+#: another class may keep K unrotated, in another order of heads or dims, or rotated by other angles.
+_COMPARED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROTATIONS = ("default", "llama3")
 
 
 class EngineModel(msgspec.Struct, frozen=True):
@@ -82,13 +88,52 @@ def space_of(model: EngineModel) -> ModelSpace:
         architecture=f"{model.architecture}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}",
         tokenizer=tokenizer,
         dtype=model.dtype,
-        layers=tuple(LayerSpec("full", heads, dim, dim) for heads, dim in model.layers),
+        layers=_layers(model),
         rope=_canonical(model.rope),
         vocab_size=model.vocab_size,
         max_tokens=model.max_tokens,
         block_tokens=model.page_tokens,
         attention="vllm",
     )
+
+
+def torch_space_of(model: EngineModel, config: Any) -> ModelSpace:
+    """Return the space in which the torch engine keeps the KV of the same model folder, with its blocks of 64 tokens.
+
+    Args:
+        model: as the other engine runs it; its pages need not have the size of blocks.
+        config: transformers' config of the decoder, as the other engine changed it: what differs is another space.
+
+    Raises ConfigError for a model whose KV is not known to be the torch engine's, with what to do.
+    """
+    folder = Path(model.model).expanduser()
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    expected = {"quantization": None, "dtype": f"torch.{model.dtype}"}
+    changed = sorted(name for name, value in expected.items() if model.options.get(name) != value)
+    if model.options.get("load_format") not in ("auto", "safetensors"):
+        changed.append("load_format")
+    for wrong, what, fix in (
+        (not folder.is_dir(), "the model is no local folder", "Serve it from a folder"),
+        (model.architecture not in _COMPARED, f"it is a {model.architecture}", f"Use one of {', '.join(_COMPARED)}"),
+        (kind not in _ROTATIONS, f"it rotates by {kind}", f"Use a model that rotates by {' or '.join(_ROTATIONS)}"),
+        (bool(changed), f"the engine changes its {', '.join(changed)}", "Leave these settings as they are by default"),
+    ):
+        if wrong:
+            raise ConfigError(f"KV cannot be shared with the torch engine: {what}", where=model.model, fix=fix)
+    return ModelSpace(
+        weights=weights_digest(folder),
+        architecture=architecture_of(model.architecture, config),
+        tokenizer=tokenizer_digest(folder),
+        dtype=model.dtype,
+        layers=_layers(model),
+        rope=rope_of(config),
+        vocab_size=int(config.vocab_size),
+        max_tokens=positions_of(config),
+    )
+
+
+def _layers(model: EngineModel) -> tuple[LayerSpec, ...]:
+    return tuple(LayerSpec("full", heads, dim, dim) for heads, dim in model.layers)
 
 
 def _canonical(value: Any) -> str:

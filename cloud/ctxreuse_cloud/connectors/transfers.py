@@ -10,17 +10,19 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ctxreuse.block.format import BlockView, BlockWriter, block_layout
+from ctxreuse.block.format import BlockView, BlockWriter, Layout, block_layout
 from ctxreuse.block.levels import EXACT
+from ctxreuse.codec import Codec
+from ctxreuse.engines.checks import check_blocks
 from ctxreuse.engines.imports import Import
-from ctxreuse.errors import CtxReuseError, FormatError, StoreError
+from ctxreuse.errors import ConfigError, CtxReuseError, FormatError, StoreError
 from ctxreuse.identity.model import ModelSpace
 from ctxreuse.kernels import advise_hugepages
 from ctxreuse.store import TieredStore
@@ -40,12 +42,23 @@ class PageLoad:
     """The loads of one step, layer by layer: a thread copies ahead, a caller that comes first copies itself.
 
     A block that is missing, another's or damaged spoils its page and those after it in its run: see `finish`.
+    ``max_kl``: how lossy blocks may be, in nats; None: exact ones only. ``codec``: opens what decodes those that are
+    packed or coded, when one is met.
     """
 
     def __init__(
-        self, access: StoreAccess, space: ModelSpace, pages: Sequence[LayerPages], runs: Sequence[Sequence[PagedBlock]]
+        self,
+        access: StoreAccess,
+        space: ModelSpace,
+        pages: Sequence[LayerPages],
+        runs: Sequence[Sequence[PagedBlock]],
+        *,
+        max_kl: float | None = None,
+        codec: Callable[[], Codec] | None = None,
     ) -> None:
-        self._access, self._runs, self._pages = access, runs, pages
+        self._access, self._runs, self._pages, self._max_kl = access, runs, pages, max_kl
+        self._open_codec = codec or partial(Codec.open, space)
+        self._codec: Codec | None = None
         self._open = contextlib.ExitStack()
         self._store = access.reading()
         self._bad: dict[int, int] = {}
@@ -61,21 +74,34 @@ class PageLoad:
         self._import = Import(jobs, background=True)
 
     def _look_up(self, space: ModelSpace) -> None:
-        planes = block_layout(space).planes
-        reader = self._open.enter_context(self._store.read()) if self._store is not None else None
+        layout = block_layout(space)
+        reader = self._open.enter_context(self._store.read(self._max_kl)) if self._store is not None else None
         for number, run in enumerate(self._runs):
             for i, block in enumerate(run):
                 ids = np.frombuffer(block.tokens, "<i4")
                 view = reader.block(block.key, ids, space.digest) if reader is not None else None
-                if view is None or view.header.level != EXACT or view.layout.planes != planes:
+                if view is None or not self._fits(view, block, space, layout):
                     self._bad[number] = i
                     break
                 self._views.append((number, i, block, view))
 
+    def _fits(self, view: BlockView, block: PagedBlock, space: ModelSpace, layout: Layout) -> bool:
+        """True if a block has this model's planes, or what decodes to them."""
+        if view.header.level == EXACT:
+            return view.layout.planes == layout.planes
+        try:
+            if self._codec is None:
+                self._codec = self._open_codec()
+            check_blocks([view], space, layout, block.end - space.block_tokens, self._codec)
+        except (FormatError, ConfigError) as error:
+            log.debug("a block is computed, not loaded: %s", error)
+            return False
+        return True
+
     def _load_layer(self, layer: int) -> None:
         for number, i, block, view in self._views:
             if self._bad.get(number, len(self._runs[number])) > i and not self._pages[layer].load(
-                view, layer, block.page
+                view, layer, block.page, self._codec
             ):
                 self._bad[number] = i
                 self._damaged.add(block.key)

@@ -16,6 +16,7 @@ import atexit
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from ctxreuse.codec import Codec
 from ctxreuse.errors import ConfigError, StoreError
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.units import parse_bytes
@@ -38,7 +40,8 @@ from ctxreuse_cloud.connectors.changes import StoreChanges
 from ctxreuse_cloud.connectors.hints import hint_orders
 from ctxreuse_cloud.connectors.pages import LayerPages, PageLayout, PageShape, find_layout, host_memory
 from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
-from ctxreuse_cloud.connectors.spaces import EngineModel, space_of
+from ctxreuse_cloud.connectors.sharing import SHARING_OPTIONS, blocks_of_page, read_sharing
+from ctxreuse_cloud.connectors.spaces import EngineModel, space_of, torch_space_of
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver
 
 __all__ = ["CtxReuseConnector", "StepMetadata", "StoreMetadata", "TransferMetrics", "TransferStats"]
@@ -46,7 +49,7 @@ __all__ = ["CtxReuseConnector", "StepMetadata", "StoreMetadata", "TransferMetric
 log = logging.getLogger(__name__)
 
 #: Settings in ``kv_connector_extra_config``, with their defaults.
-_OPTIONS = {**DOOR_OPTIONS, "save_memory": "256MiB"}
+_OPTIONS = {**DOOR_OPTIONS, "save_memory": "256MiB", **SHARING_OPTIONS}
 #: Bytes of stored KV that a worker maps when it starts.
 _POPULATED = 1 << 30
 #: Page of a layer that vLLM gives to no request.
@@ -138,18 +141,29 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         extra = self._kv_transfer_config.kv_connector_extra_config
         options = read_options(extra, _OPTIONS, "kv_connector_extra_config")
         self._model = _model_of(vllm_config, kv_cache_config)
-        self._space = space_of(self._model)
+        self._sharing = sharing = read_sharing(options, saves=self._kv_transfer_config.is_kv_producer)
+        #: Whose the requests without ``cache_salt`` are, and how lossy what they load may be.
+        self._tenant, self._max_kl = (sharing.tenant, sharing.max_kl) if sharing else ("", None)
+        text_config = vllm_config.model_config.hf_text_config
+        self._space = torch_space_of(self._model, text_config) if sharing else space_of(self._model)
+        self._page_blocks = blocks_of_page(self._model.page_tokens, self._space.block_tokens)
         self._save_memory = parse_bytes(options["save_memory"])
         self._access, secret = open_door(options)
+        if sharing is not None:
+            log.info("KV is shared with the torch engine, in the space %s", self._space.digest.hex()[:16])
+            secret = secret or sharing.secret(self._access.config)
         events = vllm_config.kv_events_config
         self._announces = bool(events is not None and events.enable_kv_cache_events)
         size = self._space.block_tokens
-        self._blocks = RequestBlocks(self._space.digest, size, secret, announces=self._announces)
+        self._blocks = RequestBlocks(
+            self._space.digest, size, secret, announces=self._announces, page_blocks=self._page_blocks
+        )
         self._changes: StoreChanges | None = None
         self._events: list[Any] = []
         self._layers: dict[str, int] = {name: i for i, name in enumerate(_layer_names(kv_cache_config))}
         self._pages: list[LayerPages] = []
         self._tensors: list[Any] = []
+        self._codec = cache(partial(Codec.open, self._space))
         self._saver: PageSaver | None = None
         self._load: PageLoad | None = None
         self._failed: set[int] = set()
@@ -167,15 +181,14 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return how many tokens are stored beyond those that vLLM has, to be loaded in the step itself."""
         if not _is_plain(request):
             return 0, False
-        found = self._blocks.match(
-            request.request_id, request.all_token_ids, request.cache_salt or "", num_computed_tokens, self._stored
-        )
+        tenant = request.cache_salt or self._tenant
+        found = self._blocks.match(request.request_id, request.all_token_ids, tenant, num_computed_tokens, self._stored)
         return found if self._kv_transfer_config.is_kv_consumer else 0, False
 
     def _stored(self, keys: Any) -> int:
         store = self._access.reading()
         try:
-            return store.match(keys).blocks if store is not None else 0
+            return store.match(keys, self._max_kl).blocks if store is not None else 0
         except StoreError as error:
             log.warning("a lookup failed and counts as a miss: %s", error)
             return 0
@@ -204,6 +217,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         changed = connector_output.kv_connector_worker_meta
         if isinstance(changed, StoreMetadata):
             for block, tenant in self._blocks.stored(changed.stored):
+                salt = "" if tenant == self._tenant else tenant
                 self._events.append(
                     BlockStored(
                         block_hashes=[block.key],
@@ -213,7 +227,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
                         lora_id=None,
                         medium=MEDIUM_STORAGE,
                         lora_name=None,
-                        extra_keys=[(tenant,)] if tenant else None,
+                        extra_keys=[(salt,)] if salt else None,
                     )
                 )
             if changed.removed:
@@ -245,18 +259,20 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     f"KV pages lie on {tensor.device}, and this connector reads pages in host memory only",
                     fix="Run vLLM on the CPU, or without this connector",
                 )
-            if tuple(tensor.shape[1:]) != (heads, self._space.block_tokens, 2 * dim):
+            if tuple(tensor.shape[1:]) != (heads, self._model.page_tokens, 2 * dim):
                 raise ConfigError(
                     f"KV pages of shape {tuple(tensor.shape)} are not [pages, heads, tokens, 2 * dim]", where=name
                 )
             shape = PageShape(
-                tensor.shape[0], heads, self._space.block_tokens, dim, self._space.dtype, tuple(tensor.stride())
+                tensor.shape[0], heads, self._model.page_tokens, dim, self._space.dtype, tuple(tensor.stride())
             )
             memory = host_memory(tensor.data_ptr(), shape.nbytes)
             if layout is None:
                 layout = self._layout_of(name, tensor, memory, shape)
                 log.info("KV pages are %s: %d layers of %s", layout.name, len(names), shape)
-            self._pages.append(LayerPages(memory, shape, layout))
+            self._pages.append(LayerPages(memory, shape, layout, self._space.block_tokens))
+        if self._sharing is not None:
+            self._access.serve = self._sharing.server(self._access.config)
         # The first worker that saves at all is the writer.
         store = self._access.writing() if self._kv_transfer_config.is_kv_producer else None
         self._access.populate(_POPULATED)
@@ -283,7 +299,9 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin to load, layer by layer."""
         plan = self._get_connector_metadata().plan
         if plan.loads:
-            self._load = PageLoad(self._access, self._space, self._pages, plan.loads)
+            self._load = PageLoad(
+                self._access, self._space, self._pages, plan.loads, max_kl=self._max_kl, codec=self._codec
+            )
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when a layer's pages are loaded."""
@@ -299,7 +317,7 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._load is not None:
             failed, loaded, seconds = self._load.finish()
             self._load = None
-            self._failed |= failed
+            self._failed |= {block // self._page_blocks for block in failed}
             self._add("failed_blocks", len(failed))
             self._add("loaded_tokens", loaded * self._space.block_tokens)
             self._add("load_seconds", seconds)
@@ -314,8 +332,9 @@ class CtxReuseConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _follows(self, run: Any, bad: set[int]) -> bool:
         plan = self._get_connector_metadata().plan
-        spoiled = {load[-1].key for load in plan.loads if any(block.page in bad for block in load)}
-        return run[0].parent in spoiled or any(block.page in bad for block in run)
+        size = self._page_blocks
+        spoiled = {load[-1].key for load in plan.loads if any(block.page // size in bad for block in load)}
+        return run[0].parent in spoiled or any(block.page // size in bad for block in run)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return pages that were not loaded: vLLM computes their tokens again."""

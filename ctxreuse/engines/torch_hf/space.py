@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from ctxreuse import models
+from ctxreuse.engines.hf_config import architecture_of, positions_of, rope_of
 from ctxreuse.engines.text import tokenizer_digest
 from ctxreuse.engines.torch_hf.cache.layers import (
     ArenaLayer,
@@ -31,12 +31,6 @@ from ctxreuse.errors import EngineError
 from ctxreuse.identity.model import LayerSpec, ModelSpace
 
 __all__ = ["config_of", "model_space", "new_cache", "weights_of"]
-
-#: Fields of a config that do not touch the numbers in K and V.
-_NEUTRAL = {
-    "_attn_implementation", "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
-    "label2id", "pad_token_id", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
 
 
 def config_of(model: Any) -> Any:
@@ -91,13 +85,13 @@ def model_space(
     dtype = str(dtypes.pop() if dtypes else model.dtype).removeprefix("torch.")
     return ModelSpace(
         weights=weights,
-        architecture=architecture(model),
+        architecture=architecture_of(type(model).__name__, config),
         tokenizer=tokenizer_digest(folder),
         dtype=dtype,
         layers=layer_specs(model, filled, full_windows),
-        rope=rope_of(model),
+        rope=rope_of(config),
         vocab_size=int(config.vocab_size),
-        max_tokens=_positions(config),
+        max_tokens=positions_of(config),
         block_tokens=block_tokens,
         attention=attention,
     )
@@ -110,21 +104,6 @@ def weights_of(model: Any, folder: Path | None, *, int8: bool) -> str:
     """
     digest = models.weights_digest(folder) if folder is not None else state_dict_digest(model)
     return f"{digest}/int8" if int8 else digest
-
-
-def _positions(config: Any) -> int:
-    """How many tokens a context may have so that its first ones never change.
-
-    "dynamic" and "longrope" rotate by other frequencies once a context is longer than the model was first trained on; K
-    rotated before is wrong then, cached or not, so such a model ends there. A model without learnt or rotated positions
-    has no limit of its own.
-    """
-    limit = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type") in ("dynamic", "longrope"):
-            limit = min(limit, int(part.get("original_max_position_embeddings") or limit))
-    return limit
 
 
 def layer_specs(model: Any, filled: DynamicCache, full_windows: bool) -> tuple[LayerSpec, ...]:
@@ -143,22 +122,6 @@ def layer_specs(model: Any, filled: DynamicCache, full_windows: bool) -> tuple[L
         window = layer.sliding_window if slides else 0
         specs.append(LayerSpec(kind, keys.shape[1], keys.shape[3], values.shape[3], window))  # type: ignore[arg-type]
     return tuple(specs)
-
-
-def architecture(model: Any) -> str:
-    """Class name and a digest of the config's fields that differ from the class's defaults and touch the numbers.
-
-    The weights' digest does not cover config.json, and e.g. a changed norm epsilon changes every K and V.
-    """
-    fields = {k: v for k, v in config_of(model).to_diff_dict().items() if k not in _NEUTRAL}
-    text = json.dumps(fields, sort_keys=True, default=str)
-    return f"{type(model).__name__}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def rope_of(model: Any) -> str:
-    """The rotary parameters as canonical JSON; "null" for a model without."""
-    parameters = getattr(config_of(model), "rope_parameters", None)
-    return json.dumps(parameters, sort_keys=True, default=str)
 
 
 def state_dict_digest(model: torch.nn.Module) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from ctxreuse_cloud.connectors.pages import LAYOUTS, LayerPages, find_layout, layout_of_pages
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ctxreuse import kernels
 from ctxreuse.block.format import BlockWriter, block_layout, parse
@@ -51,6 +54,39 @@ def test_planes_are_in_canonical_order_and_come_back(
     assert all(pages.load(view, layer, 7) for layer, pages in enumerate(engine.pages))
     assert engine.bytes_of(7) == engine.bytes_of(5)
     assert (engine.bytes_of(6), engine.bytes_of(8)) == around
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_page_holds_several_blocks_each_in_its_own_place(data: st.DataObject) -> None:
+    layout, dtype = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(["bfloat16", "float32"]))
+    size, count = data.draw(st.sampled_from([1, 16, 33, 64])), data.draw(st.integers(1, 5))
+    heads, dim = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([8, 16, 64]))
+    engine = PagedEngine(layout, layers=1, pages=3, heads=heads, tokens=size * count, dim=dim, dtype=dtype)
+    place, to = data.draw(st.integers(0, 3 * count - 1)), data.draw(st.integers(0, 3 * count - 1))
+    planes = [(made_up(engine.shape, engine.rng), made_up(engine.shape, engine.rng)) for _ in range(3)]
+    for page, (k, v) in enumerate(planes):
+        write_page(engine.memory[0], engine.shape, layout, page, k, v)
+    found = layout_of_pages(layout, engine.shape)
+    assert found is not None
+    pages = LayerPages(engine.memory[0], engine.shape, found, size)
+    space = msgspec.structs.replace(engine.space, block_tokens=size)
+    same = {"kind": "block", "space": space.digest, "key": bytes(32), "parent": bytes(32)}
+    block = BlockWriter(block_layout(space), end=size, tokens=np.zeros(size, np.int32), rope_at=0, **same)
+    pages.save(block, 0, place)
+    view = parse(block.seal())
+    page, at = place // count, place % count * size
+    for role, plane in zip("kv", planes[page]):
+        assert view.plane(0, role).tobytes() == plane[:, at : at + size].tobytes()
+    for wanted, got in zip(planes[to // count], planes[page]):
+        wanted[:, to % count * size :][:, :size] = got[:, at : at + size].copy()
+    expected = engine.memory[0].copy()
+    for number, (k, v) in enumerate(planes):
+        write_page(expected, engine.shape, layout, number, k, v)
+    assert pages.load(view, 0, to)
+    assert engine.memory[0].tobytes() == expected.tobytes(), "nothing else is written"
+    with pytest.raises(ValueError, match="page 3 of 3"):
+        pages.save(block, 0, 3 * count)
 
 
 def test_a_damaged_plane_is_noticed() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from ctxreuse_cloud.connectors.hints import hint_orders
 from ctxreuse_cloud.connectors.requests import RequestBlocks, StepPlan, StepProgress
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ctxreuse.identity.keys import ROOT
 from ctxreuse.pauses.envelope import HintOrder
@@ -103,6 +106,50 @@ def test_a_failed_page_is_saved_again_with_all_that_follows() -> None:
     planned.failed({6})
     plan = planned.step([StepProgress("b", 13, [5, 6, 7, 8])])
     assert [b.page for b in plan.saves[0]] == [6, 7]
+
+
+def test_pages_of_several_blocks_are_loaded_whole_and_saved_as_their_blocks_fill() -> None:
+    planned, stored = RequestBlocks(bytes(32), SIZE, page_blocks=2), Stored()
+    planned.match("a", list(range(13)), "", 0, stored)
+    plan = planned.step([StepProgress("a", 13, [7, 3])])
+    assert [block.page for block in plan.saves[0]] == [14, 15, 6], "numbers of blocks, not of pages"
+    stored.take(plan)
+    prompt = [*range(12), 50, 51, 52, 53, 54]
+    assert planned.match("b", prompt, "", 0, stored) == 8, "half a page is computed"
+    planned.allocated("b", [9, 2, 5], 8)
+    plan = planned.step([StepProgress("b", 17, [9, 2, 5])])
+    assert [block.page for block in plan.loads[0]] == [18, 19]
+    assert [(block.page, block.end) for block in plan.saves[0]] == [(4, 12), (5, 16)]
+    assert plan.saves[0][0].parent == plan.loads[0][-1].key, "known to follow what may fail to load"
+    planned.failed({9})
+    assert [block.page for block in planned.step([StepProgress("b", 17, [9, 2, 5])]).saves[0]] == [18, 19, 4, 5]
+
+
+@given(st.integers(1, 4), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), max_size=6), st.data())
+def test_every_block_is_planned_for_the_place_of_its_tokens(
+    count: int, prompts: list[list[int]], data: st.DataObject
+) -> None:
+    planned, stored, page = RequestBlocks(bytes(32), SIZE, page_blocks=count), Stored(), SIZE * count
+    for number, prompt in enumerate(prompts):
+        pages = data.draw(st.permutations(range(1, 1 + -(-len(prompt) // page))))
+        computed = data.draw(st.integers(0, (len(prompt) - 1) // page)) * page
+        found = planned.match(str(number), prompt, "", computed, stored)
+        assert (computed + found) % page == 0
+        assert computed + found < len(prompt), "a token is left to compute"
+        planned.allocated(str(number), pages, found)
+        plan = planned.step([StepProgress(str(number), len(prompt), pages)])
+        loaded = [block.end for run in plan.loads for block in run]
+        assert loaded == list(range(computed + SIZE, computed + found + 1, SIZE))
+        for block in (block for run in (*plan.loads, *plan.saves) for block in run):
+            at = block.end - SIZE
+            assert block.page == pages[at // page] * count + at % page // SIZE
+            assert block.tokens == np.array(prompt[at : block.end], "<i4").tobytes()
+        stored.take(plan)
+        whole = len(prompt) // page * page
+        assert planned.match("again", [*prompt[:whole], *[0] * page], "", 0, stored) >= whole, (
+            "what was computed is stored"
+        )
+        planned.finished("again")
 
 
 def test_a_preempted_request_starts_over() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from ctxreuse_cloud.connectors.spaces import EngineModel, space_of
+from ctxreuse_cloud.connectors.spaces import EngineModel, space_of, torch_space_of
 
 from ctxreuse.errors import ConfigError
+from support.tiny_text import save_model
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +73,65 @@ def test_weights_of_a_hub_are_known_by_their_commit(model: EngineModel) -> None:
     assert space_of(hub).digest != space_of(msgspec.structs.replace(hub, commit="b" * 40)).digest
     with pytest.raises(ConfigError, match="local folder"):
         space_of(msgspec.structs.replace(hub, commit=""))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> tuple[EngineModel, Any]:
+    """A folder of the tiny Llama as vLLM would run it in float32, and its config."""
+    from transformers import AutoConfig
+
+    folder = save_model(tmp_path / "llama")
+    config = AutoConfig.from_pretrained(folder)
+    options: dict[str, Any] = {"quantization": None, "load_format": "auto", "dtype": "torch.float32"}
+    numbers: dict[str, Any] = {"vocab_size": 258, "max_tokens": 2048, "page_tokens": 128}
+    return EngineModel(
+        str(folder), "", "LlamaForCausalLM", {}, options, "float32", ((2, 8),) * 2, None, **numbers
+    ), config  # fmt: skip
+
+
+def test_the_space_shared_with_the_torch_engine_is_its_own(served: tuple[EngineModel, Any]) -> None:
+    from ctxreuse.engines.torch_hf import TorchEngine
+
+    model, config = served
+    assert torch_space_of(model, config) == TorchEngine.open(model.model).space
+    halved = msgspec.structs.replace(model, dtype="bfloat16", options={**model.options, "dtype": "torch.bfloat16"})
+    assert torch_space_of(halved, config) == TorchEngine.open(model.model, dtype="bfloat16").space
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rms_norm_eps", 1e-4), ("head_dim", 16), ("rope_parameters", {"rope_theta": 5e5})]
+)
+def test_a_changed_config_is_not_the_torch_engines_space(
+    served: tuple[EngineModel, Any], field: str, value: Any
+) -> None:
+    model, config = served
+    before = torch_space_of(model, config).digest
+    if isinstance(value, dict):
+        value = {**config.rope_parameters, **value}
+    setattr(config, field, value)
+    assert torch_space_of(model, config).digest != before
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "someone/model"}, "no local folder"),
+        ({"architecture": "Gemma3ForCausalLM"}, "it is a Gemma3ForCausalLM"),
+        ({"options": {"quantization": "awq", "load_format": "auto", "dtype": "torch.float32"}}, "its quantization"),
+        ({"options": {"quantization": None, "load_format": "dummy", "dtype": "torch.float32"}}, "its load_format"),
+        ({"dtype": "bfloat16"}, "its dtype"),
+    ],
+)
+def test_what_was_not_compared_with_the_torch_engine_is_refused(
+    served: tuple[EngineModel, Any], change: dict[str, Any], reason: str
+) -> None:
+    model, config = served
+    with pytest.raises(ConfigError, match=reason):
+        torch_space_of(msgspec.structs.replace(model, **change), config)
+
+
+def test_another_kind_of_rotation_is_refused(served: tuple[EngineModel, Any]) -> None:
+    model, config = served
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(ConfigError, match="rotates by dynamic"):
+        torch_space_of(model, config)

@@ -8,20 +8,30 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ctxreuse_cloud.connectors.access import StoreAccess, share_store
 from ctxreuse_cloud.connectors.changes import StoreChanges
-from ctxreuse_cloud.connectors.requests import PagedBlock
+from ctxreuse_cloud.connectors.pages import LAYOUTS, LayerPages, layout_of_pages
+from ctxreuse_cloud.connectors.requests import PagedBlock, RequestBlocks, StepProgress
 from ctxreuse_cloud.connectors.transfers import PageLoad, PageSaver, SaveBuffers
 
+from ctxreuse.block.format import BlockWriter, block_layout, parse, rekey
+from ctxreuse.block.levels import PACKED
+from ctxreuse.codec import Codec
+from ctxreuse.codec.profile_bytes import profile_digest, write_profile
 from ctxreuse.config import StoreConfig
+from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.errors import ConfigError
-from ctxreuse.identity.keys import Tokens
+from ctxreuse.identity.keys import ROOT, Tokens, prefix_keys, tenant_salt
+from ctxreuse.llm import LLM
 from ctxreuse.store import open_store
 from ctxreuse.testing.clock import FakeClock
 from support.paged import PagedEngine
+from support.profiles import make_block, make_profile, make_space
+from support.tiny_text import save_model
 from support.waiting import patient, until
 
 TOKENS = np.arange(160, dtype=np.int32)
@@ -208,6 +218,8 @@ from ctxreuse.config import StoreConfig
 from ctxreuse_cloud.connectors.access import StoreAccess
 from ctxreuse_cloud.connectors.transfers import PageSaver
 from support.paged import PagedEngine
+from support.profiles import make_block, make_profile, make_space
+from support.tiny_text import save_model
 access = StoreAccess(StoreConfig(path=sys.argv[1]))
 engine = PagedEngine(pages=70)
 saver = PageSaver(access, engine.space, engine.pages, 64 << 20)
@@ -298,3 +310,117 @@ def test_changes_of_a_store_name_what_is_stored_and_what_left(access: StoreAcces
     changes.close()
     store.drop(keys[0], "corrupt")
     assert changes.take() == ([], [])
+
+
+@pytest.fixture(scope="module")
+def torch_engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from ctxreuse.engines.torch_hf import TorchEngine
+
+    return TorchEngine.open(save_model(tmp_path_factory.mktemp("llama")))
+
+
+def paged(engine: Any, layout: str, page_tokens: int, seed: int) -> tuple[PagedEngine, list[LayerPages]]:
+    """Pages of another engine with the model of ``engine``, and the same pages by blocks of ``engine``."""
+    space = engine.space
+    sizes = {"heads": space.layers[0].kv_heads, "dim": space.layers[0].k_dim, "dtype": space.dtype}
+    made = PagedEngine(layout, layers=len(space.layers), seed=seed, tokens=page_tokens, **sizes)
+    found = layout_of_pages(layout, made.shape)
+    assert found is not None
+    made.space = space
+    return made, [LayerPages(memory, made.shape, found, space.block_tokens) for memory in made.memory]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_of_the_torch_engine_go_through_pages_of_another_size_and_back(
+    torch_engine: Any, tmp_path: Path, layout: str
+) -> None:
+    prompt = np.random.default_rng(2).integers(0, 256, 300, np.int32)
+    planned = RequestBlocks(torch_engine.space.digest, 64, page_blocks=2)
+    key = {"tenant": "default", "computed": 0}
+    with LLM(torch_engine, store=tmp_path / "edge") as edge:
+        whole = edge.runtime.complete(edge.runtime.request(prompt), SamplingParams(max_tokens=8))
+        whole.drain()
+    access = share_store(StoreConfig(path=str(tmp_path / "edge")))
+    reading, (other, pages) = access.reading(), paged(torch_engine, layout, 128, 1)
+    assert reading is not None
+    assert planned.match("a", prompt, stored=lambda keys: reading.match(keys).blocks, **key) == 256  # type: ignore[arg-type]
+    planned.allocated("a", [7, 4, 2], 256)
+    plan = planned.step([StepProgress("a", 256, [7, 4, 2])])
+    loading = PageLoad(access, torch_engine.space, pages, plan.loads)
+    assert loading.finish()[:2] == (set(), 4)
+    access.close()
+    assert planned.match("b", prompt, stored=lambda keys: 0, **key) == 0  # type: ignore[arg-type]
+    plan = planned.step([StepProgress("b", 256, [7, 4])])
+    access = share_store(StoreConfig(path=str(tmp_path / "engine")))
+    saver = PageSaver(access, torch_engine.space, pages, 8 << 20)
+    saver.save(plan.saves)
+    other.memory.clear()
+    saver.close()
+    access.close()
+    with LLM(torch_engine, store=tmp_path / "engine") as edge:
+        again = edge.runtime.complete(edge.runtime.request(prompt), SamplingParams(max_tokens=8))
+        again.drain()
+        assert again.usage.tokens.by_source["disk"] == 256
+    assert again.tokens == whole.tokens
+
+
+@pytest.mark.parametrize("level", [PACKED, "kl-0.01", "kl-0.01-joint"])
+def test_coded_blocks_are_decoded_into_pages_where_the_engine_allows_their_level(
+    access: StoreAccess, level: str
+) -> None:
+    space = make_space()
+    profile = make_profile(space)
+    codec = Codec(space, (profile_digest(write_profile(profile)).hex(), profile))
+    views = [make_block(space, profile, start=64 * i, seed=i) for i in range(4)]
+    prompt = np.concatenate([view.tokens for view in views])
+    keys = prefix_keys(space.digest, tenant_salt(""), prompt, 64)
+    store = access.writing()
+    assert store is not None
+    decoded = []
+    for key, parent, view in zip(keys, [ROOT, *keys], views):
+        coded = codec.encode(parse(rekey(view.buffer, key, parent)), level)
+        assert store.put(key, coded)
+        decoded.append(parse(codec.decode(parse(coded))))
+    store.flush()
+    engine = PagedEngine("transposed", tokens=128, dtype="float32")
+    engine.space = space
+    found = layout_of_pages("transposed", engine.shape)
+    assert found is not None
+    pages = [LayerPages(memory, engine.shape, found, 64) for memory in engine.memory]
+    planned = RequestBlocks(space.digest, 64, page_blocks=2)
+    planned.match("a", [*prompt.tolist(), 1], "", 0, len)
+    planned.allocated("a", [5, 3, 1], 256)
+    runs = planned.step([]).loads
+    exact = PageLoad(access, space, pages, runs, codec=lambda: codec).finish()
+    loaded = PageLoad(access, space, pages, runs, max_kl=0.01, codec=lambda: codec).finish()
+    assert exact[1] == (4 if level == PACKED else 0)
+    assert loaded[:2] == (set(), 4)
+    for block, view in zip(runs[0], decoded):
+        for layer, own in enumerate(pages):
+            writer = BlockWriter(
+                block_layout(space), kind="block", space=space.digest, key=block.key, parent=block.parent,
+                end=block.end, tokens=view.tokens, rope_at=0,
+            )  # fmt: skip
+            own.save(writer, layer, block.page)
+            for role in "kv":
+                assert bytes(writer.plane(layer, role)) == bytes(view.plane(layer, role))
+    unknown = PageLoad(access, space, pages, runs, max_kl=0.01, codec=lambda: Codec(space)).finish()
+    assert unknown[1] == (4 if level == PACKED else 0), "without its profile a lossy block is a miss"
+    assert store.match(keys, 0.01).blocks == 4, "and stays"
+
+
+def test_a_damaged_coded_block_spoils_its_run_only_from_there(access: StoreAccess) -> None:
+    space = make_space()
+    profile = make_profile(space)
+    view = make_block(space, profile, start=0)
+    key = prefix_keys(space.digest, tenant_salt(""), view.tokens, 64)[0]
+    coded = Codec(space).encode(parse(rekey(view.buffer, key, ROOT)), PACKED).copy()
+    parsed = parse(coded)
+    coded[parsed.offset(1, "v") + 50] ^= 0x10
+    store = access.writing()
+    assert store is not None
+    assert store.put(key, coded)
+    engine = PagedEngine(tokens=64, dtype="float32")
+    run = [PagedBlock(key, ROOT, view.tokens.tobytes(), 64, 7)]
+    assert PageLoad(access, space, engine.pages, [run]).finish()[:2] == ({7}, 0)
+    assert store.match([key]).blocks == 0

@@ -169,7 +169,18 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("profiles")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CTXREUSE_CARDS", str(folder))
-        command = [sys.executable, "-m", "ctxreuse", "calibrate", "smollm2", "--quick", "--levels", "0.01", "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "ctxreuse",
+            "calibrate",
+            "smollm2",
+            "--windows",
+            "4",
+            "--levels",
+            "0.01",
+            "--quiet",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600), check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         yield folder
@@ -194,11 +205,12 @@ def test_coded_chunks_give_nearly_the_same_answers_and_spoiled_ones_are_computed
     smollm2: Path, profiles: Path, tmp_path: Path
 ) -> None:
     store, log, options = tmp_path / "store", tmp_path / "log", {"dtype": "bfloat16"}
-    text = (ROOT / "docs" / "concepts" / "chunk-reuse.md").read_text("utf-8")
+    text = (ROOT / "docs" / "guide" / "vllm.md").read_text("utf-8")
     words = HFText.open(smollm2)
     assert words is not None
     tokens = words.encode(text).tolist()
     prompts = [tokens[:700], tokens[300:740]]
+    assert [len(one) for one in prompts] == [700, 440]
     with Vllm(smollm2, None, log, **options) as engine:
         plain = engine.ask(*prompts)
     with (
@@ -206,7 +218,7 @@ def test_coded_chunks_give_nearly_the_same_answers_and_spoiled_ones_are_computed
         engine_of(smollm2, server, log, **options) as engine,
     ):
         assert cached(engine.ask(*prompts)) == [0, 0]
-        until(lambda: server.counts()["stored"] == 16)
+        until(lambda: server.counts()["stored"] == 16, 60, poll=0.2)
     sizes: dict[int, list[int]] = {}
     with open_store(store, readonly=True) as opened, opened.read() as reader:
         for entry in opened.walk():

@@ -30,6 +30,7 @@ _TOKENS = 64
 _POSITIONS = 1 << 17
 #: The share of K that the mean must explain, and explain more of than at the second best position.
 _LEAST_FIT, _LEAST_LEAD = 0.1, 0.05
+_ADVICE = "Choose level exact+rans, without a model"
 #: Tokens of a page in which K may be transposed.
 _PAGES = tuple(1 << n for n in range(4, 13))
 
@@ -95,7 +96,7 @@ class PlaceFinder:
         keys = [planes.get((layer, "k")) for layer in range(self.layers)]
         values = [planes.get((layer, "v")) for layer in range(self.layers)]
         if len(shapes) != 1 or None in keys or None in values:
-            raise ConfigError("chunks of a model whose layers differ cannot be coded", fix="Choose level exact+rans")
+            raise ConfigError("chunks of a model whose layers differ cannot be coded", fix=_ADVICE)
         ((self.heads, self.dim),) = shapes
         #: Of layers whose K is turned by one rotation: numbers, frequencies, and their means as complex numbers.
         self._turns: list[tuple[list[int], npt.NDArray[np.float64], Bits, tuple[slice, slice]]] = []
@@ -108,7 +109,7 @@ class PlaceFinder:
         if not self._turns:
             raise ConfigError(
                 "chunks of a model that does not rotate K cannot be coded: their positions are not known",
-                fix="Choose level exact+rans",
+                fix=_ADVICE,
             )
         self._page = 0
 

@@ -16,8 +16,8 @@ _NAMES = (
     "device", "drafts", "engine", "evict", "exits", "fair", "fetch", "forget", "fork", "import", "install", "layers",
     "lengths", "levels", "lossless", "many", "neighbours", "onnx", "order", "page", "pauses", "pipeline", "planner",
     "policy", "proxy", "qa", "rans", "recall", "refill", "remote", "resident", "restart", "restore", "resume", "router",
-    "router_live", "scale", "shapes", "sidecar", "states", "steps", "suffixes", "together", "tools", "tree", "vllm",
-    "wire",
+    "router_live", "scale", "serde", "shapes", "sidecar", "states", "steps", "suffixes", "together", "tools", "tree",
+    "vllm", "wire",
 )  # fmt: skip
 
 _LEVELS, _CHUNKS = "ctxreuse calibrate smollm2", "ctxreuse calibrate smollm2 --chunks"
@@ -26,6 +26,7 @@ NEEDS = {
     "codec": (_LEVELS,),
     "levels": (_LEVELS,),
     "pipeline": (_LEVELS,),
+    "serde": (_LEVELS,),
     "chunks": (_LEVELS, _CHUNKS),
     "exits": ("ctxreuse calibrate smollm2 --exits",),
     "decay": (_LEVELS, _CHUNKS),

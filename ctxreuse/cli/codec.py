@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,10 +22,12 @@ def list_profiles() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ctxreuse.codec import ProfileStore
+
     table = Table()
     for column in ("profile", "model", "level", "bits a value", "KL", "top-1", "size"):
         table.add_column(column, no_wrap=column in ("profile", "level", "size"))
-    for digest, profile, size in _profiles():
+    for digest, profile, size in ProfileStore().everything():
         for number, level in enumerate(profile.levels):
             info = level.info
             first = number == 0
@@ -49,28 +50,15 @@ def show(
     """Show one profile: its levels with all figures, and the text it was made from."""
     from rich.console import Console
 
+    from ctxreuse.codec import ProfileStore
     from ctxreuse.errors import ConfigError
 
-    found = [(digest, value) for digest, value, _ in _profiles() if digest.startswith(profile.lower())]
+    found = [(digest, value) for digest, value, _ in ProfileStore().everything() if digest.startswith(profile.lower())]
     if len(found) != 1:
         raise ConfigError(
             f"{len(found)} profiles have a digest that begins with {profile!r}", fix="Run `ctxreuse codec ls`"
         )
     show_profile(found[0][1], found[0][0], Console())
-
-
-def _profiles() -> Iterator[tuple[str, CodecProfile, int]]:
-    """Yield (digest, profile, bytes) of the user's profiles, newest first; damaged files are skipped."""
-    from ctxreuse.codec import ProfileStore, profile_digest, read_profile
-    from ctxreuse.errors import FormatError
-
-    paths = ProfileStore().folder.glob("*/*.card")
-    for path in sorted(paths, key=lambda path: (-path.stat().st_mtime_ns, path.name)):
-        data = path.read_bytes()
-        try:
-            yield profile_digest(data).hex(), read_profile(data), len(data)
-        except FormatError:
-            continue
 
 
 def show_profile(profile: CodecProfile, digest: str, console: Console) -> None:

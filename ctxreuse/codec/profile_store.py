@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -43,6 +43,19 @@ class ProfileStore:
         """Files of the model's profiles, newest first; [] if there is none."""
         found = self.folder.joinpath(model_digest(space).hex()[:16]).glob("*.card")
         return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+    def everything(self) -> Iterator[tuple[str, CodecProfile, int]]:
+        """Yield (digest as hex, profile, bytes) of the profiles of all models, newest first; damaged files are skipped.
+
+        Raises OSError for a file that cannot be read.
+        """
+        paths = self.folder.glob("*/*.card")
+        for path in sorted(paths, key=lambda path: (-path.stat().st_mtime_ns, path.name)):
+            data = path.read_bytes()
+            try:
+                yield profile_digest(data).hex(), read_profile(data), len(data)
+            except FormatError:
+                continue
 
     def newest(self, space: ModelSpace) -> tuple[str, CodecProfile] | None:
         """(digest as hex, profile) of the newest readable profile of a model, None if there is none."""

@@ -1,4 +1,7 @@
-"""The real LMCache with our store as its second level: vLLM's contexts outlive LMCache's server, kill -9 included."""
+"""The real LMCache with our store as its second level: vLLM's contexts outlive LMCache's server, kill -9 included.
+
+With our serde they take a fraction of their bytes there, and what cannot be decoded is computed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from ctxreuse.block.format import parse, reseal
+from ctxreuse.engines.text import HFText
 from ctxreuse.store import open_store
 from support.pages import ROOT
 from support.vllm_engine import PLACE, Vllm
@@ -46,10 +53,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server:
-    """LMCache's server, by the guide's command, over a store."""
+    """LMCache's server, by the guide's command, over a store; ``serde``: by the one that has our serde."""
 
-    def __init__(self, store: Path, log: Path) -> None:
-        command = next(text for text in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) if "lmcache server" in text)
+    def __init__(self, store: Path, log: Path, *, serde: bool = False) -> None:
+        commands = [text for text in re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL) if "lmcache server" in text]
+        (command,) = (text for text in commands if ('"serde"' in text) == serde)
         self.port, self.http = free_port(), free_port()
         command = command.replace("/var/lib/ctxreuse/lmcache", str(store)).replace("--l1-size-gb 8", "--l1-size-gb 1")
         more = f"--port {self.port} --http-host 127.0.0.1 --http-port {self.http} --chunk-size 64"
@@ -88,8 +96,8 @@ class Server:
 
 
 @contextmanager
-def serving(store: Path, log: Path, by: signal.Signals = signal.SIGTERM) -> Iterator[Server]:
-    server = Server(store, log)
+def serving(store: Path, log: Path, by: signal.Signals = signal.SIGTERM, *, serde: bool = False) -> Iterator[Server]:
+    server = Server(store, log, serde=serde)
     try:
         yield server
     finally:
@@ -102,10 +110,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def engine_of(tiny: Path, server: Server, log: Path) -> Vllm:
+def engine_of(model: Path, server: Server, log: Path, **options: Any) -> Vllm:
     extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
     transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    return Vllm(tiny, None, log, kv_transfer_config=transfer)
+    return Vllm(model, None, log, kv_transfer_config=transfer, **options)
 
 
 def cached(answers: list[dict[str, Any]]) -> list[int]:
@@ -153,6 +161,87 @@ def test_contexts_outlive_the_server_are_apart_by_tenant_and_recomputed_if_damag
         again = engine.ask(*PROMPTS)
         assert ids(again) == plain
         assert cached(again) == [640, 64, 64]
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a profile of SmolLM2 is, made of little text."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CTXREUSE_CARDS", str(folder))
+        command = [
+            sys.executable,
+            "-m",
+            "ctxreuse",
+            "calibrate",
+            "smollm2",
+            "--windows",
+            "4",
+            "--levels",
+            "0.01",
+            "--quiet",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(600), check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        yield folder
+
+
+def spoil(store: Path) -> None:
+    """Change a byte in what the serde made of each value, with checksums of the store that fit again."""
+    with open_store(store) as opened:
+        for key in [entry.key for entry in opened.walk()]:
+            with opened.read() as reader:
+                view = reader.peek(key)
+                assert view is not None
+                data = bytearray(view.plane(0, "value"))
+                data[len(data) // 2] ^= 0x40
+                sealed = reseal(view, {(0, "value"): bytes(data)})
+            opened.drop(key, "corrupt")
+            assert opened.put(key, sealed)
+        opened.flush(patient(10))
+
+
+def test_coded_chunks_give_nearly_the_same_answers_and_spoiled_ones_are_computed(
+    smollm2: Path, profiles: Path, tmp_path: Path
+) -> None:
+    store, log, options = tmp_path / "store", tmp_path / "log", {"dtype": "bfloat16"}
+    text = (ROOT / "docs" / "guide" / "vllm.md").read_text("utf-8")
+    words = HFText.open(smollm2)
+    assert words is not None
+    tokens = words.encode(text).tolist()
+    prompts = [tokens[:700], tokens[300:740]]
+    assert [len(one) for one in prompts] == [700, 440]
+    with Vllm(smollm2, None, log, **options) as engine:
+        plain = engine.ask(*prompts)
+    with (
+        serving(store, log, signal.SIGKILL, serde=True) as server,
+        engine_of(smollm2, server, log, **options) as engine,
+    ):
+        assert cached(engine.ask(*prompts)) == [0, 0]
+        until(lambda: server.counts()["stored"] == 16, 60, poll=0.2)
+    sizes: dict[int, list[int]] = {}
+    with open_store(store, readonly=True) as opened, opened.read() as reader:
+        for entry in opened.walk():
+            view = reader.peek(entry.key)
+            assert view is not None
+            chunk = parse(np.frombuffer(view.plane(0, "value"), np.uint8))
+            assert chunk.header.level.startswith("kl-0.01@")
+            sizes.setdefault(chunk.header.rope_at, []).append(len(chunk.buffer))
+    assert sorted((at, len(found)) for at, found in sizes.items()) == [(64 * i, 2 if i < 6 else 1) for i in range(10)]
+    raw = 2 * 30 * 64 * 3 * 64 * 2  # K and V, layers, tokens, heads, dim, bytes of bfloat16
+    assert sum(map(sum, sizes.values())) < 16 * raw / 4
+    with serving(store, log, serde=True) as server, engine_of(smollm2, server, log, **options) as engine:
+        found = engine.ask(*prompts)
+        assert cached(found) == [640, 384]
+        for ours, theirs in zip(found, plain, strict=True):
+            assert ours["ids"][0] == theirs["ids"][0]
+            assert ours["logprobs"][0] != theirs["logprobs"][0]  # else nothing was loaded
+            assert abs(ours["logprobs"][0] - theirs["logprobs"][0]) < 0.3
+        assert server.counts()["loaded"] == 16
+    spoil(store)
+    with serving(store, log, serde=True) as server, engine_of(smollm2, server, log, **options) as engine:
+        assert ids(engine.ask(*prompts)) == ids(plain)
+        assert server.counts()["loaded"] > 0  # by the adapter, whose checksums fit
 
 
 def test_the_bench_of_lmcache_finds_what_it_stored(tmp_path: Path) -> None:

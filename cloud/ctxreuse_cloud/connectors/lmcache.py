@@ -4,6 +4,8 @@ Found by LMCache's server through one argument::
 
     lmcache server … --l2-adapter '{"type": "plugin", "module_path": "ctxreuse_cloud.connectors.lmcache",
       "class_name": "CtxReuseL2Adapter", "adapter_params": {"path": "/var/lib/ctxreuse", "capacity": "20GB"}}'
+
+With ``"serde": {"type": "ctxreuse", …}`` behind the parameters chunks are coded first, see `lmcache_serde`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from typing import Any
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.distributed.serde import register_serde_factory
 from lmcache.v1.platform import create_event_notifier
 
 from ctxreuse_cloud.connectors.access import DOOR_OPTIONS, open_door, read_options
+from ctxreuse_cloud.connectors.lmcache_serde import create_serde
 from ctxreuse_cloud.connectors.values import Value, ValueSpace, ValueStore
 
 __all__ = ["CtxReuseL2Adapter"]
@@ -138,12 +142,17 @@ class CtxReuseL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return _bitmap(self._values.find([self._key(key) for key in keys]))
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
-        loaded = [
-            self._values.load(self._value(key, each), [memoryview(each.byte_array)])
-            for key, each in zip(keys, objects, strict=True)
-        ]
+        loaded = [self._load_one(key, each) for key, each in zip(keys, objects, strict=True)]
         self._count(loaded, "loaded", "missed")
         return _bitmap(loaded)
+
+    def _load_one(self, key: Any, each: Any) -> bool:
+        # A serde's bytes are flat and may be fewer than the memory for them, which has room for the most.
+        flat, into = len(each.metadata.shape) == 1, memoryview(each.byte_array)
+        nbytes = self._values.load(self._value(key, each), [into], shorter=flat)
+        if 0 < nbytes < into.nbytes:
+            each.set_used_size(nbytes)
+        return nbytes > 0
 
     def _count(self, done: list[bool], good: str, bad: str) -> None:
         with self._lock:
@@ -176,3 +185,7 @@ def _bitmap(found: Iterable[bool]) -> Any:
         if there:
             bitmap.set(i)
     return bitmap
+
+
+# LMCache imports this module for the adapter, and looks for the serde beside it then.
+register_serde_factory("ctxreuse", create_serde)

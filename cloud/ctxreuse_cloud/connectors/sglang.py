@@ -134,7 +134,7 @@ class CtxReuseStorage(HiCacheStorage):  # type: ignore[misc]
         return [memory[i * parts : (i + 1) * parts] for i in range(len(keys))]
 
     def _load(self, key: str, parts: Sequence[memoryview]) -> bool:
-        return self._values.load(self._value(key, parts), parts)
+        return self._values.load(self._value(key, parts), parts) > 0
 
     def _save(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
         return self._values.save([(self._value(key, parts), parts) for key, parts in zip(keys, pages, strict=True)])

@@ -100,28 +100,33 @@ class ValueStore:
             return [False] * len(keys)
         return found
 
-    def load(self, value: Value, into: Sequence[memoryview]) -> bool:
-        """Copy a value into parts of memory that have its size; False, and no copy, if it is not there whole."""
+    def load(self, value: Value, into: Sequence[memoryview], *, shorter: bool = False) -> int:
+        """Copy a value into parts of memory that have its size; returns its bytes, 0 if it is not there whole.
+
+        ``shorter``: it may have fewer bytes than the memory. Nothing is copied where 0 is returned.
+        """
         store = self._access.reading()
         if store is None:
-            return False
+            return 0
         try:
             with store.read() as reader:
                 view = reader.block(value.key, value.ids, value.space)
                 data = view.plane(0, _ROLE) if view is not None else None
-                if data is None or data.nbytes != sum(part.nbytes for part in into):
-                    return False
+                room = sum(part.nbytes for part in into)
+                if data is None or data.nbytes > room or (data.nbytes < room and not shorter):
+                    return 0
                 at = 0
                 for part in into:
-                    part.cast("B")[:] = data[at : at + part.nbytes]
-                    at += part.nbytes
-                return True
+                    piece = data[at : at + part.nbytes]
+                    part.cast("B")[: piece.nbytes] = piece
+                    at += piece.nbytes
+                return at
         except FormatError as error:
             log.warning("a damaged value is computed again: %s", error)
             store.drop(value.key, "corrupt")
         except StoreError as error:
             log.warning("a value was not loaded: %s", error)
-        return False
+        return 0
 
     def save(self, values: Sequence[tuple[Value, Sequence[memoryview]]]) -> list[bool]:
         """Store values of one or more parts, which this copies; True for those committed, or stored before."""

@@ -82,6 +82,18 @@ def test_another_tenant_model_rank_or_door_misses(values: ValueStore, other: Val
     assert loaded(values, value(1)) == bytes(payload(1))
 
 
+def test_a_value_shorter_than_its_memory_is_loaded_only_if_that_is_expected(values: ValueStore) -> None:
+    data = payload(1)
+    values.save([(value(1), [data])])
+    into = [bytearray(30_000), bytearray(30_000), bytearray(5)]
+    parts = [memoryview(part) for part in into]
+    assert values.load(value(1), parts) == 0
+    assert not any(map(any, into))
+    assert values.load(value(1), parts, shorter=True) == 50_000
+    assert b"".join(into) == bytes(data) + bytes(10_005)
+    assert values.load(value(1), parts[:1], shorter=True) == 0
+
+
 def test_bytes_of_another_type_miss_and_make_room_for_the_new_ones(values: ValueStore) -> None:
     values.save([(value(1), [payload(1)])])
     new = value(1, shape="[2, 5] float16")

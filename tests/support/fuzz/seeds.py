@@ -11,11 +11,14 @@ from typing import Any
 
 import lmdb
 import numpy as np
+from ctxreuse_cloud.connectors.chunks.place import join_planes
 
+from ctxreuse.block.format import parse
 from ctxreuse.codec import lossless
 from ctxreuse.dtypes import UNSIGNED
 from ctxreuse.engines.text import ToolCall
 from ctxreuse.kernels import rans_encode
+from ctxreuse.kernels.convert import from_float32
 from ctxreuse.store.lmdb.records import Record
 from ctxreuse.toolcalls.families import FAMILIES
 from support.fuzz import targets
@@ -42,6 +45,28 @@ def _lossless() -> Iterator[tuple[str, bytes]]:
         values = rng.normal(size=shape).astype(np.float32)
         bits = values.view(np.uint32) >> (32 - 8 * min(width, 4))
         yield f"{dtype}-{len(shape)}", bytes(lossless.encode_plane(bits.astype(UNSIGNED[width]), dtype, shape))
+
+
+def _chunks() -> Iterator[tuple[str, bytes]]:
+    """A chunk whose K is near the profile's mean, which is coded, and one of noise, which is packed."""
+    codec, shape = targets._chunk_codec()
+    (profile,) = codec._profiles.values()
+    rng = np.random.default_rng(0)
+    kv = rng.normal(size=(2, 2, 3, 32, 16)).astype(np.float32)
+    noise = kv.copy()
+    for plane in profile.planes:
+        mean = np.concatenate([group.mean for group in plane.groups]).reshape(plane.heads, 1, plane.dim)
+        kv["kv".index(plane.role), plane.layer] = (
+            mean + 0.1 * abs(mean).mean() * kv["kv".index(plane.role), plane.layer]
+        )
+    kv[0] = profile.ropes[0].rotate(kv[0], np.arange(64, 96))
+    for name, (k, v), page in (("rows", kv, 0), ("pages", kv, 16), ("packed", noise, 0)):
+        chunk = np.empty(shape.shape, np.uint16)
+        join_planes(from_float32(k, shape.dtype), from_float32(v, shape.dtype), chunk, page)
+        into = np.zeros(codec.most_bytes(shape), np.uint8)
+        count = codec.encode(chunk.reshape(-1).view(np.uint8), shape, bytes(32), into)
+        assert parse(into[:count]).header.level.startswith("exact" if name == "packed" else "kl-0.01@")
+        yield name, into[:count].tobytes()
 
 
 def _klt() -> Iterator[tuple[str, bytes]]:
@@ -221,7 +246,8 @@ def main() -> int:
     drafts = list(_drafts())
     short = targets._joined([[frames[0], *(frame[:64] for frame in frames[1:])] for frames in talks["server"][:8]])
     made = {
-        "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(), "openai": _bodies(),
+        "chunk": _chunks(), "rans": _rans(), "lossless": _lossless(), "klt": _klt(), "import": _imports(),
+        "openai": _bodies(),
         "doors": _door_bodies(), "calls": _calls(), "pages": _pages(),
         "gguf": _gguf(), "server": [("talk", joined["server"]), ("short", short)],
         "client": [("talk", joined["client"]), ("begun", targets._joined(talks["client"][:6]))],

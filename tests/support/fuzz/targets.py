@@ -178,6 +178,26 @@ def _coded(data: bytes) -> None:
     parse(codec.decode(view)).verify()
 
 
+@cache
+def _chunk_codec() -> tuple[Any, Any]:
+    """A codec of LMCache's chunks by a golden profile, and the shape of those that are decoded."""
+    from ctxreuse_cloud.connectors.chunks.codec import ChunkCodec, ChunkShape
+
+    codec = ChunkCodec("kl-0.01", "b863848a2553f97b", ProfileStore(_GOLDEN / "cards"))
+    return codec, ChunkShape("bfloat16", (1, 2, 32, 3 * 2 * 16))
+
+
+def _chunk(data: bytes) -> None:
+    codec, shape = _chunk_codec()
+    into = np.full(shape.nbytes, 0x55, np.uint8)
+    try:
+        codec.decode(np.frombuffer(data, np.uint8), shape, bytes(32), into)
+    except FormatError:
+        if (into != 0x55).any():
+            raise Finding("a chunk that was refused was written") from None
+        raise
+
+
 # ---- streams
 
 
@@ -715,6 +735,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         Target("block", _block, _sealed, ("blocks/*.block",)),
         Target("coded", _coded, _sealed, ("blocks/*.block",)),
+        Target("chunk", _chunk, _sealed),
         Target("rans", _rans, of_bytes),
         Target("lossless", _lossless, of_bytes),
         Target("klt", _klt, of_bytes),

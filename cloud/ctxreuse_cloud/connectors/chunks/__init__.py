@@ -1,0 +1,1 @@
+"""Chunks of another cache's KV, coded by a calibration profile."""

@@ -143,6 +143,7 @@ def attend(
     last_head: int,
     first_row: int,
     last_row: int,
+    threads: int,
     /,
 ) -> None: ...
 def attend_each(

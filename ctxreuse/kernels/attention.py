@@ -66,7 +66,7 @@ GROUP: Final = 32
 """Neighbours along dim that share an int4 step and low."""
 PARALLEL_VALUES: Final = 1 << 24
 """Products (query rows times K and V values) from which one call uses several threads: half a millisecond of int8."""
-#: Queries of a thread from which on they are shared out rather than the rows, where the heads cannot be.
+#: Queries of all heads, for each thread, from which on they are shared out rather than the rows, if the heads cannot be.
 _QUERIES: Final = 32
 _STORED: Final = {KERNEL_NAMES[name]: kind for name, kind in VALUES.items()} | {"int8": np.int8, "int4": np.uint8}
 _SCALES: Final = {"int8": np.float32, "int4": np.float16}
@@ -167,38 +167,10 @@ def attend(
         return Attended(np.zeros_like(q), np.full(q.shape[:2], -np.inf, np.float32))
     numbers = scale, window or 0, softcap or 0.0, rounded
     fields = [_fields(part, q) for part in parts]
-    heads, rows = fields[0][1].shape[0], sum(part[8] - part[7] for part in fields)
+    rows = sum(part[8] - part[7] for part in fields)
     if threads is None:
         threads = cores() if 2 * q.size * rows > PARALLEL_VALUES else 1
-    if heads % threads and q.shape[1] >= threads * _QUERIES:
-        return _by_queries(q, parts, where, numbers, threads)
     return _native(q, fields, where, numbers, max(1, min(threads, rows)))
-
-
-def _by_queries(
-    q: Floats,
-    parts: Sequence[Part],
-    positions: NDArray[np.int64] | None,
-    numbers: tuple[float, int, float, bool],
-    threads: int,
-) -> Attended:
-    """Each thread has some of the queries, neighbours that see about as many rows together as any other thread's."""
-    seen = np.ones(q.shape[1])
-    starts = [int(np.min(part.at)) for part in parts if part.at is not None and np.size(part.at)]
-    if positions is not None and starts:
-        seen = np.maximum(positions - min(starts) + 1.0, 1.0)
-    total = np.cumsum(seen)
-    cuts = np.unique([0, *np.searchsorted(total, total[-1] * np.arange(1, threads) / threads), q.shape[1]])
-
-    def run(i: int) -> Attended:
-        some = slice(cuts[i], cuts[i + 1])
-        mine = np.ascontiguousarray(q[:, some])
-        theirs = [part if part.q is None else part._replace(q=np.ascontiguousarray(part.q[:, some])) for part in parts]
-        at = None if positions is None else positions[some]
-        return _native(mine, [_fields(part, mine) for part in theirs], at, numbers, 1)
-
-    found = spread(run, len(cuts) - 1)
-    return Attended(np.concatenate([one.o for one in found], 1), np.concatenate([one.lse for one in found], 1))
 
 
 def _native(
@@ -211,19 +183,19 @@ def _native(
     query_heads, queries, dim = q.shape
     heads = parts[0][1].shape[0]
     rows = sum(part[8] - part[7] for part in parts)
-    by_head = heads % threads == 0
-    shares = 1 if by_head else threads
+    # Heads and queries are shared out within the call; few of them have the rows shared out instead.
+    shares = 1 if heads % threads == 0 or query_heads * queries >= _QUERIES * threads else threads
     o = np.empty((shares, *q.shape), np.float32)
     lse = np.empty((shares, query_heads, queries), np.float32)
 
     def run(i: int) -> None:
-        to, head, row = (0, i, (0, rows)) if by_head else (i, 0, (rows * i // threads, rows * (i + 1) // threads))
-        heads_of = (heads * head // threads, heads * (head + 1) // threads) if by_head else (0, heads)
+        some = rows * i // shares, rows * (i + 1) // shares
         native.attend(
-            q, o[to], lse[to], query_heads, heads, queries, dim, positions, *numbers, parts, *heads_of, *row
+            q, o[i], lse[i], query_heads, heads, queries, dim, positions, *numbers, parts, 0, heads, *some,
+            threads if shares == 1 else 1,
         )  # fmt: skip
 
-    spread(run, threads)
+    spread(run, shares)
     if shares > 1:
         native.attend_merge(o, lse, shares, query_heads * queries, dim)
     return Attended(o[0], lse[0])

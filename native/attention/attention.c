@@ -1,6 +1,7 @@
 /* attention/attention.c - the loop over parts, tiles and query rows; who sees what; and which table does it. */
 #include "attention.h"
 #include "core/arena.h"
+#include "core/pool.h"
 #include "core/variants.h"
 
 #include <math.h>
@@ -179,21 +180,50 @@ static void block(const ctx_attend_kernels *k, const ctx_attention *a, size_t he
     }
 }
 
-ctx_status ctx_attend(const ctx_kernels *k, const ctx_attention *a, size_t head_first, size_t head_last, size_t row_first,
-                      size_t row_last, float *o, float *lse) {
-    const ctx_attend_kernels *kernels = chosen(k, a->dim)->table;
-    const size_t all = a->heads_q / a->heads * a->queries, most = all < CTX_ATTEND_ROWS ? all : CTX_ATTEND_ROWS;
+typedef struct job {
+    const ctx_attend_kernels *kernels;
+    const ctx_attention *a;
+    size_t head_first, all, rows, each; /* query rows of a head, of a block, and blocks of a head */
+    size_t row_first, row_last;
+    float *o, *lse;
+    _Atomic int failed;
+} job;
+
+/* Block i of all heads, and those after it up to `last`, in the same memory. */
+static void blocks(job *j, size_t i, size_t last) {
     arena room = {NULL, 0};
     work w;
-    if (all == 0 || head_first >= head_last) return CTX_OK;
-    lay_out(&room, &w, most, a->dim);
-    if (!arena_begin(&room)) return CTX_NO_MEMORY;
-    lay_out(&room, &w, most, a->dim);
-    for (size_t head = head_first; head < head_last; head++)
-        for (size_t from = 0; from < all; from += most)
-            block(kernels, a, head, from, all - from < most ? all - from : most, row_first, row_last, &w, o, lse);
+    lay_out(&room, &w, j->rows, j->a->dim);
+    if (!arena_begin(&room)) {
+        j->failed = 1;
+        return;
+    }
+    lay_out(&room, &w, j->rows, j->a->dim);
+    for (; i < last; i++) {
+        const size_t from = i % j->each * j->rows, rows = j->all - from < j->rows ? j->all - from : j->rows;
+        block(j->kernels, j->a, j->head_first + i / j->each, from, rows, j->row_first, j->row_last, &w, j->o, j->lse);
+    }
     free(room.at);
-    return CTX_OK;
+}
+
+static void piece(void *what, size_t i) { blocks(what, i, i + 1); }
+
+ctx_status ctx_attend(const ctx_kernels *k, const ctx_attention *a, size_t head_first, size_t head_last, size_t row_first,
+                      size_t row_last, float *o, float *lse, size_t threads) {
+    const size_t all = a->heads_q / a->heads * a->queries;
+    if (all == 0 || head_first >= head_last) return CTX_OK;
+    size_t rows = CTX_ATTEND_ROWS;
+    if (threads > 1) { /* several pieces a thread, as those that see little end early; few rows each read K and V too often */
+        const size_t share = (all * (head_last - head_first) + 4 * threads - 1) / (4 * threads), least = CTX_ATTEND_ROWS / 8;
+        rows = share < least ? least : share < rows ? share : rows;
+    }
+    if (all < rows) rows = all;
+    job j = {.kernels = chosen(k, a->dim)->table, .a = a, .head_first = head_first, .all = all, .rows = rows, .each = (all + rows - 1) / rows,
+             .row_first = row_first, .row_last = row_last, .o = o, .lse = lse};
+    const size_t count = (head_last - head_first) * j.each;
+    if (threads > 1) ctx_pool_run(piece, &j, count, threads);
+    else blocks(&j, 0, count);
+    return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }
 
 void ctx_attend_merge(float *o, float *lse, size_t count, size_t rows, size_t dim) {

@@ -59,9 +59,9 @@ typedef struct ctx_attention {
 } ctx_attention;
 
 /* Over rows row_first..row_last of the parts set end to end, for K and V heads head_first..head_last: o and lse of their
- * query heads (those of others are left alone). CTX_NO_MEMORY, or CTX_OK. */
+ * query heads (those of others are left alone), by up to `threads` threads (core/pool.h). CTX_NO_MEMORY, or CTX_OK. */
 ctx_status ctx_attend(const ctx_kernels *k, const ctx_attention *a, size_t head_first, size_t head_last, size_t row_first,
-                      size_t row_last, float *o, float *lse);
+                      size_t row_last, float *o, float *lse, size_t threads);
 
 /* o[0] and lse[0] of `count` results [count, rows, dim], [count, rows] become those over all their rows. */
 void ctx_attend_merge(float *o, float *lse, size_t count, size_t rows, size_t dim);

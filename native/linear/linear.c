@@ -55,11 +55,12 @@ float *ctx_linear_room(size_t rows, size_t inputs) {
 float *ctx_linear_pack(const ctx_linear *a) {
     const size_t chunks = ctx_linear_chunks(a->inputs), chunk = ctx_linear_chunk(a->inputs);
     float *packed = ctx_linear_room(a->rows, a->inputs);
-    for (size_t r = 0; packed && r < a->rows; r++)
+    const size_t all = (a->rows + CTX_SET - 1) / CTX_SET * CTX_SET; /* a set's rows are multiplied whole: denormals there would take long */
+    for (size_t r = 0; packed && r < all; r++)
         for (size_t c = 0; c < chunks; c++) {
             float *to = packed + ((r / CTX_SET * chunks + c) * CTX_SET + r % CTX_SET) * chunk;
-            const size_t at = c * chunk, left = at < a->inputs ? a->inputs - at : 0, count = left < chunk ? left : chunk;
-            memcpy(to, a->x + r * a->inputs + at, count * sizeof *to);
+            const size_t at = c * chunk, left = r < a->rows && at < a->inputs ? a->inputs - at : 0, count = left < chunk ? left : chunk;
+            if (count) memcpy(to, a->x + r * a->inputs + at, count * sizeof *to);
             memset(to + count, 0, (chunk - count) * sizeof *to);
         }
     return packed;

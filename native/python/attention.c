@@ -166,20 +166,20 @@ static int positions_of(held *h, PyObject *obj, ctx_attention *a) {
 }
 
 /* (q, o, lse, heads_q, heads, queries, dim, positions, scale, window, softcap, rounded, parts, head_first, head_last,
- * row_first, row_last) */
+ * row_first, row_last, threads) */
 static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     const ctx_kernels *k = table();
     ctx_attention a = {0};
-    size_t head_first, head_last, row_first, row_last, rounded;
+    size_t head_first, head_last, row_first, row_last, rounded, threads;
     float *o, *lse;
     (void)module;
-    if (!k || arity(nargs, 17, "attend") < 0 || size_of(args[3], "query heads", &a.heads_q) < 0 ||
+    if (!k || arity(nargs, 18, "attend") < 0 || size_of(args[3], "query heads", &a.heads_q) < 0 ||
         size_of(args[4], "heads", &a.heads) < 0 || size_of(args[5], "queries", &a.queries) < 0 ||
         size_of(args[6], "dim", &a.dim) < 0 || float_of(args[8], "scale", &a.scale) < 0 ||
         integer_of(args[9], "window", &a.window) < 0 || float_of(args[10], "softcap", &a.softcap) < 0 ||
         size_of(args[11], "rounded", &rounded) < 0 || size_of(args[13], "first head", &head_first) < 0 ||
         size_of(args[14], "last head", &head_last) < 0 || size_of(args[15], "first row", &row_first) < 0 ||
-        size_of(args[16], "last row", &row_last) < 0)
+        size_of(args[16], "last row", &row_last) < 0 || size_of(args[17], "threads", &threads) < 0)
         return NULL;
     a.rounded = rounded != 0;
     if (head_last > a.heads || a.window < 0 || a.softcap < 0 || row_first > row_last) {
@@ -200,7 +200,7 @@ static PyObject *attend(PyObject *module, PyObject *const *args, Py_ssize_t narg
         ctx_status status;
         a.parts = list;
         PyThreadState *saved = PyEval_SaveThread();
-        status = ctx_attend(k, &a, head_first, head_last, row_first, row_last, o, lse);
+        status = ctx_attend(k, &a, head_first, head_last, row_first, row_last, o, lse, threads);
         PyEval_RestoreThread(saved);
         result = status == CTX_OK ? Py_NewRef(Py_None) : PyErr_NoMemory();
     }
@@ -223,7 +223,7 @@ static void attend_head(void *what, size_t i) {
     each *e = what;
     const ctx_attention *a = &e->contexts[i / e->heads];
     const size_t at = i / e->heads * a->heads_q, head = i % e->heads;
-    if (ctx_attend(e->k, a, head, head + 1, 0, a->parts->last, e->o + at * a->dim, e->lse + at)) e->failed = 1;
+    if (ctx_attend(e->k, a, head, head + 1, 0, a->parts->last, e->o + at * a->dim, e->lse + at, 1)) e->failed = 1;
 }
 
 /* (q, o [contexts, heads_q, dim], their dtype, keys, values: [heads, tokens, dim] of each context, dtype of these, heads_q, heads,

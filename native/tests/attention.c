@@ -189,11 +189,11 @@ static void test_calls(void) {
         const size_t cut = below(c.rows + 1), head = below(c.a.heads + 1);
         for (size_t i = 0; i < count; i++) {
             const char *name = ctx_attend_name(tables[i], c.a.dim);
-            CHECK(ctx_attend(tables[i], &c.a, 0, head, 0, c.rows, o, lse) == CTX_OK, "%s", name);
-            CHECK(ctx_attend(tables[i], &c.a, head, c.a.heads, 0, c.rows, o, lse) == CTX_OK, "%s", name);
+            CHECK(ctx_attend(tables[i], &c.a, 0, head, 0, c.rows, o, lse, 1) == CTX_OK, "%s", name);
+            CHECK(ctx_attend(tables[i], &c.a, head, c.a.heads, 0, c.rows, o, lse, 3) == CTX_OK, "%s", name);
             compare(&c, name, o, lse);
-            ctx_attend(tables[i], &c.a, 0, c.a.heads, 0, cut, o, lse);
-            ctx_attend(tables[i], &c.a, 0, c.a.heads, cut, c.rows, o + values, lse + rows);
+            ctx_attend(tables[i], &c.a, 0, c.a.heads, 0, cut, o, lse, 1);
+            ctx_attend(tables[i], &c.a, 0, c.a.heads, cut, c.rows, o + values, lse + rows, 1);
             ctx_attend_merge(o, lse, 2, rows, c.a.dim);
             compare(&c, name, o, lse);
         }
@@ -252,7 +252,7 @@ static void test_any_bytes(void) {
         if (below(2)) c.q[below(c.a.dim)] = below(2) ? NAN : INFINITY;
         const size_t rows = c.a.heads_q * c.a.queries;
         float *o = normals(rows * c.a.dim), *lse = normals(rows);
-        for (size_t i = 0; i < count; i++) CHECK(ctx_attend(tables[i], &c.a, 0, c.a.heads, 0, c.rows, o, lse) == CTX_OK, "%s", tables[i]->name);
+        for (size_t i = 0; i < count; i++) CHECK(ctx_attend(tables[i], &c.a, 0, c.a.heads, 0, c.rows, o, lse, 1) == CTX_OK, "%s", tables[i]->name);
         free(o), free(lse);
         finish(&c);
     }

@@ -66,7 +66,7 @@ GROUP: Final = 32
 """Neighbours along dim that share an int4 step and low."""
 PARALLEL_VALUES: Final = 1 << 24
 """Products (query rows times K and V values) from which one call uses several threads: half a millisecond of int8."""
-#: Queries of all heads, for each thread, from which on they are shared out rather than the rows, if the heads cannot be.
+#: Queries of all heads, for each thread, from which on they are shared out rather than the rows.
 _QUERIES: Final = 32
 _STORED: Final = {KERNEL_NAMES[name]: kind for name, kind in VALUES.items()} | {"int8": np.int8, "int4": np.uint8}
 _SCALES: Final = {"int8": np.float32, "int4": np.float16}

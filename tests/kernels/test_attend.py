@@ -297,8 +297,8 @@ def test_the_extension_checks_for_itself() -> None:
     for at, value in (
         (0, q[:3]), (0, q.astype(np.float64)), (1, bytes(512)), (1, o[:3]), (2, lse[:3]), (3, 5), (3, 0), (4, 0),
         (4, 3), (5, 2**62), (6, 0), (6, 31), (6, 2**63 - 1), (7, np.zeros(2, np.int64)), (7, 5), (8, np.nan), (9, -1),
-        (10, -1.0), (11, -1), (11, "x"), (12, [()]), (12, 7), (12, [None]), (14, 3), (15, 7), (13, -1), (16, -1), (17, -1),
-        (0, None), (8, "x"), (9, None),
+        (10, -1.0), (11, -1), (11, "x"), (12, [()]), (12, 7), (12, [None]), (14, 3), (15, 7), (13, -1), (16, -1),
+        (0, None), (8, "x"), (9, None), (17, -1),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             call(at, value)
@@ -312,8 +312,9 @@ def test_the_extension_checks_for_itself() -> None:
             call(None, value, field)
     four = np.zeros((2, 6, 16), np.uint8)
     for scales in (None, np.zeros((2, 2, 1, 5), np.float16), np.zeros((2, 2, 6), np.float16), np.zeros(24, np.float16)):
+        wrong = (4, four, scales, *fields[3:])
         with pytest.raises((ValueError, TypeError)):
-            _native.attend(q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, 0, [(4, four, scales, *fields[3:])], 0, 2, 0, 6, 1)
+            _native.attend(q, o, lse, 4, 2, 1, 32, None, 1.0, 0, 0.0, 0, [wrong], 0, 2, 0, 6, 1)
     for result, logs, *sizes in (
         (o, lse, 2, 4, 32), (o, lse, 0, 4, 32), (o, lse, 1, 2**62, 2**62), (o, lse, 1, 4, 31), (o, 5, 1, 4, 32),
     ):  # fmt: skip

@@ -1,7 +1,7 @@
 """Linear layers of few rows by the project's own kernel: a decode step reads the weights once, where they lie.
 
 torch packs the weights of a matrix product in each call. All linear layers of SmolLM2, one thread of a Xeon with AMX,
-ms of processor time (torch / this, as it was when it computed 8 rows in two turns):
+ms of processor time (torch / this, as it was when it computed four rows at a time):
 
   rows                    1          4          8         16         32
   float32         43.1/45.8  78.3/49.5   107/57.6   110/80.7    136/118
@@ -12,10 +12,11 @@ row reads no slower. Kernels compute passes over several contexts, and all of bf
 
 A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: a prompt
 of 1,500 tokens took 6.3 s on a Xeon with AVX-512 alone, and 1.8 s in float32. There, weights become float32 on the
-way, some megabytes at a time: 2.2 s. All of SmolLM2 with those and with kernels (`decoder`), two threads, ms:
+way, some megabytes at a time: 2.2 s. All of SmolLM2 with those and with kernels (`decoder`), one thread, ms of
+processor time:
 
-  rows                        8         16         32         48         64        128
-  float32 / kernel        66/40      90/53     103/81    119/103    148/184    232/321
+  rows                        8         16         32         48         64        128        256
+  float32 / kernel       117/41     134/67     153/92    185/121    209/149    346/280    599/568
 """
 
 from __future__ import annotations

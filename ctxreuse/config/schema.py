@@ -136,6 +136,16 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     threads: Annotated[int, _about("CPU threads of the engine; 0: one per core", ge=0)] = 0
+    stall: Annotated[
+        float,
+        _about(
+            "How long a piece of one prompt may make other answers wait for their next token (three of their steps in "
+            "any case): with more, prompts are computed sooner beside answers",
+            ge=0,
+            le=60,
+            unit="seconds",
+        ),
+    ] = 0.2
     chunk: Annotated[int, _about("Tokens per prefill step: more is faster and needs more memory", ge=1)] = 512
     full_kv_for_windows: Annotated[
         bool, _about("Keep the KV of all tokens in sliding-window layers: larger blocks, reusable at any position")

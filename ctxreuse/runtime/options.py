@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ctxreuse.runtime.steps.slices import UNSEEN
 from ctxreuse.store.policy.states import StatePolicy
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class RuntimeOptions:
         recorder: records requests as hashes and counts.
         available_memory: bytes that contexts could be given now: prompts that do not fit wait for others to end (None:
             none waits).
+        stall: seconds that a slice of one prompt may make other answers wait for their next token, or three of their
+            steps, if that is longer.
         clock: seconds; must never go back.
         speculate: ``auto``: answers are drafted from what was said before, where it is worth it (`ctxreuse.speculate`).
         draft: the engine of a smaller model of the same tokenizer, which drafts answers too; ``speculate`` is ``auto``
@@ -82,6 +85,7 @@ class RuntimeOptions:
     requests: RequestLog | None = None
     recorder: TrafficRecorder | None = None
     available_memory: Callable[[], int] | None = None
+    stall: float = UNSEEN
     clock: Callable[[], float] = time.perf_counter
     speculate: Literal["auto", "off"] = "off"
     draft: Engine | None = None

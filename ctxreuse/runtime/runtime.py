@@ -107,7 +107,7 @@ class Runtime:
         self.metrics, self.recorder, self.clock = options.metrics, options.recorder, options.clock
         learns = options.remote is not None or isinstance(options.recompute, MaxSeconds)
         self.cost = CostModel() if options.cost is None and learns else options.cost
-        self.steps = StepScheduler(engine, clock=self.clock)
+        self.steps = StepScheduler(engine, stall=options.stall, clock=self.clock)
         self.inflight = PromptsInFlight(engine, self.steps.exclusive)
         stop_ids = self.text.stop_ids if self.text is not None else frozenset[int]()
         self.grammars = GrammarCompiler(self.text, engine.space.vocab_size, stop_ids)

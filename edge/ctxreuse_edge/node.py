@@ -119,6 +119,7 @@ class EdgeNode:
             RuntimeOptions(
                 context_cache_bytes=edge.context_cache_bytes,
                 recompute=parse_budget(settings.engine.recompute_budget),
+                stall=settings.engine.stall,
                 states=StatePolicy(replay=settings.store.replay),
                 cost=links.cost,
                 metrics=metrics,

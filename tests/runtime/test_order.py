@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ctxreuse.runtime.steps.order import BACKGROUND, INTERACTIVE, NORMAL, PrefillOrder, RequestTurn
-from ctxreuse.runtime.steps.slices import FIRST_SLICE, UNSEEN, SliceEstimator, stall
+from ctxreuse.runtime.steps.slices import FIRST_SLICE, UNSEEN, SliceEstimator
 from support.examples import examples
 
 #: Seconds of a token, and tokens of a pass.
@@ -153,24 +154,25 @@ def test_slices_are_as_long_as_the_others_may_wait(
     at, ratios, planned = 0, [], []
     for _ in range(200):
         planned.append(slices.tokens(decoding))
-        ratios.append(seconds(planned[-1], at) / max(stall(alone), seconds(16, at)))
+        ratios.append(seconds(planned[-1], at) / max(slices.stall(alone), seconds(16, at)))
         slices.observe(decoding, planned[-1], measured(planned[-1], at))
         at += planned[-1]
     slices.observe(decoding, 3, alone)  # the end of a prompt
     assert sorted(ratios)[-10] <= 1
     # Passes aim at 0.85 of what others may wait, and passes that were disturbed shorten the next ones.
-    aimed = (0.85 * stall(alone) - (1 + fixed) * alone) / (each * (1 + at / 20_000))
+    aimed = (0.85 * slices.stall(alone) - (1 + fixed) * alone) / (each * (1 + at / 20_000))
     assert sorted(planned[20:])[20] >= min(0.5 * aimed, 400) or 16 in planned[20:]
     assert all(16 <= count <= 512 for count in planned)
 
 
-def test_fast_steps_may_be_made_longer_as_long_as_one_does_not_see_it() -> None:
-    slices = SliceEstimator()
+@pytest.mark.parametrize("stall", [UNSEEN, 0.4])
+def test_fast_steps_may_be_made_as_long_as_others_may_wait(stall: float) -> None:
+    slices = SliceEstimator(stall=stall)
     for _ in range(5):
         slices.observe(1, 0, 0.01)
     for _ in range(40):
         slices.observe(1, slices.tokens(1), 0.01 + 0.001 * slices.tokens(1))
-    assert 0.7 * UNSEEN <= 0.01 + 0.001 * slices.tokens(1) <= UNSEEN
+    assert 0.7 * stall <= 0.01 + 0.001 * slices.tokens(1) <= stall
 
 
 def test_an_engine_that_does_not_batch_learns_from_its_prefill_passes() -> None:
@@ -179,7 +181,7 @@ def test_an_engine_that_does_not_batch_learns_from_its_prefill_passes() -> None:
         slices.observe(1, 0, 0.05)
     for _ in range(40):
         slices.observe(0, slices.tokens(1), 0.0005 * slices.tokens(1))
-    assert 0.05 + 0.0005 * slices.tokens(1) <= stall(0.05)
+    assert 0.05 + 0.0005 * slices.tokens(1) <= slices.stall(0.05)
     assert slices.tokens(1) > 100
 
 

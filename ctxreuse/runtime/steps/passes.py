@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
-from ctxreuse.runtime.steps.slices import LARGEST, SliceEstimator, stall
+from ctxreuse.runtime.steps.slices import LARGEST, UNSEEN, SliceEstimator
 from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class StepStats(NamedTuple):
     Attributes:
         passes: passes.
         contexts: contexts in them, together.
-        stalled: passes that made others' tokens wait longer than `stall` allows.
+        stalled: passes that made others' tokens wait longer than `SliceEstimator.stall` allows.
         waiting: contexts that wait for a pass now.
         started: requests that had their first pass, by priority.
         waited: seconds that they had waited for it, by priority.
@@ -93,13 +93,13 @@ class StepStats(NamedTuple):
 class PassPlanner:
     """Plans the passes of one engine, and learns from them. Not thread-safe.
 
-    ``least_slice``: see `ctxreuse.engines.base.SlicingEngine`.
+    ``least_slice``: see `ctxreuse.engines.base.SlicingEngine`; ``stall``: see `SliceEstimator`.
     """
 
-    def __init__(self, least_slice: int = 1) -> None:
+    def __init__(self, least_slice: int = 1, stall: float = UNSEEN) -> None:
         self._passes = self._contexts = self._stalled = 0
         self._started, self._waited = Counter[int](), defaultdict[int, float](float)
-        self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(least_slice), PassCosts()
+        self._order, self._slices, self.costs = PrefillOrder(), SliceEstimator(least_slice, stall), PassCosts()
         #: Tokens of several prefills in one pass cost such an engine as much as in one each: the first need not wait.
         self._one_prefill = least_slice > 1
         #: When each answer decoded its last token, and whether prefills go in slices because of that.
@@ -186,7 +186,7 @@ class PassPlanner:
         if decoding:
             self._decoded |= {one.turn: now for one in chosen if one.decodes}
             step = self._slices.step(decoding)
-            self._stalled += bool(computed) and step is not None and seconds > stall(step)
+            self._stalled += bool(computed) and step is not None and seconds > self._slices.stall(step)
         if self._sliced and rows == decoding and (computed or not prefills) and plain:
             self._slices.observe(decoding, computed, seconds)
 

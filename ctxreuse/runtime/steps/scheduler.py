@@ -18,6 +18,7 @@ from ctxreuse.errors import CtxReuseError, EngineError
 from ctxreuse.exits import ExitPlan
 from ctxreuse.runtime.steps.order import NORMAL, RequestTurn
 from ctxreuse.runtime.steps.passes import PassPlanner, StepStats, Waiting
+from ctxreuse.runtime.steps.slices import UNSEEN
 from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
@@ -50,10 +51,13 @@ class StepScheduler:
     ``exclusive`` is a context manager for other heavy work on the engine, such as recomputing rows: no pass runs then.
     """
 
-    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, engine: Engine, *, stall: float = UNSEEN, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """``stall``: see `SliceEstimator`."""
         self._engine, self.clock = engine, clock
         self._change = threading.Condition()
-        self._planner = PassPlanner(engine.least_slice if isinstance(engine, SlicingEngine) else 1)
+        self._planner = PassPlanner(engine.least_slice if isinstance(engine, SlicingEngine) else 1, stall)
         self._waiting: list[Waiting] = []
         self._busy = False
         #: Contexts that decoded in the last pass and have not come back, and whose they are.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "UNSEEN", "SliceEstimator", "stall"]
+__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "UNSEEN", "SliceEstimator"]
 
-#: A pass with a slice of a prefill may take so many times as long as one that only decodes, and in any case so many
-#: seconds: people read 238 words a minute, a token each .19 s (Brysbaert, How many words do we read per minute?, 2019),
-#: and slices as short as fast steps are compute prompts at half the speed.
+#: A pass with a slice of a prefill may take so many times as long as one that only decodes, and in any case, unless
+#: another time is set, so many seconds: people read 238 words a minute, a token each .19 s (Brysbaert, How many words
+#: do we read per minute?, 2019), and slices as short as fast steps are compute prompts at half the speed.
 STALL, UNSEEN = 3.0, 0.2
 #: The share of that which is aimed at, as passes differ.
 _AIM = 0.85
@@ -23,11 +23,6 @@ _LEAST_CHANGE, _MOST_CHANGE = 0.7, 2.0
 _PASSES, _KNOWN = 5, 3
 
 
-def stall(step: float) -> float:
-    """Return the seconds that a pass with a slice may take where one without takes ``step`` seconds."""
-    return max(STALL * step, UNSEEN)
-
-
 class SliceEstimator:
     """Learns from passes how long a slice may be. Not thread-safe.
 
@@ -35,8 +30,12 @@ class SliceEstimator:
     it grows where that took less than aimed at, and shrinks where it took more.
     """
 
-    def __init__(self, least: int = FIRST_SLICE) -> None:
-        """``least``: tokens below which they cost too much to make a slice shorter, whatever the others wait."""
+    def __init__(self, least: int = FIRST_SLICE, stall: float = UNSEEN) -> None:
+        """``least``: tokens below which they cost too much to make a slice shorter, whatever the others wait.
+
+        ``stall``: seconds that a pass may take however fast steps are.
+        """
+        self._stall = stall
         self._least = max(FIRST_SLICE, min(least, LARGEST))
         #: Seconds of passes that only decode, by their number of contexts.
         self._decode: dict[int, deque[float]] = {}
@@ -56,12 +55,16 @@ class SliceEstimator:
         elif step is not None:
             ratio, planned = (seconds if decoding else seconds + step) / step, self.tokens(decoding)
             # What a slice adds to a step is at most proportional to its length.
-            change = max(_LEAST_CHANGE, min((_AIM * stall(step) / step - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
+            change = max(_LEAST_CHANGE, min((_AIM * self.stall(step) / step - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
             if change < 1:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end
                 planned = round(planned * change)
             self._tokens[_magnitude(decoding)] = max(self._least, min(planned, LARGEST))
+
+    def stall(self, step: float) -> float:
+        """Return the seconds that a pass with a slice may take where one without takes ``step`` seconds."""
+        return max(STALL * step, self._stall)
 
     @property
     def measured(self) -> bool:

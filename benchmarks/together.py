@@ -190,9 +190,9 @@ def run(options: Options) -> list[Figure]:
         ]
         ratios.append([gap / step for gap in longest])
     *stalls, alone_stall = (statistics.median(one) for one in zip(*ratios))
-    for metric, value, bar, how in (
-        ("stall", stalls[0], _STALL, f"engine.stall as it is, {1e3 * UNSEEN:.0f} ms"),
-        ("stall_0", stalls[1], _STALL, "engine.stall 0: three steps"),
+    for metric, value, how in (
+        ("stall", stalls[0], f"engine.stall as it is, {1e3 * UNSEEN:.0f} ms"),
+        ("stall_0", stalls[1], "engine.stall 0: three steps"),
     ):
         figures.append(
             Figure(
@@ -202,9 +202,9 @@ def run(options: Options) -> list[Figure]:
                 baseline=alone_stall,
                 bound=1.0,
                 better="lower",
-                bar=None if options.quick else bar,
-                note=f"longest gap between two tokens while a prompt of {long:,} tokens is computed, median of {rounds}; "
-                f"a step alone takes {1e3 * step:.0f} ms; {how}",
+                bar=None if options.quick else _STALL,
+                note="longest gap between two tokens while a prompt of "
+                f"{long:,} tokens is computed, median of {rounds}; a step alone takes {1e3 * step:.0f} ms; {how}",
             )
         )
     return figures

@@ -63,7 +63,8 @@ class _Joined:
     def _flush(self) -> None:
         if self._parts:
             data, self._parts = b"".join(self._parts), []
-            self._transport.write(data)
+            if not self._transport.is_closing():  # the client may be away since; uvloop raises then, asyncio does not
+                self._transport.write(data)
 
 
 class _Connection(H11Protocol):

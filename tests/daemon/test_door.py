@@ -286,3 +286,27 @@ def test_an_answer_is_one_write_and_a_stream_is_not_held_back() -> None:
     assert before[0] is not None
     assert before[0].endswith(b"\r\n\r\non")
     assert (writes[1], set(writes[2:])) == (b"ce", {None})
+
+
+def test_what_is_for_a_client_that_has_left_is_not_written() -> None:
+    """uvloop raises for a transport that has closed, where asyncio's own loop is silent."""
+    transport = Written()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"once", "more_body": False})
+        transport.close()  # before the loop's next turn, in which it would be written
+
+    async def ask() -> None:
+        config = uvicorn.Config(app, http=protocol(5.0), log_config=None, access_log=False, lifespan="off")
+        config.load()
+        server = uvicorn.Server(config)
+        connection: Any = config.http_protocol_class(config=config, server_state=server.server_state, app_state={})
+        connection.connection_made(transport)
+        connection.data_received(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+
+    asyncio.run(ask())
+    assert set(transport.writes) == {None}

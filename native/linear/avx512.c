@@ -3,6 +3,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "linear.h"
+
 #define LINEAR ctx_linear_avx512
 #define LANES 16
 #define MOST 4
@@ -11,6 +13,7 @@
 /* Eight sums at once, added in the order of _mm512_reduce_add_ps: halves, quarters, then pairs of a quarter. */
 #define OWN_TOTALS
 #define totals(sums, to) totals8((const __m512 *)(sums), to)
+_Static_assert(CTX_GROUP == 8, "totals8 adds a whole group");
 static inline void totals8(const __m512 *v, float *to) {
     __m512 half[4], quarter[2];
     for (int i = 0; i < 4; i++)

@@ -142,8 +142,14 @@ class ChildEngine:
         appended: Sequence[Tokens] = (),
         arrays: Sequence[npt.NDArray[Any]] = (),
         room: int = 0,
+        again: bool = True,
     ) -> Result:
-        """Call ``verb`` on contexts of one connection; ``appended``: the ids that it appends to each."""
+        """Call ``verb`` on contexts of one connection; ``appended``: the ids that it appends to each.
+
+        ``again``: a call without contexts is made once more, in the next process, if this one ends meanwhile.
+        """
+        if not on and not again:
+            return self._connected().call(verb, *args, arrays=arrays, room=room)
         if not on:
             return self._anew(lambda connection: connection.call(verb, *args, arrays=arrays, room=room))
         numbers = [one.number for one in on]

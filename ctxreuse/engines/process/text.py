@@ -70,7 +70,7 @@ class ChildText:
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """See `TextModel.decode`."""
-        if self._pieces is None and self._once.acquire(blocking=False):  # never released: it is asked for once
+        if self._pieces is None and self._once.acquire(blocking=False):  # asked for until it is answered
             threading.Thread(target=self._fetch_pieces, name="engine-pieces", daemon=True).start()
         given = np.asarray(ids, "<i4")
         joined = None if self._pieces is None else self._pieces.decode(given.tolist())
@@ -80,9 +80,10 @@ class ChildText:
 
     def _fetch_pieces(self) -> None:
         try:
-            found = self._call("pieces").arrays
+            found = self._call("pieces", again=False).arrays  # nobody waits: a process that was unloaded stays so
         except EngineError:
-            return  # it stays as it is
+            self._once.release()
+            return
         if found:
             self._pieces = TokenPieces(found[0].tobytes(), found[1])
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ctxreuse.config import EngineConfig
 from ctxreuse.engines import open_engine
 from ctxreuse.engines.process.connection import Result
 from ctxreuse.engines.process.engine import ChildEngine, EngineStart
+from ctxreuse.engines.process.text import ChildText
 from ctxreuse.engines.prompt import encode_prompt
 from ctxreuse.engines.text import Message
 from ctxreuse.errors import ConfigError, EngineDiedError, EngineError
@@ -203,50 +205,66 @@ def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_pat
     again.close()
 
 
-def counted(child: ChildEngine, monkeypatch: pytest.MonkeyPatch, *refused: str) -> list[str]:
-    """Return the verbs of a text's calls from now on; those that are refused find nothing."""
+@pytest.fixture
+def text(python_path: None, tmp_path: Path) -> Iterator[ChildText]:
+    """The text of an engine in a process of its own."""
+    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
+    assert isinstance(child, ChildEngine)
     assert child.text is not None
-    verbs, call = list[str](), child.text._call
+    yield child.text
+    child.close()
+
+
+def counted(text: ChildText, monkeypatch: pytest.MonkeyPatch, *refused: str) -> list[str]:
+    """Return the verbs of a text's calls from now on; those that are refused find nothing."""
+    verbs, call = list[str](), text._call
 
     def made(verb: str, *args: Any, **more: Any) -> Any:
         verbs.append(verb)
         return Result(None, [], ()) if verb in refused else call(verb, *args, **more)
 
-    monkeypatch.setattr(child.text, "_call", made)
+    monkeypatch.setattr(text, "_call", made)
     return verbs
 
 
-def test_texts_of_few_tokens_are_asked_for_once(
-    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_few_tokens_are_asked_for_once(text: ChildText, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer needs two for each of its tokens. It is so where the tokens' pieces cannot be joined."""
-    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
-    assert isinstance(child, ChildEngine)
-    assert child.text is not None
-    verbs = counted(child, monkeypatch, "pieces")
-    found = [child.text.decode(ids) for ids in ([5], [5, 6], np.array([5], "<i4"), [5, 6], [*range(9)], [*range(9)])]
+    verbs = counted(text, monkeypatch, "pieces")
+    found = [text.decode(ids) for ids in ([5], [5, 6], np.array([5], "<i4"), [5, 6], [*range(9)], [*range(9)])]
     assert [verb for verb in verbs if verb != "pieces"] == ["decode"] * 4
     assert found[:2] == found[2:4]
     assert found[4] == found[5]
-    child.close()
 
 
-def test_texts_are_joined_from_pieces_once_these_have_come(
-    python_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
-    assert isinstance(child, ChildEngine)
-    assert child.text is not None
-    given = [*map(int, child.text.encode("so it is \u00e9 joined")), *range(200)]
-    asked = child.text.decode(given)
-    until(lambda: child.text is not None and child.text._pieces is not None)
-    verbs = counted(child, monkeypatch)
-    assert child.text.decode(given) == asked
+def test_texts_are_joined_from_pieces_once_these_have_come(text: ChildText, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [*map(int, text.encode("so it is \u00e9 joined")), *range(200)]
+    asked = text.decode(given)
+    until(lambda: text._pieces is not None)
+    verbs = counted(text, monkeypatch)
+    assert text.decode(given) == asked
     assert verbs == []
     with pytest.raises(EngineError):
-        child.text.decode([1 << 20])  # the tokenizer says what is wrong
+        text.decode([1 << 20])  # the tokenizer says what is wrong
     assert verbs == ["decode"]
-    child.close()
+
+
+def test_pieces_are_asked_for_again_after_the_process_that_was_asked_has_ended(
+    text: ChildText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, asked = text._call, list[bool]()
+
+    def dying(verb: str, *args: Any, **more: Any) -> Any:
+        if verb == "pieces" and not asked:
+            asked.append(more["again"])
+            raise EngineDiedError("it was unloaded")
+        return call(verb, *args, **more)
+
+    monkeypatch.setattr(text, "_call", dying)
+    text.decode([5])
+    until(lambda: bool(asked) and not text._once.locked())
+    assert asked == [False], "or a process that was unloaded would be started by nobody's wish"
+    text.decode([5])
+    until(lambda: text._pieces is not None)
 
 
 @pytest.mark.parametrize("clock", [False, True])

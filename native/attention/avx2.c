@@ -4,10 +4,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "attention.h"
+
 #define ATTEND ctx_attend_avx2
 #define LANES 8
 #define OWN_HALVES
 #define OWN_NIBBLES
+#define OWN_COLUMNS
+#define ROWS 6
+#define WIDTH 2
 
 static inline float nearest(float x) { return rintf(x); }
 
@@ -31,6 +36,24 @@ static void nibbles(float *out, const uint8_t *at, float step, float low) {
         const __m128i eight = i % 2 ? _mm_srli_si128(codes[i / 2], 8) : codes[i / 2];
         const __m256 x = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight));
         _mm256_storeu_ps(out, _mm256_fmadd_ps(x, _mm256_set1_ps(step), _mm256_set1_ps(low)));
+    }
+}
+
+/* Eight rows of eight values at a time, by pairs, quarters and halves. */
+static void columns(float *to, const float *from, size_t dim) {
+    for (size_t d = 0; d < dim; d += 8) {
+        __m256 row[8], pair[8], quarter[8];
+        for (int i = 0; i < 8; i++) row[i] = _mm256_loadu_ps(from + (size_t)i * dim + d);
+        for (int i = 0; i < 8; i += 2) pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]), pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+        for (int i = 0; i < 8; i += 4)
+            for (int j = 0; j < 2; j++) {
+                quarter[i + 2 * j] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0x44);
+                quarter[i + 2 * j + 1] = _mm256_shuffle_ps(pair[i + j], pair[i + j + 2], 0xee);
+            }
+        for (size_t i = 0; i < 4; i++) {
+            _mm256_storeu_ps(to + (d + i) * CTX_ATTEND_STRIP, _mm256_permute2f128_ps(quarter[i], quarter[i + 4], 0x20));
+            _mm256_storeu_ps(to + (d + i + 4) * CTX_ATTEND_STRIP, _mm256_permute2f128_ps(quarter[i], quarter[i + 4], 0x31));
+        }
     }
 }
 

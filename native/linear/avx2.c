@@ -5,7 +5,8 @@
 
 #define LINEAR ctx_linear_avx2
 #define LANES 8
-#define MOST 2
+#define MOST 3
+#define FEW 4
 
 static inline float total8(__m256 v) {
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

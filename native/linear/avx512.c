@@ -8,6 +8,7 @@
 #define LINEAR ctx_linear_avx512
 #define LANES 16
 #define MOST 4
+#define FEW 8
 #define total(v) _mm512_reduce_add_ps((__m512)(v))
 
 /* Eight sums at once, added in the order of _mm512_reduce_add_ps: halves, quarters, then pairs of a quarter. */

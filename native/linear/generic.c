@@ -5,6 +5,7 @@
 #define LINEAR ctx_linear_generic
 #define LANES 4
 #define MOST 2
+#define FEW 8
 #define total(v) ((v)[0] + (v)[1] + ((v)[2] + (v)[3]))
 
 #include "loops.inc"

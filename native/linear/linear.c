@@ -16,31 +16,34 @@ static const ctx_variant variants[] = {
     CTX_GENERIC(ctx_linear)
 };
 
-enum { PIECE = 128 << 10 /* bytes of weights: some microseconds, so that nobody waits long for the last */, BLOCK = CTX_GROUP };
+enum { PIECE = 128 << 10 /* bytes of weights: some microseconds, so that nobody waits long for the last */, CACHE = 288 << 10 };
 
 typedef struct job {
     const ctx_linear_kernels *kernels;
     const ctx_linear *all;
-    size_t each;
+    size_t each, pieces; /* outputs of a piece, pieces of a block of rows */
     const ctx_gate *gate;
     _Atomic int failed;
 } job;
 
 static void piece(void *what, size_t i) {
     job *j = what;
-    const ctx_linear *a = j->all;
-    for (size_t pieces; !j->gate && i >= (pieces = (a->outputs + j->each - 1) / j->each); a++) i -= pieces;
-    const size_t first = i * j->each, last = first + j->each < a->outputs ? first + j->each : a->outputs;
-    float *room = ctx_linear_room(CTX_GROUP, a->inputs);
+    const ctx_linear *of = j->all;
+    const size_t r = i / j->pieces * ctx_linear_block(of);
+    i %= j->pieces;
+    for (size_t pieces; !j->gate && i >= (pieces = (of->outputs + j->each - 1) / j->each); of++) i -= pieces;
+    const ctx_linear a = ctx_linear_rows(of, r);
+    const size_t first = i * j->each, last = first + j->each < a.outputs ? first + j->each : a.outputs;
+    float *room = ctx_linear_room(CTX_GROUP, a.inputs);
     if (!room) {
         j->failed = 1;
         return;
     }
-    j->kernels->run(a, first, last, room);
+    j->kernels->run(&a, first, last, room);
     if (j->gate) {
-        j->kernels->run(a + 1, first, last, room);
-        for (size_t r = 0; r < a->rows; r++)
-            j->kernels->gate(a->y + r * a->outputs + first, a[1].y + r * a->outputs + first, last - first, *j->gate);
+        const ctx_linear with = ctx_linear_rows(of + 1, r);
+        j->kernels->run(&with, first, last, room);
+        for (size_t n = 0; n < a.rows; n++) j->kernels->gate(a.y + n * a.outputs + first, with.y + n * a.outputs + first, last - first, *j->gate);
     }
     free(room);
 }
@@ -52,31 +55,56 @@ float *ctx_linear_room(size_t rows, size_t inputs) {
     return aligned_alloc(64, sets * CTX_SET * ctx_linear_chunks(inputs) * ctx_linear_chunk(inputs) * sizeof(float));
 }
 
-float *ctx_linear_pack(const ctx_linear *a) {
-    const size_t chunks = ctx_linear_chunks(a->inputs), chunk = ctx_linear_chunk(a->inputs);
-    float *packed = ctx_linear_room(a->rows, a->inputs);
-    const size_t all = (a->rows + CTX_SET - 1) / CTX_SET * CTX_SET; /* a set's rows are multiplied whole: denormals there would take long */
-    for (size_t r = 0; packed && r < all; r++)
-        for (size_t c = 0; c < chunks; c++) {
-            float *to = packed + ((r / CTX_SET * chunks + c) * CTX_SET + r % CTX_SET) * chunk;
-            const size_t at = c * chunk, left = r < a->rows && at < a->inputs ? a->inputs - at : 0, count = left < chunk ? left : chunk;
-            if (count) memcpy(to, a->x + r * a->inputs + at, count * sizeof *to);
+size_t ctx_linear_block(const ctx_linear *a) {
+    if (!a->packed) return a->rows;
+    const size_t sets = CACHE / (CTX_SET * ctx_linear_chunks(a->inputs) * ctx_linear_chunk(a->inputs) * sizeof(float) + 1);
+    return CTX_SET * (sets ? sets : 1);
+}
+
+ctx_linear ctx_linear_rows(const ctx_linear *a, size_t r) {
+    ctx_linear part = *a;
+    const size_t most = ctx_linear_block(a), left = a->rows - r;
+    part.rows = left < most ? left : most, part.x += r * a->inputs, part.y += r * a->outputs;
+    if (a->packed) part.packed += r * ctx_linear_chunks(a->inputs) * ctx_linear_chunk(a->inputs);
+    return part;
+}
+
+typedef struct packing {
+    const ctx_linear *a;
+    float *to;
+} packing;
+
+static void pack(void *what, size_t set) {
+    const packing *p = what;
+    const size_t inputs = p->a->inputs, chunks = ctx_linear_chunks(inputs), chunk = ctx_linear_chunk(inputs);
+    float *to = p->to + set * chunks * CTX_SET * chunk;
+    for (size_t c = 0; c < chunks; c++)
+        for (size_t r = set * CTX_SET; r < (set + 1) * CTX_SET; r++, to += chunk) {
+            /* Tiles are multiplied whole: denormals in rows that are not there would take long. */
+            const size_t at = c * chunk, left = r < p->a->rows && at < inputs ? inputs - at : 0, count = left < chunk ? left : chunk;
+            if (count) memcpy(to, p->a->x + r * inputs + at, count * sizeof *to);
             memset(to + count, 0, (chunk - count) * sizeof *to);
         }
-    return packed;
+}
+
+float *ctx_linear_pack(const ctx_linear *a, size_t threads) {
+    packing p = {a, ctx_linear_room(a->rows, a->inputs)};
+    if (p.to) ctx_pool_run(pack, &p, (a->rows + CTX_SET - 1) / CTX_SET, threads);
+    return p.to;
 }
 
 ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads) {
     ctx_linear mine[CTX_LAYERS];
     memcpy(mine, all, count * sizeof *mine);
+    const ctx_linear_kernels *kernels = ctx_linear_of(k);
     float *packed = NULL;
-    if (all->rows > CTX_FEW && !(packed = ctx_linear_pack(all))) return CTX_NO_MEMORY;
+    if (all->rows > kernels->few && !(packed = ctx_linear_pack(all, threads))) return CTX_NO_MEMORY;
     for (size_t i = 0; i < count; i++) mine[i].packed = packed;
-    const size_t blocks = PIECE / (BLOCK * all->inputs * ctx_weights_bytes(all->format) * (gate ? 2 : 1) + 1);
-    job j = {.kernels = ctx_linear_of(k), .all = mine, .each = BLOCK * (blocks ? blocks : 1), .gate = gate};
-    size_t pieces = 0;
-    for (size_t i = 0; i < (gate ? 1 : count); i++) pieces += (all[i].outputs + j.each - 1) / j.each;
-    ctx_pool_run(piece, &j, pieces, threads);
+    const size_t groups = PIECE / (CTX_GROUP * all->inputs * ctx_weights_bytes(all->format) * (gate ? 2 : 1) + 1);
+    job j = {.kernels = kernels, .all = mine, .each = CTX_GROUP * (groups ? groups : 1), .gate = gate};
+    for (size_t i = 0; i < (gate ? 1 : count); i++) j.pieces += (all[i].outputs + j.each - 1) / j.each;
+    const size_t block = ctx_linear_block(mine);
+    if (j.pieces && block) ctx_pool_run(piece, &j, (all->rows + block - 1) / block * j.pieces, threads);
     free(packed);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }

@@ -20,12 +20,12 @@ typedef struct ctx_linear {
     const float *x;             /* [rows, inputs] */
     float *y;                   /* [rows, outputs] */
     size_t rows, outputs, inputs;
-    const float *packed; /* x of more than CTX_FEW rows, by ctx_linear_pack; else NULL. Callers of ctx_linear_run leave it NULL. */
+    const float *packed; /* x of more rows than `few`, by ctx_linear_pack; else NULL. Callers of ctx_linear_run leave it NULL. */
 } ctx_linear;
 
-/* Of more rows than CTX_FEW, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a first-level
+/* Of more rows than a table's `few`, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a first-level
  * cache holds. `packed` is [sets][chunks][CTX_SET][chunk], so that no stride of x makes its rows share a part of the cache. */
-enum { CTX_FEW = 8, CTX_SET = 8, CTX_GROUP = 8, CTX_CHUNK = 512, CTX_STEP = 16 /* what a chunk is a multiple of */ };
+enum { CTX_SET = 12, CTX_GROUP = 8, CTX_CHUNK = 384, CTX_STEP = 16 /* what a chunk is a multiple of */ };
 
 static inline size_t ctx_linear_chunks(size_t inputs) { return inputs ? (inputs + CTX_CHUNK - 1) / CTX_CHUNK : 1; }
 
@@ -40,7 +40,11 @@ static inline size_t ctx_linear_chunk(size_t inputs) {
 float *ctx_linear_room(size_t rows, size_t inputs);
 
 /* `packed` of a, to be freed; NULL without memory. */
-float *ctx_linear_pack(const ctx_linear *a);
+float *ctx_linear_pack(const ctx_linear *a, size_t threads);
+
+/* Rows r.. of a, as many as ctx_linear_block says: those that a second-level cache holds; all if they are not packed. */
+ctx_linear ctx_linear_rows(const ctx_linear *a, size_t r);
+size_t ctx_linear_block(const ctx_linear *a);
 
 /* All outputs, by up to `threads` threads (core/pool.h). CTX_NO_MEMORY, or CTX_OK. */
 ctx_status ctx_linear_run(const ctx_kernels *k, const ctx_linear *a, size_t threads);
@@ -54,6 +58,7 @@ enum { CTX_LAYERS = 3 /* at most in one call */ };
 ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads);
 
 typedef struct ctx_linear_kernels {
+    size_t few; /* most rows that are not packed: up to 8 */
     /* Outputs first..last; `room` is ctx_linear_room(CTX_GROUP, inputs). */
     void (*run)(const ctx_linear *a, size_t first, size_t last, float *room);
     /* x = kind(x) * y. */

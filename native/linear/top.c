@@ -50,8 +50,9 @@ ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *to
     const size_t pieces = (a->outputs + PIECE - 1) / PIECE;
     ctx_linear mine = *a;
     job j = {.linear = &mine, .kernels = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
-    float *packed = j.parts && a->rows > CTX_FEW ? ctx_linear_pack(a) : NULL;
-    if (!j.parts || (a->rows > CTX_FEW && !packed)) {
+    const int many = a->rows > j.kernels->few;
+    float *packed = j.parts && many ? ctx_linear_pack(a, threads) : NULL;
+    if (!j.parts || (many && !packed)) {
         free(j.parts);
         return CTX_NO_MEMORY;
     }

@@ -53,6 +53,8 @@ void test_linear(void) {
     const ctx_kernels *tables[TABLES];
     for (size_t t = 0, count = all_tables(tables); t < count; t++)
         for (int format = 0; format < CTX_WEIGHTS; format++)
-            for (int round = 0; round < 16; round++)
-                one(tables[t], (ctx_weights)format, 1 + below(20), 1 + below(200), round < 12 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
+            for (int round = 0; round < 18; round++) { /* the last ones: several blocks of rows */
+                const size_t rows = 1 + below(round < 16 ? 20 : 250), outputs = 1 + below(round < 16 ? 200 : 40);
+                one(tables[t], (ctx_weights)format, rows, outputs, round < 12 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
+            }
 }

@@ -39,7 +39,7 @@ def test_products_are_right_and_rows_do_not_notice_each_other(format, table):
     kernels.use(table)
     rng = np.random.default_rng(1)
     few = (1, 1, 1), (5, 16, 2), (63, 100, 3), (130, 48, 7), (4, 33, 4), (700, 64, 5)
-    for outputs, inputs, rows in (*few, (13, 531, 9), (70, 1100, 19)):
+    for outputs, inputs, rows in (*few, (13, 531, 9), (70, 1100, 19), (24, 1100, 150)):
         weights, values = made(rng, format, outputs, inputs, bias=rows % 2 == 1)
         x = rng.normal(size=(rows, inputs)).astype(np.float32)
         expected = x @ values.T + (0 if weights.bias is None else weights.bias)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import logging
-import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ctxreuse.engines.llama_cpp.places import CachePlaces
+from ctxreuse.engines.waits import short_waits
 from ctxreuse.errors import ConfigError, EngineError
 
 __all__ = ["FIX", "Batch", "LlamaLibrary", "LlamaModel", "find_library"]
 
 FIX = "Install the build that was tested: pip install 'ctxreuse[llamacpp]', and leave engine.library empty"
-#: What libgomp itself takes where it has more threads than cores.
-_WAITS = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000"}
 _log = logging.getLogger(__name__)
 
 
@@ -101,26 +97,6 @@ def find_library(path: str) -> Path:
     raise ConfigError("the engine llama_cpp needs xllamacpp", fix="Run: pip install 'ctxreuse[llamacpp]'")
 
 
-@contextmanager
-def _short_waits() -> Iterator[None]:
-    """Libraries loaded inside have threads that spin shortly while they wait for each other, unless the user chose.
-
-    libgomp's default, 300,000 rounds, keeps a core from the thread that is waited for: beside other programs (load 9 on
-    two cores) a token took 0.9 to 1.1 s with it, .08 to .11 with 1,000 rounds. On two cores of their own both took 13
-    ms, and threads that sleep at once 28. libgomp comes down to 100 rounds, near to sleeping at once, as soon as two
-    threads of a process compute (a token of 1,200: 36.5 ms); where waiting is ``active``, to 1,000 (18.5).
-    """
-    chosen = any(name in os.environ for name in _WAITS)
-    if not chosen:
-        os.environ.update(_WAITS)
-    try:
-        yield
-    finally:
-        if not chosen:  # other libraries, and child processes, have their own reasons
-            for name in _WAITS:
-                del os.environ[name]
-
-
 class LlamaLibrary:
     """One build of llama.cpp, loaded into this process. Raises ConfigError for one that has not what is needed."""
 
@@ -128,7 +104,7 @@ class LlamaLibrary:
         """``plugins``: backends lie beside the library as files of their own, as distributions ship them."""
         self.path = path
         try:
-            with _short_waits():
+            with short_waits():
                 self.calls = ctypes.CDLL(str(path))
             for name, (result, *arguments) in _FUNCTIONS.items():
                 function = getattr(self.calls, name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from ctxreuse.engines.torch_hf.engine import TorchEngine
+from ctxreuse.engines.waits import short_waits
+
+with short_waits():  # read when torch is loaded
+    from ctxreuse.engines.torch_hf.engine import TorchEngine
 
 __all__ = ["TorchEngine"]

@@ -10,17 +10,19 @@ ms of processor time (torch / this, as it was when it computed four rows at a ti
 In float32 a context that computes alone has the bits of plain transformers, so torch computes it; its product of one
 row reads no slower. Kernels compute passes over several contexts, and all of bfloat16.
 
-A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: a prompt
-of 1,500 tokens took 6.3 s on a Xeon with AVX-512 alone, and 1.8 s in float32. There, weights become float32 on the
-way, some megabytes at a time: 2.2 s. All of SmolLM2 with those and with kernels (`decoder`), one thread, ms of
-processor time:
+A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: there the
+kernel computes all rows, from weights that it decodes once for some rows. All of SmolLM2 with it and the other kernels
+of `decoder`, one thread, ms of processor time; weights of bfloat16 that became float32 for torch, 4 MB at a time,
+against the kernel:
 
-  rows                        8         16         32         48         64        128        256
-  float32 / kernel       117/41     134/67     153/92    185/121    209/149    346/280    599/568
+  rows                               8         16         48        128        256        512
+  Xeon with AVX-512 alone       117/41     134/67    185/121    346/280    599/568
+  EPYC with AVX2, 1,024 before                              930/690             3,160/2,700
 """
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
@@ -37,14 +39,13 @@ __all__ = ["FewRows", "few_rows", "install_linears", "most_rows", "numbers", "us
 
 _few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
 
-#: Most rows of a call to the kernel, by the type of weights; the last: of bfloat16 that the processor cannot multiply.
+#: Most rows of a call to the kernel, by the type of weights, where torch multiplies what they are.
 #: In the first table 8 rows of bfloat16 are about even; since, the kernel does 5 to 8 at once, and what surrounds them.
 _MOST: Final = {torch.float32: 48, torch.bfloat16: 8}
-_MOST_WIDE: Final = 128
-#: Weights that are float32 at a time: 4 MB stay in the cache, and the allocator keeps them.
-_WIDE: Final = 1 << 20
-#: The same where weights are int8: for more they become what the rows are, and go through torch.
+#: The same for rows of bfloat16 where weights are int8, which become bfloat16 for torch.
 _MOST_CODES: Final = 24
+#: Where torch would have to convert.
+_ALL: Final = sys.maxsize
 
 
 @cache
@@ -101,9 +102,7 @@ class FewRows(torch.nn.Linear):  # type: ignore[misc]
             return super().forward(input)
         if input.numel() <= most_rows(self) * self.in_features:
             return _by_kernel(input, self.weights())
-        if weight.dtype != torch.bfloat16 or _has_products():
-            return super().forward(input)
-        return _widened(input, weight, None, self.bias)
+        return super().forward(input)
 
 
 class _Int8(torch.nn.Linear):  # type: ignore[misc]
@@ -129,36 +128,22 @@ class _Int8(torch.nn.Linear):  # type: ignore[misc]
         return self._of
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.numel() <= most_rows(self) * self.in_features and input.dtype in _MOST:
+        few = input.numel() <= most_rows(self) * self.in_features and input.dtype in _MOST
+        if few and not torch.is_grad_enabled():
             return _by_kernel(input, self._of)
-        codes = torch.from_numpy(self._of.data)
-        if input.dtype == torch.bfloat16 and _has_products():
-            # Whole numbers lose nothing.
-            out = torch.nn.functional.linear(input, codes.to(input.dtype)) * self._scales.to(input.dtype)
-            return out if self.bias is None else out + self.bias
-        return _widened(input, codes, self._scales, self.bias)
+        # Whole numbers lose nothing in bfloat16; of float16 their sums would overflow.
+        wide = input if input.dtype == torch.bfloat16 else input.float()
+        codes = torch.from_numpy(self._of.data).to(wide.dtype)
+        out = (torch.nn.functional.linear(wide, codes) * self._scales.to(wide.dtype)).to(input.dtype)
+        return out if self.bias is None else out + self.bias
 
 
 def most_rows(layer: torch.nn.Linear) -> int:
     """Most rows that the kernel computes: torch is faster for more."""
-    codes, dtype = isinstance(layer, _Int8), layer.weight.dtype
-    if dtype == torch.bfloat16 and not _has_products():
-        return _MOST_WIDE
+    dtype, codes = layer.weight.dtype, isinstance(layer, _Int8)
+    if (dtype == torch.bfloat16 and not _has_products()) or (dtype == torch.float32 and codes):
+        return _ALL
     return _MOST_CODES if codes else _MOST.get(dtype, 0)
-
-
-def _widened(
-    input: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """A linear layer by float32 products; of bfloat16 its sums differ in their order only."""
-    wide, out = input.float(), input.new_empty(*input.shape[:-1], len(weight))
-    for at in range(0, len(weight), step := max(_WIDE // weight.shape[1], 1)):
-        part = slice(at, at + step)
-        product = torch.nn.functional.linear(wide, weight[part].float())
-        if scales is not None:
-            product *= scales[part]
-        out[..., part] = product if bias is None else product + bias[part]
-    return out
 
 
 def _by_kernel(input: torch.Tensor, weights: Weights) -> torch.Tensor:

@@ -13,7 +13,6 @@ from ctxreuse.engines.torch_hf.linears import install_linears
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the processor multiplies bfloat16; either computes right on any."""
     monkeypatch.setattr(linears, "_has_products", lambda: request.param)
-    monkeypatch.setattr(linears, "_WIDE", 1 << 10)
     return bool(request.param)
 
 
@@ -43,3 +42,16 @@ def test_training_sees_plain_layers(products: bool) -> None:
     install_linears(layer)
     layer(torch.randn(130, 96).bfloat16()).sum().backward()
     assert layer[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_gradients_go_through_int8_weights(rows: int, products: bool) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(96, 75))
+    install_linears(layer, int8=True)
+    x = torch.randn(rows, 96, requires_grad=True)
+    layer(x).sum().backward()
+    with torch.inference_mode():
+        expected = layer(torch.eye(96)).sum(1)
+    bias = layer[0].bias.detach().sum()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, (expected - bias).expand(rows, 96), atol=1e-4)

@@ -1,6 +1,7 @@
-"""Linear layers of few rows: y = x w^T * scales + bias, the weights read once, where they lie, by several threads.
+"""Linear layers: y = x w^T * scales + bias, the weights read once, where they lie, by several threads.
 
-What the tokens of a decode step need: a library's matrix product packs the weights first, which reads them twice.
+What the tokens of a decode step need: a library's matrix product packs the weights first, which reads them twice. Of
+many rows, some at a time share what was decoded of the weights.
 Weights are float32, bfloat16 as 16-bit integers, or int8 codes with a scale an output (`quantise_weights`). Sums are
 float32, and run in the same order however many rows there are: a row has the same bits alone and among others. Tables
 do not give the same bits.

@@ -16,7 +16,10 @@ static const ctx_variant variants[] = {
     CTX_GENERIC(ctx_linear)
 };
 
-enum { PIECE = 128 << 10 /* bytes of weights: some microseconds, so that nobody waits long for the last */, CACHE = 288 << 10 };
+enum {
+    PIECE = 128 << 10, /* bytes of weights: some microseconds, so that nobody waits long for the last */
+    CACHE = 288 << 10, /* bytes of packed x, which is read again for each group of outputs, beside a piece's weights */
+};
 
 typedef struct job {
     const ctx_linear_kernels *kernels;

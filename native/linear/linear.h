@@ -1,7 +1,7 @@
-/* linear/linear.h - a linear layer of few rows: y = x w^T * scale + bias, with w read once where it lies.
+/* linear/linear.h - a linear layer: y = x w^T * scale + bias, with w read once where it lies.
  *
  * For the tokens of a decode step, where all time is reading w: a library's matrix product first packs w, which reads it
- * twice. Weights are fp32, bf16, or int8 with a scale an output; sums are fp32. Each sum is of one row and one output, and
+ * twice. And for prompts, where a library would first make fp32 of w: here that is done in the cache. Weights are fp32, bf16, or int8 with a scale an output; sums are fp32. Each sum is of one row and one output, and
  * runs in the same order however many rows there are: a row has the same bits alone and among others.
  */
 #ifndef CTXREUSE_LINEAR_H
@@ -23,8 +23,8 @@ typedef struct ctx_linear {
     const float *packed; /* x of more rows than `few`, by ctx_linear_pack; else NULL. Callers of ctx_linear_run leave it NULL. */
 } ctx_linear;
 
-/* Of more rows than a table's `few`, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a first-level
- * cache holds. `packed` is [sets][chunks][CTX_SET][chunk], so that no stride of x makes its rows share a part of the cache. */
+/* Of more rows than a table's `few`, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a
+ * first-level cache holds. `packed` is [sets][chunks][CTX_SET][chunk], so that no stride of x makes its rows share a part of the cache. */
 enum { CTX_SET = 12, CTX_GROUP = 8, CTX_CHUNK = 384, CTX_STEP = 16 /* what a chunk is a multiple of */ };
 
 static inline size_t ctx_linear_chunks(size_t inputs) { return inputs ? (inputs + CTX_CHUNK - 1) / CTX_CHUNK : 1; }

@@ -135,7 +135,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "the file's, float16 KV; onnxruntime: the folder's"
         ),
     ] = "auto"
-    threads: Annotated[int, _about("CPU threads of the engine; 0: one per core", ge=0)] = 0
+    threads: Annotated[
+        int,
+        _about(
+            "CPU threads of the engine; 0: one per core. They spin shortly while they wait for each other, unless "
+            "OMP_WAIT_POLICY or GOMP_SPINCOUNT is set",
+            ge=0,
+        ),
+    ] = 0
     stall: Annotated[
         float,
         _about(

@@ -1,4 +1,4 @@
-"""Linear layers of few rows by the project's own kernel: a decode step reads the weights once, where they lie.
+"""Linear layers by the project's own kernel: a decode step reads the weights once, where they lie.
 
 torch packs the weights of a matrix product in each call. All linear layers of SmolLM2, one thread of a Xeon with AMX,
 ms of processor time (torch / this, as it was when it computed four rows at a time):
@@ -13,7 +13,7 @@ row reads no slower. Kernels compute passes over several contexts, and all of bf
 A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: there the
 kernel computes all rows, from weights that it decodes once for some rows. All of SmolLM2 with it and the other kernels
 of `decoder`, one thread, ms of processor time; weights of bfloat16 that became float32 for torch, 4 MB at a time,
-against the kernel:
+against the kernel (with AVX-512 as it was when it packed eight rows together, not twelve):
 
   rows                               8         16         48        128        256        512
   Xeon with AVX-512 alone       117/41     134/67    185/121    346/280    599/568

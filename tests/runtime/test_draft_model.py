@@ -10,7 +10,7 @@ import pytest
 
 from ctxreuse.config import EngineConfig
 from ctxreuse.engines import open_draft_engine
-from ctxreuse.engines.sampling import SamplingParams
+from ctxreuse.engines.sampling import Sampler, SamplingParams
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.runtime.answers import pieces_in_turn
@@ -56,6 +56,30 @@ def plain(ids: Any, sampling: SamplingParams = SAMPLING) -> list[int]:
     return completion.tokens
 
 
+def is_drawn_plainly(ids: Any, answer: list[int], sampling: SamplingParams) -> bool:
+    """Whether each token is the one that plain decoding draws there.
+
+    A pass over several tokens rounds otherwise than one over each, so a draw next to a border between two tokens may
+    fall on either side.
+    """
+    engine = tiny_engine()
+    context, names = engine.new_context(), np.arange(258)
+    exact, up, down = (Sampler(sampling, len(ids)) for _ in range(3))
+    logits = engine.prefill(context, ids)
+    for i, token in enumerate(answer):
+        history = np.concatenate([ids, np.array(answer[:i], "<i4")])
+        drawn = exact.next(logits, history)
+        nudge = np.float32(1e-4)  # rounding is 2e-5 here
+        near = (
+            up.next(logits + nudge * (names <= token), history),
+            down.next(logits + nudge * (names >= token), history),
+        )
+        if token not in (drawn, *near):
+            return False
+        logits = engine.prefill(context, np.array([token], "<i4"))
+    return len(answer) == sampling.max_tokens
+
+
 @pytest.mark.parametrize("draft_seed", [7, 1])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(draft_seed: int, temperature: float) -> None:
@@ -65,7 +89,7 @@ def test_answers_are_those_of_plain_decoding(draft_seed: int, temperature: float
         found = runtime.complete_many(tokens(20, seed), sampling.answers(2))
         list(pieces_in_turn(found))
         for one, own in zip(found, sampling.answers(2)):
-            assert one.tokens == plain(tokens(20, seed), own)
+            assert is_drawn_plainly(tokens(20, seed), one.tokens, own)
     runtime.context_cache.check()
 
 

@@ -68,6 +68,8 @@ class ChildEngine:
         self._block_bytes, self._state_bytes = block_layout(self.space).nbytes + _HEAD, 1 << 20
         self._logits_bytes = 4 * self.space.vocab_size + 64
         weakref.finalize(self, supervisor.close)
+        if self.text is not None:
+            self.text.prepare()
 
     # The process
 

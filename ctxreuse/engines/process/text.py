@@ -70,13 +70,20 @@ class ChildText:
 
     def decode(self, ids: Sequence[int] | Tokens) -> str:
         """See `TextModel.decode`."""
-        if self._pieces is None and self._once.acquire(blocking=False):  # asked for until it is answered
-            threading.Thread(target=self._fetch_pieces, name="engine-pieces", daemon=True).start()
+        self.prepare()
         given = np.asarray(ids, "<i4")
         joined = None if self._pieces is None else self._pieces.decode(given.tolist())
         if joined is not None:
             return joined
         return self._remembered(*given.tolist()) if len(given) <= _FEW else self._decode(*given.tolist())
+
+    def prepare(self) -> None:
+        """Have the pieces fetched, unless they are here or on their way; returns at once.
+
+        Beside a first answer's tokens that took half a second of those who waited for theirs.
+        """
+        if self._pieces is None and self._once.acquire(blocking=False):  # asked for until it is answered
+            threading.Thread(target=self._fetch_pieces, name="engine-pieces", daemon=True).start()
 
     def _fetch_pieces(self) -> None:
         try:

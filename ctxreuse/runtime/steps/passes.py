@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ctxreuse.runtime.steps.order import PrefillOrder, RequestTurn
-from ctxreuse.runtime.steps.slices import LARGEST, UNSEEN, SliceEstimator
+from ctxreuse.runtime.steps.slices import AIM, LARGEST, UNSEEN, SliceEstimator
 from ctxreuse.speculate import PassCosts, PassLoad
 
 if TYPE_CHECKING:
@@ -125,6 +125,8 @@ class PassPlanner:
         if self._sliced and not self._outranks(prefills, {one.turn for one in decoding} | self._decoded.keys(), now):
             limit = min(self._slices.tokens(len(decoding)), limit or LARGEST)
         prefills = self._prefills(prefills, now, limit or 0)
+        if self._sliced and limit is not None and prefills and AIM * len(prefills[0].tokens) <= limit:
+            limit = max(limit, len(prefills[0].tokens))
         if batches:
             if decoding and not self._slices.measured and any(len(one.tokens) > _SHORT for one in prefills):
                 prefills = []  # a few passes that only decode, to know how long others may make them
@@ -179,6 +181,7 @@ class PassPlanner:
             one.load = PassLoad(max(decoding - 1, 0), max(rows - decoding - one.rows + 1, 0), prefill=bool(prefills))
         plain = all(one.plain for one in chosen)
         if computed >= PATIENT and not decoding and seconds > 0:
+            self._slices.observe_alone(computed, seconds)
             self._patient = max(PATIENT, min(int(_PATIENCE * computed / seconds), LARGEST))
         if decoding and not prefills and plain:
             spent = max((one.step.spent for one in chosen if one.step is not None), default=0.0)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["FIRST_SLICE", "LARGEST", "STALL", "UNSEEN", "SliceEstimator"]
+__all__ = ["AIM", "FIRST_SLICE", "LARGEST", "STALL", "UNSEEN", "SliceEstimator"]
 
 #: A pass with a slice of a prefill may take so many times as long as one that only decodes, and in any case, unless
 #: another time is set, so many seconds: people read 238 words a minute, a token each .19 s (Brysbaert, How many words
 #: do we read per minute?, 2019), and slices as short as fast steps are compute prompts at half the speed.
 STALL, UNSEEN = 3.0, 0.2
-#: The share of that which is aimed at, as passes differ.
-_AIM = 0.85
+#: The share of that which is aimed at, as passes differ. The end of a prompt may have the rest: few tokens in a pass of
+#: their own take as long as many.
+AIM = 0.85
 #: Tokens before anything was measured, at least and at most. A pass of few tokens costs most of what one of 16 does, as
 #: the weights are read once for all: with fewer, prefills would take for ever, and nothing would wait much less.
 FIRST_SLICE, LARGEST = 16, 512
+#: The share of the speed of passes without others' tokens that a first slice beside some is taken to have.
+_BESIDE = 0.5
 #: After one pass the next slice is so many times as long, at least and at most: one that was disturbed says little.
 #: What disturbs a pass makes it longer, so a quick one may be believed more.
 _LEAST_CHANGE, _MOST_CHANGE = 0.7, 2.0
@@ -41,6 +44,12 @@ class SliceEstimator:
         self._decode: dict[int, deque[float]] = {}
         #: Tokens, by the magnitude of the number of contexts that decode.
         self._tokens: dict[int, int] = {}
+        #: Tokens a second of the last long pass beside which nobody decoded.
+        self._speed = 0.0
+
+    def observe_alone(self, prefill: int, seconds: float) -> None:
+        """Learn from a pass of many tokens of prefills, beside which nobody decodes."""
+        self._speed = prefill / seconds
 
     def observe(self, decoding: int, prefill: int, seconds: float) -> None:
         """Learn from a pass of ``decoding`` contexts and ``prefill`` tokens of others.
@@ -55,7 +64,7 @@ class SliceEstimator:
         elif step is not None:
             ratio, planned = (seconds if decoding else seconds + step) / step, self.tokens(decoding)
             # What a slice adds to a step is at most proportional to its length.
-            change = max(_LEAST_CHANGE, min((_AIM * self.stall(step) / step - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
+            change = max(_LEAST_CHANGE, min((AIM * self.stall(step) / step - 1) / max(ratio - 1, 1e-9), _MOST_CHANGE))
             if change < 1:
                 planned = min(planned, round(prefill * change))
             elif 2 * prefill >= planned:  # less is the end of a prompt; an engine may end slices where blocks end
@@ -83,8 +92,15 @@ class SliceEstimator:
         return times[min(1, len(times) - 1)]
 
     def tokens(self, decoding: int) -> int:
-        """Return how many tokens of a prefill may go with ``decoding`` contexts that decode."""
-        return self._tokens.get(_magnitude(decoding), self._least)
+        """Return how many tokens of a prefill may go with ``decoding`` contexts that decode.
+
+        Of a number beside which none went: as with the nearest number, or as the speed without others lets expect.
+        """
+        if self._tokens:
+            return self._tokens[min(self._tokens, key=lambda known: abs(known - _magnitude(decoding)))]
+        step = self.step(max(decoding, 1)) or 0.0
+        expected = int(_BESIDE * self._speed * (AIM * self.stall(step) - step))
+        return max(self._least, min(expected, LARGEST))
 
 
 def _magnitude(decoding: int) -> int:

@@ -207,11 +207,11 @@ def test_a_library_of_another_version_behind_the_same_file_is_noticed(python_pat
 
 @pytest.fixture
 def text(python_path: None, tmp_path: Path) -> Iterator[ChildText]:
-    """The text of an engine in a process of its own."""
+    """The text of an engine in a process of its own, of which nothing was asked yet."""
     child = open_engine(str(write_tiny_gguf(tmp_path / "tiny.gguf")), threads=1, isolate=True)
     assert isinstance(child, ChildEngine)
     assert child.text is not None
-    yield child.text
+    yield ChildText(child.text._facts, child._call)
     child.close()
 
 

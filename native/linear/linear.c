@@ -59,6 +59,7 @@ float *ctx_linear_room(size_t rows, size_t inputs) {
 }
 
 size_t ctx_linear_block(const ctx_linear *a) {
+    if (a->pairs) return 1 + CACHE / (ctx_linear_padded(a->inputs) * sizeof *a->pairs + 1);
     if (!a->packed) return a->rows;
     const size_t sets = CACHE / (CTX_SET * ctx_linear_chunks(a->inputs) * ctx_linear_chunk(a->inputs) * sizeof(float) + 1);
     return CTX_SET * (sets ? sets : 1);
@@ -68,19 +69,28 @@ ctx_linear ctx_linear_rows(const ctx_linear *a, size_t r) {
     ctx_linear part = *a;
     const size_t most = ctx_linear_block(a), left = a->rows - r;
     part.rows = left < most ? left : most, part.x += r * a->inputs, part.y += r * a->outputs;
+    if (a->pairs) part.pairs += r * ctx_linear_padded(a->inputs);
     if (a->packed) part.packed += r * ctx_linear_chunks(a->inputs) * ctx_linear_chunk(a->inputs);
     return part;
 }
 
 typedef struct packing {
     const ctx_linear *a;
-    float *to;
+    void (*round)(const float *x, uint16_t *to, size_t n);
+    void *to;
 } packing;
+
+static void round_set(void *what, size_t set) {
+    const packing *p = what;
+    const size_t inputs = p->a->inputs, end = (set + 1) * CTX_SET;
+    for (size_t r = set * CTX_SET; r < p->a->rows && r < end; r++)
+        p->round(p->a->x + r * inputs, (uint16_t *)p->to + r * ctx_linear_padded(inputs), inputs);
+}
 
 static void pack(void *what, size_t set) {
     const packing *p = what;
     const size_t inputs = p->a->inputs, chunks = ctx_linear_chunks(inputs), chunk = ctx_linear_chunk(inputs);
-    float *to = p->to + set * chunks * CTX_SET * chunk;
+    float *to = (float *)p->to + set * chunks * CTX_SET * chunk;
     for (size_t c = 0; c < chunks; c++)
         for (size_t r = set * CTX_SET; r < (set + 1) * CTX_SET; r++, to += chunk) {
             /* Tiles are multiplied whole: denormals in rows that are not there would take long. */
@@ -90,25 +100,32 @@ static void pack(void *what, size_t set) {
         }
 }
 
-float *ctx_linear_pack(const ctx_linear *a, size_t threads) {
-    packing p = {a, ctx_linear_room(a->rows, a->inputs)};
-    if (p.to) ctx_pool_run(pack, &p, (a->rows + CTX_SET - 1) / CTX_SET, threads);
-    return p.to;
+ctx_status ctx_linear_pack(const ctx_linear_kernels *kernels, ctx_linear *a, void **memory, size_t threads) {
+    const int pairs = a->rounded && a->format == CTX_WEIGHTS_BF16 && kernels->round && ctx_cpu_has(CTX_CPU_BF16);
+    *memory = NULL;
+    if (!pairs && a->rows <= kernels->few) return CTX_OK;
+    *memory = pairs ? aligned_alloc(64, (a->rows + 1) * ctx_linear_padded(a->inputs) * sizeof(uint16_t) + 64) : ctx_linear_room(a->rows, a->inputs);
+    if (!*memory) return CTX_NO_MEMORY;
+    packing p = {a, kernels->round, *memory};
+    ctx_pool_run(pairs ? round_set : pack, &p, (a->rows + CTX_SET - 1) / CTX_SET, threads);
+    if (pairs) a->pairs = *memory;
+    else a->packed = *memory;
+    return CTX_OK;
 }
 
 ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_t count, const ctx_gate *gate, size_t threads) {
     ctx_linear mine[CTX_LAYERS];
     memcpy(mine, all, count * sizeof *mine);
     const ctx_linear_kernels *kernels = ctx_linear_of(k);
-    float *packed = NULL;
-    if (all->rows > kernels->few && !(packed = ctx_linear_pack(all, threads))) return CTX_NO_MEMORY;
-    for (size_t i = 0; i < count; i++) mine[i].packed = packed;
+    void *memory;
+    if (ctx_linear_pack(kernels, mine, &memory, threads) != CTX_OK) return CTX_NO_MEMORY;
+    for (size_t i = 1; i < count; i++) mine[i].packed = mine->packed, mine[i].pairs = mine->pairs;
     const size_t groups = PIECE / (CTX_GROUP * all->inputs * ctx_weights_bytes(all->format) * (gate ? 2 : 1) + 1);
     job j = {.kernels = kernels, .all = mine, .each = CTX_GROUP * (groups ? groups : 1), .gate = gate};
     for (size_t i = 0; i < (gate ? 1 : count); i++) j.pieces += (all[i].outputs + j.each - 1) / j.each;
     const size_t block = ctx_linear_block(mine);
     if (j.pieces && block) ctx_pool_run(piece, &j, (all->rows + block - 1) / block * j.pieces, threads);
-    free(packed);
+    free(memory);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }
 

@@ -1,13 +1,16 @@
 /* linear/linear.h - a linear layer: y = x w^T * scale + bias, with w read once where it lies.
  *
  * For the tokens of a decode step, where all time is reading w: a library's matrix product first packs w, which reads it
- * twice. And for prompts, where a library would first make fp32 of w: here that is done in the cache. Weights are fp32, bf16, or int8 with a scale an output; sums are fp32. Each sum is of one row and one output, and
- * runs in the same order however many rows there are: a row has the same bits alone and among others.
+ * twice. And for prompts, where a library would first make fp32 of w: here that is done in the cache, or not at all where the
+ * processor multiplies bf16. Weights are fp32, bf16, or int8 with a scale an output; sums are fp32. Each sum is of one row and
+ * one output, and runs in the same order however many rows there are: a row has the same bits alone and among others.
  */
 #ifndef CTXREUSE_LINEAR_H
 #define CTXREUSE_LINEAR_H
 
 #include "core/ctxreuse.h"
+
+struct ctx_linear_kernels;
 
 typedef enum ctx_weights { CTX_WEIGHTS_FP32 = 0, CTX_WEIGHTS_BF16 = 1, CTX_WEIGHTS_INT8 = 2, CTX_WEIGHTS = 3 } ctx_weights;
 
@@ -20,7 +23,11 @@ typedef struct ctx_linear {
     const float *x;             /* [rows, inputs] */
     float *y;                   /* [rows, outputs] */
     size_t rows, outputs, inputs;
-    const float *packed; /* x of more rows than `few`, by ctx_linear_pack; else NULL. Callers of ctx_linear_run leave it NULL. */
+    int rounded; /* x may be rounded to bf16: processors multiply that by weights that are as they lie */
+    /* By ctx_linear_pack, else NULL; callers of ctx_linear_run leave both NULL. x of more rows than `few`, and in their place x
+     * rounded, [rows][ctx_linear_padded], with zeros at the end. */
+    const float *packed;
+    const uint16_t *pairs;
 } ctx_linear;
 
 /* Of more rows than a table's `few`, groups of outputs are decoded, and multiplied with sets of rows by chunks of inputs that a
@@ -35,12 +42,15 @@ static inline size_t ctx_linear_chunk(size_t inputs) {
     return (inputs + chunks * CTX_STEP - 1) / (chunks * CTX_STEP) * CTX_STEP;
 }
 
+/* Length of a row of `pairs`. */
+static inline size_t ctx_linear_padded(size_t inputs) { return (inputs + 31) / 32 * 32; }
+
 /* Memory for `room`, or for `packed` of so many rows. Aligned to what a vector reads: one that crosses a line of the cache is read
  * twice, which takes as long as all products. To be freed; NULL: there is none. */
 float *ctx_linear_room(size_t rows, size_t inputs);
 
-/* `packed` of a, to be freed; NULL without memory. */
-float *ctx_linear_pack(const ctx_linear *a, size_t threads);
+/* Sets `packed` or `pairs` of a if its rows need them; *memory is to be freed. CTX_NO_MEMORY, or CTX_OK. */
+ctx_status ctx_linear_pack(const struct ctx_linear_kernels *kernels, ctx_linear *a, void **memory, size_t threads);
 
 /* Rows r.. of a, as many as ctx_linear_block says: those that a second-level cache holds; all if they are not packed. */
 ctx_linear ctx_linear_rows(const ctx_linear *a, size_t r);
@@ -59,6 +69,8 @@ ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_
 
 typedef struct ctx_linear_kernels {
     size_t few; /* most rows that are not packed: up to 8 */
+    /* n numbers rounded to bf16, and zeros up to ctx_linear_padded; NULL without `pairs`. It needs CTX_CPU_BF16. */
+    void (*round)(const float *x, uint16_t *to, size_t n);
     /* Outputs first..last; `room` is ctx_linear_room(CTX_GROUP, inputs). */
     void (*run)(const ctx_linear *a, size_t first, size_t last, float *room);
     /* x = kind(x) * y. */

@@ -49,14 +49,12 @@ static void piece(void *what, size_t i) {
 ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *tops, size_t threads) {
     const size_t pieces = (a->outputs + PIECE - 1) / PIECE;
     ctx_linear mine = *a;
+    void *memory = NULL;
     job j = {.linear = &mine, .kernels = ctx_linear_of(k), .parts = malloc(pieces * a->rows * sizeof *j.parts)};
-    const int many = a->rows > j.kernels->few;
-    float *packed = j.parts && many ? ctx_linear_pack(a, threads) : NULL;
-    if (!j.parts || (many && !packed)) {
+    if (!j.parts || ctx_linear_pack(j.kernels, &mine, &memory, threads) != CTX_OK) {
         free(j.parts);
         return CTX_NO_MEMORY;
     }
-    mine.packed = packed;
     ctx_pool_run(piece, &j, pieces, threads);
     for (size_t r = 0; r < a->rows && !j.failed; r++) {
         ctx_top top = {.best = -INFINITY, .second = -INFINITY};
@@ -70,7 +68,7 @@ ctx_status ctx_linear_top(const ctx_kernels *k, const ctx_linear *a, ctx_top *to
         top.total = top.best + (float)log(sum);
         tops[r] = top;
     }
-    free(packed);
+    free(memory);
     free(j.parts);
     return j.failed ? CTX_NO_MEMORY : CTX_OK;
 }

@@ -27,7 +27,7 @@ static PyObject *multiply(PyObject *const *args, Py_ssize_t nargs, const char *n
         PyErr_SetString(PyExc_ValueError, "format, rows, outputs, inputs: out of range");
         return NULL;
     }
-    a.format = (ctx_weights)format;
+    a.format = (ctx_weights)format, a.rounded = dtype == CTX_BF16;
     held h = {0};
     const size_t item = ctx_dtype_bytes(dtype), of_scales = a.outputs * sizeof(float);
     const size_t result = top ? a.rows * sizeof(ctx_top) : outs * item;

@@ -5,14 +5,20 @@
 
 #include "test.h"
 
-static void one(const ctx_kernels *k, ctx_weights format, size_t rows, size_t outputs, size_t inputs) {
+static void one(const ctx_kernels *k, ctx_weights format, int rounded, size_t rows, size_t outputs, size_t inputs) {
     const size_t item = ctx_weights_bytes(format), ins = rows * inputs, weights = outputs * inputs;
     float *x = malloc(ins * 4), *y = malloc(rows * outputs * 4), *scales = malloc(outputs * 4), *bias = malloc(outputs * 4);
     uint8_t *w = random_bytes(weights * item);
     CHECK(x && y && scales && bias, "no memory");
     double *values = malloc(weights * sizeof *values);
     CHECK(values, "no memory");
-    for (size_t i = 0; i < ins; i++) x[i] = (float)below(2001) / 1000 - 1;
+    for (size_t i = 0; i < ins; i++) {
+        uint16_t bits;
+        x[i] = (float)below(2001) / 1000 - 1;
+        if (!rounded) continue;
+        k->convert[CTX_FP32][CTX_BF16]((uint8_t *)&bits, (const uint8_t *)&x[i], 1);
+        k->convert[CTX_BF16][CTX_FP32]((uint8_t *)&x[i], (const uint8_t *)&bits, 1);
+    }
     for (size_t o = 0; o < outputs; o++) scales[o] = (float)below(100) / 50, bias[o] = (float)below(100);
     for (size_t i = 0; i < weights; i++) {
         const float value = (float)below(2001) / 1000 - 1;
@@ -24,7 +30,7 @@ static void one(const ctx_kernels *k, ctx_weights format, size_t rows, size_t ou
         }
         values[i] = format == CTX_WEIGHTS_INT8 ? (int8_t)w[i] : as;
     }
-    const ctx_linear a = {.format = format, .w = w, .scales = scales, .bias = bias, .x = x, .y = y, .rows = rows, .outputs = outputs, .inputs = inputs};
+    const ctx_linear a = {.format = format, .w = w, .scales = scales, .bias = bias, .x = x, .y = y, .rows = rows, .outputs = outputs, .inputs = inputs, .rounded = rounded};
     CHECK(ctx_linear_run(k, &a, 1 + below(4)) == CTX_OK, "no memory");
     for (size_t r = 0; r < rows; r++)
         for (size_t o = 0; o < outputs; o++) {
@@ -53,8 +59,8 @@ void test_linear(void) {
     const ctx_kernels *tables[TABLES];
     for (size_t t = 0, count = all_tables(tables); t < count; t++)
         for (int format = 0; format < CTX_WEIGHTS; format++)
-            for (int round = 0; round < 18; round++) { /* the last ones: several blocks of rows */
-                const size_t rows = 1 + below(round < 16 ? 20 : 250), outputs = 1 + below(round < 16 ? 200 : 40);
-                one(tables[t], (ctx_weights)format, rows, outputs, round < 12 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
+            for (int round = 0; round < 36; round++) { /* the last ones: several blocks of rows */
+                const size_t rows = 1 + below(round < 32 ? 20 : 250), outputs = 1 + below(round < 32 ? 200 : 40);
+                one(tables[t], (ctx_weights)format, round % 2, rows, outputs, round < 24 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
             }
 }

@@ -47,9 +47,15 @@ def test_products_are_right_and_rows_do_not_notice_each_other(format, table):
         assert np.abs(found - expected).max() <= 2e-6 * np.abs(x).max() * np.abs(values).sum(1).max()
         for row in range(rows):
             assert np.array_equal(product(x[row : row + 1], weights), found[row : row + 1])
-        short = product(bits(x), weights)
+        short = product(bits(x), weights, threads=3)
         exact = product(to_float32(bits(x), "bf16"), weights)
-        assert np.array_equal(short, bits(exact))
+        if format != "bf16":
+            assert np.array_equal(short, bits(exact))
+        else:  # a processor may multiply them as they are, and adds in another order then
+            apart = 2.0**-8 * np.abs(exact) + 1e-6 * np.abs(x).max() * np.abs(values).sum(1).max()
+            assert (np.abs(to_float32(short, "bf16") - exact) <= apart).all()
+        for row in range(rows):
+            assert np.array_equal(product(bits(x[row : row + 1]), weights), short[row : row + 1])
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])

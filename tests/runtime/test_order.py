@@ -175,6 +175,19 @@ def test_fast_steps_may_be_made_as_long_as_others_may_wait(stall: float) -> None
     assert 0.7 * stall <= 0.01 + 0.001 * slices.tokens(1) <= stall
 
 
+def test_a_first_slice_is_as_long_as_other_passes_let_expect() -> None:
+    slices = SliceEstimator()
+    slices.observe_alone(512, 0.25)
+    slices.observe(1, 0, 0.015)
+    expected = 0.5 * 512 / 0.25 * (0.85 * UNSEEN - 0.015)
+    assert slices.tokens(1) == pytest.approx(expected, abs=1), "half of the speed without others"
+    slices.observe(1, slices.tokens(1), 0.1)
+    assert slices.tokens(8) == slices.tokens(1) > expected, "as beside the nearest number of answers"
+    slices.observe(4, 0, 0.02)
+    slices.observe(4, slices.tokens(4), 0.4)
+    assert slices.tokens(8) == slices.tokens(4) < slices.tokens(1)
+
+
 def test_an_engine_that_does_not_batch_learns_from_its_prefill_passes() -> None:
     slices = SliceEstimator()
     for _ in range(5):

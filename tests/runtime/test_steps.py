@@ -18,7 +18,7 @@ from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.runtime.steps.order import RequestCancelledError, RequestTurn
 from ctxreuse.runtime.steps.passes import MOST, PATIENT, PassPlanner, Waiting
 from ctxreuse.runtime.steps.scheduler import StepScheduler
-from ctxreuse.runtime.steps.slices import FIRST_SLICE
+from ctxreuse.runtime.steps.slices import FIRST_SLICE, UNSEEN
 from support.fetch_scene import tokens
 from support.letters import Letters
 from support.waiting import patient, until
@@ -136,6 +136,20 @@ def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -
     assert planner.plan(prefill, 37.1, batches=True)[1] == FIRST_SLICE
     planner.end(two[1].turn)
     assert planner.plan(prefill, 37.1, batches=True)[1] == PATIENT
+
+
+def test_the_end_of_a_prompt_is_not_cut_off_for_a_few_tokens(llama: TorchEngine) -> None:
+    planner, (alone,) = PassPlanner(), waiting(llama, (512, 1))
+    alone.start = alone.context.n - 512  # so many were computed
+    planner.done([alone], 0.25, 0.0)
+    for _ in range(3):
+        planner.done(waiting(llama, (1, 1)), 0.01, 5.0)
+    both = waiting(llama, (1, 1), (400, 2))
+    _, limit = planner.plan(both, 5.1, batches=True)
+    assert limit == int(0.5 * 2048 * (0.85 * UNSEEN - 0.01))
+    for left, taken in ((int(limit / 0.85), int(limit / 0.85)), (int(limit / 0.85) + 2, limit), (limit - 40, limit)):
+        one = waiting(llama, (1, 1), (left, 2))
+        assert planner.plan(one, 5.1, batches=True) == (one, taken)
 
 
 def test_a_prefill_takes_more_at_a_time_where_others_wait_no_longer_for_that(llama: TorchEngine) -> None:

@@ -11,13 +11,16 @@ In float32 a context that computes alone has the bits of plain transformers, so 
 row reads no slower. Kernels compute passes over several contexts, and all of bfloat16.
 
 A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: there the
-kernel computes all rows, from weights that it decodes once for some rows. All of SmolLM2 with it and the other kernels
+kernel computes all rows, from weights that it decodes once for some rows. With AVX512-BF16 and without AMX it computes
+all as well, as its products are the processor's too and nothing is packed. All of SmolLM2 with it and the other kernels
 of `decoder`, one thread, ms of processor time; weights of bfloat16 that became float32 for torch, 4 MB at a time,
 against the kernel (with AVX-512 as it was when it packed eight rows together, not twelve):
 
   rows                               8         16         48        128        256        512
   Xeon with AVX-512 alone       117/41     134/67    185/121    346/280    599/568
   EPYC with AVX2, 1,024 before                              930/690             3,160/2,700
+  EPYC with AVX512-BF16, 1,024
+  before; torch's own products   31/21      41/26      64/50    132/116    238/220      457/440
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from typing import Any, Final
 
 import torch
 
-from ctxreuse.cpu import multiplies_bfloat16
+from ctxreuse.cpu import cpu_features, multiplies_bfloat16
 from ctxreuse.engines.torch_hf.modes import setting
 from ctxreuse.engines.torch_hf.packed import is_packing
+from ctxreuse.kernels.dispatch import active
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
 __all__ = ["FewRows", "few_rows", "install_linears", "most_rows", "numbers", "uses_kernels"]
@@ -50,8 +54,13 @@ _ALL: Final = sys.maxsize
 
 @cache
 def _has_products() -> bool:
-    """True if the processor multiplies bfloat16. Where it does not, torch takes 3 to 5 times as long as in float32."""
-    return multiplies_bfloat16()
+    """True if torch multiplies bfloat16 by instructions of the processor that the kernels do not use.
+
+    Where there are none, torch takes 3 to 5 times as long as in float32; those of AVX-512 the kernels use as well.
+    """
+    features = cpu_features()
+    kernels = "avx512_bf16" in features and "amx_bf16" not in features and active() == "avx512"
+    return multiplies_bfloat16() and not kernels
 
 
 def uses_kernels(dtype: torch.dtype) -> bool:

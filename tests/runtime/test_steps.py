@@ -13,7 +13,7 @@ import pytest
 from ctxreuse.engines.base import Engine
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.torch_hf import TorchEngine
-from ctxreuse.errors import TokenRangeError
+from ctxreuse.errors import EngineError, TokenRangeError
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from ctxreuse.runtime.steps.order import RequestCancelledError, RequestTurn
 from ctxreuse.runtime.steps.passes import MOST, PATIENT, PassPlanner, Waiting
@@ -123,6 +123,18 @@ def test_no_pass_waits_for_an_answer_that_has_ended(llama: TorchEngine) -> None:
     assert set(steps._expected.values()) == {turns[1]}
 
 
+def test_a_pass_waits_for_the_rest_of_a_prompt_but_not_for_what_has_ended(llama: TorchEngine) -> None:
+    (one, decoding), logits = waiting(llama, (300, 1), (1, 2)), np.zeros(4, "<f4")
+    one.settle(None, 0.1)
+    decoding.settle(logits, 0.1)
+    assert one.returns
+    assert decoding.returns
+    for done, result in ((one, logits), (one, EngineError("it is broken")), (decoding, EngineError("it is broken"))):
+        done.logits = None
+        done.settle(result, 0.1)
+        assert not done.returns
+
+
 def test_a_prefill_stays_in_slices_while_an_answer_samples(llama: TorchEngine) -> None:
     planner = PassPlanner()
     decoding, prefill = waiting(llama, (1, 1)), waiting(llama, (300, 2))
@@ -142,8 +154,10 @@ def test_the_end_of_a_prompt_is_not_cut_off_for_a_few_tokens(llama: TorchEngine)
     planner, (alone,) = PassPlanner(), waiting(llama, (512, 1))
     alone.start = alone.context.n - 512  # so many were computed
     planner.done([alone], 0.25, 0.0)
+    decoding = waiting(llama, (1, 1))
     for _ in range(3):
-        planner.done(waiting(llama, (1, 1)), 0.01, 5.0)
+        planner.plan(decoding, 5.0, batches=True)
+        planner.done(decoding, 0.01, 5.0)
     both = waiting(llama, (1, 1), (400, 2))
     _, limit = planner.plan(both, 5.1, batches=True)
     assert limit == int(0.5 * 2048 * (0.85 * UNSEEN - 0.01))

@@ -69,6 +69,11 @@ class Waiting:
         """True if it needs a single token, and maybe a draft checked with it."""
         return len(self.tokens) == 1 or self.rows > 1
 
+    @property
+    def returns(self) -> bool:
+        """True if another pass is expected to be asked for: after a token that was decoded, and a part of a prefill."""
+        return self.error is None and self.decodes == (self.logits is not None)
+
 
 class StepStats(NamedTuple):
     """Figures of one engine's passes since the start.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Advanced", "StepScheduler"]
 
-#: Those who decode come back as soon as they have sampled; a pass waits for them this share of a pass, at most so long.
+#: Those who decode come back as soon as they have sampled, and slices of a prompt at once; a pass waits for them this share of a pass, at most so long.
 _GATHER, _LONGEST = 0.25, 0.05
 #: The turn of those who say nothing.
 _NORMAL = RequestTurn()
@@ -60,7 +60,7 @@ class StepScheduler:
         self._planner = PassPlanner(engine.least_slice if isinstance(engine, SlicingEngine) else 1, stall)
         self._waiting: list[Waiting] = []
         self._busy = False
-        #: Contexts that decoded in the last pass and have not come back, and whose they are.
+        #: Contexts of the last pass that need more and have not come back, and whose they are.
         self._expected: dict[int, RequestTurn] = {}
         self._last = 0.0
         self._exclusive = 0  # callers that wait for the engine alone
@@ -189,7 +189,7 @@ class StepScheduler:
                 self._waiting = [one for one in self._waiting if one not in ones]  # cancelled or interrupted
 
     def _gather(self) -> None:
-        """Wait a little for those who decode: one pass for all is cheaper than two."""
+        """Wait a little for those of the last pass: one pass for all is cheaper than two."""
         end = time.monotonic() + min(_GATHER * self._last, _LONGEST)
         while self._expected and (left := end - time.monotonic()) > 0:
             self._change.wait(left)
@@ -215,9 +215,7 @@ class StepScheduler:
         self._planner.done(chosen, self._last, now)
         for one, result in zip(chosen, found):
             one.settle(result, self._last)
-        self._expected = {
-            id(one.context): one.turn for one in chosen if one.decodes and one.logits is not None and batches
-        }
+        self._expected = {id(one.context): one.turn for one in chosen if one.returns and batches}
 
     def _run(self, chosen: Sequence[Waiting], limit: int | None) -> Sequence[Logits | CtxReuseError | None]:
         single = all(len(one.tokens) == one.rows == 1 for one in chosen)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Advanced", "StepScheduler"]
 
-#: Those who decode come back as soon as they have sampled, and slices of a prompt at once; a pass waits for them this share of a pass, at most so long.
+#: Those who decode come back as soon as they have sampled, and slices of a prompt at once; a pass waits for them this
+#: share of a pass, at most so long.
 _GATHER, _LONGEST = 0.25, 0.05
 #: The turn of those who say nothing.
 _NORMAL = RequestTurn()

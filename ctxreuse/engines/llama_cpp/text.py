@@ -60,11 +60,12 @@ class LlamaText(HFText):
     def vocabulary(self) -> Vocabulary:
         """See `ctxreuse.constrain.HasVocabulary`."""
         tokens, special = [], []
-        piece = np.empty(1 << 12, np.uint8)
+        room = 1 << 12
+        piece, calls, vocab = np.empty(room, np.uint8), self._calls, self._vocab
+        at, data = piece.ctypes.data, piece.data
         for i in range(self._model.vocab_size):
-            count = self._calls.llama_token_to_piece(self._vocab, i, piece.ctypes.data, len(piece), 0, True)
-            tokens.append(piece[: max(count, 0)].tobytes())
-            if self._calls.llama_vocab_is_control(self._vocab, i):
+            tokens.append(bytes(data[: max(calls.llama_token_to_piece(vocab, i, at, room, 0, True), 0)]))
+            if calls.llama_vocab_is_control(vocab, i):
                 special.append(i)
         return Vocabulary(tokens, special)
 

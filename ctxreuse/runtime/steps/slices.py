@@ -44,11 +44,11 @@ class SliceEstimator:
         self._decode: dict[int, deque[float]] = {}
         #: Tokens, by the magnitude of the number of contexts that decode.
         self._tokens: dict[int, int] = {}
-        #: Tokens a second of the last long pass beside which nobody decoded.
+        #: Tokens a second of the last long pass beside which no context decoded.
         self._speed = 0.0
 
     def observe_alone(self, prefill: int, seconds: float) -> None:
-        """Learn from a pass of many tokens of prefills, beside which nobody decodes."""
+        """Learn from a pass of many tokens of prefills, beside which no context decodes."""
         self._speed = prefill / seconds
 
     def observe(self, decoding: int, prefill: int, seconds: float) -> None:

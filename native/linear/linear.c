@@ -118,6 +118,7 @@ ctx_status ctx_linear_run_all(const ctx_kernels *k, const ctx_linear *all, size_
     memcpy(mine, all, count * sizeof *mine);
     const ctx_linear_kernels *kernels = ctx_linear_of(k);
     void *memory;
+    for (size_t i = 1; i < count; i++) mine->rounded &= all[i].rounded && all[i].format == all->format; /* they share what is packed */
     if (ctx_linear_pack(kernels, mine, &memory, threads) != CTX_OK) return CTX_NO_MEMORY;
     for (size_t i = 1; i < count; i++) mine[i].packed = mine->packed, mine[i].pairs = mine->pairs;
     const size_t groups = PIECE / (CTX_GROUP * all->inputs * ctx_weights_bytes(all->format) * (gate ? 2 : 1) + 1);

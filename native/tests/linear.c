@@ -55,12 +55,38 @@ static void one(const ctx_kernels *k, ctx_weights format, int rounded, size_t ro
     free(x), free(y), free(scales), free(bias), free(w), free(values);
 }
 
+/* Layers of several formats in one call, of which some processors multiply one as it lies. */
+static void mixed(const ctx_kernels *k) {
+    enum { ROWS = 11, OUTPUTS = 21, INPUTS = 70 };
+    static float x[ROWS * INPUTS], y[CTX_LAYERS][ROWS * OUTPUTS], alone[ROWS * OUTPUTS], scales[OUTPUTS];
+    ctx_linear all[CTX_LAYERS];
+    for (size_t i = 0; i < ROWS * INPUTS; i++) x[i] = (float)below(256) / 128 - 1; /* bf16 holds them */
+    for (size_t o = 0; o < OUTPUTS; o++) scales[o] = 0.5f;
+    for (size_t i = 0; i < CTX_LAYERS; i++) {
+        const ctx_weights format = i == 1 ? CTX_WEIGHTS_INT8 : CTX_WEIGHTS_BF16;
+        uint8_t *w = random_bytes(OUTPUTS * INPUTS * ctx_weights_bytes(format));
+        for (size_t n = 0; format == CTX_WEIGHTS_BF16 && n < OUTPUTS * INPUTS; n++) w[2 * n + 1] = 0x3f; /* .5 to 2 */
+        all[i] = (ctx_linear){.format = format, .w = w, .scales = scales, .x = x, .y = y[i], .rows = ROWS, .outputs = OUTPUTS, .inputs = INPUTS, .rounded = 1};
+    }
+    CHECK(ctx_linear_run_all(k, all, CTX_LAYERS, NULL, 2) == CTX_OK, "no memory");
+    for (size_t i = 0; i < CTX_LAYERS; i++) {
+        ctx_linear one = all[i];
+        one.y = alone;
+        CHECK(ctx_linear_run(k, &one, 1) == CTX_OK, "no memory");
+        for (size_t n = 0; n < ROWS * OUTPUTS; n++)
+            CHECK(fabs((double)(alone[n] - y[i][n])) <= 1e-4 * (1 + fabs((double)alone[n])), "%s: layer %zu differs among others", k->name, i);
+        free((void *)(uintptr_t)all[i].w);
+    }
+}
+
 void test_linear(void) {
     const ctx_kernels *tables[TABLES];
-    for (size_t t = 0, count = all_tables(tables); t < count; t++)
+    for (size_t t = 0, count = all_tables(tables); t < count; t++) {
+        mixed(tables[t]);
         for (int format = 0; format < CTX_WEIGHTS; format++)
             for (int round = 0; round < 36; round++) { /* the last ones: several blocks of rows */
                 const size_t rows = 1 + below(round < 32 ? 20 : 250), outputs = 1 + below(round < 32 ? 200 : 40);
                 one(tables[t], (ctx_weights)format, round % 2, rows, outputs, round < 24 ? 1 + below(90) : CTX_CHUNK - 20 + below(800));
             }
+    }
 }

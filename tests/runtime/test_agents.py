@@ -24,7 +24,8 @@ def test_slices_that_the_engine_computes_fast_serve_all_sooner(count: int) -> No
     short, long = Agents(count).run(), Agents(count, least_slice=LEAST).run()
     assert long.seconds < 0.9 * short.seconds
     assert statistics.mean(long.first) < 0.85 * statistics.mean(short.first)
-    assert percentile(long.later) <= percentile(short.later)
+    assert statistics.median(long.later) <= statistics.median(short.later)
+    assert percentile(long.later) < (0.5 if count < 16 else 1.2), "a question waits for a slice or two of others"
     assert max(long.gaps) < 0.7, "a slice, and what the others decode"
 
 

@@ -142,8 +142,8 @@ def _attend_slice(
     """Attention of the last S tokens of a context, q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
 
     By the project's kernel, which computes no score that the mask would hide: on an EPYC, of 512 tokens behind 1,024
-    others, 10 ms a layer and thread where torch takes 26; with AVX2 alone 30 and 35; on one with AVX512-BF16 5.1 and 22,
-    in float32 7.8 and 20. None where that cannot, with masks that hide anything but later tokens and those before a
+    others, 10 ms a layer and thread where torch takes 26; with AVX2 alone 30 and 35; with AVX512-BF16 5.1 and 22, in
+    float32 there 7.8 and 20. None where that cannot, with masks that hide anything but later tokens and those before a
     window, where float32 has torch's bits, without AVX2, and with AMX.
     """
     if _has_tiles() or attend_name(query.shape[3]) not in ("avx512", "avx2"):

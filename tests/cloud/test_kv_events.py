@@ -166,7 +166,7 @@ def test_what_is_lost_leaves_texts_to_go_by() -> None:
             assert found is not None, text
             known, total = (int(number.replace(",", "")) for number in found.groups())
             assert total == len(RULES) + 4, "counted by its tokenizer"
-            assert known > 0.5 * total, "its first run, by its text"
+            assert known > 0.5 * total, f"its first run is known by its text: {text}"
 
     run(test)
 

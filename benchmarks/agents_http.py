@@ -219,7 +219,7 @@ def against_vllm(place: Path, model: str, threads: int, count: int, turns: int) 
     torch = {"CTXREUSE_ENGINE__ENGINE": "torch", "CTXREUSE_ENGINE__DTYPE": "bfloat16"}
     with tempfile.TemporaryDirectory() as folder:
         daemon = Daemon(model, Path(folder) / "store", threads, torch)
-        asyncio.run(talk(daemon.url, made(1, 98), 1))
+        asyncio.run(talk(daemon.url, made(1, 98), 1))  # both are warm
         ours = asyncio.run(talk(daemon.url, made(count, 50 + count), turns))
         daemon.close()
         with VllmServer(place, model, Path(folder) / "vllm.log", count, SLOT_TOKENS) as peer:

@@ -6,12 +6,7 @@
 #ifndef CTXREUSE_ATTEND_AVX512_PAIRS_H
 #define CTXREUSE_ATTEND_AVX512_PAIRS_H
 
-#define BF16 __attribute__((target("avx512bf16")))
-
-/* sum += two products a lane. As assembly, for compilers copy the sum before they add. */
-ALWAYS void add_pairs(__m512 *sum, __m512i pairs, __m512i with) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(*sum) : "v"(pairs), "v"(with));
-}
+#include "core/pairs_x86.h"
 
 /* 32 floats rounded to bf16, as words of two. */
 BF16 static inline __m512i rounded(const float *x) {

@@ -6,12 +6,14 @@
 #ifndef CTXREUSE_LINEAR_AVX512_PAIRS_H
 #define CTXREUSE_LINEAR_AVX512_PAIRS_H
 
+#include "core/pairs_x86.h"
+
 #define OWN_PAIRS
 #define ROUND round_row
 #define PAIR_ROWS 6
 #define PAIR_OUTPUTS 4
 
-__attribute__((target("avx512bf16"))) static void round_row(const float *x, uint16_t *to, size_t n) {
+BF16 static void round_row(const float *x, uint16_t *to, size_t n) {
     for (size_t i = 0; i < ctx_linear_padded(n); i += 32) {
         __m512 of[2];
         for (size_t h = 0; h < 2; h++) {
@@ -20,11 +22,6 @@ __attribute__((target("avx512bf16"))) static void round_row(const float *x, uint
         }
         _mm512_store_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(of[1], of[0]));
     }
-}
-
-/* sum += two products a lane. As assembly, for compilers copy the sum before they add. */
-static inline __attribute__((always_inline)) void add_pairs(__m512 *sum, __m512i pairs, __m512i with) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(*sum) : "v"(pairs), "v"(with));
 }
 
 /* Outputs n.. of rows r..; `outputs` and `rows` are constants where this is called. */

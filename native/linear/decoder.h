@@ -1,11 +1,11 @@
-/* linear/decoder.h - what surrounds the attention of a decoder layer, for the few rows of a decode step.
+/* linear/decoder.h - what surrounds the attention of a decoder layer, for a decode step, or a prompt where the kernels compute it.
  *
  * Pre-norm layers with rotary positions and a gated MLP: Llama, Mistral, Qwen, Gemma 3.
  *
  *   enter:  h = norm(x);  q, k, v = linear(h), q and k with norms of each head, if there are some, and rotated
  *   leave:  x += norm(linear(attended));  x += norm(down(gate(linear(h)) * linear(h))), h = norm(x), outer norms if there are some
  *
- * In two calls a layer in place of some forty of a framework. Numbers in between are fp32. A row has the same bits alone and
+ * In two calls a layer in place of some forty of a framework, by several threads. Numbers in between are fp32. A row has the same bits alone and
  * among others.
  */
 #ifndef CTXREUSE_DECODER_H

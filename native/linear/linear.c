@@ -37,8 +37,8 @@ static void piece(void *what, size_t i) {
     for (size_t pieces; !j->gate && i >= (pieces = (of->outputs + j->each - 1) / j->each); of++) i -= pieces;
     const ctx_linear a = ctx_linear_rows(of, r);
     const size_t first = i * j->each, last = first + j->each < a.outputs ? first + j->each : a.outputs;
-    float *room = ctx_linear_room(CTX_GROUP, a.inputs);
-    if (!room) {
+    float *room = a.packed ? ctx_linear_room(CTX_GROUP, a.inputs) : NULL;
+    if (a.packed && !room) {
         j->failed = 1;
         return;
     }

@@ -71,7 +71,7 @@ typedef struct ctx_linear_kernels {
     size_t few; /* most rows that are not packed: up to 8 */
     /* n numbers rounded to bf16, and zeros up to ctx_linear_padded; NULL without `pairs`. It needs CTX_CPU_BF16. */
     void (*round)(const float *x, uint16_t *to, size_t n);
-    /* Outputs first..last; `room` is ctx_linear_room(CTX_GROUP, inputs). */
+    /* Outputs first..last; `room` is ctx_linear_room(CTX_GROUP, inputs), if x is packed. */
     void (*run)(const ctx_linear *a, size_t first, size_t last, float *room);
     /* x = kind(x) * y. */
     void (*gate)(float *x, const float *y, size_t n, ctx_gate kind);

@@ -24,8 +24,8 @@ static void piece(void *what, size_t i) {
     job *j = what;
     ctx_linear a = *j->linear;
     const size_t first = i * PIECE, count = a.outputs - first < PIECE ? a.outputs - first : PIECE;
-    float *y = malloc(a.rows * count * sizeof *y), *room = ctx_linear_room(CTX_GROUP, a.inputs);
-    if (!y || !room) {
+    float *y = malloc(a.rows * count * sizeof *y), *room = a.packed ? ctx_linear_room(CTX_GROUP, a.inputs) : NULL;
+    if (!y || (a.packed && !room)) {
         free(y);
         free(room);
         j->failed = 1;

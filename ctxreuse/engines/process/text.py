@@ -80,7 +80,7 @@ class ChildText:
     def prepare(self) -> None:
         """Have the pieces fetched, unless they are here or on their way; returns at once.
 
-        Beside a first answer's tokens that took half a second of those who waited for theirs.
+        Fetched beside the first answer they delay its tokens, and those of all others, by half a second.
         """
         if self._pieces is None and self._once.acquire(blocking=False):  # asked for until it is answered
             threading.Thread(target=self._fetch_pieces, name="engine-pieces", daemon=True).start()

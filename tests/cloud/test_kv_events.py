@@ -162,7 +162,7 @@ def test_what_is_lost_leaves_texts_to_go_by() -> None:
             b.end()
             await async_until(lambda: source(front, "b") == "text")
             text = (await asked(front, RULES + "Two?")).text
-            found = re.search(rf"{first}[:,] [^;]*about ([\d,]+) of ([\d,]+) tokens known there", text)
+            found = re.search(rf"\b{first}[:,] [^;]*about ([\d,]+) of ([\d,]+) tokens known there", text)
             assert found is not None, text
             known, total = (int(number.replace(",", "")) for number in found.groups())
             assert total == len(RULES) + 4, "counted by its tokenizer"

@@ -182,11 +182,14 @@ COUNT = """(() => {
     count += this.canvas.id === "icicle";
     fill.apply(this, box);
   };
+  const drawn = () => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)));
   window.strokes = async (canvas) => {
+    canvas.dispatchEvent(new MouseEvent("mouseleave"));  // over the same context nothing is drawn anew
+    await drawn();
     count = 0;
     const box = canvas.getBoundingClientRect(), at = { clientX: box.left + Math.random() * 900, clientY: box.top + 30 };
     canvas.dispatchEvent(new MouseEvent("mousemove", at));
-    await new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)));
+    await drawn();
     return count;
   };
 })()"""

@@ -13,7 +13,7 @@ from ctxreuse.engines.text import Message, TextModel
 from ctxreuse.errors import ConfigError, EngineError
 from ctxreuse.identity.keys import Tokens
 
-__all__ = ["PARTS", "KindWindow", "Part", "Texts", "in_turn", "read_texts", "windows", "windows_by_kind"]
+__all__ = ["PARTS", "KindWindow", "Part", "Texts", "in_turn", "opening", "read_texts", "windows", "windows_by_kind"]
 
 Part = Literal["calibration", "validation", "held-out"]
 PARTS: tuple[Part, ...] = ("calibration", "validation", "held-out")
@@ -104,6 +104,11 @@ def windows(
         if len(found) == before:
             break
     return found
+
+
+def opening(text: TextModel) -> Tokens:
+    """Return the ids that a context of bare text begins with: the mark that the model expects there, if it has one."""
+    return _marks(text)[0][0]
 
 
 def _marks(text: TextModel) -> tuple[tuple[Tokens, Tokens], Tokens]:

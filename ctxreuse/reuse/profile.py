@@ -39,7 +39,7 @@ __all__ = [
     "write_chunk_profile",
 ]
 
-#: Where a run stood when it was computed: at the ``head`` of its prompt, holding the tokens that all others attend to
+#: Where a run stood when it was computed: at the ``head`` of its prompt, among the tokens that all others attend to
 #: (attention sinks), or ``behind`` it.
 ChunkKind: TypeAlias = Literal["head", "behind"]
 

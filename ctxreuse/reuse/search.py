@@ -118,7 +118,7 @@ class ChunkSearch:
             places = self._places(i, chain)
             i += len(places) or not chain
             # What follows the chunk at a prompt's head stood behind it, and is as good without it.
-            split = 1 if places and places[0].location.first == 0 else 0
+            split = 1 if places and _at_head(places[0].location) else 0
             found += [
                 _joined(part) for part in (places[:split], places[split:]) if part and part[0].end > part[0].start
             ]
@@ -130,7 +130,7 @@ class ChunkSearch:
         for location in list(self._locations[i]):
             if not self._usable(location, 0):
                 self._drop(i, location)
-        starts = [location for location in self._locations[i] if location.first] or self._locations[i]
+        starts = [one for one in self._locations[i] if not _at_head(one)] or self._locations[i]
         best: list[_Link] = []
         links = [_Link(location, None) for location in starts]
         while links:
@@ -239,6 +239,11 @@ def _tight(location: ChunkLocation, skip: int, count: int, size: int) -> tuple[C
     return tight, location.keys[end:]
 
 
+def _at_head(location: ChunkLocation) -> bool:
+    """True for what began its prompt, or stood there behind nothing but the mark that a model begins with."""
+    return location.first < SINK
+
+
 def _joined(places: Sequence[_Place]) -> ChunkRun:
     """One run of places that follow each other, in the prompt and in the one they come from."""
     keys: list[bytes] = []
@@ -247,7 +252,7 @@ def _joined(places: Sequence[_Place]) -> ChunkRun:
     location, start, end = places[0].location, places[0].start, places[-1].end
     source = RowSource(tuple(keys), location.row, end - start, location.at)
     level = max((place.level for place in places), key=quality_key)
-    kind: ChunkKind = "head" if location.first == 0 else "behind"
+    kind: ChunkKind = "head" if _at_head(location) else "behind"
     chunks, ahead = tuple(place.chunk for place in places), places[-1].ahead
     return ChunkRun(start, end, (source,), start - location.first, kind, level, chunks, ahead)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ctxreuse.calibrate.cases import KINDS, EvalCase, Shape, eval_cases
+from ctxreuse.engines.text import Message
 
 SHAPE = Shape(4, 32, following=24)
 
@@ -32,6 +34,22 @@ def test_sources_hold_what_they_say(made: list[EvalCase]) -> None:
                 assert len(prompt) % 16 == 0
                 assert (prompt[row : row + 32] == case.chunks[number]).all()
                 assert (row == 0) == (kind == "head")
+
+
+def test_a_chunk_at_the_head_stood_behind_the_mark_that_the_model_begins_with(text: Any) -> None:
+    class Marked:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(text, name)
+
+        def render(self, messages: Sequence[Message], **options: Any) -> str:
+            return "#" + str(text.render(messages, **options))
+
+    marked: Any = Marked()
+    (case,) = eval_cases([" ".join(map(str, range(900)))], marked, 1, SHAPE, block_tokens=16)
+    mark = marked.encode("#")
+    for source in case.sources["head"]:
+        assert list(source.at.values()) == [len(mark)]
+        assert (source.prompt[: len(mark)] == mark).all()
 
 
 def test_no_chunk_had_its_own_beginning_before_it(made: list[EvalCase]) -> None:

@@ -78,6 +78,15 @@ def test_what_stood_at_a_head_is_a_run_of_its_own(world, prompt) -> None:
     assert (rest.kind, rest.start, rest.end, rest.shift) == ("behind", head.end, 340, 40)
 
 
+def test_what_stood_behind_the_models_mark_alone_stood_at_the_head(world, prompt) -> None:
+    mark, more = (6, 1), (6, SINK)
+    world.ask(*prompt(mark, (10, 300), QUESTION))
+    world.ask(*prompt(more, (11, 300), QUESTION))
+    for document, kinds in ((10, ["head", "behind"]), (11, ["behind"])):
+        tokens, parts = prompt((3, 40), (document, 300), (4, 30))
+        assert [run.kind for run in world.plan(tokens, 0, parts)] == kinds
+
+
 def test_the_head_and_the_end_are_computed(world, prompt) -> None:
     world.ask(*prompt(SYSTEM, (10, 200), QUESTION))
     tokens, parts = prompt((10, 200))

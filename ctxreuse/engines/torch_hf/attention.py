@@ -15,9 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ctxreuse.cpu import cpu_features
-from ctxreuse.engines.torch_hf.chunks.scatter import active, by_position
+from ctxreuse.engines.torch_hf.chunks.scatter import Scatter, active, by_position
 from ctxreuse.engines.torch_hf.inplace.attention import call_of
-from ctxreuse.engines.torch_hf.linears import numbers, uses_kernels
+from ctxreuse.engines.torch_hf.linears import computes_all, numbers, uses_kernels
 from ctxreuse.engines.torch_hf.packed import WINDOW, is_packing, packed_keys, seen
 from ctxreuse.errors import EngineError
 from ctxreuse.kernels.attention import MOST_DIM, Part, Plane, attend_name
@@ -79,15 +79,15 @@ def attend(
         out = _attend_each(scaling, query[:, :, 0], [(key, value)])
         if out is not None:
             return out[None], None
+    is_causal = kwargs.get("is_causal")
+    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if query.shape[0] == 1 and (attention_mask is not None or wanted):
+        out = _attend_slice(scaling, query, key, value, attention_mask, scatter)
+        if out is not None:
+            return out, None
     if scatter is not None and attention_mask is not None and query.dtype == torch.float32 and query.is_cpu:
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         return scatter.blockwise.attend(query, key, value, attention_mask, scale), None
-    is_causal = kwargs.get("is_causal")
-    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if scatter is None and query.shape[0] == 1 and (attention_mask is not None or wanted):
-        out = _attend_slice(scaling, query, key, value, attention_mask)
-        if out is not None:
-            return out, None
     with nullcontext() if query.is_cpu or query.shape[2] > 1 else sdpa_kernel(_DECODE):
         out = torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -137,14 +137,20 @@ def _has_tiles() -> bool:
 
 
 def _attend_slice(
-    scaling: float | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    scaling: float | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scatter: Scatter | None,
 ) -> torch.Tensor | None:
-    """Attention of the last S tokens of a context, q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
+    """Attention of S tokens, the last of a context or scattered, q [1, H, S, D] on k, v [1, Hkv, N, D] -> [1, S, H, D].
 
     By the project's kernel, which computes no score that the mask would hide: on an EPYC, of 512 tokens behind 1,024
     others, 10 ms a layer and thread where torch takes 26; with AVX2 alone 30 and 35; with AVX512-BF16 5.1 and 22, in
     float32 there 7.8 and 20. None where that cannot, with masks that hide anything but later tokens and those before a
-    window, where float32 has torch's bits, without AVX2, and with AMX.
+    window, where float32 has torch's bits, without AVX2, and with AMX; and of scattered tokens in float32 where torch
+    computes what is around it: the kernel's threads would wait for torch's, which go on turning after each product.
     """
     if _has_tiles() or attend_name(query.shape[3]) not in ("avx512", "avx2"):
         return None
@@ -153,15 +159,21 @@ def _attend_slice(
     kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(query.dtype)
     if window is None or kind is None or not query.is_cpu or not uses_kernels(query.dtype):
         return None
+    if scatter is not None and kind == "fp32" and not computes_all(torch.float32):
+        return None
     if key.dtype != query.dtype or not key.shape[3] == value.shape[3] == width <= MOST_DIM:
         return None
     if key.stride(3) != 1 or value.stride(3) != 1:
         return None
     k, v = (Plane(kind, numbers(one[0]).view(np.uint16 if kind == "bf16" else np.float32)) for one in (key, value))
+    first, hidden, positions = 0, None, np.arange(keys - tokens, keys)
+    if scatter is not None:
+        first, positions = scatter.end - keys, scatter.rows.numpy()
+        hidden = None if scatter.seen is None else (~scatter.seen[first:]).nonzero().flatten().numpy()
     found = attend_rows(
         query[0].float().numpy(),
-        [Part(k, v, at=0)],
-        positions=np.arange(keys - tokens, keys),
+        [Part(k, v, at=first, hidden=hidden)],
+        positions=positions,
         scale=scaling,
         window=window or None,
         threads=torch.get_num_threads(),
@@ -187,12 +199,21 @@ def mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch
     if allowed.shape[2] == 1 and allowed.all():
         return None  # a window that is whole: all that its layer keeps is seen
     made = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
-    if scatter is None and len(allowed) == 1 and dtype == torch.bfloat16 and allowed.is_cpu and not _has_tiles():
+    if len(allowed) == 1 and (scatter is not None or dtype == torch.bfloat16) and allowed.is_cpu and not _has_tiles():
         for window in (0, kwargs.get("local_size") or 0):
-            if torch.equal(allowed[0, 0], seen(allowed.shape[2], allowed.shape[3], window or None, allowed.device)):
+            if torch.equal(allowed[0, 0], _plain(allowed.shape[2], allowed.shape[3], window or None, scatter)):
                 setattr(made, WINDOW, window)
                 break
     return made
+
+
+def _plain(queries: int, keys: int, window: int | None, scatter: Scatter | None) -> torch.Tensor:
+    """A mask [queries, keys] that hides later tokens only, those before a window, and what a scattered forward does."""
+    if scatter is None:
+        return seen(torch.arange(keys - queries, keys), 0, keys, window)
+    first = scatter.end - keys
+    found = seen(scatter.rows, first, scatter.end, window)
+    return found if scatter.seen is None else found & scatter.seen[first:]
 
 
 def install(model: Any, implementation: str | None) -> str:

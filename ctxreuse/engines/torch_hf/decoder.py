@@ -117,7 +117,10 @@ class _FewRowsLayer(torch.nn.Module):  # type: ignore[misc]
         v = qkv.as_strided((1, kv_heads, rows, dim), (shared * rows, dim, shared, 1), (own + shared) * rows)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, attention.layer_idx)
-        kwargs["sliding_window"] = getattr(attention, "sliding_window", None)
+        # Where layers differ, each has its own; Mistral's read their config's.
+        kwargs["sliding_window"] = getattr(
+            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+        )
         out, _ = attend(attention, q, k, v, attention_mask, scaling=attention.scaling, **kwargs)
         made = torch.empty_like(hidden_states)
         layer.leave(numbers(out.contiguous()), x, numbers(made), rows, threads)

@@ -19,9 +19,8 @@ from ctxreuse.engines.early import EarlyPasses, Lane, ramp_tops
 from ctxreuse.engines.exits import ExitStep, HiddenStates
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
-from ctxreuse.engines.torch_hf.linears import few_rows
 from ctxreuse.engines.torch_hf.model import TorchModel, plain_cache
-from ctxreuse.engines.torch_hf.modes import inference
+from ctxreuse.engines.torch_hf.modes import few_rows, inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
 from ctxreuse.engines.torch_hf.space import new_cache
 from ctxreuse.errors import EngineError

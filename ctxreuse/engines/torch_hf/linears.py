@@ -26,22 +26,18 @@ against the kernel (with AVX-512 as it was when it packed eight rows together, n
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, Final
 
 import torch
 
 from ctxreuse.cpu import cpu_features, cpu_name, multiplies_bfloat16
-from ctxreuse.engines.torch_hf.modes import setting
+from ctxreuse.engines.torch_hf.modes import computes_few
 from ctxreuse.engines.torch_hf.packed import is_packing
 from ctxreuse.kernels.dispatch import active
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
-__all__ = ["FewRows", "few_rows", "install_linears", "most_rows", "numbers", "uses_kernels"]
-
-_few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
+__all__ = ["FewRows", "computes_all", "install_linears", "most_rows", "numbers", "uses_kernels"]
 
 #: Most rows of a call to the kernel, by the type of weights, where torch multiplies what they are.
 #: In the first table 8 rows of bfloat16 are about even; since, the kernel does 5 to 8 at once, and what surrounds them.
@@ -72,13 +68,7 @@ def _uses_all_lanes() -> bool:
 
 def uses_kernels(dtype: torch.dtype) -> bool:
     """True if few tokens of this type are computed by the project's kernels now, on this thread."""
-    return (dtype != torch.float32 or is_packing() or _few.get()) and not torch.is_grad_enabled()
-
-
-def few_rows(count: int) -> AbstractContextManager[None]:
-    """Inside, several rows of one context are computed by the kernels in float32 too: torch takes twice as long for
-    four of them as for one."""
-    return setting(_few, count > 1)
+    return (dtype != torch.float32 or is_packing() or computes_few()) and not torch.is_grad_enabled()
 
 
 def install_linears(model: torch.nn.Module, *, int8: bool = False) -> None:
@@ -157,11 +147,16 @@ class _Int8(torch.nn.Linear):  # type: ignore[misc]
 def most_rows(layer: torch.nn.Linear) -> int:
     """Most rows that the kernel computes: torch is faster for more."""
     dtype, codes = layer.weight.dtype, isinstance(layer, _Int8)
-    if dtype == torch.float32 and (codes or not _uses_all_lanes()):
-        return _ALL
-    if dtype == torch.bfloat16 and not _has_products():
+    if computes_all(dtype) or (codes and dtype == torch.float32):
         return _ALL
     return _MOST_CODES if codes else _MOST.get(dtype, 0)
+
+
+def computes_all(dtype: torch.dtype) -> bool:
+    """True if the kernel, where it is used, multiplies any number of rows by weights of this type."""
+    if dtype == torch.float32:
+        return not _uses_all_lanes()
+    return dtype == torch.bfloat16 and not _has_products()
 
 
 def _by_kernel(input: torch.Tensor, weights: Weights) -> torch.Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["inference", "normal", "setting"]
+__all__ = ["computes_few", "few_rows", "inference", "normal", "setting"]
+
+_few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -35,3 +37,14 @@ def setting(variable: ContextVar[_Result], value: _Result) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+def few_rows(count: int) -> AbstractContextManager[None]:
+    """Inside, several rows of one context are computed by the kernels in float32 too: torch takes twice as long for
+    four of them as for one."""
+    return setting(_few, count > 1)
+
+
+def computes_few() -> bool:
+    """True inside of `few_rows` on this thread."""
+    return _few.get()

@@ -89,15 +89,15 @@ def _mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> to
     """
     if queries == 1 or (queries == keys and (window is None or keys <= window)):
         return None
-    made = like.new_zeros(1, 1, queries, keys).masked_fill_(~seen(queries, keys, window, like.device), float("-inf"))
+    allowed = seen(torch.arange(keys - queries, keys, device=like.device), 0, keys, window)
+    made = like.new_zeros(1, 1, queries, keys).masked_fill_(~allowed, float("-inf"))
     setattr(made, WINDOW, window or 0)
     return made
 
 
-def seen(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which of a context's tokens each of the last ones sees, bool [queries, keys]."""
-    at = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)[None]
+def seen(at: torch.Tensor, first: int, end: int, window: int | None) -> torch.Tensor:
+    """Which of the tokens ``first`` to ``end`` those at ``at`` int64 [S] see, bool [S, end - first]."""
+    at, key = at[:, None], torch.arange(first, end, device=at.device)[None]
     return key <= at if window is None else (key <= at) & (key > at - window)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ctxreuse.engines.torch_hf.chunks.blockwise import Blockwise
 from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
-from ctxreuse.engines.torch_hf.modes import setting
+from ctxreuse.engines.torch_hf.modes import few_rows, setting
 
 __all__ = ["AttentionScores", "ComparedError", "RowComparison", "Scatter", "active", "by_position", "scattered"]
 
@@ -138,11 +138,14 @@ def scattered(
     drift: DriftCorrection | None = None,
     compared: RowComparison | None = None,
 ) -> Iterator[Scatter]:
-    """Forwards of this thread inside have their tokens at ``rows``."""
+    """Forwards of this thread inside have their tokens at ``rows``.
+
+    Kernels may compute them in float32 too: what is scattered is approximate anyway.
+    """
     scatter = Scatter(rows, scores, unseen, drift, compared)
     if drift is not None:
         drift.begin(rows)
-    with setting(_active, scatter):
+    with setting(_active, scatter), few_rows(2):
         yield scatter
 
 

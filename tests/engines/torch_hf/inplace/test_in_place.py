@@ -12,6 +12,7 @@ from ctxreuse.reuse.inplace import AttachedRun
 from ctxreuse.testing.engine import continuation, random_tokens, seal
 from ctxreuse.testing.engine.chunk_contexts import relocations_of
 from ctxreuse.testing.engine.in_place import EngineInPlaceContract, rows_of
+from support.tiny_models import tiny_model
 
 LEVEL = "approx~kl-0.05"
 
@@ -107,3 +108,12 @@ def test_models_with_states_hold_nothing(engine_of):
     blocks = [parse(data) for data in seal(engine, random_tokens(engine, 32)).blocks]
     with pytest.raises(EngineError, match="full_kv_for_windows"):
         engine.chunks.pin_run(rows_of(blocks, 0, 16))
+
+
+def test_the_window_of_a_models_config_holds_where_a_kernel_computes_its_layers():
+    """Mistral's layers have none of their own, and in bfloat16 the kernel calls attention for them."""
+    wide = TorchEngine(tiny_model("mistral"), block_tokens=16, full_kv_for_windows=True)
+    engine = TorchEngine(tiny_model("mistral").bfloat16(), block_tokens=16, full_kv_for_windows=True)
+    question = random_tokens(wide, 6, seed=2)
+    expected, found = (one.prefill(attached(one), question) for one in (wide, engine))
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()

@@ -26,8 +26,9 @@ class Blockwise:
 
     torch's own kernel computes all scores and takes the masked ones away: of tokens that are spread over a context
     that is half of them. For 340 tokens on 2,100 keys (9/3 heads of 64, float32, 2 cores) it took 20 ms, this takes
-    12.5. The native kernels are as quick by themselves and slower here: their threads wait for torch's, which go on
-    turning for a while after each product (recomputing 151 rows of SmolLM2 took 1.15 s with them, 1.03 with this).
+    12.5. The native kernels do it where they compute the products too. Beside torch's products they are slower: their
+    threads wait for torch's, which go on turning for a while after each of them (recomputing 151 rows of SmolLM2 took
+    1.15 s with them, 1.03 with this).
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """Questions over reused documents: what the gate's settings do to the answer that is known to be right (live).
 
-Each question comes behind the document that answers it and four others, in an order in which no earlier prompt had
-them. The right answer is fed token by token: how unexpected it is to the model (nats a token), and at how many of its
-tokens it was the first choice, after full prefill and at each permission. With CTXREUSE_TRACES: questions about single
-facts in chats (LiHua-World), without it about made-up firms. ``--model``: another model than SmolLM2.
+Each question comes three times behind the document that answers it and four others, in an order in which no earlier
+prompt had them. The right answer is fed token by token: how unexpected it is to the model (nats a token), and at how
+many of its tokens it was the first choice, after full prefill and at each permission. With CTXREUSE_TRACES: questions
+about single facts in chats (LiHua-World), without it about made-up firms. ``--model``: another model than SmolLM2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from ctxreuse.block.levels import limit_name, limit_of
 from ctxreuse.engines.prompt import EncodedPrompt
 from ctxreuse.identity.keys import Tokens
 
+if TYPE_CHECKING:
+    from ctxreuse.engines.torch_hf.fidelity import Scores
+
 __all__ = ["FULL", "OPTIONS", "Told", "figures", "run"]
 
 OPTIONS = ("model",)
@@ -32,22 +35,25 @@ _MODEL = "smollm2"
 FULL = "full prefill"
 #: Permissions, besides the usual one.
 _USUAL = limit_name(DEFAULT)
-_GATES = ("kl-0.01", "kl-0.02", "kl-0.03", _USUAL, "kl-0.1")
-_QUESTIONS, _DOCUMENTS = 80, 5
+_GATES = (_USUAL, "kl-0.1")
+_QUESTIONS, _DOCUMENTS = 110, 5
+#: Prompts of each question: behind other documents, in other orders. One answer's loss hangs on these as well.
+_TIMES = 3
 #: Percent of the likelihood, and of the tokens, that the usual gate may lose.
-_LOST = 1.0
+_LOST = 0.7
 
 
 class Told(NamedTuple):
     """One right answer under one setting.
 
-    ``tokens``: of the answer; ``nll``: nats a token; ``right``: share of first choices; ``seconds``: to the first
-    logits; ``moved`` of ``prompt`` tokens stood elsewhere before.
+    ``tokens``: of the answer; ``nll``: nats a token; ``right``: share of first choices; ``kl``: nats a token against
+    full prefill; ``seconds``: to the first logits; ``moved`` of ``prompt`` tokens stood elsewhere before.
     """
 
     tokens: int
     nll: float
     right: float
+    kl: float
     seconds: float
     prompt: int
     moved: int
@@ -59,11 +65,14 @@ def run(options: Options) -> list[Figure]:
     engine = model_for(options.model or _MODEL, options)
     asked = facts(6) if options.quick else questions()
     with an_archive(engine, options) as archive:
-        told = _told(archive, asked, options.pick(4, _QUESTIONS), options.pick(3, _DOCUMENTS), options)
+        counts = options.pick(4, _QUESTIONS), options.pick(3, _DOCUMENTS), options.pick(1, _TIMES)
+        told = _told(archive, asked, *counts, options)
     return figures(told, asked.source, bars=asked.real and not options.quick)
 
 
-def _told(archive: Archive, asked: Questions, count: int, taken: int, options: Options) -> dict[str, list[Told]]:
+def _told(
+    archive: Archive, asked: Questions, count: int, taken: int, times: int, options: Options
+) -> dict[str, list[Told]]:
     rng = Random(11)
     chosen = _spread(asked.questions, count)
     held = list(dict.fromkeys(question.document for question in chosen))
@@ -74,8 +83,8 @@ def _told(archive: Archive, asked: Questions, count: int, taken: int, options: O
         archive.keep(done)
         del done
     told: dict[str, list[Told]] = {name: [] for name in (FULL, *_GATES)}
-    for number, question in enumerate(chosen):
-        options.step("questions", number, len(chosen))
+    for number, question in enumerate(chosen * times):
+        options.step("questions", number, len(chosen) * times)
         others = [i for i in held if i != question.document]
         order = [question.document, *rng.sample(others, min(taken - 1, len(others)))]
         rng.shuffle(order)
@@ -84,8 +93,11 @@ def _told(archive: Archive, asked: Questions, count: int, taken: int, options: O
         # The prompt's last token is scored with the answer, whose first token it predicts.
         rest = np.concatenate([prompted.ids[-1:], answer]).astype("<i4")
         shorter = prompted._replace(ids=prompted.ids[:-1])
+        exact: Scores | None = None
         for name in told:
-            told[name].append(_one(archive, shorter, rest, name))
+            one, scores = _one(archive, shorter, rest, name, exact)
+            told[name].append(one)
+            exact = exact or scores
     return told
 
 
@@ -94,7 +106,10 @@ def _spread(asked: Sequence[Question], count: int) -> list[Question]:
     return list(asked[:: max(1, len(asked) // count)])[:count]
 
 
-def _one(archive: Archive, prompted: EncodedPrompt, rest: Tokens, name: str) -> Told:
+def _one(
+    archive: Archive, prompted: EncodedPrompt, rest: Tokens, name: str, exact: Scores | None
+) -> tuple[Told, Scores]:
+    """One setting's answer, and its scores; ``exact``: those after full prefill."""
     from ctxreuse.engines.torch_hf.context import TorchContext
     from ctxreuse.engines.torch_hf.fidelity import score
 
@@ -109,7 +124,8 @@ def _one(archive: Archive, prompted: EncodedPrompt, rest: Tokens, name: str) -> 
         assert isinstance(done.context, TorchContext)
         context = done.context
     scores = score(engine, context, rest)
-    return Told(len(rest) - 1, scores.nll, scores.right, seconds, len(ids), moved, gate)
+    kl = 0.0 if exact is None else scores.against(exact).kl
+    return Told(len(rest) - 1, scores.nll, scores.right, kl, seconds, len(ids), moved, gate), scores
 
 
 def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> list[Figure]:
@@ -120,6 +136,7 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
     for name, answers in told.items():
         lost, chosen = _mean(answers)
         moved = sum(one.moved for one in answers) / sum(one.prompt for one in answers)
+        kl = sum(one.tokens * one.kl for one in answers) / sum(one.tokens for one in answers)
         said = statistics.mode(one.gate for one in answers)
         took, whole = (statistics.median(one.seconds for one in some) for some in (answers, full))
         found.append(
@@ -133,7 +150,7 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
                 + (
                     f", {source}"
                     if name == FULL
-                    else f", {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}; "
+                    else f", KL {kl:.4f}, {moved:.0%} moved, {took:.2f} s of {whole:.2f} s; {said}; "
                     f"standard error {_errors(answers, full)[0]:.3f}"
                 ),
             )

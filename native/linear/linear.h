@@ -77,6 +77,8 @@ typedef struct ctx_linear_kernels {
     void (*gate)(float *x, const float *y, size_t n, ctx_gate kind);
     /* y = x / sqrt(mean(x^2) + eps) * w; x may be y. */
     void (*norm)(const float *x, const float *w, float eps, float *y, size_t n);
+    /* y [rows, width] = w [rows, n] d [n, width]. */
+    void (*mix)(const float *w, const float *d, float *y, size_t rows, size_t n, size_t width);
 } ctx_linear_kernels;
 
 /* The active table's loops. */

@@ -37,7 +37,7 @@ static PyObject *use(PyObject *module, PyObject *name) {
 }
 
 static int start(PyObject *module) {
-    PyMethodDef *const parts[] = {box_methods, rans_methods, klt_methods, lossless_methods, attention_methods, linear_methods, decoder_methods,
+    PyMethodDef *const parts[] = {box_methods, rans_methods, klt_methods, lossless_methods, attention_methods, linear_methods, decoder_methods, drift_methods,
                                   policy_methods, residents_methods, tree_methods, suffix_methods, memory_methods,
                                   places_methods};
     for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++)

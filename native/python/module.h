@@ -8,6 +8,7 @@
 
 /* Each ends with an empty entry. */
 extern PyMethodDef box_methods[], rans_methods[], klt_methods[], lossless_methods[], attention_methods[], linear_methods[], decoder_methods[],
+    drift_methods[],
     policy_methods[], residents_methods[], tree_methods[], suffix_methods[], memory_methods[], places_methods[];
 
 /* NULL with TypeError set unless obj was made by rans_tables. */

@@ -37,6 +37,7 @@ int main(void) {
     test_attend();
     test_linear();
     test_decoder();
+    test_drift();
     test_policy();
     test_suffix();
     puts("all native tests passed");

@@ -59,6 +59,7 @@ void test_rans(void);
 void test_attend(void);
 void test_linear(void);
 void test_decoder(void);
+void test_drift(void);
 void test_policy(void);
 void test_suffix(void);
 

@@ -123,7 +123,7 @@ def test_repairs_as_a_picture(tmp_path: Path) -> None:
 
 
 def told(nll: float, right: float, tokens: int = 4) -> qa.Told:
-    return qa.Told(tokens, nll, right, seconds=1.0, prompt=100, moved=80, gate="kl-0.034 by rotate")
+    return qa.Told(tokens, nll, right, kl=0.01, seconds=1.0, prompt=100, moved=80, gate="kl-0.034 by rotate")
 
 
 def test_what_the_gate_loses() -> None:

@@ -15,9 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ctxreuse.cpu import cpu_features
+from ctxreuse.engines.torch_hf.bits import numbers
 from ctxreuse.engines.torch_hf.chunks.scatter import Scatter, active, by_position
 from ctxreuse.engines.torch_hf.inplace.attention import call_of
-from ctxreuse.engines.torch_hf.linears import computes_all, numbers, uses_kernels
+from ctxreuse.engines.torch_hf.linears import computes_all, uses_kernels
 from ctxreuse.engines.torch_hf.packed import WINDOW, is_packing, packed_keys, seen
 from ctxreuse.errors import EngineError
 from ctxreuse.kernels.attention import MOST_DIM, Part, Plane, attend_name

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ctxreuse.engines.torch_hf.attention import NAME, attend
-from ctxreuse.engines.torch_hf.linears import FewRows, most_rows, numbers, uses_kernels
+from ctxreuse.engines.torch_hf.bits import numbers
+from ctxreuse.engines.torch_hf.linears import FewRows, most_rows, uses_kernels
 from ctxreuse.engines.torch_hf.modes import setting
 from ctxreuse.kernels.decoder import DecoderLayer, Norms
 

@@ -27,17 +27,18 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from ctxreuse.cpu import cpu_features, cpu_name, multiplies_bfloat16
+from ctxreuse.engines.torch_hf.bits import numbers
 from ctxreuse.engines.torch_hf.modes import computes_few
 from ctxreuse.engines.torch_hf.packed import is_packing
 from ctxreuse.kernels.dispatch import active
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
 
-__all__ = ["FewRows", "computes_all", "install_linears", "most_rows", "numbers", "uses_kernels"]
+__all__ = ["FewRows", "computes_all", "install_linears", "most_rows", "uses_kernels"]
 
 #: Most rows of a call to the kernel, by the type of weights, where torch multiplies what they are.
 #: In the first table 8 rows of bfloat16 are about even; since, the kernel does 5 to 8 at once, and what surrounds them.
@@ -163,8 +164,3 @@ def _by_kernel(input: torch.Tensor, weights: Weights) -> torch.Tensor:
     out = input.new_empty(*input.shape[:-1], len(weights.data))
     linear(numbers(input.contiguous()), weights, numbers(out), torch.get_num_threads())
     return out
-
-
-def numbers(tensor: torch.Tensor) -> Any:
-    """A tensor as kernels take it, over the same memory: float32, or the bits of a type of two bytes."""
-    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.int16).numpy()

@@ -11,31 +11,15 @@ import torch
 from ctxreuse.block.format import BlockView, BlockWriter
 from ctxreuse.block.levels import EXACT, approx
 from ctxreuse.codec import Codec
-from ctxreuse.dtypes import UNSIGNED
 from ctxreuse.engines.rows import Bits, fill_rows, gather
+from ctxreuse.engines.torch_hf.bits import bits_of
 from ctxreuse.engines.torch_hf.cache.arena import Lease
 from ctxreuse.engines.torch_hf.cache.states import Snapshot
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.identity.keys import Tokens
 from ctxreuse.identity.model import ModelSpace
 
-__all__ = ["as_integers", "bits", "bits_of", "fill_block", "fill_layer", "seal_state"]
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
-def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as whole numbers over the same memory: what other libraries know of all types."""
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def bits_of(tensor: torch.Tensor) -> Bits:
-    """A tensor in the host's memory as unsigned numbers over the same memory.
-
-    Numbers are copied as bits: a copy through float types could quieten a NaN, and numpy has no bfloat16.
-    """
-    array: Bits = as_integers(tensor).numpy()
-    return array.view(UNSIGNED[array.itemsize])
+__all__ = ["bits", "fill_block", "fill_layer", "seal_state"]
 
 
 def bits(plane: torch.Tensor) -> Bits:

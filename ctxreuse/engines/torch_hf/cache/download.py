@@ -8,7 +8,7 @@ import torch
 
 from ctxreuse.block.format import BlockWriter
 from ctxreuse.engines.rows import Bits
-from ctxreuse.engines.torch_hf.cache.blocks import bits_of
+from ctxreuse.engines.torch_hf.bits import bits_of
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.devices import TorchDevice, device_errors
 

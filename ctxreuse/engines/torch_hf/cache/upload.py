@@ -23,8 +23,8 @@ from ctxreuse.cuda import DeviceProfile
 from ctxreuse.cuda.runs import BlockRun, decode_runs
 from ctxreuse.engines.chunks import Relocation
 from ctxreuse.engines.rows import Bits, fill_rows
+from ctxreuse.engines.torch_hf.bits import as_integers, bits_of
 from ctxreuse.engines.torch_hf.cache.arena import Lease
-from ctxreuse.engines.torch_hf.cache.blocks import as_integers, bits_of
 from ctxreuse.engines.torch_hf.chunks.insert import fill_plane
 from ctxreuse.engines.torch_hf.devices import TorchDevice, device_errors
 from ctxreuse.kernels.threads import cores, spread

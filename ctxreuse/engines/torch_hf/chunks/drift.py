@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ctxreuse.engines.torch_hf.bits import numbers
+from ctxreuse.kernels.drift import DriftFit, correct_drift
 from ctxreuse.rope import Rotary
 
 __all__ = ["DriftCorrection"]
@@ -63,16 +65,10 @@ class _Samples(NamedTuple):
 
 
 class _Fit(NamedTuple):
-    """A regression for each of R runs.
-
-    ``x`` [R, n, numbers]: the sampled rows less the run's ``mean`` [R, numbers], zero where one is left out.
-    ``inverse`` [R, n, n]; ``reach`` [R]: the largest squared length of x; ``prior`` [R, n]: the weight of each sample
-    for all rows.
-    """
+    """A regression for each of R runs: what `ctxreuse.kernels.drift.DriftFit` says of its first four numbers."""
 
     x: torch.Tensor
     mean: torch.Tensor
-    inverse: torch.Tensor
     reach: torch.Tensor
     prior: torch.Tensor
 
@@ -91,7 +87,7 @@ class DriftCorrection:
         self._spans, self._rows, self._rotaries = spans, rows, rotaries
         self._samples: _Samples | None = None
         self._there = torch.device("cpu")
-        self._tables: dict[Rotary, tuple[_Tables, list[_Tables]]] = {}
+        self._tables: dict[Rotary, tuple[_Tables, _Tables]] = {}
 
     def begin(self, positions: torch.Tensor) -> None:
         """Begin a forward of the tokens at ``positions`` int64 [S]."""
@@ -125,24 +121,54 @@ class DriftCorrection:
         _add_rotated(drift_k.flatten(1, 2), rotated.flatten(1, 2), rotary, back)
         usual = _usual(drift_v, samples.valid) & _usual(drift_k, samples.valid)
         # Not by factors of zero, as those that are left out may be no numbers.
-        old_v, drift_v, drift_k = (x.where(usual[..., None], 0.0) for x in (old_v, drift_v, drift_k))
-        fit = _fit(_by_run(old_v), usual)
-        for run, (rows, to) in enumerate(zip(samples.rows, there)):
-            k, v = layer.keys[0, :, rows], layer.values[0, :, rows]
-            weights = _weights(fit, run, v.float()).expand(len(v), -1, -1)
-            v += torch.bmm(weights, drift_v[:, run])
-            corrected = k.float()  # itself, if it is float32
-            _add_rotated(corrected, torch.bmm(weights, drift_k[:, run]), rotary, to)
-            if corrected is not k:
-                k.copy_(corrected)
+        old_v, drift_v, drift_k = (_by_run(x.where(usual[..., None], 0.0)) for x in (old_v, drift_v, drift_k))
+        fit = _fit(old_v, usual)
+        (_by_kernel if keys.device.type == "cpu" else _by_torch)(
+            layer, samples.rows, fit, drift_k, drift_v, rotary, there
+        )
 
-    def _rotation(self, rotary: Rotary, samples: _Samples) -> tuple[_Tables, list[_Tables]]:
-        """Tables that rotate the R * n sampled rows back, and those of each run to their positions."""
+    def _rotation(self, rotary: Rotary, samples: _Samples) -> tuple[_Tables, _Tables]:
+        """Tables that rotate the R * n sampled rows back, and those that rotate all rows to their positions."""
         if rotary not in self._tables:
             device = samples.at.device
-            there = [_tables(rotary, np.arange(rows.start, rows.stop), device) for rows in samples.rows]
-            self._tables[rotary] = _tables(rotary, samples.at.flatten().cpu().numpy(), device, undo=True), there
+            rows = np.concatenate([np.arange(one.start, one.stop) for one in samples.rows])
+            back = _tables(rotary, samples.at.flatten().cpu().numpy(), device, undo=True)
+            self._tables[rotary] = back, _tables(rotary, rows, device)
         return self._tables[rotary]
+
+
+def _by_kernel(
+    layer: _Layer, rows: list[slice], fit: _Fit, dk: torch.Tensor, dv: torch.Tensor, rotary: Rotary, there: _Tables
+) -> None:
+    """Correct the rows of all runs in one call; drifts are [R, n, heads * dim]."""
+    correct_drift(
+        numbers(layer.keys[0]),
+        numbers(layer.values[0]),
+        str(layer.keys.dtype).removeprefix("torch."),
+        np.array([(one.start, one.stop) for one in rows], np.int64),
+        DriftFit(*(x.numpy() for x in (*fit, dk, dv))),
+        *(table.numpy() for table in there),
+        interleaved=rotary.style == "pairs",
+        threads=torch.get_num_threads(),
+    )
+
+
+def _by_torch(
+    layer: _Layer, rows: list[slice], fit: _Fit, dk: torch.Tensor, dv: torch.Tensor, rotary: Rotary, there: _Tables
+) -> None:
+    """The same where a device has them."""
+    parts = zip(*(table.split([one.stop - one.start for one in rows]) for table in there))
+    for run, (of, tables) in enumerate(zip(rows, parts)):
+        k, v = layer.keys[0, :, of], layer.values[0, :, of]
+        heads, dim = k.shape[0], k.shape[2]
+        weights = _weights(fit, run, v.float()).expand(heads, -1, -1)
+        by_heads = (x[run].unflatten(1, (heads, dim)).transpose(0, 1) for x in (dk, dv))
+        step_k, step_v = (torch.bmm(weights, x) for x in by_heads)
+        v += step_v
+        corrected = k.float()  # itself, if it is float32
+        _add_rotated(corrected, step_k, rotary, tables)
+        if corrected is not k:
+            k.copy_(corrected)
 
 
 def _padded(tokens: list[npt.NDArray[np.int64]], rows: list[slice], at: npt.NDArray[np.int64]) -> _Samples:
@@ -197,15 +223,13 @@ def _fit(rows: torch.Tensor, usual: torch.Tensor) -> _Fit:
     ridge = torch.where(size > 0, _RIDGE * size, 1.0)
     # Not by inv() or solve(): of many matrices they start MKL's threads inside of torch's, which wait for each other.
     roots, _ = torch.linalg.cholesky_ex(gram + ridge * torch.eye(gram.shape[1], device=gram.device))
-    return _Fit(x, mean[:, 0], torch.cholesky_inverse(roots), lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
+    inverse = torch.cholesky_inverse(roots)
+    return _Fit(torch.bmm(inverse, x), mean[:, 0], lengths.amax(1), (seen / (n + _PRIOR))[..., 0])
 
 
 def _weights(fit: _Fit, run: int, rows: torch.Tensor) -> torch.Tensor:
     """The weight of each sample for each of the ``rows`` [heads, m, dim] of its run: [m, n]."""
-    heads, _, dim = rows.shape
-    x = fit.inverse[run] @ fit.x[run]
-    y = rows - fit.mean[run].view(heads, 1, dim)
+    y = rows.transpose(0, 1).flatten(1) - fit.mean[run]
     # Rows unlike all samples are taken for the farthest of those.
-    like = (fit.reach[run] / y.square().sum((0, 2)).clamp(min=1e-30)).clamp(max=1).sqrt()
-    shared = torch.bmm(y, x.unflatten(1, (heads, dim)).permute(1, 2, 0)).sum(0)
-    return shared.mul_(like[:, None]).add_(fit.prior[run])
+    like = (fit.reach[run] / y.square().sum(1).clamp(min=1e-30)).clamp(max=1).sqrt()
+    return (y @ fit.x[run].T).mul_(like[:, None]).add_(fit.prior[run])

@@ -10,8 +10,9 @@ from ctxreuse.block.format import parse
 from ctxreuse.engines.chunks import BlockRows
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
-from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
+from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection, _by_torch
 from ctxreuse.errors import EngineError
+from ctxreuse.kernels.drift import DriftFit, correct_drift
 from ctxreuse.reuse.inplace import AttachedRun
 from ctxreuse.rope import Rotary
 from ctxreuse.testing.engine import random_tokens, seal
@@ -214,3 +215,52 @@ def test_runs_of_which_very_many_rows_are_computed():
     drift.correct(layer, *(plane[:, :, rows] + 1 for plane in stored))
     left = (layer.values[0, :, ::2] - stored[1][0, :, ::2] - 1).abs()
     assert float(left.max()) < 0.2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("rotary", ROTARIES, ids=lambda rotary: f"{rotary.style}-{2 * len(rotary.inv_freq)}")
+def test_the_kernel_and_torch_correct_alike(rotary, dtype, monkeypatch):
+    spans, kind = [(5, 40), (43, 120)], getattr(torch, dtype)
+    rows = np.array([14, 20, 22, 30, 39, 60, 70, 80, 110])
+    right, stored = ([plane.to(kind) for plane in some] for some in shifted(rotary, 130, 0.5, 7))
+    room = [torch.zeros(1, HEADS, 200, DIM, dtype=kind) for _ in stored]  # more rows than are in use
+    found = []
+    for torch_only in (False, True):
+        for plane, of in zip(room, stored):
+            plane[:, :, :130] = of
+        if torch_only:
+            monkeypatch.setattr("ctxreuse.engines.torch_hf.chunks.drift._by_kernel", _by_torch)
+        layer = layer_of(*(plane[:, :, :130] for plane in room))
+        drift = DriftCorrection(spans, rows, {layer: rotary})
+        drift.begin(torch.from_numpy(rows))
+        drift.correct(layer, *(plane[:, :, rows] for plane in right))
+        found.append([plane.float().clone() for plane in room])
+    most = 1e-5 if dtype == "float32" else 0.05
+    for one, other, was in zip(*found, stored):
+        assert (one - other).abs().max() <= most
+        assert (one[:, :, :130] - was.float())[:, :, 45:].abs().max() > 0.3
+        assert not one[:, :, 130:].any()
+
+
+def test_what_does_not_fit_is_refused():
+    plane, one = np.zeros((HEADS, 20, DIM), np.float32), np.zeros((1, 4, HEADS * DIM), np.float32)
+    fit = DriftFit(one, one[:, 0], np.ones(1, np.float32), np.ones((1, 4), np.float32), one, one)
+    angles = np.zeros((7, 2), np.float32)
+    correct_drift(plane, plane.copy(), "float32", np.array([(3, 10)]), fit, angles, angles)
+    for spans in ([(3, 21)], [(-1, 10)], [(10, 3)], [(0, 4), (3, 6)]):
+        many = DriftFit(*(np.repeat(x, len(spans), 0) for x in fit))
+        with pytest.raises(ValueError, match="spans"):
+            correct_drift(plane, plane.copy(), "float32", np.array(spans), many, angles, angles)
+    for name in fit._fields:
+        short = fit._replace(**{name: np.ascontiguousarray(getattr(fit, name)[..., :-1])})
+        with pytest.raises(ValueError, match="fit"):
+            correct_drift(plane, plane.copy(), "float32", np.array([(3, 10)]), short, angles, angles)
+    for bad in (np.zeros((7, 5), np.float32), np.zeros((6, 2), np.float32)):
+        with pytest.raises(ValueError, match="fit"):
+            correct_drift(plane, plane.copy(), "float32", np.array([(3, 10)]), fit, bad, bad)
+    turned = np.zeros((HEADS, DIM, 20), np.float32).transpose(0, 2, 1)
+    with pytest.raises(ValueError, match="fit"):
+        correct_drift(turned, plane.copy(), "float32", np.array([(3, 10)]), fit, angles, angles)
+    plane.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        correct_drift(plane, plane.copy(), "float32", np.array([(3, 10)]), fit, angles, angles)

@@ -25,8 +25,9 @@ __all__ = ["ChunkSettings", "calibrate_chunks", "chunk_settings"]
 POLICIES = (
     "rotate",
     "first-4+last-16+every-20+drift",
-    "first-4+every-12+ask-5%+drift",
+    "first-4+last-16+every-20+ask-5%+drift",
     "v-15%",
+    "first-4+last-16+every-16+ask-10%+drift",
     "first-4+every-8+ask-15%+drift",
 )
 _QUICK = ("rotate", "first-4+last-16+every-20+drift")

@@ -69,9 +69,8 @@ def correct_drift(
         ValueError: shapes, types or spans do not fit.
         MemoryError: some rows may have been corrected.
     """
-    places = ((x, dtype_code(dtype, x), 0, tuple(step // x.itemsize for step in x.strides)) for x in (keys, values))
-    of_keys, of_values = places
+    boxes = [(x, dtype_code(dtype, x), 0, tuple(step // x.itemsize for step in x.strides)) for x in (keys, values)]
     x, mean, reach, prior, dk, dv = fit
     native.drift_correct(
-        *of_keys, *of_values, keys.shape, spans, cos, sin, interleaved, x, mean, reach, prior, dk, dv, threads
+        *boxes[0], *boxes[1], keys.shape, spans, cos, sin, interleaved, x, mean, reach, prior, dk, dv, threads
     )

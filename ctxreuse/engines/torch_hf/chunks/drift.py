@@ -80,8 +80,8 @@ class DriftCorrection:
     K. A run whose rows are recomputed in several forwards is corrected part by part.
     """
 
-    # In torch, as numpy's matrix products have threads of their own, which keep the processors from the model's:
-    # recomputing 345 rows of SmolLM2 took 4.0 s with them and takes 1.9 s.
+    # The fit is torch's, as numpy's matrix products have threads of their own, which keep the processors from the
+    # model's: recomputing 345 rows of SmolLM2 took 4.0 s with them and takes 1.9 s.
 
     def __init__(self, spans: Sequence[_Span], rows: npt.NDArray[np.int64], rotaries: Mapping[Any, Rotary]) -> None:
         self._spans, self._rows, self._rotaries = spans, rows, rotaries

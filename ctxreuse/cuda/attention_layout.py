@@ -56,7 +56,7 @@ def plane_record(plane: Plane, xp: Any, address: Any, what: str) -> np.void:
         wanted = (data.shape[0], 2, plane.dim // GROUP, data.shape[1])
     if wanted is None:
         return cast(np.void, out[()])
-    kind = np.dtype(np.float32 if plane.format == "int8" else np.float16)
+    kind = np.dtype(np.float32 if plane.format == "int8" else np.uint8)
     if not isinstance(scales, xp.ndarray) or scales.dtype != kind or scales.shape != wanted:
         raise ValueError(f"{what}: {plane.format} needs scales {kind} {wanted} on the device")
     *steps, last = (stride // kind.itemsize for stride in scales.strides)

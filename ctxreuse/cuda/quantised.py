@@ -37,18 +37,27 @@ def quantise_plane(launcher: Launcher, x: Any, format: str) -> Plane:
     heads, tokens, dim = x.shape
     groups = x.reshape(heads, tokens, dim // GROUP, GROUP)
     low = groups.min(3) + np.float32(0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        halves = xp.stack([(groups.max(3) + np.float32(0) - low) / np.float32(15), low], 1).astype(np.float16)
-    if not bool(xp.isfinite(halves).all()):
-        raise ValueError("values: not all are finite as half floats")
-    step, base = halves[:, 0].astype(np.float32), halves[:, 1].astype(np.float32)
-    with np.errstate(divide="ignore"):
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        size = xp.maximum(groups.max(3) + np.float32(0) - low, xp.abs(low)) / np.float32(15)
+        bits = size.astype(np.float16).view(np.uint16).astype(np.int32)
+        steps = (bits + 0x3F + (bits >> 7 & 1)) >> 7
+        step = _of_steps(xp, steps)
         inverse = xp.where(step > 0, np.float32(1) / step, np.float32(0))
+        eighths = xp.clip(xp.rint(np.float32(8) * low * inverse), -128, 127)
+        base = eighths * (np.float32(0.125) * step)
+    if not bool((xp.isfinite(low) & (bits < 0x7BC0) & (xp.abs(base) <= 65504)).all()):
+        raise ValueError("values: not all are finite as half floats")
     codes = xp.rint(xp.clip((groups - base[..., None]) * inverse[..., None], 0, 15)).astype(np.uint8)
     half = GROUP // 2
     packed = codes[..., :half] | codes[..., half:] << np.uint8(4)
-    scales = xp.ascontiguousarray(halves.transpose(0, 1, 3, 2))
+    scales = xp.stack([steps.astype(np.uint8), eighths.astype(np.int8).view(np.uint8)], 1)
+    scales = xp.ascontiguousarray(scales.transpose(0, 1, 3, 2))
     return Plane(format, xp.ascontiguousarray(packed.reshape(heads, tokens, dim // 2)), scales)
+
+
+def _of_steps(xp: Any, codes: Any) -> Any:
+    """float32 of int4 steps: the upper bits of half floats without their sign."""
+    return xp.ascontiguousarray(codes.astype(np.uint16) << np.uint16(7)).view(np.float16).astype(np.float32)
 
 
 def expand_plane(launcher: Launcher, plane: Plane) -> Any:
@@ -60,5 +69,7 @@ def expand_plane(launcher: Launcher, plane: Plane) -> Any:
     heads, tokens, half = data.shape
     packed = data.reshape(heads, tokens, 2 * half // GROUP, GROUP // 2)
     codes = xp.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], 3).astype(np.float32)
-    step, low = (scales[:, i].astype(np.float32).transpose(0, 2, 1)[..., None] for i in range(2))
+    steps, lows = (scales[:, i].transpose(0, 2, 1)[..., None] for i in range(2))
+    step = _of_steps(xp, steps)
+    low = xp.ascontiguousarray(lows).view(np.int8).astype(np.float32) * (np.float32(0.125) * step)
     return (low + codes * step).reshape(heads, tokens, 2 * half)

@@ -114,7 +114,7 @@ static ctx_rows rows_of(const ctx_plane *p, size_t head, size_t row, size_t coun
     ctx_rows t = {.format = p->format, .at = p->at + head * p->head + row * p->row, .step = p->row, .count = count};
     if (p->format == CTX_ROWS_INT8) t.scales = p->scales + head * p->scale_head + row * sizeof(float);
     if (p->format != CTX_ROWS_INT4) return t;
-    t.scales = p->scales + head * p->scale_head + row * 2;
+    t.scales = p->scales + head * p->scale_head + row;
     t.lows = t.scales + p->scale_low;
     t.group_step = p->scale_group;
     return t;
@@ -255,7 +255,7 @@ int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint
     return wrong;
 }
 
-int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint16_t *steps, uint16_t *lows, size_t groups_step, const uint8_t *x,
+int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint8_t *steps, uint8_t *lows, size_t groups_step, const uint8_t *x,
                   ctx_dtype dtype, size_t row_step, size_t rows, size_t dim) {
     const ctx_attend_kernels *kernels = chosen(k, dim)->table;
     float row[CTX_ATTEND_DIM];

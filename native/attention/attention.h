@@ -70,10 +70,11 @@ void ctx_attend_merge(float *o, float *lse, size_t count, size_t rows, size_t di
 const char *ctx_attend_name(const ctx_kernels *k, size_t dim);
 
 /* Rows to codes. `rows` rows of dim values, row_step bytes apart, of one head; int8: scales[row]; int4: steps and lows of
- * group g at scales + g * groups_step + row. Every table gives the same bits. 0, or -1: not finite, -2: beyond half floats. */
+ * group g at steps and lows + g * groups_step + row. Every table gives the same bits. 0, or -1: not finite, -2: beyond half
+ * floats. */
 int ctx_quantise8(const ctx_kernels *k, int8_t *codes, float *scales, const uint8_t *x, ctx_dtype dtype, size_t row_step,
                   size_t rows, size_t dim);
-int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint16_t *steps, uint16_t *lows, size_t groups_step, const uint8_t *x,
+int ctx_quantise4(const ctx_kernels *k, uint8_t *codes, uint8_t *steps, uint8_t *lows, size_t groups_step, const uint8_t *x,
                   ctx_dtype dtype, size_t row_step, size_t rows, size_t dim);
 
 /* ---- What a table holds ------------------------------------------------------------------------------------------- */
@@ -114,7 +115,7 @@ typedef struct ctx_attend_kernels {
      * may be overwritten. */
     void (*values)(float *o, float *s, const float *factor, size_t rows, size_t dim, const ctx_rows *v, uint8_t *room);
     int (*quantise8)(int8_t *codes, float *scale, const float *x, size_t dim);
-    int (*quantise4)(uint8_t *codes, uint16_t *step, uint16_t *low, const float *x); /* one group */
+    int (*quantise4)(uint8_t *codes, uint8_t *step, uint8_t *low, const float *x); /* one group */
 } ctx_attend_kernels;
 
 /* Bytes of `room`, which is aligned to 64: a decoded tile of V, and integer weights of four query rows. */

@@ -36,7 +36,14 @@ static inline __m512i dword(const void *at) {
 ALWAYS void add_products(__m512i *sum, __m512i bytes, __m512i with) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(bytes), "v"(with));
 }
-static inline __m512 wide_halves(const uint8_t *at, __mmask16 mask) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, at)); }
+/* int4's steps, and its lows in steps. */
+static inline __m512 wide_steps(const uint8_t *at, __mmask16 mask) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(mask, at)), 7));
+}
+static inline __m512 wide_lows(const uint8_t *at, __mmask16 mask) {
+    const __m512 eighths = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, at)));
+    return _mm512_mul_ps(eighths, _mm512_set1_ps(0.125f));
+}
 static inline __m512 joined(__m512i high, __m512i low) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low));
 }
@@ -179,13 +186,13 @@ ALWAYS void byte_scores(float *s, const ctx_queries *a, size_t r, const size_t r
                 for (size_t i = 0; i < rows; i++) sum[i][h] = _mm512_mul_ps(joined(high[i][h], low[i][h]), scale);
                 continue;
             }
-            const __m512 step = wide_halves(k->scales + g * k->group_step + 2 * t, here);
-            const __m512 bottom = wide_halves(k->lows + g * k->group_step + 2 * t, here);
+            const __m512 step = wide_steps(k->scales + g * k->group_step + t, here);
+            const __m512 bottom = wide_lows(k->lows + g * k->group_step + t, here);
             UNROLL
             for (size_t i = 0; i < rows; i++) {
-                const __m512 all_of = _mm512_mul_ps(bottom, _mm512_set1_ps(a->sums[(r + i) * groups + g]));
-                const __m512 before = g ? _mm512_add_ps(sum[i][h], all_of) : all_of;
-                sum[i][h] = _mm512_fmadd_ps(joined(high[i][h], low[i][h]), step, before);
+                const __m512 codes = joined(high[i][h], low[i][h]);
+                const __m512 all = _mm512_fmadd_ps(bottom, _mm512_set1_ps(a->sums[(r + i) * groups + g]), codes);
+                sum[i][h] = g ? _mm512_fmadd_ps(all, step, sum[i][h]) : _mm512_mul_ps(all, step);
             }
         }
     }
@@ -303,7 +310,7 @@ ALWAYS float weigh(__m512i high[2], __m512i low[2], const float *s, const ctx_ro
     __m512 p[TILE / 16], peak = _mm512_setzero_ps();
     for (size_t i = 0; i < TILE / 16; i++) {
         const __mmask16 here = below(16 * i, v->count);
-        const __m512 scale = nibbles ? wide_halves(scales + 32 * i, here) : _mm512_maskz_loadu_ps(here, scales + 64 * i);
+        const __m512 scale = nibbles ? wide_steps(scales + 16 * i, here) : _mm512_maskz_loadu_ps(here, scales + 64 * i);
         p[i] = _mm512_maskz_mul_ps(here, _mm512_load_ps(s + 16 * i), scale);
         peak = _mm512_max_ps(p[i], peak);
     }
@@ -400,8 +407,11 @@ ALWAYS void nibble_values(float *o, const float *s, const float *factor, const s
                 const size_t at = (4 * b + g) * v->group_step;
                 unit[i][g] = weigh(high[g], low[g], s + i * TILE, v, v->scales + at, 1);
                 __m512 sum = _mm512_setzero_ps();
-                for (size_t t = 0; t < v->count; t += 16)
-                    sum = _mm512_fmadd_ps(_mm512_load_ps(s + i * TILE + t), wide_halves(v->lows + at + 2 * t, below(t, v->count)), sum);
+                for (size_t t = 0; t < v->count; t += 16) {
+                    const __mmask16 some = below(t, v->count);
+                    const __m512 base = _mm512_mul_ps(wide_steps(v->scales + at + t, some), wide_lows(v->lows + at + t, some));
+                    sum = _mm512_fmadd_ps(_mm512_load_ps(s + i * TILE + t), base, sum);
+                }
                 lows[i][g] = _mm512_reduce_add_ps(sum);
             }
             interleave_words(words + i * 256, high, width);

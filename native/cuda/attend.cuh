@@ -12,7 +12,7 @@ enum Format : u32 { ROWS_FP16 = 1, ROWS_BF16 = 2, ROWS_INT8 = 3, ROWS_INT4 = 4 }
 // K or V of one layer. Rows begin at multiples of 16 bytes. Steps of rows in bytes, of scales in elements.
 struct AttendPlane {
     u64 data;        // address of row 0 of head 0
-    u64 scales;      // int8: float [heads][tokens]; int4: halves [heads][steps, lows][groups][tokens]
+    u64 scales;      // int8: float [heads][tokens]; int4: bytes [heads][steps, lows][groups][tokens]
     i64 head;
     i64 scale_head;
     i64 scale_low;   // from steps to lows

@@ -79,7 +79,7 @@ __device__ __forceinline__ void ask_scales(u32 *to, const AttendWalk<D, TILES> &
         to[0] = float_bits(((const float *)plane.scales)[head * plane.scale_head + row]);
     } else {
         const u32 half = lane_number() / walk.keys * walk.listed / 2;
-        const u16 *const own = (const u16 *)plane.scales + head * plane.scale_head + row;
+        const u8 *const own = (const u8 *)plane.scales + head * plane.scale_head + row;
 #pragma unroll
         for (u32 i = 0; i < walk.listed; i++) to[i] = own[(half + i / 2) * plane.scale_group + i % 2 * plane.scale_low];
     }
@@ -102,7 +102,12 @@ __device__ __forceinline__ void put_scales(const u32 *from, const AttendWalk<D, 
     } else {
         const u32 half = lane_number() / keys * walk.listed / 2;
 #pragma unroll
-        for (u32 i = 0; i < walk.listed; i++) ((u16 *)to)[((half + i / 2) * 2 + i % 2) * keys + row] = hidden ? 0 : (u16)from[i];
+        for (u32 i = 0; i < walk.listed; i++) {
+            // Exact as halves, which have 11 bits: a step has 4, a low 7 more.
+            const u32 step = from[i - i % 2] << 7;
+            const u32 one = i % 2 ? half_of((i32)(from[i] << 24) * 0x1p-27f * of_half(step)) : step;
+            ((u16 *)to)[((half + i / 2) * 2 + i % 2) * keys + row] = hidden ? 0 : (u16)one;
+        }
     }
 }
 

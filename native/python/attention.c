@@ -73,7 +73,7 @@ static int plane_of(held *h, PyObject *const *fields, size_t heads, size_t token
         out->scales = scales->view.buf, out->scale_head = steps[0];
     } else if (format == CTX_ROWS_INT4) {
         const size_t groups[4] = {heads, 2, dim / CTX_ATTEND_GROUP, tokens};
-        const region *scales = array(h, fields[2], 4, 2, groups, what, steps);
+        const region *scales = array(h, fields[2], 4, 1, groups, what, steps);
         if (!scales) return -1;
         out->scales = scales->view.buf;
         out->scale_head = steps[0], out->scale_low = steps[1], out->scale_group = steps[2];
@@ -330,7 +330,7 @@ static int quantise(const ctx_kernels *k, ctx_dtype dtype, size_t format, const 
             wrong = ctx_quantise8(k, to + h * rows * dim, scale + h * rows, from, dtype, row, rows, dim);
         } else {
             uint8_t *to = codes->view.buf;
-            uint16_t *steps = (uint16_t *)scales->view.buf + h * 2 * groups * rows;
+            uint8_t *steps = (uint8_t *)scales->view.buf + h * 2 * groups * rows;
             wrong = ctx_quantise4(k, to + h * rows * dim / 2, steps, steps + groups * rows, rows, from, dtype, row, rows, dim);
         }
     }
@@ -351,7 +351,7 @@ static PyObject *attend_quantise(PyObject *module, PyObject *const *args, Py_ssi
         return NULL;
     const int half = format == CTX_ROWS_INT4;
     if ((x = hold(&h, args[0], 0, "x")) && (codes = hold_numbers(&h, args[3], 1, 1, "codes")) &&
-        (scales = hold_numbers(&h, args[4], 1, half ? 2 : 4, "scales"))) {
+        (scales = hold_numbers(&h, args[4], 1, half ? 1 : 4, "scales"))) {
         const Py_buffer *view = &x->view;
         const int rows = view->ndim == 3 && view->shape && view->strides && (size_t)view->itemsize == ctx_dtype_bytes(dtype) &&
                          (view->shape[2] <= 1 || view->strides[2] == view->itemsize);
@@ -361,7 +361,7 @@ static PyObject *attend_quantise(PyObject *module, PyObject *const *args, Py_ssi
             values > SIZE_MAX / (4 * CTX_ATTEND_DIM)) {
             PyErr_SetString(PyExc_ValueError, "x: needs rows [heads, tokens, dim] of at most 512, in whole groups for int4");
         } else if (codes->bytes != values * shape[2] / (half ? 2 : 1) ||
-                   scales->bytes != values * (half ? 4 * (shape[2] / CTX_ATTEND_GROUP) : 4)) {
+                   scales->bytes != values * (half ? 2 * (shape[2] / CTX_ATTEND_GROUP) : 4)) {
             PyErr_SetString(PyExc_ValueError, "codes, scales: do not fit x");
         } else {
             int wrong;

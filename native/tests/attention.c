@@ -23,11 +23,7 @@ typedef struct made {
     float *x; /* [heads, tokens, dim] */
 } made;
 
-static float fp16_of(uint16_t bits) {
-    float x;
-    generic_table()->convert[CTX_FP16][CTX_FP32]((uint8_t *)&x, (const uint8_t *)&bits, 1);
-    return x;
-}
+static double step_of(uint8_t code) { return code < 8 ? ldexp(code, -17) : ldexp(8 + code % 8, code / 8 - 18); }
 
 static made make(ctx_format format, size_t heads, size_t tokens, size_t dim) {
     static const size_t eighths[CTX_FORMATS] = {32, 16, 16, 8, 4};
@@ -36,12 +32,12 @@ static made make(ctx_format format, size_t heads, size_t tokens, size_t dim) {
     m.plane = (ctx_plane){.format = format, .head = tokens * row, .row = row};
     uint8_t *packed = random_bytes(rows * row);
     int8_t *codes = (int8_t *)random_bytes(rows * dim + 1);
-    uint16_t *halves = (uint16_t *)(void *)random_bytes(4 * groups * rows + 2);
+    uint8_t *pairs = random_bytes(2 * groups * rows + 2);
     float *scales = normals(rows);
     for (size_t h = 0; h < heads; h++) {
         float *x = m.x + h * tokens * dim;
         const size_t from = h * tokens;
-        uint16_t *steps = halves + h * 2 * groups * tokens, *lows = steps + groups * tokens;
+        uint8_t *steps = pairs + h * 2 * groups * tokens, *lows = steps + groups * tokens;
         if (format == CTX_ROWS_INT8) CHECK(!ctx_quantise8(generic_table(), codes + from * dim, scales + from, (uint8_t *)x, CTX_FP32, 4 * dim, tokens, dim), "finite");
         if (format == CTX_ROWS_INT4) CHECK(!ctx_quantise4(generic_table(), (uint8_t *)codes + from * dim / 2, steps, lows, tokens, (uint8_t *)x, CTX_FP32, 4 * dim, tokens, dim), "finite");
         for (size_t t = 0; t < tokens; t++) {
@@ -56,20 +52,20 @@ static made make(ctx_format format, size_t heads, size_t tokens, size_t dim) {
                 const size_t g = d / 32, i = d % 32;
                 const int code = format == CTX_ROWS_INT8 ? (int8_t)to[d] : to[16 * g + i % 16] >> (i / 16 * 4) & 15;
                 const float was = x[t * dim + d];
-                const double step = format == CTX_ROWS_INT8 ? scales[from + t] : fp16_of(steps[g * tokens + t]);
-                const double low = format == CTX_ROWS_INT8 ? 0 : fp16_of(lows[g * tokens + t]);
+                const double step = format == CTX_ROWS_INT8 ? scales[from + t] : step_of(steps[g * tokens + t]);
+                const double low = format == CTX_ROWS_INT8 ? 0 : (int8_t)lows[g * tokens + t] * step / 8;
                 x[t * dim + d] = (float)(low + step * code);
-                CHECK(fabs(x[t * dim + d] - was) < 0.51 * step + 2e-3, "%s: %g became %g", names[format], was, x[t * dim + d]);
+                CHECK(fabs(x[t * dim + d] - was) < 1.01 * step + 1e-4, "%s: %g became %g", names[format], was, x[t * dim + d]);
             }
         }
     }
-    const size_t bytes = format == CTX_ROWS_INT8 ? 4 * rows : format == CTX_ROWS_INT4 ? 4 * groups * rows : 0;
+    const size_t bytes = format == CTX_ROWS_INT8 ? 4 * rows : format == CTX_ROWS_INT4 ? 2 * groups * rows : 0;
     m.data = packed, m.scales = malloc(bytes ? bytes : 1);
-    memcpy(m.scales, format == CTX_ROWS_INT8 ? (void *)scales : (void *)halves, bytes);
+    memcpy(m.scales, format == CTX_ROWS_INT8 ? (void *)scales : (void *)pairs, bytes);
     m.plane.at = m.data, m.plane.scales = m.scales;
-    m.plane.scale_head = format == CTX_ROWS_INT8 ? 4 * tokens : 4 * groups * tokens;
-    m.plane.scale_low = 2 * groups * tokens, m.plane.scale_group = 2 * tokens;
-    free(codes), free(halves), free(scales);
+    m.plane.scale_head = format == CTX_ROWS_INT8 ? 4 * tokens : 2 * groups * tokens;
+    m.plane.scale_low = groups * tokens, m.plane.scale_group = tokens;
+    free(codes), free(pairs), free(scales);
     return m;
 }
 
@@ -216,20 +212,20 @@ static void test_quantise(void) {
         if (round == 59) x[below(rows * dim)] = -INFINITY;
         uint8_t first[2][96 * 40], codes[96 * 40];
         float scales[2][40];
-        uint16_t halves[2][2 * 3 * 40];
+        uint8_t pairs[2][2 * 3 * 40];
         int wrong[2] = {0, 0};
         for (size_t i = count; i-- > 0;) {
             const int now = i != count - 1;
-            memset(scales[now], 0, sizeof scales[now]), memset(halves[now], 0, sizeof halves[now]), memset(codes, 0, sizeof codes);
+            memset(scales[now], 0, sizeof scales[now]), memset(pairs[now], 0, sizeof pairs[now]), memset(codes, 0, sizeof codes);
             int failed = ctx_quantise8(tables[i], (int8_t *)codes, scales[now], (uint8_t *)x, CTX_FP32, 4 * dim, rows, dim);
             CHECK(failed == (round >= 58 ? -1 : 0), "%d", failed);
             if (!now) memcpy(first[0], codes, sizeof codes);
             CHECK(!memcmp(first[0], codes, sizeof codes) && !memcmp(scales[0], scales[now], sizeof scales[0]), "%s: int8", tables[i]->name);
             memset(codes, 0, sizeof codes);
-            wrong[now] = ctx_quantise4(tables[i], codes, halves[now], halves[now] + 120, 40, (uint8_t *)x, CTX_FP32, 4 * dim, rows, dim);
+            wrong[now] = ctx_quantise4(tables[i], codes, pairs[now], pairs[now] + 120, 40, (uint8_t *)x, CTX_FP32, 4 * dim, rows, dim);
             if (!now) memcpy(first[1], codes, sizeof codes);
             CHECK(wrong[now] == wrong[0] && (round < 58 || wrong[now]), "%d and %d", wrong[0], wrong[now]);
-            CHECK(!memcmp(first[1], codes, sizeof codes) && !memcmp(halves[0], halves[now], sizeof halves[0]), "%s: int4", tables[i]->name);
+            CHECK(!memcmp(first[1], codes, sizeof codes) && !memcmp(pairs[0], pairs[now], sizeof pairs[0]), "%s: int4", tables[i]->name);
         }
         free(x);
     }

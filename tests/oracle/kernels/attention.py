@@ -55,7 +55,13 @@ def _int8(x: Floats) -> tuple[NDArray[np.int8], Floats]:
     return codes, (most / np.float32(127)).astype(np.float32)
 
 
-def _int4(x: Floats) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
+def _steps(codes: NDArray[Any]) -> Floats:
+    """Five bits of exponent and three of mantissa as float32."""
+    exponent, mantissa = codes.astype(np.int64) >> 3, codes.astype(np.int64) & 7
+    return np.ldexp(np.where(exponent, 8 + mantissa, mantissa), np.maximum(exponent, 1) - 18).astype(np.float32)
+
+
+def _int4(x: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     heads, tokens, dim = x.shape
     if dim % _GROUP:
         raise ValueError(f"int4 needs dim in groups of {_GROUP}, got {dim}")
@@ -63,16 +69,22 @@ def _int4(x: Floats) -> tuple[NDArray[np.uint8], NDArray[np.float16]]:
     zero = np.float32(0)  # added, so that there is no -0
     low, high = grouped.min(3, initial=np.inf) + zero, grouped.max(3, initial=-np.inf) + zero
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        step = ((high - low) / np.float32(15)).astype(np.float16)
-        low = low.astype(np.float16)
-    if not (np.isfinite(step).all() and np.isfinite(low).all()):
+        size = (np.maximum(high - low, np.abs(low)) / np.float32(15)).astype(np.float16).astype(np.float64)
+        if not (size < 63488).all():  # half of the way from the largest step, 61440, to the one that would follow
+            raise ValueError("values: beyond what half floats hold")
+    place = np.where(size > 0, np.maximum(np.frexp(size)[1] - 1, -14), -14)
+    eighths = np.rint(np.ldexp(size, 3 - place)).astype(np.int64)  # of 2^place, nearest even
+    step = ((place + 14 << 3) + eighths).astype(np.int64)
+    wide = _steps(step)
+    inverse = (np.where(wide > 0, 1, 0) / np.where(wide > 0, wide, np.float32(1))).astype(np.float32)
+    lows = np.rint(np.float32(8) * low * inverse).clip(-128, 127).astype(np.int8)
+    base = lows.astype(np.float32) / 8 * wide
+    if not (np.abs(base) <= np.finfo(np.float16).max).all():
         raise ValueError("values: beyond what half floats hold")
-    wide = step.astype(np.float32)
-    inverse = np.where(wide > 0, 1, 0) / np.where(wide > 0, wide, np.float32(1))
-    scaled = (grouped - low.astype(np.float32)[..., None]) * inverse.astype(np.float32)[..., None]
+    scaled = (grouped - base[..., None]) * inverse[..., None]
     codes = np.rint(np.clip(scaled, 0, 15)).astype(np.uint8)
     packed = codes[..., :16] | codes[..., 16:] << 4
-    scales = np.stack([step, low], 1).transpose(0, 1, 3, 2)
+    scales = np.stack([step.astype(np.uint8), lows.view(np.uint8)], 1).transpose(0, 1, 3, 2)
     return packed.reshape(heads, tokens, dim // 2), np.ascontiguousarray(scales)
 
 
@@ -85,7 +97,9 @@ def dequantise(plane: Plane) -> Floats:
         heads, tokens, half = data.shape
         packed = data.reshape(heads, tokens, half * 2 // _GROUP, _GROUP // 2)
         codes = np.concatenate([packed & 15, packed >> 4], 3).astype(np.float32)
-        step, low = scales.astype(np.float32).transpose(1, 0, 3, 2)[..., None]
+        steps, lows = scales.transpose(1, 0, 3, 2)[..., None]
+        step = _steps(steps)
+        low = lows.view(np.int8).astype(np.float32) / 8 * step
         return np.asarray(low + codes * step, np.float32).reshape(heads, tokens, half * 2)
     return widen(data, plane.format)
 

@@ -20,7 +20,7 @@ from ctxreuse.engines.exits import ExitStep, HiddenStates
 from ctxreuse.engines.torch_hf.cache.layers import ArenaLayer
 from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.model import TorchModel, plain_cache
-from ctxreuse.engines.torch_hf.modes import few_rows, inference
+from ctxreuse.engines.torch_hf.modes import by_kernels, inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
 from ctxreuse.engines.torch_hf.space import new_cache
 from ctxreuse.errors import EngineError
@@ -154,7 +154,7 @@ class TorchExits(EarlyPasses[TorchContext]):
         given = torch.cat([lane.hidden for lane in lanes])
         positions = torch.cat([torch.arange(lane.first, lane.last + 1) for lane in lanes])
         if len(lanes) == 1:
-            with few_rows(len(given)):
+            with by_kernels(len(given) > 1):
                 given = self._parts.run(given, positions, lanes[0].context.cache, at, stop)
         else:
             cache = packed_cache([lane.context.cache for lane in lanes], counts)
@@ -166,7 +166,7 @@ class TorchExits(EarlyPasses[TorchContext]):
 
     def _logits(self, lanes: Sequence[Lane[TorchContext]]) -> list[Logits]:
         counts = [len(lane.rows) for lane in lanes]
-        with few_rows(sum(counts)):
+        with by_kernels(sum(counts) > 1):
             logits = self._parts.logits(torch.cat([lane.hidden for lane in lanes]))
         return [own.numpy() for own in logits.split(counts)]
 

@@ -8,7 +8,7 @@ ms of processor time (torch / this, as it was when it computed four rows at a ti
   bfloat16        44.3/26.3  49.5/30.7  49.7/53.0  49.2/77.8   49.0/114
 
 In float32 a context that computes alone has the bits of plain transformers, so torch computes it; its product of one
-row reads no slower. Kernels compute passes over several contexts, and all of bfloat16.
+row reads no slower. Kernels compute passes over several contexts, contexts with rows in place, and all of bfloat16.
 
 A processor that does not multiply bfloat16 converts it, which torch does in 3 to 5 times what float32 takes: there the
 kernel computes all rows, from weights that it decodes once for some rows. With AVX512-BF16 and without AMX it computes
@@ -33,7 +33,7 @@ import torch
 
 from ctxreuse.cpu import cpu_features, cpu_name, multiplies_bfloat16
 from ctxreuse.engines.torch_hf.bits import numbers
-from ctxreuse.engines.torch_hf.modes import computes_few
+from ctxreuse.engines.torch_hf.modes import computes_by_kernels
 from ctxreuse.engines.torch_hf.packed import is_packing
 from ctxreuse.kernels.dispatch import active
 from ctxreuse.kernels.linear import Weights, linear, quantise_weights
@@ -69,7 +69,7 @@ def _uses_all_lanes() -> bool:
 
 def uses_kernels(dtype: torch.dtype) -> bool:
     """True if few tokens of this type are computed by the project's kernels now, on this thread."""
-    return (dtype != torch.float32 or is_packing() or computes_few()) and not torch.is_grad_enabled()
+    return (dtype != torch.float32 or is_packing() or computes_by_kernels()) and not torch.is_grad_enabled()
 
 
 def install_linears(model: torch.nn.Module, *, int8: bool = False) -> None:

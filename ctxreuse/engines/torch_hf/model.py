@@ -26,7 +26,7 @@ from ctxreuse.engines.torch_hf.context import TorchContext
 from ctxreuse.engines.torch_hf.decoder import checking_layers, install_layers
 from ctxreuse.engines.torch_hf.devices import TorchDevice, device_errors, device_of
 from ctxreuse.engines.torch_hf.linears import install_linears
-from ctxreuse.engines.torch_hf.modes import inference
+from ctxreuse.engines.torch_hf.modes import by_kernels, inference
 from ctxreuse.engines.torch_hf.packed import check_attended, packed_cache, packing
 from ctxreuse.engines.torch_hf.space import config_of, model_space, new_cache, weights_of
 from ctxreuse.engines.user_codec import UserCodec
@@ -367,7 +367,8 @@ class TorchModel(UserCodec):
         context = run.context
         try:
             ids = torch.from_numpy(run.ids.astype(np.int64))
-            with device_errors(self.place):
+            # Rows in place are attended to by kernels, whose bits are not torch's: layers need not have them either.
+            with device_errors(self.place), by_kernels(context.in_place is not None):
                 logits = self.forward.call(ids, context.n, context.cache, run.rows)
             context.check_attended()
         except BaseException as error:

@@ -9,9 +9,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["computes_few", "few_rows", "inference", "normal", "setting"]
+__all__ = ["by_kernels", "computes_by_kernels", "inference", "normal", "setting"]
 
-_few: ContextVar[bool] = ContextVar("ctxreuse_few_rows", default=False)
+_by_kernels: ContextVar[bool] = ContextVar("ctxreuse_by_kernels", default=False)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -39,12 +39,14 @@ def setting(variable: ContextVar[_Result], value: _Result) -> Iterator[None]:
         variable.reset(token)
 
 
-def few_rows(count: int) -> AbstractContextManager[None]:
-    """Inside, several rows of one context are computed by the kernels in float32 too: torch takes twice as long for
-    four of them as for one."""
-    return setting(_few, count > 1)
+def by_kernels(wanted: bool) -> AbstractContextManager[None]:
+    """Inside, and if ``wanted``, the kernels compute a context alone in float32 too, whose bits are not torch's then.
+
+    torch takes twice as long for four rows as for one, and on some processors twice as long for one.
+    """
+    return setting(_by_kernels, wanted)
 
 
-def computes_few() -> bool:
-    """True inside of `few_rows` on this thread."""
-    return _few.get()
+def computes_by_kernels() -> bool:
+    """True inside of `by_kernels` on this thread."""
+    return _by_kernels.get()

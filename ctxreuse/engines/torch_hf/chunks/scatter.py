@@ -13,7 +13,7 @@ import torch
 
 from ctxreuse.engines.torch_hf.chunks.blockwise import Blockwise
 from ctxreuse.engines.torch_hf.chunks.drift import DriftCorrection
-from ctxreuse.engines.torch_hf.modes import few_rows, setting
+from ctxreuse.engines.torch_hf.modes import by_kernels, setting
 
 __all__ = ["AttentionScores", "ComparedError", "RowComparison", "Scatter", "active", "by_position", "scattered"]
 
@@ -145,7 +145,7 @@ def scattered(
     scatter = Scatter(rows, scores, unseen, drift, compared)
     if drift is not None:
         drift.begin(rows)
-    with setting(_active, scatter), few_rows(2):
+    with setting(_active, scatter), by_kernels(True):
         yield scatter
 
 

@@ -2,7 +2,8 @@
  *
  * A state is two words, high and low, of 32 lanes in a register each. That makes renormalisation three instructions
  * (is the high word zero; low becomes high; expand words from the stream into low) and lets 16-bit multiplications do all
- * arithmetic. Two streams take turns, because one waits for itself: a step's lookups need the words of the step before.
+ * arithmetic. Streams take turns, because one waits for itself: a step's lookups need the words of the step before. Four
+ * decode 1.25 times as fast as two (Zen 4: 5.1 to 6.5 G symbols/s); encoders keep more, and two at once fill the machine.
  */
 #include <immintrin.h>
 

@@ -128,6 +128,13 @@ class Metrics:
             raise TypeError(f"{name} is not a gauge")
         child.set(amount)
 
+    def shift(self, name: str, amount: float, *values: str) -> None:
+        """Add to a gauge that is a sum over several parts of the process. Raises TypeError if it is not a gauge."""
+        child = self._child(name, values)
+        if not isinstance(child, Gauge):
+            raise TypeError(f"{name} is not a gauge")
+        child.inc(amount)
+
     def observe(self, name: str, amount: float, *values: str) -> None:
         """Add one observation to a histogram. Raises TypeError if it is not a histogram."""
         child = self._child(name, values)

@@ -228,6 +228,14 @@ _CURRENT = (
         "Requests that took blocks of another one that was computing or answering.",
     ),
     Metric("ctxreuse_inflight_tokens_total", "counter", "Prompt tokens that they took, and did not compute."),
+    # contexts in an engine's memory
+    Metric(
+        "ctxreuse_resident_contexts",
+        "gauge",
+        "Contexts kept between requests, by the worst level of their KV.",
+        (_LEVEL,),
+    ),
+    Metric("ctxreuse_resident_tokens", "gauge", "Tokens of these contexts.", (_LEVEL,)),
     # stores
     Metric("ctxreuse_store_bytes", "gauge", "Bytes of KV stored, by tier.", (_TIER,)),
     Metric("ctxreuse_store_capacity_bytes", "gauge", "Capacity for KV in bytes, by tier.", (_TIER,)),

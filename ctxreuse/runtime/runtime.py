@@ -50,7 +50,7 @@ from ctxreuse.runtime.stepped import SteppedAnswer
 from ctxreuse.runtime.steps.order import RequestCancelledError
 from ctxreuse.runtime.steps.scheduler import StepScheduler
 from ctxreuse.runtime.verified import VerifiedAnswer, refusal
-from ctxreuse.runtime.watch import watch_steps
+from ctxreuse.runtime.watch import watch_runtime
 from ctxreuse.runtime.writeback import Writeback
 from ctxreuse.speculate import remove_draft_files
 from ctxreuse.why import RequestInfo, RequestLog, Why, explain
@@ -164,7 +164,7 @@ class Runtime:
         self.eraser = Eraser(store, self.requests, self.forget_texts, self.paused, engine.space, self._salt)
         self.connect(options.remote)
         if self.metrics is not None:
-            watch_steps(self.metrics, self.steps, self.inflight, self.admission)
+            watch_runtime(self.metrics, self.steps, self.inflight, self.admission, self.context_cache)
         if store is not None and engine.codec is not None:
             store.register_codec(engine.codec)
 

@@ -29,6 +29,8 @@ def check_edge(config: str | None, client: Callable[[], Client]) -> list[Finding
     durable = found["store"]["durable"]
     fix = "" if durable else "The daemon's log says why the store could not be opened"
     findings.append(Finding("daemon", "store", "ok" if durable else "slow", found["store"]["path"], fix))
+    kept = [f"{count} of {tokens:,} tokens {level}" for level, (count, tokens) in found["live"]["levels"].items()]
+    findings.append(Finding("daemon", "contexts", "ok", "in memory: " + (", ".join(kept) or "none")))
     for cloud in found["clouds"]:
         findings.append(Finding("daemon", cloud["name"], _LINKS.get(cloud["state"], "broken"), cloud["state"]))
     return findings

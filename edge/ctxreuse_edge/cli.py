@@ -140,13 +140,18 @@ def status(ctx: typer.Context, url: Url = "", json: Json = False) -> None:
     stats, tokens = found["store"]["stats"], found["tokens"]
     reused = sum(count for source, count in tokens.items() if source != "compute")
     total = reused + tokens["compute"]
+    levels = "".join(
+        f", {contexts} of them ({tokens:,} tokens) {level}"
+        for level, (contexts, tokens) in found["live"]["levels"].items()
+        if level != "exact"
+    )
     rows = [
         ("daemon", f"process {found['pid']}, up {rounded_duration(found['seconds'])}, version {found['version']}"),
         ("model", f"{found['model']['id']} ({found['model']['space'][:16]})"),
         ("engine", _engine(found["engine"])),
         ("store", f"{found['store']['path']}" + ("" if found["store"]["durable"] else " (in memory only!)")),
         ("KV", f"{stats['tokens']:,} tokens, {rounded_bytes(stats['nbytes'])} of {rounded_bytes(stats['capacity'])}"),
-        ("memory", f"{found['live']['contexts']} contexts, {rounded_bytes(found['live']['bytes'])}"),
+        ("memory", f"{found['live']['contexts']} contexts, {rounded_bytes(found['live']['bytes'])}" + levels),
         ("named", f"{found['contexts']:,} contexts"),
         ("requests", f"{found['requests']['running']} running or queued, {found['requests']['limit']} at most"),
         ("prompts", f"{total:,} tokens, {reused:,} of them reused: " + _counts(tokens)),

@@ -113,6 +113,8 @@ def test_slips_in_code_are_loud() -> None:
     with pytest.raises(TypeError):
         metrics.set("ctxreuse_requests_total", 1, "stop")
     with pytest.raises(TypeError):
+        metrics.shift("ctxreuse_requests_total", 1, "stop")
+    with pytest.raises(TypeError):
         metrics.observe("ctxreuse_store_blocks", 1, "disk")
 
 

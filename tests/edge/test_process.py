@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -203,9 +204,11 @@ def test_verbs_talk_to_the_daemon_of_the_store(
     assert "deleted" in run(capfd, "rm", "manual")[1]
     code, _, err = run(capfd, "rm", "manual")
     assert (code, "SessionError" in err) == (3, True)
+    edge.http.post("/v1/chat/completions", json=QUESTION).raise_for_status()
     code, out, _ = run(capfd, "doctor", "--json")
     found = {f["name"]: f for f in json.loads(out)["findings"] if f["area"] == "daemon"}
     assert found["address"]["value"] == edge.url
+    assert re.fullmatch(r"in memory: \d+ of [\d,]+ tokens exact", found["contexts"]["value"])
     assert run(capfd, "serve", "--drain", "soon")[0] == 2
 
 

@@ -11,6 +11,7 @@ import pytest
 from ctxreuse.engines.sampling import SamplingParams
 from ctxreuse.engines.torch_hf import TorchEngine
 from ctxreuse.identity.keys import Tokens
+from ctxreuse.metrics import Metrics
 from ctxreuse.reuse import InPlaceMeasurement, QualityGate
 from ctxreuse.runtime import Runtime, RuntimeOptions
 from support.shuffled import card
@@ -32,13 +33,19 @@ def engine() -> TorchEngine:
 
 
 @pytest.fixture
-def runtime(engine: TorchEngine) -> Iterator[Runtime]:
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def runtime(engine: TorchEngine, metrics: Metrics) -> Iterator[Runtime]:
     """With room for two contexts as they are computed."""
     one = Runtime(engine, None, RuntimeOptions(gate=measured(engine, ("int8", 0.01))))
     one.warm(prompt(9))
     room = 2 * one.context_cache.nbytes
     one.close()
-    found = Runtime(engine, None, RuntimeOptions(gate=measured(engine, ("int8", 0.01)), context_cache_bytes=room))
+    options = RuntimeOptions(gate=measured(engine, ("int8", 0.01)), context_cache_bytes=room, metrics=metrics)
+    found = Runtime(engine, None, options)
     yield found
     found.context_cache.check()
     found.close()
@@ -76,6 +83,25 @@ def test_an_exact_request_takes_no_compressed_context(runtime: Runtime) -> None:
     usage = runtime.warm(runtime.request(np.concatenate([prompt(0), prompt(99, 5)])))
     assert not usage.approximate
     assert usage.cached_tokens == 0
+
+
+def test_metrics_say_how_many_are_kept_at_which_level(runtime: Runtime, engine: TorchEngine, metrics: Metrics) -> None:
+    def figures() -> dict[str, tuple[float, float]]:
+        metrics.render()
+        names = ("ctxreuse_resident_contexts", "ctxreuse_resident_tokens")
+        return {level: tuple(metrics.read(name, level) for name in names) for level in ("exact", "approx")}
+
+    resident(runtime, 0.05)
+    levels = runtime.context_cache.levels()
+    assert figures() == {"exact": levels.get("exact", (0, 0)), "approx": levels["approx~kl-0.010"]}
+    # Another runtime of the same process adds its own.
+    other = Runtime(engine, None, RuntimeOptions(metrics=metrics))
+    other.warm(prompt(1))
+    count, tokens = levels.get("exact", (0, 0))
+    assert figures()["exact"] == (count + 1, tokens + TOKENS)
+    other.close()
+    runtime.context_cache.clear()
+    assert figures()["approx"] == (0, 0)
 
 
 def test_an_answer_goes_on_from_a_compressed_context_and_says_so(runtime: Runtime) -> None:

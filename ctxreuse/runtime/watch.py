@@ -33,15 +33,15 @@ def watch_runtime(
     """
     before: dict[tuple[str, ...], float] = {}
 
-    def moved(now: float, *row: str) -> float:
+    def since(now: float, *row: str) -> float:
         then, before[row] = before.get(row, 0), now
         return now - then
 
     def add(name: str, total: float, *values: str) -> None:
-        metrics.add(name, moved(total, name, *values), *values)
+        metrics.add(name, since(total, name, *values), *values)
 
     def share(name: str, amount: float, *values: str) -> None:
-        metrics.shift(name, moved(amount, name, *values), *values)
+        metrics.shift(name, since(amount, name, *values), *values)
 
     def update() -> None:
         now = steps.stats()

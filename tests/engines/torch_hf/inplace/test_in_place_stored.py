@@ -140,6 +140,43 @@ def test_a_store_is_read_where_it_is_mapped(
         del views, pinned
 
 
+def test_blocks_that_leave_the_store_are_still_read_where_they_are_attended_to(
+    llama: TorchEngine, ids: Tokens, blocks: list[BlockView], tmp_path: Path
+) -> None:
+    """Pages of the map are not used again while a reader is open, whatever is evicted, put and flushed meanwhile."""
+    sealed, others = seal(llama, ids), seal(llama, random_tokens(llama, 80, seed=7))
+    size = max(len(data) for data in sealed.blocks)
+    with open_store(tmp_path / "kv", capacity=len(ids) // 16 * 2 * size) as store:
+        for key, data in zip(sealed.keys, sealed.blocks):
+            assert store.put(key, data)
+        store.flush()
+        with store.read() as reader:
+            views = [reader.block(key, ids[at * 16 : at * 16 + 16], llama.space.digest)
+                     for at, key in enumerate(sealed.keys)]  # fmt: skip
+            pinned = llama.chunks.pin_run(rows_of(views, FIRST, COUNT), "stored")
+            store.drop(sealed.keys[0], "refused")
+            for key, data in zip(others.keys, others.blocks):
+                assert store.put(key, data)
+            store.flush()
+            assert store.stats().blocks == len(others.keys)
+            assert close(answered(llama, pinned), copied(llama, ids, blocks))
+            del views, pinned
+
+
+def test_runs_of_an_old_profile_are_read_by_it_after_a_new_one_came(
+    llama: TorchEngine, ids: Tokens, blocks: list[BlockView], codec: Codec, tmp_path: Path
+) -> None:
+    coded = of_level(codec, blocks, "kl-0.05")
+    wanted = copied(llama, ids, coded)
+    pinned = llama.chunks.pin_run(rows_of(coded, FIRST, COUNT), "stored")
+    try:
+        others = [parse(data) for data in seal(llama, random_tokens(llama, 80, seed=7)).blocks]
+        llama.codec = plain_codec(llama.space, others, tmp_path)
+        assert close(answered(llama, pinned), wanted)
+    finally:
+        llama.codec = codec
+
+
 def _mapped(pinned: PinnedRun, folder: Path) -> bool:
     """True if all of its planes lie in maps of files in the folder."""
     maps = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ctxreuse.metrics.registry import Metrics, level_label
+from ctxreuse.metrics.table import LEVELS
 
 if TYPE_CHECKING:
     from ctxreuse.store.types import PolicyStats, StoreStats
@@ -44,7 +45,7 @@ def watch_store(
             metrics.set("ctxreuse_store_bytes", device(), "device")
         metrics.total("ctxreuse_store_evicted_blocks_total", total.evicted)
         metrics.total("ctxreuse_store_corrupt_blocks_total", sum(total.dropped.get(why, 0) for why in _CORRUPT))
-        levels: Counter[str] = Counter(dict.fromkeys(("exact", "packed", "lossy", "approx"), 0))
+        levels: Counter[str] = Counter(dict.fromkeys(LEVELS, 0))
         for level, count in total.levels.items():
             levels[level_label(level)] += count
         for level, count in levels.items():

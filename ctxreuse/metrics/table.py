@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["METRICS", "RENAMED", "ROUTES", "SOURCES", "Label", "Metric"]
+__all__ = ["LEVELS", "METRICS", "RENAMED", "ROUTES", "SOURCES", "Label", "Metric"]
 
 #: Sources of prompt tokens, nearest first; ``compute``: prefilled.
 SOURCES = ("device", "host", "disk", "edge", "cloud", "compute")
@@ -75,9 +75,10 @@ _REFUSALS = Label(
     "reason",
     ("queue_full", "orphan", "too_big", "no_room", "declined", "malformed", "disk", "backoff", "readonly", "closed"),
 )
-_LEVELS = ("exact", "packed", "lossy", "approx")
-_LEVEL = Label("level", _LEVELS)
-_FROM, _TO = Label("from", _LEVELS), Label("to", _LEVELS)
+#: Kinds of levels; see `level_label`.
+LEVELS = ("exact", "packed", "lossy", "approx")
+_LEVEL = Label("level", LEVELS)
+_FROM, _TO = Label("from", LEVELS), Label("to", LEVELS)
 _HEAP = Label("state", ("used", "kept"))
 _POLICY = Label("policy", ("lru", "lfu", "s3fifo", "arc", "gdsf", "hazard", "pauses", "swift", "real"))
 _TIER = Label("tier", ("device", "host", "disk"))

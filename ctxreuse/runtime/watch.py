@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ctxreuse.metrics.registry import level_label
+from ctxreuse.metrics.table import LEVELS
 from ctxreuse.runtime.steps.order import BACKGROUND, INTERACTIVE, NORMAL
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["watch_runtime"]
 
-_LEVELS = ("exact", "packed", "lossy", "approx")
 _NAMES = {INTERACTIVE: "interactive", NORMAL: "normal", BACKGROUND: "background"}
 
 
@@ -47,7 +47,7 @@ def watch_runtime(
         now = steps.stats()
         share("ctxreuse_scheduler_waiting_contexts", now.waiting)
         share("ctxreuse_scheduler_admission_requests", admission.waiting if admission is not None else 0)
-        kept: dict[str, tuple[int, int]] = dict.fromkeys(_LEVELS, (0, 0))
+        kept: dict[str, tuple[int, int]] = dict.fromkeys(LEVELS, (0, 0))
         for level, (contexts, tokens) in cache.levels().items():
             before_contexts, before_tokens = kept[level_label(level)]
             kept[level_label(level)] = before_contexts + contexts, before_tokens + tokens

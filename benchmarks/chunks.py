@@ -47,6 +47,7 @@ _OURS = (
     "first-4+last-16+every-20+ask-5%+drift",
     "first-4+last-16+every-16+ask-10%+drift",
     "first-4+every-8+ask-15%+drift",
+    "first-4+every-8+ask-30%+drift",
 )
 _PUBLISHED = ("none", "rotate", "random-15%", "first-8", "first-16", "v-5%", "v-15%", "k-15%", "first-8+v-30%")
 _ALL = (*_PUBLISHED, *_OURS)

@@ -33,13 +33,14 @@ __all__ = ["FULL", "OPTIONS", "Told", "figures", "run"]
 OPTIONS = ("model",)
 _MODEL = "smollm2"
 FULL = "full prefill"
-#: Permissions, besides the usual one.
+#: Permissions: the usual one, one for answers that hang on single facts, and a coarse one.
 _USUAL = limit_name(DEFAULT)
-_GATES = (_USUAL, "kl-0.1")
+_FINE = "kl-0.025"
+_GATES = (_USUAL, _FINE, "kl-0.1")
 _QUESTIONS, _DOCUMENTS = 110, 5
 #: Prompts of each question: behind other documents, in other orders. One answer's loss hangs on these as well.
 _TIMES = 3
-#: Percent of the likelihood, and of the tokens, that the usual gate may lose.
+#: Percent of the likelihood, and of the tokens, that the usual gate and the fine one may lose.
 _LOST = 0.7
 
 
@@ -155,25 +156,26 @@ def figures(told: Mapping[str, Sequence[Told]], source: str, *, bars: bool) -> l
                 ),
             )
         )
-    (lost, chosen), (error, wrong) = _mean(told[_USUAL]), _errors(told[_USUAL], full)
-    found += [
-        Figure(
-            metric=f"likelihood lost at {_USUAL}",
-            value=100 * (lost - nll) / nll,
-            unit="%",
-            better="lower",
-            bar=_LOST if bars else None,
-            note=f"nats of the right answer, more than after full prefill; standard error {100 * error / nll:.2g} %",
-        ),
-        Figure(
-            metric=f"first choices lost at {_USUAL}",
-            value=100 * (right - chosen),
-            unit="% of tokens",
-            better="lower",
-            bar=_LOST if bars else None,
-            note=f"standard error {100 * wrong:.2g} %",
-        ),
-    ]
+    for name in (_USUAL, _FINE):
+        (lost, chosen), (error, wrong) = _mean(told[name]), _errors(told[name], full)
+        found += [
+            Figure(
+                metric=f"likelihood lost at {name}",
+                value=100 * (lost - nll) / nll,
+                unit="%",
+                better="lower",
+                bar=_LOST if bars else None,
+                note=f"nats of the right answer, above a full prefill's; standard error {100 * error / nll:.2g} %",
+            ),
+            Figure(
+                metric=f"first choices lost at {name}",
+                value=100 * (right - chosen),
+                unit="% of tokens",
+                better="lower",
+                bar=_LOST if bars else None,
+                note=f"standard error {100 * wrong:.2g} %",
+            ),
+        ]
     return found
 
 

@@ -28,7 +28,7 @@ POLICIES = (
     "first-4+last-16+every-20+ask-5%+drift",
     "v-15%",
     "first-4+last-16+every-16+ask-10%+drift",
-    "first-4+every-8+ask-15%+drift",
+    "first-4+every-8+ask-30%+drift",
 )
 _QUICK = ("rotate", "first-4+last-16+every-20+drift")
 #: Values of all scores of one case, as for levels.

@@ -128,15 +128,16 @@ def told(nll: float, right: float, tokens: int = 4) -> qa.Told:
 
 def test_what_the_gate_loses() -> None:
     answers = {qa.FULL: [told(2.0, 0.5), told(1.0, 1.0, 2)]}
-    answers |= {name: [told(2.0, 0.5), told(1.0, 1.0, 2)] for name in ("kl-0.03", "kl-0.05")}
+    answers |= {name: [told(2.0, 0.5), told(1.0, 1.0, 2)] for name in ("kl-0.025", "kl-0.05")}
     answers["kl-0.1"] = [told(2.2, 0.25), told(1.0, 1.0, 2)]
     figures = qa.figures(answers, "made up", bars=True)
     value = {figure.metric: figure.value for figure in figures}
     assert value["right answer, full prefill"] == pytest.approx(10 / 6)
     assert value["right answer, kl-0.1"] == pytest.approx(10.8 / 6)
-    assert [figure.value for figure in figures[-2:]] == [0, 0]
+    assert [figure.value for figure in figures[-4:]] == [0, 0, 0, 0]
     answers["kl-0.05"] = answers["kl-0.1"]
-    lost = qa.figures(answers, "made up", bars=True)[-2:]
+    lost, fine = (qa.figures(answers, "made up", bars=True)[i:][:2] for i in (-4, -2))
+    assert [figure.value for figure in fine] == [0, 0], "each permission's loss is its own"
     assert [round(figure.value, 2) for figure in lost] == [8.0, 16.67]
     assert not any(figure.passed for figure in lost)
     # 4 tokens lose .2 nats and 2 none, .133 on average: sqrt(2 ((4 * .067)^2 + (2 * .133)^2)) / 6 of 1.667.

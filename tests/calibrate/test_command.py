@@ -105,6 +105,23 @@ def test_chunks_from_a_folder_to_a_card(run: Any, folder: Path, tmp_path: Path) 
         assert f"{one.kl:.4f}" in error
 
 
+def test_chunks_of_a_sliding_window_model_point_to_whole(run: Any, tmp_path: Path, engine_of: Any, text: Any) -> None:
+    model, words = tmp_path / "windows", tmp_path / "words.txt"
+    engine_of("gemma3").model.save_pretrained(model)
+    text._tokenizer.save(str(model / "tokenizer.json"))
+    words.write_text(" ".join(str(i * i) for i in range(6000)))
+    told = {}
+    for options in ((), ("--whole",)):
+        code, printed, told[options] = run(
+            "calibrate", str(model), "--chunks", "--quick", "--text", str(words), *options
+        )
+        assert code == 0, told[options]
+        kept = read_chunk_profile(Path(printed.strip()).read_bytes())
+        assert ("not possible" in kept.notes) == (not options), "only rotation works on states"
+    assert "With --whole" in told[()]
+    assert "--whole" not in told["--whole",]
+
+
 def test_what_cannot_be_calibrated(run: Any, folder: Path, tmp_path: Path) -> None:
     code, _, error = run("calibrate", "no-such-model")
     assert code == 2

@@ -162,7 +162,8 @@ def _chunks(model: str, text: list[Path], threads: int, output: _Output, *, quic
 
     given = work.read_texts(text) if text else None
     engine = TorchEngine.open(model, threads=threads, full_kv_for_windows=whole)
-    if engine.space.needs_state and all(spec.kind in ("full", "sliding") for spec in engine.space.layers):
+    windows = engine.space.needs_state and all(spec.kind in ("full", "sliding") for spec in engine.space.layers)
+    if windows and not output.quiet:
         typer.echo(
             "Note: this model keeps sliding windows as states, so no row of a chunk can be computed anew. With --whole"
             " it is measured as engines use it that have engine.full_kv_for_windows set.",

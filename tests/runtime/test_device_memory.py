@@ -1,4 +1,4 @@
-"""A device whose memory runs out, or whose kernels fail, while a stored prefix is loaded: nothing stored is lost."""
+"""A device whose memory runs out, or that is gone, while a stored prefix is loaded: nothing stored is lost."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from ctxreuse.testing.engine import random_tokens
 from support.tiny_models import engine_of
 
 BLOCKS = 6
+SAID = {
+    torch.OutOfMemoryError: "CUDA out of memory. Tried to allocate 20.00 MiB.",
+    torch.AcceleratorError: "CUDA error: unspecified launch failure\nCUDA kernel errors may be reported later",
+}
 
 
 class Failing(TorchDevice):
-    """Memory of its own on this processor; of the next copies through pinned memory, number ``fails`` fails."""
+    """Memory of its own on this processor; of the next copies through pinned memory, number ``fails`` fails.
 
-    def __init__(self, error: type[RuntimeError]) -> None:
+    ``stays``: all that follow fail, too.
+    """
+
+    def __init__(self, error: type[RuntimeError], *, stays: bool = False) -> None:
         super().__init__(torch.device("cpu"), apart=True)
-        self.error, self.fails = error, 0
+        self.error, self.stays, self.fails = error, stays, 0
 
     def staging(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self.fails -= 1
         if self.fails == 0:
-            raise self.error("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            self.fails = int(self.stays)
+            raise self.error(SAID[self.error])
         return super().staging(count, dtype)
 
 
@@ -55,6 +63,36 @@ def test_the_request_fails_and_the_next_one_reuses_all(
 
     done = runtime.prefill(ids)
     assert done.usage.tokens.cached >= BLOCKS * 16
+    assert np.abs(done.logits - whole).max() <= 1e-4 * np.abs(whole).max()
+    runtime.release(done)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("copy", [1, 4])
+def test_a_device_that_is_gone_fails_each_request_and_another_engine_reuses_all(
+    store: BlockStore, background: bool, copy: int
+) -> None:
+    place = Failing(torch.AcceleratorError, stays=True)
+    engine: TorchEngine = engine_of("llama", place=place, background=background)
+    ids = random_tokens(engine, BLOCKS * 16 + 3)
+    runtime = Runtime(engine, store, RuntimeOptions())
+    runtime.release(runtime.prefill(ids[: BLOCKS * 16 + 1]))
+    store.flush()
+    kept = sorted(entry.key for entry in store.walk())
+
+    place.fails = copy
+    runtime = Runtime(engine, store, RuntimeOptions())
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"cpu failed: CUDA error: unspecified launch failure\. Start again"):
+            runtime.prefill(ids)
+    store.flush()
+    assert sorted(entry.key for entry in store.walk()) == kept
+
+    started: TorchEngine = engine_of("llama")
+    runtime = Runtime(started, store, RuntimeOptions())
+    done = runtime.prefill(ids)
+    assert done.usage.tokens.cached >= BLOCKS * 16
+    whole = started.prefill(started.new_context(), ids)
     assert np.abs(done.logits - whole).max() <= 1e-4 * np.abs(whole).max()
     runtime.release(done)
 

@@ -120,6 +120,11 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def _first_line(error: BaseException) -> str:
+    """What torch says of an error, without its full stop: `EngineError` puts one."""
+    return str(error).split("\n", 1)[0].removesuffix(".")
+
+
 @contextmanager
 def device_errors(place: TorchDevice) -> Iterator[None]:
     """Device memory that runs out inside is an EngineError, and a device that is lost says so."""
@@ -128,8 +133,8 @@ def device_errors(place: TorchDevice) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:  # torch's, or CuPy's
         torch.cuda.empty_cache()
         raise EngineError(
-            f"no memory left on {place.device}: {str(error).splitlines()[0]}",
+            f"no memory left on {place.device}: {_first_line(error)}",
             fix="Wait for other contexts, shorten this one, or lower context_cache_bytes",
         ) from error
     except _LOST as error:
-        raise EngineError(f"{place.device} failed: {str(error).splitlines()[0]}", fix="Start again") from error
+        raise EngineError(f"{place.device} failed: {_first_line(error)}", fix="Start again") from error
